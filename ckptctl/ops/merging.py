@@ -30,11 +30,10 @@ from ckptctl.ops.adapters import (
     settings,
 )
 from ckptctl.ops.conversion.contents import cast_to
-from ckptctl.ops.conversion.convert import plan_with_steps, run_conversion
+from ckptctl.ops.conversion.convert import Step, plan_with_steps, run_conversion
 from ckptctl.ops.conversion.draft import Draft
 from ckptctl.ops.conversion.options import ConversionOptions, MergeOptions
 from ckptctl.ops.conversion.plan import ConversionPlan, ConversionResult
-from ckptctl.ops.conversion.steps import Step
 from ckptctl.ops.destinations import replaceable, require_destination
 from ckptctl.ops.expert_adapters import has_stacks, with_experts
 from ckptctl.ops.expert_stacks import stack_keys, stacked, stacks

@@ -12,6 +12,7 @@ from ckptctl.errors import CkptError, SourceNotFoundError, UsageError, listed, s
 from ckptctl.formats.base import WritableFormat
 from ckptctl.formats.rank_files import CONFIGURATION
 from ckptctl.formats.sidecar_files import (
+    QUANTIZATION,
     beside,
     documents,
     left_behind,
@@ -23,7 +24,7 @@ from ckptctl.ops.recognition.quantized import statements_in
 from ckptctl.planner.configs.facts import Json
 from ckptctl.planner.mapping.adapters import is_adapter
 from ckptctl.planner.plan import RawCopy
-from ckptctl.planner.quantization.statement import Statement
+from ckptctl.planner.quantization.statement import Statement, without
 from ckptctl.storage.paths import (
     home_expanded,
     hub_url,
@@ -119,15 +120,15 @@ def _note_meaning(given: str | Path, notes: Notes) -> None:
         notes.add(f"{spell_option(f'--assets {given}')} refers to the local folder; {other}")
 
 
-def note_files(
-    assets: Assets, directory: str | Path | None, target: WritableFormat, notes: Notes
-) -> None:
+def file_notes(assets: Assets, directory: str | Path | None, target: WritableFormat) -> Notes:
     """Say which folder ``--assets`` names, and which files an output of *target* does not get."""
+    notes = Notes()
     if directory is not None:
         _note_meaning(directory, notes)
     if not target.single_file:
         notes.add(*left_behind(assets.others))
     notes.explain("not copied", assets.not_carried(target))
+    return notes
 
 
 def _existing(root: Path) -> Path:
@@ -189,6 +190,18 @@ def _own(catalog: Catalog) -> Assets:
         sizes[short] = size
     files = tuple(of_checkpoint(catalog, roots))
     return Assets(roots, sizes, catalog.documents, catalog.others, described=files)
+
+
+def describe_plain(assets: Assets) -> Assets:
+    """Return *assets* as they hold once nothing is quantized any more."""
+    described = tuple(replace(one, content=without(one.content)) for one in assets.described)
+    config = assets.documents.get(CONFIG, {})
+    sizes = {name: size for name, size in assets.sizes.items() if name not in QUANTIZATION}
+    if without(config) == config:
+        return replace(assets, sizes=sizes, described=described)
+    documents = {**assets.documents, CONFIG: without(config)}
+    changed = assets.changed | {CONFIG}
+    return replace(assets, sizes=sizes, documents=documents, changed=changed, described=described)
 
 
 def carried(assets: Assets, roots: Sequence[Path], globs: Sequence[str]) -> Assets:

@@ -1,10 +1,10 @@
-"""Preflight checks of a conversion: options, the reference of ``--like``, quantized tensors."""
+"""Preflight checks of a conversion: options, names of source and output, quantized tensors."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from ckptctl import dtypes, families, formats
@@ -178,70 +178,6 @@ def _made(catalog: Catalog, name: str, dtype: str) -> bool:
     source = catalog.tensors[name]
     computed = (catalog.computed.get(extent.file) for extent in source.extents)
     return source.dtype != dtype or any(given_to(made) is not None for made in computed if made)
-
-
-@dataclass(frozen=True, slots=True)
-class Reference:
-    """How a reference checkpoint is cut into files.
-
-    Attributes:
-        path: Where it is.
-        files: Its data files, sorted by name.
-        file_of: For each tensor the index of its file.
-    """
-
-    path: str
-    files: tuple[str, ...]
-    file_of: Mapping[str, int]
-
-
-def reference(path: str | Path | None, to_format: str) -> Reference | None:
-    """Read the reference that ``--like`` names; None without it."""
-    if path is None:
-        return None
-    catalog = formats.open_checkpoint(path)
-    if catalog.format != to_format:
-        raise UsageError(
-            f"{spell_option('--like')} names a checkpoint in format {catalog.format}, but the "
-            f"output format is {to_format}",
-            where=str(path),
-        )
-    if not formats.target(to_format).parallel:
-        _require_whole(catalog)
-    files = tuple(sorted(catalog.files))
-    index = {name: position for position, name in enumerate(files)}
-    file_of = {name: index[t.extents[0].file] for name, t in catalog.tensors.items() if t.extents}
-    return Reference(str(path), files, file_of)
-
-
-def _require_whole(catalog: Catalog) -> None:
-    for name, entry in catalog.tensors.items():
-        files = sorted({extent.file for extent in entry.extents})
-        if len(files) > 1:
-            raise UsageError(
-                "cannot reuse the sharding of the reference",
-                where=catalog.path,
-                why=f"`{name}` is split across {listed(files)}",
-                hint="convert the reference first, and pass the result to "
-                f"{spell_option('--like')}",
-            )
-
-
-def require_same_keys(found: Reference, names: Collection[str]) -> None:
-    """Raise MappingError unless the output has exactly the keys of the reference."""
-    known = set(names)
-    missing = [name for name in found.file_of if name not in known]
-    surplus = [name for name in names if name not in found.file_of]
-    if missing or surplus:
-        raise MappingError(
-            "the output and the reference have different keys",
-            where=found.path,
-            why="; ".join(
-                f"{len(keys):,} {kind}: {listed(keys)}"
-                for kind, keys in (("missing", missing), ("not in the reference", surplus))
-                if keys
-            ),
-        )
 
 
 def keep_together(

@@ -1,4 +1,4 @@
-"""The tensors and other leaves of an output: names, places, dtypes, and which share memory."""
+"""What the selected part of a checkpoint becomes: names, dtypes, and which tensors share memory."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ckptctl.catalog import Catalog, Path, TensorEntry
 from ckptctl.errors import MappingError, UnsupportedError, listed, spell_option
 from ckptctl.formats.base import OutputTensor
 from ckptctl.formats.shared.leaves import require_known
-from ckptctl.ops.conversion.checks import require_scaled
+from ckptctl.ops.conversion.checks import keep_together, require_scaled
 from ckptctl.ops.conversion.draft import Draft
 from ckptctl.ops.conversion.leaves import (
     Parts,
@@ -20,11 +20,55 @@ from ckptctl.ops.conversion.leaves import (
     unpacked,
     unrooted,
 )
+from ckptctl.ops.conversion.part import skip_parts
 from ckptctl.ops.conversion.training import Rest, follow
-from ckptctl.ops.recognition.layout_change import with_sums, with_zeros
+from ckptctl.ops.recognition.layout_change import (
+    LayoutRequest,
+    change_layout,
+    with_sums,
+    with_zeros,
+)
+from ckptctl.ops.recognition.model import require_one_model, root_hint
 from ckptctl.ops.sources import located
 from ckptctl.planner.configs.facts import tying
+from ckptctl.planner.layouts import HF
 from ckptctl.planner.mapping.mapped import MappedTensor, View
+
+
+def map_layout(draft: Draft) -> Draft:
+    """Say what the model's tensors become, and what a user should know of it."""
+    options, target, root = draft.options, draft.target, draft.root
+    asked = LayoutRequest(
+        draft.layout,
+        described=target.parallel or target.described,
+        untie=should_untie(draft),
+        partial=bool(options.include or options.exclude or draft.missing),
+        vocab=options.vocab_size,
+        pads=target.pads,
+        whole=draft.whole,
+        missing={name.removeprefix(root) for name in draft.missing},
+        trust_assets=options.trust_assets,
+    )
+    if not draft.everything:
+        require_one_model(draft.model)
+    tensors = draft.selection.tensors
+    change = change_layout(draft.model, tensors, asked)
+    names = {root + name for name in tensors}
+    keep_together(draft.catalog, names, renamed=not change.identity, dtype=options.dtype)
+    draft.notes.extend(change.notes)
+    draft = replace(draft, change=change)
+    _warn_of_names(draft)
+    return skip_parts(draft, change.left_out)
+
+
+def _warn_of_names(draft: Draft) -> None:
+    """Warn of names that become Hugging Face's only in that they are in its files."""
+    cut = bool(draft.root) and not draft.everything
+    new = draft.target.layout == HF and (cut or formats.get(draft.catalog.format).layout != HF)
+    known = draft.change.family or draft.model.candidates
+    if not known and new and not draft.is_adapter:
+        hint = root_hint(draft.model)
+        draft.notes.add(f"unknown model type; keys are copied unchanged ({hint})", kind="warning")
 
 
 def collect_contents(draft: Draft) -> Draft:

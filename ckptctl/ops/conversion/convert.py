@@ -2,6 +2,10 @@
 
 :func:`plan_conversion` decides everything and writes nothing; :func:`run_conversion` carries out
 exactly that plan and publishes the result in one step.
+
+A plan is made of stages, which every conversion has, and of steps (:mod:`.steps`), each of which an
+option asks for. All of them take a :class:`~.draft.Draft`, what is known of the output so far, and
+return one with more in it.
 """
 
 from __future__ import annotations
@@ -10,54 +14,29 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-from ckptctl import families, formats
-from ckptctl.errors import UsageError
-from ckptctl.formats.base import WritableFormat
+from ckptctl import families
 from ckptctl.notes import Notes
-from ckptctl.ops.adapters import factors_only, require_adapter
-from ckptctl.ops.conversion.adapter_files import adapter_files
-from ckptctl.ops.conversion.assets import (
-    gather,
-    note_files,
-    stated_in,
-    with_model_config,
-)
-from ckptctl.ops.conversion.checks import (
-    existing_source,
-    reference,
-    require_fitting_name,
-    require_sense,
-)
-from ckptctl.ops.conversion.config_files import config_files
-from ckptctl.ops.conversion.contents import collect_contents
-from ckptctl.ops.conversion.draft import Draft
+from ckptctl.ops.conversion.assets import file_notes
+from ckptctl.ops.conversion.contents import collect_contents, map_layout
 from ckptctl.ops.conversion.executable import executable
-from ckptctl.ops.conversion.laying_out import lay_out
-from ckptctl.ops.conversion.mapping import map_layout
+from ckptctl.ops.conversion.laying_out import lay_out, open_reference, side_files
+from ckptctl.ops.conversion.opening import errors_of_source, open_draft, understand_model
 from ckptctl.ops.conversion.options import ConversionOptions
 from ckptctl.ops.conversion.part import choose_part
-from ckptctl.ops.conversion.plan import ConversionPlan, ConversionResult
+from ckptctl.ops.conversion.plan import ConversionPlan, ConversionResult, describe
 from ckptctl.ops.conversion.steps import Step, apply_steps, steps_for
-from ckptctl.ops.conversion.summary import summarize
 from ckptctl.ops.conversion.writing import prepare, write_output
-from ckptctl.ops.destinations import replaceable, require_destination
 from ckptctl.ops.ranks.coordinator import Alone, Coordinator
-from ckptctl.ops.recognition.model import Model, Request, understand
-from ckptctl.ops.recognition.quantized import advised
-from ckptctl.ops.recognition.roots import unwrapped
-from ckptctl.ops.sources import open_source
-from ckptctl.ops.verification.items import replicated
-from ckptctl.planner.mapping.adapters import is_adapter
-from ckptctl.storage.destinations import Replaceable
-from ckptctl.storage.paths import named, path_at
-from ckptctl.storage.sources import blaming, require_unreplaced
+from ckptctl.storage.paths import path_at
 from ckptctl.storage.threads import Advance
 
 __all__ = [
     "ConversionOptions",
     "ConversionPlan",
     "ConversionResult",
+    "Step",
     "plan_conversion",
+    "plan_with_steps",
     "run_conversion",
 ]
 
@@ -72,86 +51,28 @@ def plan_with_steps(
     src: str | Path, dst: str | Path, options: ConversionOptions, *more: Step
 ) -> ConversionPlan:
     """Decide everything about a conversion with *more* steps than options ask for."""
-    target = formats.target(options.to)
-    require_sense(options, target)
-    source = existing_source(src, dst)
-    may_go = Replaceable(replaceable, file=target.single_file)
-    destination = require_destination(source, named(dst), options.overwrite, may_go)
-    if not destination.upload:
-        require_fitting_name(destination.path, target)
-
     steps = [*steps_for(options), *more]
-    draft = _open(source, named(dst), options, target)
+    draft = open_draft(src, dst, options)
     draft = apply_steps(steps, "source", draft)
-    draft = _understand(draft)
-    opened = draft.source
-    with blaming(lambda: require_unreplaced(opened.opened)), advised(draft.model):
+    draft = understand_model(draft)
+    with errors_of_source(draft):
         draft = apply_steps(steps, "model", draft)
-        told = len(draft.notes)
-        draft = replace(draft, like=reference(options.like, options.to))
+        of_source, draft = draft.notes, replace(draft, notes=Notes())
+        if options.like is not None:
+            draft = replace(draft, like=open_reference(options.like, draft.target))
         draft = choose_part(draft)
         draft = map_layout(draft)
-        draft = plain = collect_contents(draft)
+        draft = unquantized = collect_contents(draft)
         draft = apply_steps(steps, "output", draft)
-        output, strings = lay_out(draft, destination.path.name)
-        adapter = is_adapter(draft.inputs.tensors)
-        files = adapter_files(draft) if adapter else config_files(draft)
-        plan = executable(draft, output, files, strings, destination.path)
+        output, strings = lay_out(draft)
+        files = side_files(draft)
+        plan = executable(draft, output, strings, files)
     notes = Notes()
     notes.add(*draft.catalog.notes)
-    notes.extend(draft.notes[:told])
-    note_files(draft.assets.besides(files.contents), options.assets, target, notes)
-    notes.extend(draft.notes[told:])
-    left_out = notes.reasons("skipped")
-    replicas = opened.replicas.keys() - draft.missing.keys() - left_out.keys()
-    return ConversionPlan(
-        source=draft.inputs,
-        recognition=draft.model,
-        options=options,
-        change=draft.change,
-        output=draft.tensors,
-        plan=plan,
-        must_equal=draft.must_equal,
-        taken=draft.taken,
-        base=draft.base.path if draft.base and draft.taken else None,
-        summary=summarize(plain, left_out).with_quantized(draft),
-        log=notes,
-        free_bytes=destination.free_bytes(),
-        upload=destination.upload,
-        replicated=replicated(opened, replicas) if options.verify_replicas else None,
-        quantization=draft.quantization,
-    )
-
-
-def _open(
-    source: Path, destination: Path, options: ConversionOptions, target: WritableFormat
-) -> Draft:
-    """Read the index of the source, and what describes its model."""
-    trusted = options.assets if options.trust_assets else None
-    opened = catalog = open_source(
-        source,
-        options,
-        partial=options.allow_missing,
-        replicas=options.verify_replicas,
-        documents=stated_in(trusted) if trusted else None,
-    )
-    if options.only == "model":
-        opened = catalog = unwrapped(catalog)
-    if target.adapters:
-        catalog = factors_only(catalog)
-        require_adapter(catalog, UsageError, f"the `{target.name}` format only stores adapters")
-    assets = gather(catalog, options.assets, options.carry)
-    assets = with_model_config(catalog, assets)
-    asked = Request(options.model_type, options.from_layout, options.root, options.sizes)
-    model = Model.unknown(catalog, assets.documents, asked)
-    return Draft(options, target, destination, opened, assets, model, catalog)
-
-
-def _understand(draft: Draft) -> Draft:
-    """Find the model in the checkpoint, as the source's steps have made it."""
-    model = understand(draft.catalog, draft.assets.documents, draft.model.request)
-    model = replace(model, described=draft.assets.described)
-    return replace(draft, model=model)
+    notes += of_source
+    notes += file_notes(draft.assets.besides(files.contents), options.assets, draft.target)
+    notes += draft.notes
+    return describe(draft, plan, unquantized, notes)
 
 
 def run_conversion(

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ckptctl.formats.sidecar_files import QUANTIZATION
-from ckptctl.ops.conversion.assets import CONFIG, Assets, quantization_in
+from ckptctl.ops.conversion.assets import describe_plain, quantization_in
 from ckptctl.ops.conversion.draft import Draft
 from ckptctl.ops.recognition.quantized import dequantized, quantized
-from ckptctl.planner.quantization.statement import without
 
 
 def dequantize(draft: Draft) -> Draft:
@@ -19,15 +17,3 @@ def dequantize(draft: Draft) -> Draft:
         return draft
     stated = quantization_in(options.assets)
     return draft.with_catalog(dequantized(catalog, options.dequantize, stated))
-
-
-def describe_plain(assets: Assets) -> Assets:
-    """Return *assets* as they hold once nothing is quantized any more."""
-    described = tuple(replace(one, content=without(one.content)) for one in assets.described)
-    config = assets.documents.get(CONFIG, {})
-    sizes = {name: size for name, size in assets.sizes.items() if name not in QUANTIZATION}
-    if without(config) == config:
-        return replace(assets, sizes=sizes, described=described)
-    documents = {**assets.documents, CONFIG: without(config)}
-    changed = assets.changed | {CONFIG}
-    return replace(assets, sizes=sizes, documents=documents, changed=changed, described=described)

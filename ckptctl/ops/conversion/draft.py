@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 
 from ckptctl.catalog import Blob, Catalog
 from ckptctl.errors import spell_option
 from ckptctl.formats.base import OutputTensor, WritableFormat
 from ckptctl.notes import Notes
 from ckptctl.ops.conversion.assets import Assets
-from ckptctl.ops.conversion.checks import Reference
 from ckptctl.ops.conversion.options import ConversionOptions
 from ckptctl.ops.conversion.quantization import Quantization
+from ckptctl.ops.destinations import Destination
 from ckptctl.ops.recognition.model import Model
 from ckptctl.ops.recognition.roots import Selection
 from ckptctl.planner.balance import shard_limit
@@ -33,7 +32,7 @@ class Draft:
     Attributes:
         options: What is asked for.
         target: The format that is written.
-        destination: The path or URL of the output, as the user names it.
+        destination: Where the output is made.
         source: The checkpoint as it was opened.
         assets: Its configuration and side files.
         model: The model, in the checkpoint as steps have changed it.
@@ -58,13 +57,13 @@ class Draft:
 
     options: ConversionOptions
     target: WritableFormat
-    destination: Path
+    destination: Destination
     source: Catalog
     assets: Assets
     model: Model
     inputs: Catalog
     notes: Notes = field(default_factory=Notes)
-    like: Reference | None = None
+    like: Catalog | None = None
     base: Catalog | None = None
     taken: Mapping[str, str] = field(default_factory=dict)
     origins: Mapping[str, str] = field(default_factory=dict)

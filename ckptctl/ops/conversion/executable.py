@@ -37,9 +37,9 @@ from ckptctl.planner.plan import (
 
 
 def executable(
-    draft: Draft, output: Output, beside: ConfigFiles, metadata: Mapping[str, str], target: Path
+    draft: Draft, output: Output, metadata: Mapping[str, str], beside: ConfigFiles
 ) -> Plan:
-    """Plan what writes an output at *target*: what the format lays out, and files *beside* that.
+    """Plan what writes an output: what the format lays out, and files *beside* that.
 
     The strings in *metadata* are those that its files carry.
     """
@@ -78,7 +78,7 @@ def executable(
     return Plan(
         source_root=root,
         sources=sources,
-        target=str(target),
+        target=str(draft.destination.path),
         single_file=single_file,
         files=files,
         records=records,

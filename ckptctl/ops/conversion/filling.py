@@ -53,9 +53,8 @@ def fill_from_base(draft: Draft) -> Draft:
             f"{spell_option('--fill-from')} is not supported for adapters", where=draft.catalog.path
         )
     base = BaseModel.open(options, draft.assets.documents)
-    require_destination(
-        formats.existing(options.fill_from), draft.destination, options.overwrite, replaceable
-    )
+    source = formats.existing(options.fill_from)
+    require_destination(source, draft.destination.given, options.overwrite, replaceable)
     return _Filling(draft, base).result()
 
 

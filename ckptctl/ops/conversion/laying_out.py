@@ -1,23 +1,26 @@
-"""Where everything goes in the files of an output, as its format and its ranks have it."""
+"""The files of an output: where its format and its ranks put everything, and what is beside."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Protocol
 
+from ckptctl import formats
 from ckptctl.catalog import Catalog
-from ckptctl.errors import MappingError, RefusedError, listed, spell_option
-from ckptctl.formats.base import Output, OutputRequest, OutputTensor
+from ckptctl.errors import MappingError, RefusedError, UsageError, listed, spell_option
+from ckptctl.formats.base import Output, OutputRequest, OutputTensor, WritableFormat
 from ckptctl.ops.adapters import in_peft_words
-from ckptctl.ops.conversion.adapter_files import carries
+from ckptctl.ops.conversion.adapter_files import adapter_files, carries
 from ckptctl.ops.conversion.assets import CONFIG
-from ckptctl.ops.conversion.checks import require_same_keys
+from ckptctl.ops.conversion.config_files import ConfigFiles, config_files
 from ckptctl.ops.conversion.draft import Draft
 from ckptctl.ops.conversion.leaves import kept_strings, same_data, without_hashes
 from ckptctl.ops.recognition.quantized import weights
 from ckptctl.planner.axes import Sizes
+from ckptctl.planner.mapping.adapters import is_adapter
 from ckptctl.planner.mapping.mapped import MappedTensor
 from ckptctl.planner.mapping.tensors import Change
 from ckptctl.planner.model_parallel import RankShard
@@ -26,11 +29,30 @@ from ckptctl.planner.quantization.scheme import QuantizedWeight
 from ckptctl.units import counted
 
 
-def lay_out(draft: Draft, name: str) -> tuple[Output, dict[str, str]]:
-    """Let the target format say where everything goes, and which strings its files carry.
+def open_reference(path: str | Path, target: WritableFormat) -> Catalog:
+    """Read the index of the checkpoint that ``--like`` names."""
+    catalog = formats.open_checkpoint(path)
+    if catalog.format != target.name:
+        raise UsageError(
+            f"{spell_option('--like')} names a checkpoint in format {catalog.format}, but the "
+            f"output format is {target.name}",
+            where=str(path),
+        )
+    for name, entry in () if target.parallel else catalog.tensors.items():
+        files = sorted({extent.file for extent in entry.extents})
+        if len(files) > 1:
+            raise UsageError(
+                "cannot reuse the sharding of the reference",
+                where=catalog.path,
+                why=f"`{name}` is split across {listed(files)}",
+                hint="convert the reference first, and pass the result to "
+                f"{spell_option('--like')}",
+            )
+    return catalog
 
-    The *name* is that of the output.
-    """
+
+def lay_out(draft: Draft) -> tuple[Output, dict[str, str]]:
+    """Let the target format say where everything goes, and which strings its files carry."""
     target, options, change, ranks = draft.target, draft.options, draft.change, draft.ranks
     shares = division(change, target.layout) if ranks > 1 else None
     if shares:
@@ -39,7 +61,7 @@ def lay_out(draft: Draft, name: str) -> tuple[Output, dict[str, str]]:
         require_whole_blocks(described, draft.mapped, draft.tensors, shares, ranks)
     metadata = kept_strings(draft.catalog, draft.tensors, target, draft.notes)
     request = OutputRequest(
-        name=name,
+        name=draft.destination.path.name,
         tensors=draft.tensors,
         blobs=draft.blobs,
         max_shard_size=draft.shard_bytes,
@@ -57,9 +79,10 @@ def lay_out(draft: Draft, name: str) -> tuple[Output, dict[str, str]]:
         notes=draft.notes,
     )
     if draft.like is not None:
-        require_same_keys(draft.like, [tensor.name for tensor in draft.tensors])
+        _require_same_keys(draft.like, draft)
         if not target.parallel:
-            request = replace(request, like=draft.like.file_of, like_files=draft.like.files)
+            files = tuple(sorted(draft.like.files))
+            request = replace(request, like=_files_of(draft.like, files), like_files=files)
     output = target.lay_out(request)
     if metadata and not same_data(draft.catalog, draft.mapped, output):
         metadata = without_hashes(metadata, draft.notes)
@@ -69,6 +92,37 @@ def lay_out(draft: Draft, name: str) -> tuple[Output, dict[str, str]]:
     why = f"format {target.name} stores its own values"
     draft.notes.explain("skipped", dict.fromkeys(anew, why))
     return output, metadata
+
+
+def side_files(draft: Draft) -> ConfigFiles:
+    """Decide which files an output gets beside its tensors."""
+    adapter = is_adapter(draft.inputs.tensors)
+    return adapter_files(draft) if adapter else config_files(draft)
+
+
+def _files_of(like: Catalog, files: Sequence[str]) -> dict[str, int]:
+    """Return for each tensor of a reference the index of its file among *files*."""
+    index = {name: position for position, name in enumerate(files)}
+    stored = ((name, one.extents[0].file) for name, one in like.tensors.items() if one.extents)
+    return {name: index[file] for name, file in stored}
+
+
+def _require_same_keys(like: Catalog, draft: Draft) -> None:
+    """Refuse an output that has not exactly the keys of the reference."""
+    known = dict.fromkeys(tensor.name for tensor in draft.tensors)
+    there = dict.fromkeys(name for name, entry in like.tensors.items() if entry.extents)
+    missing = [name for name in there if name not in known]
+    surplus = [name for name in known if name not in there]
+    if missing or surplus:
+        raise MappingError(
+            "the output and the reference have different keys",
+            where=str(draft.options.like),
+            why="; ".join(
+                f"{len(keys):,} {kind}: {listed(keys)}"
+                for kind, keys in (("missing", missing), ("not in the reference", surplus))
+                if keys
+            ),
+        )
 
 
 Block = tuple[int, int]

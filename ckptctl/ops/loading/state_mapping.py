@@ -16,10 +16,9 @@ from typing import NamedTuple
 from ckptctl.catalog import Box, Catalog, Extent, TensorEntry
 from ckptctl.errors import MappingError, MissingTensorsError, RefusedError, UsageError
 from ckptctl.notes import Notes
-from ckptctl.ops.conversion.assets import gather
+from ckptctl.ops.conversion.assets import describe_plain, gather
 from ckptctl.ops.conversion.checks import keep_together
 from ckptctl.ops.conversion.contents import in_checkpoint
-from ckptctl.ops.conversion.dequantizing import describe_plain
 from ckptctl.ops.conversion.training import follow
 from ckptctl.ops.recognition.layout_change import (
     LayoutRequest,
