@@ -87,6 +87,11 @@ class Draft:
         """Return the same of a changed checkpoint."""
         return replace(self, model=replace(self.model, catalog=catalog))
 
+    def argument_of(self, step: str) -> str:
+        """Return the value of ``--step NAME=VALUE``, or an empty string without one."""
+        given = (one.partition("=") for one in self.options.step)
+        return next((value for name, _, value in given if name == step), "")
+
     @property
     def is_adapter(self) -> bool:
         """Whether it has low-rank factors."""

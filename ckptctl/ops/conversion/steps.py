@@ -1,17 +1,25 @@
 """The steps of a conversion that options ask for: what only some conversions do, by its place.
 
-A step is imported when an option asks for it, so the pipeline depends on none.
+A step is imported when an option asks for it, so the pipeline depends on none. Other packages add
+steps by entry points ``ckptctl.steps``, which ``--step`` asks for.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import cache
 from importlib import import_module
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
+from ckptctl import installed
+from ckptctl.errors import UsageError
 from ckptctl.ops.conversion.draft import Draft
 from ckptctl.ops.conversion.options import ConversionOptions
+from ckptctl.ops.option_checks import STEPS
+
+if TYPE_CHECKING:
+    from importlib.metadata import EntryPoint
 
 Place = Literal["source", "model", "output"]
 
@@ -26,7 +34,7 @@ class Step:
             its tensors are selected and mapped, or the ``output`` before it is laid out.
         order: Steps at one place run by ascending order.
         apply: Carries it out.
-        option: The option that asks for it, or ``field=value``; empty if none does.
+        option: The option that asks for it, or ``field=value``; empty for ``--step NAME``.
     """
 
     name: str
@@ -61,9 +69,32 @@ BUILT_IN = (
 )
 
 
+@cache
+def entry_points() -> dict[str, EntryPoint]:
+    """Return the entry points of steps by name; none is loaded."""
+    return installed.entry_points(STEPS)
+
+
+@cache
+def load_added(name: str) -> Step:
+    """Return the step of the entry point called *name*."""
+    try:
+        found = entry_points()[name].load()
+        if not isinstance(found, Step) or found.name != name:
+            raise TypeError(f"{found!r} is not a Step named `{name}`")
+    except Exception as error:
+        raise UsageError(
+            f"cannot load step `{name}`",
+            why=f"{type(error).__name__}: {error}",
+            hint="fix or uninstall the package that adds it",
+        ) from error
+    return found
+
+
 def steps_for(options: ConversionOptions) -> list[Step]:
     """Return the steps that *options* ask for."""
-    return [step for step in BUILT_IN if step.is_asked_for(options)]
+    added = (load_added(one.partition("=")[0]) for one in options.step)
+    return [*(step for step in BUILT_IN if step.is_asked_for(options)), *added]
 
 
 def apply_steps(steps: Iterable[Step], place: Place, draft: Draft) -> Draft:
