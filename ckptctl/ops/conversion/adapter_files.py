@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Mapping
+from dataclasses import replace
 
 from ckptctl import families
 from ckptctl.errors import MappingError, RefusedError, UnsupportedError, UsageError, spell_option
@@ -12,7 +13,7 @@ from ckptctl.formats.peft import CONFIG as ADAPTER_CONFIG
 from ckptctl.ops.adapter_targets import TARGETS, WEIGHT, target_modules_of_layers
 from ckptctl.ops.adapters import SINGLE, TRAINED, Settings, described, matching, settings
 from ckptctl.ops.conversion.assets import Assets
-from ckptctl.ops.conversion.config_files import ConfigFiles, dumped
+from ckptctl.ops.conversion.config_files import dumped
 from ckptctl.ops.conversion.draft import Draft
 from ckptctl.planner.configs.facts import Json
 from ckptctl.planner.mapping.adapters import (
@@ -37,7 +38,7 @@ def carries(change: Change) -> tuple[str, ...]:
     return SINGLE if change.identity else TRAINED
 
 
-def adapter_files(draft: Draft) -> ConfigFiles:
+def adapter_files(draft: Draft) -> Draft:
     """Decide which files an adapter gets beside its tensors."""
     catalog, assets = draft.catalog, draft.assets
     target, change = draft.target, draft.change
@@ -76,7 +77,7 @@ def adapter_files(draft: Draft) -> ConfigFiles:
         them = "it" if known.alpha is None else "them"
         note = f"a torch file cannot store the rank ({shown}){alpha_too}"
         draft.notes.add(f"{note}; set {them} in the program that loads it")
-        return ConfigFiles.of({}, ())
+        return draft
     content = config and renamed(config, change)
     if peft and (config is None or change.source_layout not in (None, *PEFT)):
         roles = (item.logical.partition(".")[0] for item in change.tensors)
@@ -84,7 +85,8 @@ def adapter_files(draft: Draft) -> ConfigFiles:
         content = adapter_config(ranks, known, config, dora, (change.sizes or {}).get("i"))
     new = {} if content is None else {ADAPTER_CONFIG: dumped(content)}
     copies = assets.copies((ADAPTER_CONFIG, "config.json"))
-    return ConfigFiles.of(new, (copy for copy in copies if copy.root == catalog.root))
+    own = tuple(copy for copy in copies if copy.root == catalog.root)
+    return replace(draft, written=new, copies=own)
 
 
 def _require_same_biases(change: Change, assets: Assets) -> None:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 
 from ckptctl.errors import MappingError, spell_option
-from ckptctl.formats.base import WritableFormat, copied, document
+from ckptctl.formats.base import WritableFormat
 from ckptctl.formats.sidecar_files import amended, kind_of
 from ckptctl.ops.conversion.assets import CONFIG, PARAMS, Assets
 from ckptctl.ops.conversion.contents import in_checkpoint, main_dtype
@@ -22,27 +22,9 @@ from ckptctl.planner.configs.params import assumed, config_to_params, params_to_
 from ckptctl.planner.families.declarations import spelled
 from ckptctl.planner.layouts import BASE, HF, MLX
 from ckptctl.planner.mapping.tensors import Change
-from ckptctl.planner.plan import OutputFile, RawCopy
 
 
-@dataclass(frozen=True, slots=True)
-class ConfigFiles:
-    """The files of an output beside its weights: copied ones, and those with *contents*."""
-
-    files: tuple[OutputFile, ...]
-    copies: tuple[RawCopy, ...]
-    contents: Mapping[str, bytes]
-
-    @classmethod
-    def of(cls, written: Mapping[str, bytes], copies: Iterable[RawCopy]) -> ConfigFiles:
-        """Files that are written, and copies of whole files."""
-        files = [document(name, content) for name, content in written.items()]
-        copies = tuple(copies)
-        files += [copied(copy.target, copy.nbytes) for copy in copies]
-        return cls(tuple(files), copies, written)
-
-
-def config_files(draft: Draft) -> ConfigFiles:
+def config_files(draft: Draft) -> Draft:
     """Decide which files an output gets beside its tensors."""
     assets, options, target, change = draft.assets, draft.options, draft.target, draft.change
     if target.single_file:
@@ -50,7 +32,7 @@ def config_files(draft: Draft) -> ConfigFiles:
         if names:
             behind = f"{len(names)} not copied: {', '.join(names)}"
             draft.notes.add(f"a single {target.name} file has no sidecar files; {behind}")
-        return ConfigFiles.of({}, ())
+        return draft
     cast = (options.dtype or options.dequantize) is not None
     model = in_checkpoint(change.tensors, draft.root, draft.kept_root)
     own = {view.key for item in model for view in item.targets}
@@ -71,7 +53,7 @@ def config_files(draft: Draft) -> ConfigFiles:
             draft.notes.add(*unsaid(draft.inputs, stated, assets.sizes))
     if target.described and PARAMS not in written:
         raise _no_params(target.name, change)
-    return ConfigFiles.of(written, assets.copies(written))
+    return replace(draft, written=written, copies=tuple(assets.copies(written)))
 
 
 def _about_transformers(draft: Draft, written: Collection[str]) -> tuple[str, ...]:

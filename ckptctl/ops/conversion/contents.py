@@ -77,7 +77,7 @@ def collect_contents(draft: Draft) -> Draft:
     apart = notes.reasons("skipped").keys() | draft.missing.keys()
     catalog, parts = _with_values(draft, apart)
     outside = dict.fromkeys(leaf for n in draft.selection.rest for leaf in parts.get(n, (n,)))
-    rest = follow(catalog, tuple(outside) if draft.everything else (), root, change)
+    rest = follow(catalog, tuple(outside), root, change) if draft.everything else Rest()
     homeless: list[str] = []
     for item, path in inside_model(catalog, parts, outside, root, draft.everything):
         if change.identity or draft.everything:
@@ -296,7 +296,7 @@ def cast_to(source: str, dtype: str | None) -> str:
     return dtype if dtype and dtypes.BY_NAME[source].floating else source
 
 
-def main_dtype(tensors: Sequence[OutputTensor]) -> str | None:
+def main_dtype(tensors: Iterable[OutputTensor | TensorEntry]) -> str | None:
     """Return the floating dtype that has the most bytes."""
     total: dict[str, int] = {}
     for tensor in tensors:

@@ -19,7 +19,7 @@ from ckptctl.notes import Notes
 from ckptctl.ops.conversion.assets import file_notes
 from ckptctl.ops.conversion.contents import collect_contents, map_layout
 from ckptctl.ops.conversion.executable import executable
-from ckptctl.ops.conversion.laying_out import lay_out, open_reference, side_files
+from ckptctl.ops.conversion.laying_out import add_side_files, lay_out, open_reference
 from ckptctl.ops.conversion.opening import errors_of_source, open_draft, understand_model
 from ckptctl.ops.conversion.options import ConversionOptions
 from ckptctl.ops.conversion.part import choose_part
@@ -64,13 +64,13 @@ def plan_with_steps(
         draft = map_layout(draft)
         draft = unquantized = collect_contents(draft)
         draft = apply_steps(steps, "output", draft)
-        output, strings = lay_out(draft)
-        files = side_files(draft)
-        plan = executable(draft, output, strings, files)
+        draft = lay_out(draft)
+        draft = add_side_files(draft)
+        plan = executable(draft)
     notes = Notes()
     notes.add(*draft.catalog.notes)
     notes += of_source
-    notes += file_notes(draft.assets.besides(files.contents), options.assets, draft.target)
+    notes += file_notes(draft.assets.besides(draft.written), options.assets, draft.target)
     notes += draft.notes
     return describe(draft, plan, unquantized, notes)
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 
 from ckptctl.catalog import Blob, Catalog
 from ckptctl.errors import spell_option
-from ckptctl.formats.base import OutputTensor, WritableFormat
+from ckptctl.formats.base import Output, OutputTensor, WritableFormat
 from ckptctl.notes import Notes
 from ckptctl.ops.conversion.assets import Assets
 from ckptctl.ops.conversion.options import ConversionOptions
@@ -20,6 +20,7 @@ from ckptctl.planner.layouts import BASE, HF, is_base
 from ckptctl.planner.mapping.adapters import is_adapter
 from ckptctl.planner.mapping.mapped import MappedTensor
 from ckptctl.planner.mapping.tensors import Change
+from ckptctl.planner.plan import RawCopy
 from ckptctl.units import parse_bytes
 
 
@@ -53,6 +54,10 @@ class Draft:
         must_equal: Names in the source, kept and dropped, whose bytes have to be the same.
         tied: Names of tensors that are dropped because another one is the same memory.
         quantization: What is quantized on the way, or None.
+        output: Where everything goes in the files of the output.
+        strings: The strings that these files carry.
+        written: Files beside them, with what is in them.
+        copies: Files beside them that are copied.
     """
 
     options: ConversionOptions
@@ -77,6 +82,10 @@ class Draft:
     must_equal: tuple[tuple[str, str], ...] = ()
     tied: Collection[str] = ()
     quantization: Quantization | None = None
+    output: Output = field(default_factory=lambda: Output((), (), {}))
+    strings: Mapping[str, str] = field(default_factory=dict)
+    written: Mapping[str, bytes] = field(default_factory=dict)
+    copies: tuple[RawCopy, ...] = ()
 
     @property
     def catalog(self) -> Catalog:

@@ -17,11 +17,10 @@ from pathlib import Path
 from ckptctl import __version__, dtypes
 from ckptctl.catalog import MANIFEST, Computed, made_of
 from ckptctl.errors import RefusedError, spell_option
-from ckptctl.formats.base import Output, OutputTensor, Place, document
+from ckptctl.formats.base import Output, OutputTensor, Place, copied, document
 from ckptctl.formats.checksums import SCHEMA
 from ckptctl.formats.sidecar_files import kind_of
 from ckptctl.ops.conversion.checked_ranges import with_checks
-from ckptctl.ops.conversion.config_files import ConfigFiles
 from ckptctl.ops.conversion.draft import Draft
 from ckptctl.ops.conversion.transfers import identities, sources_of, transfers
 from ckptctl.planner.plan import (
@@ -36,41 +35,34 @@ from ckptctl.planner.plan import (
 )
 
 
-def executable(
-    draft: Draft, output: Output, metadata: Mapping[str, str], beside: ConfigFiles
-) -> Plan:
-    """Plan what writes an output: what the format lays out, and files *beside* that.
-
-    The strings in *metadata* are those that its files carry.
-    """
-    _require_apart(output, beside)
-    catalog, root = draft.inputs, draft.inputs.root
+def executable(draft: Draft) -> Plan:
+    """Plan what writes an output: what its format lays out, and the files beside that."""
+    output, catalog, root = draft.output, draft.inputs, draft.inputs.root
     checksum, single_file = draft.options.checksum, draft.target.single_file
+    beside = tuple(document(name, content) for name, content in draft.written.items())
+    beside += tuple(copied(copy.target, copy.nbytes) for copy in draft.copies)
+    _require_apart(output, beside)
     by_name = {tensor.name: tensor.dtype for tensor in draft.tensors}
     records = tuple(_record_in(output.folder, one) for one in output.records)
     placed = replace(output, records=records)
     copies = tuple(transfers(draft.mapped, catalog.tensors, placed, by_name))
-    raw = tuple(_copy_in(output.folder, one) for one in (*output.raw_copies, *beside.copies))
+    raw = tuple(_copy_in(output.folder, one) for one in (*output.raw_copies, *draft.copies))
     own = tuple(document(name, content) for name, content in output.contents.items())
-    files = (*output.files, *own, *beside.files)
+    files = (*output.files, *own, *beside)
     computed, sources = sources_of(root, copies, catalog.computed, output.raw_copies)
     read = dict.fromkeys(view.key for item in draft.mapped for view in item.sources)
     copies, checks = with_checks(root, [catalog.tensors[name] for name in read], copies, computed)
     written = {
         **output.contents,
-        **beside.contents,
-        "__metadata__": repr(sorted(metadata.items())).encode(),
+        **draft.written,
+        "__metadata__": repr(sorted(draft.strings.items())).encode(),
         **{f"__above__/{name}": content for name, content in output.above.items()},
     }
     digest = digest_of(checksum, files, records, copies, raw, written, computed, checks)
     if checksum and not single_file:
-        others = (file for file in beside.files if file.path not in beside.contents)
-        carried = {file.path: file.size for file in others if kind_of(file.path) is None}
-        head = {
-            "source": provenance(draft),
-            "plan": digest,
-            **({"carried": carried} if carried else {}),
-        }
+        names = {copy.target: copy.nbytes for copy in draft.copies if not kind_of(copy.target)}
+        head = {"source": provenance(draft), "plan": digest}
+        head |= {"carried": names} if names else {}
         files = (*files, manifest(head, draft.tensors, output.boxes, output.records))
     files = tuple(_file_in(output.folder, one) for one in files)
     files += tuple(document(name, content) for name, content in output.above.items())
@@ -104,10 +96,10 @@ def _copy_in(folder: str, copy: RawCopy) -> RawCopy:
     return replace(copy, target=f"{folder}/{copy.target}") if folder else copy
 
 
-def _require_apart(output: Output, beside: ConfigFiles) -> None:
+def _require_apart(output: Output, beside: Sequence[OutputFile]) -> None:
     """Refuse a file that is carried along under the name of one that is written."""
     written = {MANIFEST, *(file.path for file in output.files), *output.contents}
-    twice = [file.path for file in beside.files if file.path in written]
+    twice = [file.path for file in beside if file.path in written]
     if twice:
         raise RefusedError(
             "a copied sidecar file would replace an output file",

@@ -11,11 +11,11 @@ from typing import Protocol
 from ckptctl import formats
 from ckptctl.catalog import Catalog
 from ckptctl.errors import MappingError, RefusedError, UsageError, listed, spell_option
-from ckptctl.formats.base import Output, OutputRequest, OutputTensor, WritableFormat
+from ckptctl.formats.base import OutputRequest, OutputTensor, WritableFormat
 from ckptctl.ops.adapters import in_peft_words
 from ckptctl.ops.conversion.adapter_files import adapter_files, carries
 from ckptctl.ops.conversion.assets import CONFIG
-from ckptctl.ops.conversion.config_files import ConfigFiles, config_files
+from ckptctl.ops.conversion.config_files import config_files
 from ckptctl.ops.conversion.draft import Draft
 from ckptctl.ops.conversion.leaves import kept_strings, same_data, without_hashes
 from ckptctl.ops.recognition.quantized import weights
@@ -51,7 +51,7 @@ def open_reference(path: str | Path, target: WritableFormat) -> Catalog:
     return catalog
 
 
-def lay_out(draft: Draft) -> tuple[Output, dict[str, str]]:
+def lay_out(draft: Draft) -> Draft:
     """Let the target format say where everything goes, and which strings its files carry."""
     target, options, change, ranks = draft.target, draft.options, draft.change, draft.ranks
     shares = division(change, target.layout) if ranks > 1 else None
@@ -74,7 +74,9 @@ def lay_out(draft: Draft) -> tuple[Output, dict[str, str]]:
         sizes=change.sizes,
         stack_layers=options.stack_layers,
         records=draft.catalog.records,
-        adapter=in_peft_words(draft.catalog, options.lora_alpha, carries(change)),
+        adapter=in_peft_words(draft.catalog, options.lora_alpha, carries(change))
+        if draft.is_adapter
+        else None,
         layout=options.to_layout,
         notes=draft.notes,
     )
@@ -91,10 +93,10 @@ def lay_out(draft: Draft) -> tuple[Output, dict[str, str]]:
     anew = [name for name in skipped if name.partition(".")[0] in output.own]
     why = f"format {target.name} stores its own values"
     draft.notes.explain("skipped", dict.fromkeys(anew, why))
-    return output, metadata
+    return replace(draft, output=output, strings=metadata)
 
 
-def side_files(draft: Draft) -> ConfigFiles:
+def add_side_files(draft: Draft) -> Draft:
     """Decide which files an output gets beside its tensors."""
     adapter = is_adapter(draft.inputs.tensors)
     return adapter_files(draft) if adapter else config_files(draft)
