@@ -34,57 +34,51 @@ def stream(
 ) -> None:
     """Write the output files of *plan*, with one thread.
 
-    Headers that hold checksums come first, so records are read twice for them. Checksums of sources
-    are always compared.
+    Headers with checksums come first, so records are read twice for them. Checksums of sources are
+    always compared.
 
     Args:
         plan: Each of its transfers fills one record.
         create: Opens what is written.
         options: How.
-        memory: What names of the plan stand for; see :func:`~ckptctl.storage.execution.executor`.
+        memory: As :func:`~ckptctl.storage.execution.executor.execute` takes it.
     """
     stop = Event()
     with ExitStack() as stack:
-        pool = stack.enter_context(thread_pool(1))  # devices have streams of each thread
+        pool = stack.enter_context(thread_pool(1))  # each thread has its own streams of devices
         stack.callback(stop.set)
-        run = _Streaming(plan, options, memory or {}, stack, stop)
-        run.sources.check()
+        sources = Sources(plan, stack)
+        files = _StreamedFiles(plan.computed, sources.files, Path(), memory_files(memory or {}))
+        stack.callback(files.close)
+        run = _Streaming(plan, options, sources, files, stop)
+        sources.check()
         for file in plan.files:
             with create(file.path) as target:
                 pool.submit(run.write, file, target).result()
-        run.sources.check()
+        sources.check()
 
 
 class _Streaming:
+    """A plan while it is carried out."""
+
     def __init__(
         self,
         plan: Plan,
         options: ExecutionOptions,
-        memory: Mapping[str, Memory],
-        stack: ExitStack,
+        sources: Sources,
+        files: _StreamedFiles,
         stop: Event,
     ) -> None:
-        self._plan = plan
-        self._options = options
-        self._stop = stop
-        self.sources = Sources(plan, stack)
-        self._limits = replace(options, checksum=True).limits(short=True)
-        self._files = _StreamedFiles(
-            plan.computed, self.sources.files, Path(), memory_files(memory)
-        )
-        stack.callback(self._files.close)
+        how = replace(options, checksum=True)
+        self._plan, self._options, self._sources = plan, options, sources
+        self._files, self._stop = files, stop
+        self._limits = how.limits(short=True)
         self._worker = Worker(
-            plan,
-            replace(options, checksum=True),
-            self._limits,
-            self._files,
-            stopped=stop.is_set,
-            buffers=TileBuffers(),
+            plan, how, self._limits, files, stopped=stop.is_set, buffers=TileBuffers()
         )
         self._ahead, self._written = (Ledger(plan, 0, 0) for _ in range(2))
-        self._transfers = {
-            copy.target.operands[0].record: number for number, copy in enumerate(plan.transfers)
-        }
+        filled = (copy.target.operands[0].record for copy in plan.transfers)
+        self._transfers = {record: number for number, record in enumerate(filled)}
 
     def write(self, file: OutputFile, target: IO[bytes]) -> None:
         """Write a file from front to back."""
@@ -107,7 +101,7 @@ class _Streaming:
     def _copy(self, record: int, sink: ByteSink, ledger: Ledger) -> None:
         self._files.out = sink
         transfer = self._transfers[record]
-        for unit in plan_units(self._plan, transfer, self.sources, self._limits, None):
+        for unit in plan_units(self._plan, transfer, self._sources, self._limits, None):
             done = self._worker.do(unit)
             if self._stop.is_set():
                 raise CkptError("the write was interrupted")

@@ -41,8 +41,10 @@ class Store:
 
 def tensors(order: random.Random) -> tuple[Plan, dict[str, memoryview]]:
     """Plan two files of tensors in memory, some with permuted or sparse elements."""
-    memory, transfers, records = {}, [], []
-    files = []
+    memory: dict[str, memoryview] = {}
+    transfers: list[Transfer] = []
+    records: list[Record] = []
+    files: list[OutputFile] = []
     for name in ("x", "y"):
         end = 4
         for shape in SHAPES:
