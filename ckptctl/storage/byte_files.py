@@ -7,7 +7,7 @@ is stored here or behind a URL, computed, or memory; nobody else asks.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from ckptctl.storage.outcome import NOTHING, Outcome
 
@@ -139,3 +139,11 @@ class HostMemory(ByteSource, ByteSink):
 
 Memory = memoryview | ByteSource | ByteSink
 """Memory that a plan reads or fills: of the host, or an object that knows better."""
+
+
+def memory_files(memory: Mapping[str, Memory]) -> dict[str, ByteSource | ByteSink]:
+    """Return *memory* as files."""
+    return {
+        name: HostMemory(held) if isinstance(held, memoryview) else held
+        for name, held in memory.items()
+    }

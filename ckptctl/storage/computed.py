@@ -281,7 +281,7 @@ def _scatter(data: memoryview, views: Sequence[memoryview]) -> None:
         start += len(view)
 
 
-class EachThread(threading.local, RootReader):
+class CatalogReader(threading.local, RootReader):
     """Reads in any thread: what computes has buffers, so each thread has its own."""
 
     def __init__(self, catalog: Catalog, roots: Callable[[str], SourceFiles]) -> None:
@@ -289,9 +289,9 @@ class EachThread(threading.local, RootReader):
 
 
 @contextmanager
-def open_reader(catalog: Catalog) -> Iterator[EachThread]:
+def open_reader(catalog: Catalog) -> Iterator[CatalogReader]:
     """Open what reads the files of *catalog*, virtual ones included."""
     roots = {catalog.root} | {root for root, _ in made_of(catalog.computed)}
     with ExitStack() as stack:
         sources = {root: stack.enter_context(source_files(root)) for root in roots}
-        yield EachThread(catalog, sources.__getitem__)
+        yield CatalogReader(catalog, sources.__getitem__)

@@ -18,7 +18,7 @@ from ckptctl.planner.copying.tile import MIB
 from ckptctl.planner.plan import Plan
 from ckptctl.storage.arithmetic import import_torch, keep_to_thread
 from ckptctl.storage.buffers import TileBuffers
-from ckptctl.storage.byte_files import HostMemory, Memory
+from ckptctl.storage.byte_files import Memory, memory_files
 from ckptctl.storage.execution.finisher import Finisher, UploadQueue
 from ckptctl.storage.execution.journal import Done, Journal
 from ckptctl.storage.execution.lanes import Lane, Lanes, Unit, most_threads, plan_units
@@ -87,10 +87,7 @@ class PlanRun:
         self._plan = plan
         self._buffers = buffers
         self._uploads = uploads
-        self._memory = {
-            name: HostMemory(held) if isinstance(held, memoryview) else held
-            for name, held in (memory or {}).items()
-        }
+        self._memory = memory_files(memory or {})
         self._root = root
         self._options = options
         self._limits = options.limits(short=share is not None)

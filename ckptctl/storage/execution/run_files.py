@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from ckptctl.catalog import Computed
-from ckptctl.errors import StorageError
+from ckptctl.errors import StorageError, storage_errors
 from ckptctl.storage.byte_files import ByteSink, ByteSource, Piece
 from ckptctl.storage.computed import OpenFiles
 from ckptctl.storage.execution.output_files import open_target, write_all
@@ -167,13 +167,10 @@ class LocalSource(ByteSource):
 
     def close(self) -> None:
         """Close its descriptors."""
-        try:
+        with storage_errors("close", self._files.root / self.name):
             if self._direct is not None:
                 os.close(self._direct)
             os.close(self.descriptor)
-        except OSError as error:
-            path = str(self._files.root / self.name)
-            raise StorageError.from_os_error(error, "close", path) from error
 
     def _failed(self, error: OSError) -> StorageError:
         return StorageError.from_os_error(error, "read", str(self._files.root / self.name))
@@ -193,7 +190,5 @@ class LocalSink(ByteSink):
 
     def close(self) -> None:
         """Close its descriptor."""
-        try:
+        with storage_errors("close", self._root / self.name):
             os.close(self.descriptor)
-        except OSError as error:
-            raise StorageError.from_os_error(error, "close", str(self._root / self.name)) from error
