@@ -33,7 +33,8 @@ ROOMS = {
     ),
     "formats": ("ckptctl.formats",),
     "numerics": (
-        *("ckptctl.ops.conversion.quantizing", "ckptctl.ops.recognition.quantized"),
+        *("ckptctl.ops.conversion.dequantizing", "ckptctl.ops.conversion.quantizing"),
+        "ckptctl.ops.recognition.quantized",
         *("ckptctl.planner.quantization", "ckptctl.storage.arithmetic", "ckptctl.storage.kinds"),
         "ckptctl.storage.rounding",
     ),

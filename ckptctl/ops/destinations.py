@@ -25,8 +25,13 @@ ELSEWHERE = "choose a new path next to the source or elsewhere"
 
 @dataclass(frozen=True, slots=True)
 class Destination:
-    """A place where an output may be made: an absolute path, or a URL to upload files to."""
+    """A place where an output may be made: an absolute path, or a URL to upload files to.
 
+    Attributes:
+        given: The path as the user names it.
+    """
+
+    given: Path
     path: Path
     upload: bool = False
 
@@ -64,7 +69,7 @@ def require_destination(
         raise RefusedError(AROUND, where=str(target), hint=elsewhere)
     destinations.check_target(found, overwrite=overwrite, is_checkpoint=is_checkpoint)
     destinations.require_writable(found)
-    return Destination(found)
+    return Destination(target, found)
 
 
 def _require_remote(source: Path, target: Path) -> Destination:
@@ -74,7 +79,7 @@ def _require_remote(source: Path, target: Path) -> Destination:
         raise RefusedError("source and destination overlap", where=str(target))
     if not target.name or len(target.parts) < 2:
         raise RefusedError("the destination must have a name", where=str(target))
-    return Destination(target, upload=True)
+    return Destination(target, target, upload=True)
 
 
 def replaceable(path: Path) -> bool:

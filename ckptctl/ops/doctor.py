@@ -28,6 +28,8 @@ import ckptctl
 from ckptctl import families, formats
 from ckptctl.errors import CkptError, SourceNotFoundError
 from ckptctl.ops import probes
+from ckptctl.ops.conversion import steps
+from ckptctl.ops.option_checks import STEPS
 from ckptctl.results import JsonField, Result
 from ckptctl.storage import crc, file_system
 from ckptctl.storage.destinations import require_path
@@ -184,8 +186,9 @@ def _numbers(version: str) -> list[int]:
 
 
 def _plug_ins() -> Iterator[Check]:
-    """Formats and model types that other packages add: whether they load and names collide."""
+    """Look at what other packages add: whether it loads, and whether names collide."""
     yield from _added("format", formats.ENTRY_POINTS, formats.names(), formats.load_added)
+    yield from _added("step", STEPS, (), steps.load_added)
     yield from _added("model type", families.GROUP, families.built_in(), families.family)
 
 
@@ -193,7 +196,7 @@ def _added(
     kind: str, group: str, built_in: Collection[str], load: Callable[[str], object]
 ) -> Iterator[Check]:
     points = metadata.entry_points(group=group)
-    if not points:
+    if not points and built_in:
         yield Check(f"{kind}s", f"{len(built_in):,} built in, none added")
     counts = Counter(point.name for point in points)
     for point in sorted(points, key=lambda one: one.name):

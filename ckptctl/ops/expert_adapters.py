@@ -18,12 +18,14 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Literal
 
+from ckptctl import formats
 from ckptctl.catalog import Box, Catalog, Computed, Extent, Input, TensorEntry, computed_name
 from ckptctl.errors import MappingError, RefusedError, UnsupportedError, listed, spell_option
 from ckptctl.formats.peft import CONFIG
 from ckptctl.ops.adapter_targets import OF_EXPERTS, TARGETS, WEIGHT, as_parameter, patterns
 from ckptctl.ops.adapters import SINGLE, Settings, described, settings
 from ckptctl.ops.conversion.adapter_files import under_other_names
+from ckptctl.ops.conversion.draft import Draft
 from ckptctl.ops.expert_stacks import STACKED, Part, Stack, family_of, stacks
 from ckptctl.ops.parameter_adapters import A, B, targets, without
 from ckptctl.ops.sources import located
@@ -36,6 +38,19 @@ from ckptctl.planner.strided import Strided
 from ckptctl.units import counted
 
 Experts = Literal["apart", "stacked"]
+
+
+def convert_experts(draft: Draft) -> Draft:
+    """Give an adapter its experts apart, or stacked, as ``--experts`` says."""
+    assert draft.options.experts is not None
+    documents = draft.assets.documents
+    return draft.with_catalog(with_experts(draft.catalog, documents, draft.options.experts))
+
+
+def keep_stacks(draft: Draft) -> Draft:
+    """Take the names of stacked experts for those of the format: no table describes them."""
+    layout = formats.get(draft.catalog.format).layout
+    return replace(draft, model=draft.model.by_names_alone(layout))
 
 
 def with_experts(catalog: Catalog, documents: Mapping[str, Json], how: Experts) -> Catalog:

@@ -30,7 +30,8 @@ from ckptctl.ops.adapters import (
     settings,
 )
 from ckptctl.ops.conversion.contents import cast_to
-from ckptctl.ops.conversion.convert import plan_changed, run_conversion
+from ckptctl.ops.conversion.convert import Step, plan_with_steps, run_conversion
+from ckptctl.ops.conversion.draft import Draft
 from ckptctl.ops.conversion.options import ConversionOptions, MergeOptions
 from ckptctl.ops.conversion.plan import ConversionPlan, ConversionResult
 from ckptctl.ops.destinations import replaceable, require_destination
@@ -94,7 +95,7 @@ def plan_merge(
         origin = formats.existing(adapter)
         require_destination(origin, named(dst), options.overwrite, replaceable)
         merging = Merging(origin, asked, options.scaling)
-        plan = plan_changed(base, dst, asked, merging.change)
+        plan = plan_with_steps(base, dst, asked, Step("merge", "model", 30, merging.apply))
     return MergePlan(
         plan,
         merging.adapter.path,
@@ -142,6 +143,10 @@ class Merging:
         self.root = ""
         self.scales: set[float] = set()
         self.found = Deltas((), {}, frozenset())
+
+    def apply(self, draft: Draft) -> Draft:
+        """Merge the adapter into the model of *draft*."""
+        return draft.with_catalog(self.change(draft.model))
 
     def change(self, known: Model) -> Catalog:
         """Return the model's checkpoint with the changed tensors in virtual files."""

@@ -9,11 +9,14 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import SupportsIndex
 
+from ckptctl import installed
 from ckptctl.errors import UsageError, spell_option
 from ckptctl.options import Given, among
 from ckptctl.units import counted
 
 MOST_THREADS = 1024
+STEPS = "ckptctl.steps"
+"""The group of entry points with steps of conversions."""
 AnyPath = str | Path
 
 
@@ -129,6 +132,19 @@ def globs(value: Iterable[str]) -> tuple[str, ...]:
     for one in several:
         if not isinstance(one, str):
             raise UsageError(f"{one!r} is not a glob")
+    return several
+
+
+def added_steps(_: Given | None = None) -> list[str]:
+    """Return the names of the steps that installed packages add to a conversion."""
+    return sorted(installed.entry_points(STEPS))
+
+
+def steps(value: Iterable[str]) -> tuple[str, ...]:
+    """Refuse steps that no installed package adds; see :func:`globs`."""
+    several = globs(value)
+    for one in several:
+        among(one.partition("=")[0], "step", added_steps())
     return several
 
 

@@ -1,4 +1,4 @@
-"""What other packages build families and formats from; see :mod:`.families` and :mod:`.formats`.
+"""What other packages build on: families, formats and steps of conversions.
 
-These two modules stay compatible. What they bring together may move.
+:mod:`.families` and :mod:`.formats` stay compatible. What they bring together may move.
 """

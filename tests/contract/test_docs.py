@@ -43,6 +43,7 @@ from ckptctl import errors, families, formats
 from ckptctl.cli import output
 from ckptctl.cli.app import app
 from ckptctl.cli.output import StoppedError
+from ckptctl.ops.conversion import steps as conversion_steps
 from ckptctl.ops.conversion.options import MergeOptions
 from ckptctl.options import declared
 from tests import s3_server
@@ -79,6 +80,7 @@ BLOCK = re.compile(
 CACHES = (
     *(families._entry_points, families._load),
     *(formats.entry_points, formats.load_added),
+    *(conversion_steps.entry_points, conversion_steps.load_added),
 )
 
 

@@ -17,7 +17,7 @@ from ckptctl.formats import sidecar_files
 from ckptctl.formats.base import OutputRequest, OutputTensor
 from ckptctl.formats.dcp import metadata as dcp_metadata
 from ckptctl.formats.shared import stored_leaves
-from ckptctl.ops.conversion.checks import reference
+from ckptctl.ops.conversion.laying_out import open_reference
 from ckptctl.storage.files import SourceFiles, source_files
 from ckptctl.storage.zips.reader import StoredTensor, TorchArchive
 from tests.checkpoints import (
@@ -109,7 +109,7 @@ def test_a_reference_with_tensors_in_several_files(
     catalog = Catalog(str(tmp_path), str(tmp_path), "dcp", files, {"w": entry})
     monkeypatch.setattr(formats, "open_checkpoint", lambda path: catalog)
     with pytest.raises(UsageError, match="cannot reuse") as caught:
-        reference(tmp_path, "dcp")
+        open_reference(tmp_path, formats.target("dcp"))
     assert "`w`" in message(caught.value)
 
 

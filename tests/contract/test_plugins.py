@@ -1,4 +1,4 @@
-"""The two modules that other packages build on have everything, and the pages use nothing else."""
+"""The modules that other packages build on have everything, and the pages use nothing else."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ HOW_TO = Path(__file__).parents[2] / "docs" / "how-to"
 PAGES = {
     "add-a-model-family.md": "ckptctl.plugins.families",
     "add-a-format.md": "ckptctl.plugins.formats",
+    "add-a-step.md": "ckptctl.plugins.steps",
 }
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Mapping
+from dataclasses import replace
 
 from ckptctl import families
 from ckptctl.errors import MappingError, RefusedError, UnsupportedError, UsageError, spell_option
@@ -12,8 +13,8 @@ from ckptctl.formats.peft import CONFIG as ADAPTER_CONFIG
 from ckptctl.ops.adapter_targets import TARGETS, WEIGHT, target_modules_of_layers
 from ckptctl.ops.adapters import SINGLE, TRAINED, Settings, described, matching, settings
 from ckptctl.ops.conversion.assets import Assets
-from ckptctl.ops.conversion.config_files import ConfigFiles, dumped
-from ckptctl.ops.conversion.part import Task
+from ckptctl.ops.conversion.config_files import dumped
+from ckptctl.ops.conversion.draft import Draft
 from ckptctl.planner.configs.facts import Json
 from ckptctl.planner.mapping.adapters import (
     PEFT,
@@ -37,9 +38,10 @@ def carries(change: Change) -> tuple[str, ...]:
     return SINGLE if change.identity else TRAINED
 
 
-def adapter_files(task: Task, change: Change) -> ConfigFiles:
+def adapter_files(draft: Draft) -> Draft:
     """Decide which files an adapter gets beside its tensors."""
-    catalog, assets, target = task.catalog, task.assets, task.target
+    catalog, assets = draft.catalog, draft.assets
+    target, change = draft.target, draft.change
     alone = lone_factors(catalog.tensors)
     if alone:
         raise UnsupportedError(
@@ -51,7 +53,7 @@ def adapter_files(task: Task, change: Change) -> ConfigFiles:
     carried = carries(change)
     known = settings(
         config,
-        task.options.lora_alpha,
+        draft.options.lora_alpha,
         carries=TRAINED if carried and target.single_file else carried,
     )
     ranks = {
@@ -74,8 +76,8 @@ def adapter_files(task: Task, change: Change) -> ConfigFiles:
         alpha_too = "" if known.alpha is None else f" and alpha ({known.alpha:g})"
         them = "it" if known.alpha is None else "them"
         note = f"a torch file cannot store the rank ({shown}){alpha_too}"
-        task.notes.add(f"{note}; set {them} in the program that loads it")
-        return ConfigFiles.of({}, ())
+        draft.notes.add(f"{note}; set {them} in the program that loads it")
+        return draft
     content = config and renamed(config, change)
     if peft and (config is None or change.source_layout not in (None, *PEFT)):
         roles = (item.logical.partition(".")[0] for item in change.tensors)
@@ -83,7 +85,8 @@ def adapter_files(task: Task, change: Change) -> ConfigFiles:
         content = adapter_config(ranks, known, config, dora, (change.sizes or {}).get("i"))
     new = {} if content is None else {ADAPTER_CONFIG: dumped(content)}
     copies = assets.copies((ADAPTER_CONFIG, "config.json"))
-    return ConfigFiles.of(new, (copy for copy in copies if copy.root == catalog.root))
+    own = tuple(copy for copy in copies if copy.root == catalog.root)
+    return replace(draft, written=new, copies=own)
 
 
 def _require_same_biases(change: Change, assets: Assets) -> None:

@@ -120,15 +120,15 @@ def _note_meaning(given: str | Path, notes: Notes) -> None:
         notes.add(f"{spell_option(f'--assets {given}')} refers to the local folder; {other}")
 
 
-def note_files(
-    assets: Assets, directory: str | Path | None, target: WritableFormat, notes: Notes
-) -> None:
+def file_notes(assets: Assets, directory: str | Path | None, target: WritableFormat) -> Notes:
     """Say which folder ``--assets`` names, and which files an output of *target* does not get."""
+    notes = Notes()
     if directory is not None:
         _note_meaning(directory, notes)
     if not target.single_file:
         notes.add(*left_behind(assets.others))
     notes.explain("not copied", assets.not_carried(target))
+    return notes
 
 
 def _existing(root: Path) -> Path:
@@ -146,8 +146,6 @@ def gather(
     catalog: Catalog,
     directory: str | Path | None,
     globs: Sequence[str] = (),
-    *,
-    dequantized: bool = False,
 ) -> Assets:
     """The checkpoint's side files, those of ``--assets`` instead where it has them."""
     assets, roots = _own(catalog), [path_at(catalog.root)]
@@ -155,8 +153,7 @@ def gather(
         root = _folder(directory)
         roots.append(root)
         assets = _with_directory(catalog, assets, root)
-    assets = carried(assets, roots, globs) if globs else assets
-    return _unquantized(assets) if dequantized else assets
+    return carried(assets, roots, globs) if globs else assets
 
 
 def with_model_config(catalog: Catalog, assets: Assets) -> Assets:
@@ -195,7 +192,7 @@ def _own(catalog: Catalog) -> Assets:
     return Assets(roots, sizes, catalog.documents, catalog.others, described=files)
 
 
-def _unquantized(assets: Assets) -> Assets:
+def describe_plain(assets: Assets) -> Assets:
     """Return *assets* as they hold once nothing is quantized any more."""
     described = tuple(replace(one, content=without(one.content)) for one in assets.described)
     config = assets.documents.get(CONFIG, {})

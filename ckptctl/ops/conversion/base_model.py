@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from ckptctl import dtypes, families, formats
+from ckptctl import families, formats
 from ckptctl.catalog import Catalog, TensorEntry
 from ckptctl.errors import CkptError, RefusedError, listed, spell_option
 from ckptctl.formats.sidecar_files import DOCUMENTS
 from ckptctl.notes import Notes
+from ckptctl.ops.conversion.contents import main_dtype
 from ckptctl.ops.conversion.options import ConversionOptions
 from ckptctl.ops.recognition.layout_change import LayoutRequest, change_layout
 from ckptctl.ops.recognition.model import Description, Model, Request, require_one, understand
@@ -162,8 +162,8 @@ def require_dtypes(
             why=f"missing in the source: {listed(plain)}",
             hint=f"pass {spell_option('--dequantize bf16')} to dequantize the weights",
         )
-    own = _main_dtype(one for one in tensors.values() if one.name not in own_parts)
-    theirs = _main_dtype(one for one in base.known.tensors.values() if one.name not in parts)
+    own = main_dtype(one for one in tensors.values() if one.name not in own_parts)
+    theirs = main_dtype(one for one in base.known.tensors.values() if one.name not in parts)
     odd = [key for key in plain if taken[key].dtype == theirs != own]
     if odd and options.dtype is None:
         raise RefusedError(
@@ -179,12 +179,3 @@ def _quantized_parts(catalog: Catalog) -> dict[str, str]:
     seen = glanced(catalog)
     parts = {name: one.how for one in seen.weights for name in one.names}
     return dict.fromkeys((*seen.bare, *seen.lone), "unknown") | seen.ways | parts
-
-
-def _main_dtype(entries: Iterable[TensorEntry]) -> str | None:
-    """Return the floating dtype that has the most bytes."""
-    total: Counter[str] = Counter()
-    for entry in entries:
-        if dtypes.BY_NAME[entry.dtype].floating:
-            total[entry.dtype] += entry.nbytes
-    return max(total, key=total.__getitem__, default=None)

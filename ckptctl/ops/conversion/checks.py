@@ -1,12 +1,11 @@
-"""Preflight checks of a conversion: options, the reference of ``--like``, float8, blocks."""
+"""Preflight checks of a conversion: options, names of source and output, quantized tensors."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Protocol
 
 from ckptctl import dtypes, families, formats
 from ckptctl.catalog import Catalog
@@ -28,17 +27,11 @@ from ckptctl.ops.recognition.quantized import (
     orphans,
     statement_of,
     understood,
-    weights,
 )
 from ckptctl.options import about, among
-from ckptctl.planner.axes import Sizes
 from ckptctl.planner.layouts import is_base
 from ckptctl.planner.mapping.adapters import ADAPTER_LAYOUTS
 from ckptctl.planner.mapping.mapped import MappedTensor
-from ckptctl.planner.mapping.tensors import Change
-from ckptctl.planner.model_parallel import RankShard
-from ckptctl.planner.model_parallel import divide as divided
-from ckptctl.planner.quantization.scheme import QuantizedWeight
 from ckptctl.planner.quantization.schemes.fp8 import FP8
 from ckptctl.planner.quantization.survey import Survey
 from ckptctl.storage.execution.options import LEAST
@@ -185,156 +178,6 @@ def _made(catalog: Catalog, name: str, dtype: str) -> bool:
     source = catalog.tensors[name]
     computed = (catalog.computed.get(extent.file) for extent in source.extents)
     return source.dtype != dtype or any(given_to(made) is not None for made in computed if made)
-
-
-@dataclass(frozen=True, slots=True)
-class Reference:
-    """How a reference checkpoint is cut into files.
-
-    Attributes:
-        path: Where it is.
-        files: Its data files, sorted by name.
-        file_of: For each tensor the index of its file.
-    """
-
-    path: str
-    files: tuple[str, ...]
-    file_of: Mapping[str, int]
-
-
-def reference(path: str | Path | None, to_format: str) -> Reference | None:
-    """Read the reference that ``--like`` names; None without it."""
-    if path is None:
-        return None
-    catalog = formats.open_checkpoint(path)
-    if catalog.format != to_format:
-        raise UsageError(
-            f"{spell_option('--like')} names a checkpoint in format {catalog.format}, but the "
-            f"output format is {to_format}",
-            where=str(path),
-        )
-    if not formats.target(to_format).parallel:
-        _require_whole(catalog)
-    files = tuple(sorted(catalog.files))
-    index = {name: position for position, name in enumerate(files)}
-    file_of = {name: index[t.extents[0].file] for name, t in catalog.tensors.items() if t.extents}
-    return Reference(str(path), files, file_of)
-
-
-def _require_whole(catalog: Catalog) -> None:
-    for name, entry in catalog.tensors.items():
-        files = sorted({extent.file for extent in entry.extents})
-        if len(files) > 1:
-            raise UsageError(
-                "cannot reuse the sharding of the reference",
-                where=catalog.path,
-                why=f"`{name}` is split across {listed(files)}",
-                hint="convert the reference first, and pass the result to "
-                f"{spell_option('--like')}",
-            )
-
-
-def require_same_keys(found: Reference, names: Collection[str]) -> None:
-    """Raise MappingError unless the output has exactly the keys of the reference."""
-    known = set(names)
-    missing = [name for name in found.file_of if name not in known]
-    surplus = [name for name in names if name not in found.file_of]
-    if missing or surplus:
-        raise MappingError(
-            "the output and the reference have different keys",
-            where=found.path,
-            why="; ".join(
-                f"{len(keys):,} {kind}: {listed(keys)}"
-                for kind, keys in (("missing", missing), ("not in the reference", surplus))
-                if keys
-            ),
-        )
-
-
-Block = tuple[int, int]
-
-
-class Divide(Protocol):
-    """How ranks divide tensors."""
-
-    def __call__(self, tensor: OutputTensor, ranks: int) -> Sequence[RankShard | None]:
-        """Return what each of *ranks* ranks holds of *tensor*; None: nothing."""
-
-
-def division(change: Change, layout: str | None) -> Divide | None:
-    """How ranks divide tensors; None: nobody knows."""
-    family, sizes = change.family, Sizes(change.sizes or {}, {})
-    if family is None or layout is None:
-        return None
-
-    def shares(tensor: OutputTensor, ranks: int) -> Sequence[RankShard | None]:
-        return divided(family, layout, tensor.name, tensor.shape, sizes, ranks)
-
-    return shares
-
-
-def require_whole_blocks(
-    catalog: Catalog,
-    mapped: Sequence[MappedTensor],
-    tensors: Sequence[OutputTensor],
-    divide: Divide,
-    ranks: int,
-) -> None:
-    """Refuse to divide a float8 weight inside of a block."""
-    found = {
-        tensor: block
-        for tensor, block in _blocks(weights(catalog), mapped, tensors)
-        if _cut(divide(tensor, ranks), tensor.shape, block)
-    }
-    if not found:
-        return
-    first, block = next(iter(found.items()))
-    fits = next(count for count in range(ranks - 1, 0, -1) if _fit(found, divide, count))
-    raise RefusedError(
-        f"{counted(ranks, 'rank')} would split float8 weights inside blocks of "
-        f"{block[0]}x{block[1]}",
-        where=f"tensor `{first.name}` {list(first.shape)}",
-        why=f"{listed([tensor.name for tensor in found])}: a block has one scale, so part of a "
-        "block would be read with the scale of another rank",
-        hint=f"pass {spell_option(f'--mp {fits}')} to keep blocks intact, or "
-        f"{spell_option('--dequantize bf16')} to write unquantized weights",
-    )
-
-
-def _blocks(
-    quantized: Iterable[QuantizedWeight],
-    mapped: Sequence[MappedTensor],
-    tensors: Sequence[OutputTensor],
-) -> Iterable[tuple[OutputTensor, Block]]:
-    by_name = {tensor.name: tensor for tensor in tensors}
-    targets = {item.sources[0].key: item.targets[0].key for item in mapped}
-    for weight in quantized:
-        tensor = by_name.get(targets.get(weight.lead, ""))
-        if tensor is not None and {"block_rows", "block_columns"} <= weight.parameters.keys():
-            down, across = (weight.parameters[f"block_{side}"] for side in ("rows", "columns"))
-            yield tensor, (int(down), int(across))
-
-
-def _cut(shares: Sequence[RankShard | None], shape: tuple[int, ...], block: Block) -> bool:
-    """Return whether a rank's part begins or ends inside of a block of a matrix of *shape*."""
-    return any(
-        offset % step or ((offset + size) % step and offset + size != whole)
-        for share in shares
-        if share is not None
-        for piece in share.pieces
-        for offset, size, whole, step in zip(
-            piece.box.offsets[-2:], piece.box.sizes[-2:], shape[-2:], block, strict=True
-        )
-    )
-
-
-def _fit(found: Mapping[OutputTensor, Block], divide: Divide, ranks: int) -> bool:
-    try:
-        return not any(
-            _cut(divide(tensor, ranks), tensor.shape, block) for tensor, block in found.items()
-        )
-    except MappingError:
-        return False
 
 
 def keep_together(

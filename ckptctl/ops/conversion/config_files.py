@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 
 from ckptctl.errors import MappingError, spell_option
-from ckptctl.formats.base import WritableFormat, copied, document
+from ckptctl.formats.base import WritableFormat
 from ckptctl.formats.sidecar_files import amended, kind_of
 from ckptctl.ops.conversion.assets import CONFIG, PARAMS, Assets
-from ckptctl.ops.conversion.contents import Contents, in_checkpoint, main_dtype
-from ckptctl.ops.conversion.part import Task
+from ckptctl.ops.conversion.contents import in_checkpoint, main_dtype
+from ckptctl.ops.conversion.draft import Draft
 from ckptctl.ops.recognition.agreement import MEGATRON
 from ckptctl.ops.recognition.quantized import unsaid
 from ckptctl.planner.configs.alone import for_layout
@@ -22,61 +22,43 @@ from ckptctl.planner.configs.params import assumed, config_to_params, params_to_
 from ckptctl.planner.families.declarations import spelled
 from ckptctl.planner.layouts import BASE, HF, MLX
 from ckptctl.planner.mapping.tensors import Change
-from ckptctl.planner.plan import OutputFile, RawCopy
 
 
-@dataclass(frozen=True, slots=True)
-class ConfigFiles:
-    """The files of an output beside its weights: copied ones, and those with *contents*."""
-
-    files: tuple[OutputFile, ...]
-    copies: tuple[RawCopy, ...]
-    contents: Mapping[str, bytes]
-
-    @classmethod
-    def of(cls, written: Mapping[str, bytes], copies: Iterable[RawCopy]) -> ConfigFiles:
-        """Files that are written, and copies of whole files."""
-        files = [document(name, content) for name, content in written.items()]
-        copies = tuple(copies)
-        files += [copied(copy.target, copy.nbytes) for copy in copies]
-        return cls(tuple(files), copies, written)
-
-
-def config_files(task: Task, held: Contents, change: Change, ranks: int) -> ConfigFiles:
+def config_files(draft: Draft) -> Draft:
     """Decide which files an output gets beside its tensors."""
-    assets, options, target = task.assets, task.options, task.target
+    assets, options, target, change = draft.assets, draft.options, draft.target, draft.change
     if target.single_file:
         names = sorted({*assets.sizes, *assets.documents})
         if names:
             behind = f"{len(names)} not copied: {', '.join(names)}"
-            task.notes.add(f"a single {target.name} file has no sidecar files; {behind}")
-        return ConfigFiles.of({}, ())
+            draft.notes.add(f"a single {target.name} file has no sidecar files; {behind}")
+        return draft
     cast = (options.dtype or options.dequantize) is not None
-    model = in_checkpoint(change.tensors, task.root, task.kept_root)
+    model = in_checkpoint(change.tensors, draft.root, draft.kept_root)
     own = {view.key for item in model for view in item.targets}
-    plain = held.quantized.plain if held.quantized else held.tensors
+    plain = draft.quantization.plain if draft.quantization else draft.tensors
     dtype = main_dtype([tensor for tensor in plain if tensor.name in own])
-    written = _written(assets, target, change, ranks, dtype, cast)
+    written = _written(assets, target, change, draft.ranks, dtype, cast)
     if options.to_layout == MLX:
         written |= _for_mlx(written.get(CONFIG), assets.documents.get(CONFIG), change)
-    if held.quantized:
+    if draft.quantization:
         known = json.loads(written[CONFIG]) if CONFIG in written else assets.documents.get(CONFIG)
-        written[CONFIG] = dumped(held.quantized.described(known))
+        written[CONFIG] = dumped(draft.quantization.described(known))
     if target.name == "hf":
-        task.notes.add(*_about_transformers(task, written, change))
-        if not held.quantized:
+        draft.notes.add(*_about_transformers(draft, written))
+        if not draft.quantization:
             stated = (
                 json.loads(written[CONFIG]) if CONFIG in written else assets.documents.get(CONFIG)
             )
-            task.notes.add(*unsaid(held.catalog, stated, assets.sizes))
+            draft.notes.add(*unsaid(draft.inputs, stated, assets.sizes))
     if target.described and PARAMS not in written:
         raise _no_params(target.name, change)
-    return ConfigFiles.of(written, assets.copies(written))
+    return replace(draft, written=written, copies=tuple(assets.copies(written)))
 
 
-def _about_transformers(task: Task, written: Collection[str], change: Change) -> tuple[str, ...]:
+def _about_transformers(draft: Draft, written: Collection[str]) -> tuple[str, ...]:
     """Say what transformers, or who uses it, misses."""
-    assets = task.assets
+    assets, change = draft.assets, draft.change
     notes = (*_about_layout(change), *_about_class(assets.documents.get(CONFIG), change))
     if CONFIG not in {*assets.documents, *written}:
         missing = (
@@ -88,7 +70,7 @@ def _about_transformers(task: Task, written: Collection[str], change: Change) ->
     if CONFIG not in assets.documents:
         notes = (_about_config(change, assets), *notes)
     there = any(kind_of(name) == "tokenizer" for name in assets.sizes)
-    if there or task.options.assets or task.catalog.format == "hf":
+    if there or draft.options.assets or draft.catalog.format == "hf":
         return notes
     said = (
         f"no tokenizer is written; pass {spell_option('--assets DIR')} to copy it from the "

@@ -1,16 +1,17 @@
-"""The tensors and other leaves of an output: names, places, dtypes, and which share memory."""
+"""What the selected part of a checkpoint becomes: names, dtypes, and which tensors share memory."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from ckptctl import dtypes, formats
-from ckptctl.catalog import Blob, Catalog, Path, TensorEntry
+from ckptctl.catalog import Catalog, Path, TensorEntry
 from ckptctl.errors import MappingError, UnsupportedError, listed, spell_option
 from ckptctl.formats.base import OutputTensor
 from ckptctl.formats.shared.leaves import require_known
-from ckptctl.ops.conversion.checks import require_scaled
+from ckptctl.ops.conversion.checks import keep_together, require_scaled
+from ckptctl.ops.conversion.draft import Draft
 from ckptctl.ops.conversion.leaves import (
     Parts,
     container,
@@ -19,122 +20,88 @@ from ckptctl.ops.conversion.leaves import (
     unpacked,
     unrooted,
 )
-from ckptctl.ops.conversion.part import Part, Task
+from ckptctl.ops.conversion.part import skip_parts
 from ckptctl.ops.conversion.training import Rest, follow
-from ckptctl.ops.recognition.layout_change import with_sums, with_zeros
+from ckptctl.ops.recognition.layout_change import (
+    LayoutRequest,
+    change_layout,
+    with_sums,
+    with_zeros,
+)
+from ckptctl.ops.recognition.model import require_one_model, root_hint
 from ckptctl.ops.sources import located
-from ckptctl.planner.configs.facts import Json, tying
+from ckptctl.planner.configs.facts import tying
+from ckptctl.planner.layouts import HF
 from ckptctl.planner.mapping.mapped import MappedTensor, View
-from ckptctl.planner.mapping.tensors import Change
-from ckptctl.planner.quantization.recipes import WEIGHT, Recipe
-from ckptctl.planner.quantization.statement import QUANTIZATION
-
-HEAD = "lm_head"
 
 
-@dataclass(frozen=True, slots=True)
-class Quantized:
-    """What of an output is quantized, and how.
-
-    Attributes:
-        recipe: How.
-        plain: The tensors that the output would have without.
-        parts: For each quantized tensor, and each of its scales, the plain one it stands for.
-    """
-
-    recipe: Recipe
-    plain: tuple[OutputTensor, ...]
-    parts: Mapping[str, str]
-
-    def described(self, config: Json | None) -> Json:
-        """Return config.json with what programs have to know of it."""
-        if config is None:
-            raise MappingError(
-                f"{spell_option('--quantize')} requires config.json, which is missing",
-                why="loaders read the quantization scheme from it",
-                hint=f"pass {spell_option('--assets DIR')} to copy it from the trained model's "
-                "folder",
-            )
-        return {**config, QUANTIZATION: self.recipe.config(self.ignored)}
-
-    @property
-    def weights(self) -> tuple[str, ...]:
-        """Return the names of the plain tensors that are quantized."""
-        return tuple(dict.fromkeys(self.parts.values()))
-
-    @property
-    def left(self) -> tuple[OutputTensor, ...]:
-        """Return the matrices, and stacks of such, that stay as they are."""
-        made = set(self.weights)
-        return tuple(one for one in self.plain if one.name not in made and len(one.shape) > 1)
-
-    @property
-    def ignored(self) -> tuple[str, ...]:
-        """Return the modules of these; stacked experts are parameters of one.
-
-        A head that is tied to the embeddings is no tensor of its own, and stays as they do.
-        """
-        stacks = (one.name for one in self.left if len(one.shape) > 2)
-        apart = {name: name.rpartition(".")[0] for name in stacks if not name.endswith(WEIGHT)}
-        named = (apart.get(one.name, one.name) for one in self.left)
-        found = (name for name in named if name.endswith(WEIGHT) or name in apart.values())
-        tied = not any(one.name.endswith(f"{HEAD}{WEIGHT}") for one in self.plain)
-        return tuple(dict.fromkeys((*(n.removesuffix(WEIGHT) for n in found), *[HEAD] * tied)))
+def map_layout(draft: Draft) -> Draft:
+    """Say what the model's tensors become, and what a user should know of it."""
+    options, target, root = draft.options, draft.target, draft.root
+    asked = LayoutRequest(
+        draft.layout,
+        described=target.parallel or target.described,
+        untie=should_untie(draft),
+        partial=bool(options.include or options.exclude or draft.missing),
+        vocab=options.vocab_size,
+        pads=target.pads,
+        whole=draft.whole,
+        missing={name.removeprefix(root) for name in draft.missing},
+        trust_assets=options.trust_assets,
+    )
+    if not draft.everything:
+        require_one_model(draft.model)
+    tensors = draft.selection.tensors
+    change = change_layout(draft.model, tensors, asked)
+    names = {root + name for name in tensors}
+    keep_together(draft.catalog, names, renamed=not change.identity, dtype=options.dtype)
+    draft.notes.extend(change.notes)
+    draft = replace(draft, change=change)
+    _warn_of_names(draft)
+    return skip_parts(draft, change.left_out)
 
 
-@dataclass(frozen=True, slots=True)
-class Contents:
-    """What an output holds, and what it is made of.
-
-    Attributes:
-        catalog: The source, with the bytes of its tensors that are read.
-        mapped: What becomes of them.
-        tensors: The tensors of the output, in order.
-        blobs: Its other leaves.
-        must_equal: Names in the source, kept and left out, whose bytes have to be the same.
-        tied: Names of tensors that are dropped because another one is the same memory.
-        quantized: What is quantized on the way; None: nothing is.
-    """
-
-    catalog: Catalog
-    mapped: Sequence[MappedTensor]
-    tensors: tuple[OutputTensor, ...]
-    blobs: Sequence[Blob]
-    must_equal: tuple[tuple[str, str], ...]
-    tied: Collection[str]
-    quantized: Quantized | None = None
+def _warn_of_names(draft: Draft) -> None:
+    """Warn of names that become Hugging Face's only in that they are in its files."""
+    cut = bool(draft.root) and not draft.everything
+    new = draft.target.layout == HF and (cut or formats.get(draft.catalog.format).layout != HF)
+    known = draft.change.family or draft.model.candidates
+    if not known and new and not draft.is_adapter:
+        hint = root_hint(draft.model)
+        draft.notes.add(f"unknown model type; keys are copied unchanged ({hint})", kind="warning")
 
 
-def contents(task: Task, part: Part, change: Change) -> Contents:
-    """Say what becomes of the chosen part, and find its bytes, whose coverage is proven."""
-    root, target, notes = task.root, task.target, task.notes
-    apart = notes.reasons("skipped").keys() | part.missing.keys()
-    catalog, parts = _with_values(task, apart)
-    outside = dict.fromkeys(leaf for n in part.selection.rest for leaf in parts.get(n, (n,)))
-    rest = follow(catalog, tuple(outside) if task.everything else (), root, change)
+def collect_contents(draft: Draft) -> Draft:
+    """Say what becomes of the selected part, and find its bytes, whose coverage is proven."""
+    root, target, notes, change = draft.root, draft.target, draft.notes, draft.change
+    apart = notes.reasons("skipped").keys() | draft.missing.keys()
+    catalog, parts = _with_values(draft, apart)
+    outside = dict.fromkeys(leaf for n in draft.selection.rest for leaf in parts.get(n, (n,)))
+    rest = follow(catalog, tuple(outside), root, change) if draft.everything else Rest()
     homeless: list[str] = []
-    for item, path in inside_model(catalog, parts, outside, root, task.everything):
-        if change.identity or task.everything:
+    for item, path in inside_model(catalog, parts, outside, root, draft.everything):
+        if change.identity or draft.everything:
             rest.tensors.append(item)
             rest.paths[item.targets[0].key] = path
         else:
             homeless.append(item.sources[0].key)
-    catalog, zeros = with_zeros(catalog, change.zeros, root, task.kept_root)
+    catalog, zeros = with_zeros(catalog, change.zeros, root, draft.kept_root)
     catalog, filled = with_zeros(catalog, rest.zeros, "", "")
     rest.tensors += filled
-    model = [*in_checkpoint(change.tensors, root, task.kept_root), *zeros]
+    model = [*in_checkpoint(change.tensors, root, draft.kept_root), *zeros]
     mapped = [*model, *rest.tensors]
     catalog = with_sums(catalog, mapped)
     equal = [(root + kept, root + dropped) for kept, dropped in change.must_equal]
     equal += rest.must_equal
     read = {view.key for item in mapped for view in item.sources}
+    taken = {name: origin for name, origin in draft.taken.items() if name in read}
     read |= {name for pair in equal for name in pair}
     read |= {root + name for name in change.must_be_zero}
     bytes_of = located(catalog, [name for name in catalog.tensors if name in read])
     catalog = replace(catalog, tensors=bytes_of.tensors)
-    aliases = _shares_memory(task, catalog, model, change)
-    tensors = _tensors(task, catalog, model, rest, change, aliases)
-    tied = _tied_away(tensors) if task.options.tied == "drop" else {}
+    aliases = _shares_memory(draft, catalog, model)
+    tensors = _tensors(draft, catalog, model, rest, aliases)
+    tied = _tied_away(tensors) if draft.options.tied == "drop" else {}
     notes.explain("dropped", tied)
     if tied and not target.records_ties:
         tensors = tuple(tensor for tensor in tensors if not tensor.alias_of)
@@ -144,18 +111,27 @@ def contents(task: Task, part: Part, change: Change) -> Contents:
             continue
         if not target.nested:
             notes.explain("skipped", {name: f"{target.name} stores only tensors"})
-        elif not change.identity and not task.everything:
+        elif not change.identity and not draft.everything:
             homeless.append(name)
         else:
-            blobs.append(blob if task.everything else unrooted(blob, root))
+            blobs.append(blob if draft.everything else unrooted(blob, root))
     no_place = f"layout {change.target_layout} cannot store it"
     notes.explain("skipped", dict.fromkeys(homeless, no_place))
-    return Contents(catalog, mapped, tensors, blobs, tuple(equal), tied.keys())
+    return replace(
+        draft,
+        inputs=catalog,
+        mapped=mapped,
+        tensors=tensors,
+        blobs=blobs,
+        must_equal=tuple(equal),
+        tied=tied.keys(),
+        taken=taken,
+    )
 
 
-def _with_values(task: Task, apart: Collection[str]) -> tuple[Catalog, Parts]:
-    """Read the leaves that are not tensors and that travel; refuses hostile ones."""
-    catalog, target = task.catalog, task.target
+def _with_values(draft: Draft, apart: Collection[str]) -> tuple[Catalog, Parts]:
+    """Read the leaves that are not tensors and that are converted; refuses hostile ones."""
+    catalog, target = draft.catalog, draft.target
     wanted = {n: blob for n, blob in catalog.blobs.items() if target.nested and n not in apart}
     read = formats.resolve(replace(catalog, tensors={}, blobs=wanted)).blobs
     catalog = replace(catalog, blobs={**catalog.blobs, **read})
@@ -169,18 +145,18 @@ def _with_values(task: Task, apart: Collection[str]) -> tuple[Catalog, Parts]:
 
 
 def _tensors(
-    task: Task,
-    catalog: Catalog,
-    model: Sequence[MappedTensor],
-    rest: Rest,
-    change: Change,
-    aliases: bool,
+    draft: Draft, catalog: Catalog, model: Sequence[MappedTensor], rest: Rest, aliases: bool
 ) -> tuple[OutputTensor, ...]:
-    entries, dtype = catalog.tensors, task.options.dtype
-    placed = _paths(model, entries, change, task)
-    pinned = change.family.pinned if change.family else ()
-    own = output_tensors(model, entries, placed, dtype=dtype, pinned=pinned, aliases=aliases)
-    require_scaled(task.options, model, catalog, own)
+    entries, family = catalog.tensors, draft.change.family
+    own = output_tensors(
+        model,
+        entries,
+        _paths(draft, model, entries),
+        dtype=draft.options.dtype,
+        pinned=family.pinned if family else (),
+        aliases=aliases,
+    )
+    require_scaled(draft.options, model, catalog, own)
     others = output_tensors(
         rest.tensors, entries, rest.paths, dtype=None, pinned=(), aliases=aliases
     )
@@ -204,10 +180,7 @@ def in_checkpoint(
 
 
 def _paths(
-    mapped: Sequence[MappedTensor],
-    entries: Mapping[str, TensorEntry],
-    change: Change,
-    task: Task,
+    draft: Draft, mapped: Sequence[MappedTensor], entries: Mapping[str, TensorEntry]
 ) -> dict[str, Path]:
     """The key path of each of the model's target tensors.
 
@@ -224,14 +197,14 @@ def _paths(
         if not old:
             raise UnsupportedError(
                 "this is a single tensor, not a state dict",
-                where=f"{task.catalog.root}/{entry.extents[0].file}",
+                where=f"{draft.catalog.root}/{entry.extents[0].file}",
                 why="tensors in a checkpoint must have names",
             )
-        head, prefix = container(old, task.root)
+        head, prefix = container(old, draft.root)
         for target in (view.key for view in item.targets):
-            if change.identity and not copied:
-                placed[target] = old if task.everything else inside(old, task.root)
-            elif task.everything:
+            if draft.change.identity and not copied:
+                placed[target] = old if draft.everything else inside(old, draft.root)
+            elif draft.everything:
                 placed[target] = (*head, target.removeprefix(prefix))
             else:
                 placed[target] = (target,)
@@ -323,7 +296,7 @@ def cast_to(source: str, dtype: str | None) -> str:
     return dtype if dtype and dtypes.BY_NAME[source].floating else source
 
 
-def main_dtype(tensors: Sequence[OutputTensor]) -> str | None:
+def main_dtype(tensors: Iterable[OutputTensor | TensorEntry]) -> str | None:
     """Return the floating dtype that has the most bytes."""
     total: dict[str, int] = {}
     for tensor in tensors:
@@ -332,31 +305,30 @@ def main_dtype(tensors: Sequence[OutputTensor]) -> str | None:
     return max(total, key=lambda name: total[name], default=None)
 
 
-def written_in_full(task: Task) -> bool:
-    """Whether tied tensors are written in full; `copy` is content if none are tied."""
-    shared = any(entry.alias_of for entry in task.catalog.tensors.values())
-    family = task.recognition.exact and task.recognition.model_type is not None
-    return task.options.untie or (task.options.tied == "copy" and (shared or family))
+def should_untie(draft: Draft) -> bool:
+    """Return whether tied tensors are written in full; `copy` is content if none are tied."""
+    shared = any(entry.alias_of for entry in draft.catalog.tensors.values())
+    family = draft.model.exact and draft.model.model_type is not None
+    return draft.options.untie or (draft.options.tied == "copy" and (shared or family))
 
 
-def _shares_memory(
-    task: Task, catalog: Catalog, mapped: Sequence[MappedTensor], change: Change
-) -> bool:
+def _shares_memory(draft: Draft, catalog: Catalog, mapped: Sequence[MappedTensor]) -> bool:
     """Return whether tensors that share memory go on doing so; note where they do not.
 
     A reader of `hf` would miss one of them, unless the configuration says that they are tied; what
     a known family ties is left out before. Factors of an adapter are trained one by one.
     """
-    options, target, family = task.options, task.target, change.family
+    options, target, family = draft.options, draft.target, draft.change.family
     factors = target.adapters or (family is not None and family.partial)
     if options.untie or options.tied == "copy" or factors:
         return False
     may_tie = family is None or not target.records_ties
-    if options.tied == "drop" or target.nested or (may_tie and tying(task.recognition.config)):
+    if options.tied == "drop" or target.nested or (may_tie and tying(draft.model.config)):
         return True
     names = [m.targets[0].key for m in mapped if catalog.tensors[m.sources[0].key].alias_of]
     if names:
-        task.notes.add(f"tensors that share memory are written as separate copies: {listed(names)}")
+        separate = "tensors that share memory are written as separate copies"
+        draft.notes.add(f"{separate}: {listed(names)}")
     return False
 
 

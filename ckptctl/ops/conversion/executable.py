@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
@@ -17,13 +17,11 @@ from pathlib import Path
 from ckptctl import __version__, dtypes
 from ckptctl.catalog import MANIFEST, Computed, made_of
 from ckptctl.errors import RefusedError, spell_option
-from ckptctl.formats.base import Output, OutputTensor, Place, document
+from ckptctl.formats.base import Output, OutputTensor, Place, copied, document
 from ckptctl.formats.checksums import SCHEMA
 from ckptctl.formats.sidecar_files import kind_of
 from ckptctl.ops.conversion.checked_ranges import with_checks
-from ckptctl.ops.conversion.config_files import ConfigFiles
-from ckptctl.ops.conversion.contents import Contents, Quantized
-from ckptctl.ops.conversion.part import Task
+from ckptctl.ops.conversion.draft import Draft
 from ckptctl.ops.conversion.transfers import identities, sources_of, transfers
 from ckptctl.planner.plan import (
     CheckedRange,
@@ -36,52 +34,42 @@ from ckptctl.planner.plan import (
 )
 
 
-def executable(
-    contents: Contents,
-    output: Output,
-    beside: ConfigFiles,
-    *,
-    target: Path,
-    single_file: bool,
-    metadata: Mapping[str, str],
-    checksum: bool,
-    provenance: Mapping[str, object],
-) -> Plan:
-    """The plan that writes an output: how the format lays *contents* out, and files *beside* that.
-
-    The strings in *metadata* are those that its files carry.
-    """
+def executable(draft: Draft) -> Plan:
+    """Plan what writes an output: what its format lays out, and the files beside that."""
+    output, catalog, root = draft.output, draft.inputs, draft.inputs.root
+    checksum, single_file = draft.options.checksum, draft.target.single_file
+    beside = tuple(document(name, content) for name, content in draft.written.items())
+    beside += tuple(copied(copy.target, copy.nbytes) for copy in draft.copies)
     _require_apart(output, beside)
-    catalog, root = contents.catalog, contents.catalog.root
-    by_name = {tensor.name: tensor.dtype for tensor in contents.tensors}
+    by_name = {tensor.name: tensor.dtype for tensor in draft.tensors}
     records = tuple(_record_in(output.folder, one) for one in output.records)
     placed = replace(output, records=records)
-    copies = tuple(transfers(contents.mapped, catalog.tensors, placed, by_name))
-    raw = tuple(_copy_in(output.folder, one) for one in (*output.raw_copies, *beside.copies))
+    copies = tuple(transfers(draft.mapped, catalog.tensors, placed, by_name))
+    raw = tuple(_copy_in(output.folder, one) for one in (*output.raw_copies, *draft.copies))
     own = tuple(document(name, content) for name, content in output.contents.items())
-    files = (*output.files, *own, *beside.files)
+    files = (*output.files, *own, *beside)
     computed, sources = sources_of(root, copies, catalog.computed, output.raw_copies)
-    read = dict.fromkeys(view.key for item in contents.mapped for view in item.sources)
+    read = dict.fromkeys(view.key for item in draft.mapped for view in item.sources)
     copies, checks = with_checks(root, [catalog.tensors[name] for name in read], copies, computed)
     written = {
         **output.contents,
-        **beside.contents,
-        "__metadata__": repr(sorted(metadata.items())).encode(),
+        **draft.written,
+        "__metadata__": repr(sorted(draft.strings.items())).encode(),
         **{f"__above__/{name}": content for name, content in output.above.items()},
     }
     digest = digest_of(checksum, files, records, copies, raw, written, computed, checks)
     if checksum and not single_file:
-        others = (file for file in beside.files if file.path not in beside.contents)
-        carried = {file.path: file.size for file in others if kind_of(file.path) is None}
-        head = {"source": provenance, "plan": digest, **({"carried": carried} if carried else {})}
-        files = (*files, manifest(head, contents.tensors, output.boxes, output.records))
+        names = {copy.target: copy.nbytes for copy in draft.copies if not kind_of(copy.target)}
+        head = {"source": provenance(draft), "plan": digest}
+        head |= {"carried": names} if names else {}
+        files = (*files, manifest(head, draft.tensors, output.boxes, output.records))
     files = tuple(_file_in(output.folder, one) for one in files)
     files += tuple(document(name, content) for name, content in output.above.items())
     elsewhere = [(place, file) for place, file in sorted(made_of(computed)) if place != root]
     return Plan(
         source_root=root,
         sources=sources,
-        target=str(target),
+        target=str(draft.destination.path),
         single_file=single_file,
         files=files,
         records=records,
@@ -107,10 +95,10 @@ def _copy_in(folder: str, copy: RawCopy) -> RawCopy:
     return replace(copy, target=f"{folder}/{copy.target}") if folder else copy
 
 
-def _require_apart(output: Output, beside: ConfigFiles) -> None:
+def _require_apart(output: Output, beside: Sequence[OutputFile]) -> None:
     """Refuse a file that is carried along under the name of one that is written."""
     written = {MANIFEST, *(file.path for file in output.files), *output.contents}
-    twice = [file.path for file in beside.files if file.path in written]
+    twice = [file.path for file in beside if file.path in written]
     if twice:
         raise RefusedError(
             "a copied sidecar file would replace an output file",
@@ -119,22 +107,22 @@ def _require_apart(output: Output, beside: ConfigFiles) -> None:
         )
 
 
-def provenance(
-    task: Task, made: Quantized | None, missing: Collection[str], filled: Mapping[str, object]
-) -> dict[str, object]:
-    """Return what the manifest of the output says of where it comes from.
-
-    *filled* is what it says of another checkpoint that tensors were taken from; empty: none were.
-    """
-    return {
-        "name": last_name(task.catalog.path),
-        "format": task.catalog.format,
-        "layout": task.recognition.layout,
-        "model_type": task.recognition.model_type,
-        **({"quantized": made.recipe.name} if made else {}),
-        **({"missing": list(missing)} if missing else {}),
-        **({"filled": filled} if filled else {}),
+def provenance(draft: Draft) -> dict[str, object]:
+    """Return what the manifest of the output says of where it comes from."""
+    found: dict[str, object] = {
+        "name": last_name(draft.catalog.path),
+        "format": draft.catalog.format,
+        "layout": draft.model.layout,
+        "model_type": draft.model.model_type,
     }
+    if draft.quantization:
+        found["quantized"] = draft.quantization.recipe.name
+    if draft.missing:
+        found["missing"] = list(draft.missing)
+    if draft.base and draft.taken:
+        name, taken = last_name(draft.base.path), list(draft.taken)
+        found["filled"] = {"name": name, "format": draft.base.format, "tensors": taken}
+    return found
 
 
 def last_name(path: str) -> str:

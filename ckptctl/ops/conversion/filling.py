@@ -6,22 +6,20 @@ layout: sizes, switches and shapes are compared, and what contradicts is refused
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from pathlib import Path
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from ckptctl import formats
-from ckptctl.catalog import Catalog, Computed, TensorEntry, computed_name, reached
+from ckptctl.catalog import Computed, TensorEntry, computed_name, reached
 from ckptctl.errors import CkptError, HomelessError, MappingError, UsageError, listed, spell_option
 from ckptctl.formats.sidecar_files import DOCUMENTS
 from ckptctl.notes import Notes
-from ckptctl.ops.conversion.assets import CONFIG, Assets
+from ckptctl.ops.conversion.assets import CONFIG
 from ckptctl.ops.conversion.base_model import PREDICTED, BaseModel, not_wanted, require_dtypes
 from ckptctl.ops.conversion.contents import in_checkpoint
-from ckptctl.ops.conversion.executable import last_name
+from ckptctl.ops.conversion.draft import Draft
 from ckptctl.ops.conversion.inner_model import as_part_of
 from ckptctl.ops.conversion.leaves import container
-from ckptctl.ops.conversion.options import ConversionOptions
 from ckptctl.ops.conversion.renaming import in_layout, renamed, with_label
 from ckptctl.ops.destinations import replaceable, require_destination
 from ckptctl.ops.recognition.agreement import disagreements
@@ -31,96 +29,46 @@ from ckptctl.ops.recognition.layout_change import (
     with_sums,
     with_zeros,
 )
-from ckptctl.ops.recognition.model import Model, Request, understand
+from ckptctl.ops.recognition.model import Request, understand
 from ckptctl.planner.configs.contradictions import switched
 from ckptctl.planner.configs.facts import fact_of
 from ckptctl.planner.layouts import HF, is_base
-from ckptctl.planner.mapping.adapters import is_adapter
 from ckptctl.planner.mapping.mapped import MappedTensor, stored_shapes
 from ckptctl.planner.mapping.matching import Matched, match
 from ckptctl.planner.mapping.strided_views import by_target
 from ckptctl.planner.mapping.tensors import Change
-from ckptctl.storage.paths import named
 
 
-@dataclass(frozen=True, slots=True)
-class Filled:
-    """A checkpoint with what it lacked.
-
-    Attributes:
-        catalog: With the tensors of the base, in virtual files.
-        recognition: What it is now.
-        base: Absolute path of the base; empty: nothing was asked for.
-        format: The base's format.
-        taken: Names that the tensors of the base have in *catalog*, and what they are there; of
-            several that become one, the first.
-        origins: Names of tensors of the source that *catalog* calls otherwise.
-    """
-
-    catalog: Catalog
-    assets: Assets
-    recognition: Model
-    base: str = ""
-    format: str = ""
-    taken: Mapping[str, str] = field(default_factory=dict)
-    origins: Mapping[str, str] = field(default_factory=dict)
-
-    def of(self, mapped: Iterable[MappedTensor]) -> dict[str, str]:
-        """Return those of :attr:`taken` that *mapped* tensors are read from."""
-        read = {view.key for one in mapped for view in one.sources}
-        return {name: of for name, of in self.taken.items() if name in read}
-
-    def provenance(self, taken: Collection[str]) -> dict[str, object]:
-        """Return what the manifest says of the base; of which *taken* tensors travel."""
-        if not taken:
-            return {}
-        return {"name": last_name(self.base), "format": self.format, "tensors": list(taken)}
-
-
-def fill(
-    catalog: Catalog,
-    assets: Assets,
-    known: Model,
-    options: ConversionOptions,
-    destination: Path,
-    notes: Notes,
-) -> Filled:
-    """Return a checkpoint with what it lacks and the base that *options* name has.
+def fill_from_base(draft: Draft) -> Draft:
+    """Add the tensors that the checkpoint lacks and the base of ``--fill-from`` has.
 
     Raises:
         MappingError: The base is another model.
         RefusedError: Its dtypes are others, and no ``--dtype`` makes them one.
     """
-    if options.fill_from is None:
-        return Filled(catalog, assets, known)
-    if is_adapter(catalog.tensors):
+    options = draft.options
+    assert options.fill_from is not None
+    if draft.is_adapter:
         raise UsageError(
-            f"{spell_option('--fill-from')} is not supported for adapters", where=catalog.path
+            f"{spell_option('--fill-from')} is not supported for adapters", where=draft.catalog.path
         )
-    base = BaseModel.open(options, assets.documents)
-    require_destination(
-        formats.existing(options.fill_from), named(destination), options.overwrite, replaceable
-    )
-    return _Filling(catalog, assets, known, options, base).result(notes)
+    base = BaseModel.open(options, draft.assets.documents)
+    source = formats.existing(options.fill_from)
+    require_destination(source, draft.destination.given, options.overwrite, replaceable)
+    return _Filling(draft, base).result()
 
 
 class _Filling:
-    """One call of :func:`fill`."""
+    """One call of :func:`fill_from_base`."""
 
-    def __init__(
-        self,
-        catalog: Catalog,
-        assets: Assets,
-        known: Model,
-        options: ConversionOptions,
-        base: BaseModel,
-    ) -> None:
-        self.catalog, self.assets, self.known = catalog, assets, known
-        self.options, self.base, self.family = options, base, base.family
+    def __init__(self, draft: Draft, base: BaseModel) -> None:
+        self.draft, self.options = draft, draft.options
+        self.catalog, self.assets, self.known = draft.catalog, draft.assets, draft.model
+        self.base, self.family = base, base.family
         self.notes = Notes()
         self.origins: dict[str, str] = {}
 
-    def result(self, notes: Notes) -> Filled:
+    def result(self) -> Draft:
         self._require_same_model()
         self._compare()
         change = self._in_one_layout()
@@ -128,6 +76,7 @@ class _Filling:
         files, taken, made = self._take(change)
         if taken:
             self._require_dtypes(taken)
+        notes = self.draft.notes
         notes.add(self._said(taken))
         notes += self.notes
         if repeated := [entry.name for entry in made if entry.name in self.origins]:
@@ -142,14 +91,13 @@ class _Filling:
             model = self.options.model_type or known.model_type or self.family.name
             asked = Request(model, self.options.from_layout, root, self.options.sizes)
             known = understand(catalog, documents, asked)
-        return Filled(
-            catalog,
-            self.assets,
-            replace(known, catalog=catalog),
-            self.base.catalog.path,
-            self.base.catalog.format,
-            {one.name: self.origin[key] for key, one in taken.items()},
-            self.origins,
+        return replace(
+            self.draft,
+            assets=self.assets,
+            model=replace(known, catalog=catalog, described=self.assets.described),
+            base=self.base.catalog,
+            taken={one.name: self.origin[key] for key, one in taken.items()},
+            origins=self.origins,
         )
 
     def _require_dtypes(self, taken: Mapping[str, TensorEntry]) -> None:

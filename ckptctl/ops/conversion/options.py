@@ -156,6 +156,16 @@ class WriteOptions(opt.ModelOptions, opt.SourceOptions, _From):
             excludes=(Excludes("scaling", "both set the scale"),),
         ),
     ] = None
+    step: Annotated[
+        Sequence[str],
+        Option(
+            "Apply a step that an installed package adds. Repeatable.",
+            metavar="NAME[=VALUE]",
+            check=checks.steps,
+            offers=checks.added_steps,
+            panel="Advanced",
+        ),
+    ] = ()
     allow_overflow: opt.AllowOverflow = False
     allow_missing: Annotated[
         bool,
@@ -338,6 +348,6 @@ class ConsolidationOptions(WriteOptions, _Consolidated):
 NOT_CONSOLIDATED = (
     *("converter", "sizes", "from_layout", "to_layout", "dequantize", "only", "mp", "like"),
     *("quantize", "quantize_also", "quantize_not"),
-    *("untie", "vocab_size", "stack_layers", "lora_alpha"),
+    *("untie", "vocab_size", "stack_layers", "lora_alpha", "step"),
 )
 """Options of a conversion that a consolidation has not: names stay as the trainer wrote them."""

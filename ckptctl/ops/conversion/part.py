@@ -1,13 +1,13 @@
-"""What is asked of which checkpoint, and the part of it that is converted: what is whole of that.
+"""Which part of a checkpoint is converted: what options select, and of that what is complete.
 
-What is not whole is told by positive evidence, which ``--allow-missing`` goes by.
+What is incomplete is told by positive evidence, which ``--allow-missing`` goes by.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import NamedTuple
 
 from ckptctl.catalog import Box, Catalog, Finding, TensorEntry
@@ -20,166 +20,55 @@ from ckptctl.errors import (
     command,
     spell_option,
 )
-from ckptctl.formats.base import OutputTensor, WritableFormat
-from ckptctl.notes import Notes
-from ckptctl.ops.conversion.assets import Assets
-from ckptctl.ops.conversion.options import ConversionOptions
+from ckptctl.ops.conversion.draft import Draft
 from ckptctl.ops.conversion.training import name_parts
 from ckptctl.ops.recognition.lacking import lacks
-from ckptctl.ops.recognition.model import Model
 from ckptctl.ops.recognition.quantized import glanced
 from ckptctl.ops.recognition.roots import Selection, chosen, select, wanted
 from ckptctl.ops.verification.items import resolved
-from ckptctl.planner.balance import shard_limit
 from ckptctl.planner.boxes import check_coverage
-from ckptctl.planner.layouts import BASE, HF, is_base
-from ckptctl.planner.mapping.adapters import is_adapter
 from ckptctl.storage.files import source_files
 from ckptctl.storage.zips.reader import read_archive
-from ckptctl.units import parse_bytes
 from ckptctl.verdict import drop_structure_claim
 
 SETTINGS = "param_groups"
 EXTRA_STATE = "._extra_state/"
 
 
-@dataclass(frozen=True, slots=True)
-class Task:
-    """A recognized checkpoint with its side files, and what is asked of it.
-
-    Attributes:
-        notes: Collects what is said while it is planned.
-    """
-
-    catalog: Catalog
-    assets: Assets
-    recognition: Model
-    options: ConversionOptions
-    target: WritableFormat
-    notes: Notes = field(default_factory=Notes)
-
-    @property
-    def root(self) -> str:
-        """Prefix of the model's names."""
-        return self.recognition.root
-
-    @property
-    def everything(self) -> bool:
-        """Whether what surrounds the model travels, too; then the model keeps its prefix."""
-        return self.options.only == "all"
-
-    @property
-    def kept_root(self) -> str:
-        """Prefix of the model's names in the output."""
-        return self.root if self.everything else ""
-
-    @property
-    def keeping(self) -> str:
-        """What keeps that which surrounds the model, said to who did not ask for it."""
-        if self.target.nested:
-            return (
-                f"pass {spell_option('--only all')}, or consolidate's "
-                f"{spell_option('--optimizer')}, to keep it"
-            )
-        return (
-            f"pass {spell_option('--to dcp', '--only all')}, or consolidate's "
-            f"{spell_option('--optimizer')}, to keep it"
-        )
-
-    @property
-    def layout(self) -> str | None:
-        """Layout to write; None: that of the source.
-
-        Transformers reads models without their head under either kind of names.
-        """
-        headless = is_base(self.recognition.layout) and self.target.layout == HF
-        return self.options.to_layout or (BASE if headless else self._adapted or self.target.layout)
-
-    @property
-    def _adapted(self) -> str | None:
-        """Layout of adapters in the target; None: it has none of their own, or this is none."""
-        layouts, own = self.target.adapter_layouts, self.recognition.layout
-        if not layouts or not is_adapter(self.catalog.tensors):
-            return None
-        return own if own in layouts else layouts[0]
-
-    def shard_bytes(self, tensors: Sequence[OutputTensor]) -> int:
-        """How many bytes of *tensors* go into a file."""
-        if self.options.max_shard_size is not None:
-            return parse_bytes(self.options.max_shard_size)
-        # Who has several files in that format expects several.
-        several = self.catalog.format == self.target.name and len(self.catalog.files) > 1
-        sizes = [(tensor.name, tensor.nbytes) for tensor in tensors if tensor.alias_of is None]
-        return shard_limit(sizes, 0 if several else self.target.one_file)
-
-    def wants(self, name: str) -> bool:
-        """Whether a leaf that is not there would be converted if it were."""
-        options = self.options
-        globs = options.include, options.exclude
-        return wanted(self.catalog, name, self.root, *globs, self.everything)
-
-
-@dataclass(frozen=True, slots=True)
-class Part:
-    """The part of a checkpoint that is converted.
-
-    Attributes:
-        selection: Its leaves.
-        whole: Names in the model of all tensors that it should have, chosen or not.
-        missing: What would be converted if it were there and whole, and why it is not.
-    """
-
-    selection: Selection
-    whole: tuple[str, ...]
-    missing: Mapping[str, str]
-
-    def without(self, parts: Mapping[str, str], task: Task) -> Part:
-        """Take out *parts* of the model, by their names in it, and what is nothing without them.
-
-        The task's notes say then what is missing of all that was chosen.
-        """
-        if not parts and not self.missing:
-            return self
-        gone = {**self.missing, **{task.root + name: why for name, why in parts.items()}}
-        model = {task.root + name for name in (*self.selection.tensors, *parts)} | gone.keys()
-        outside = self.selection.rest if task.everything else ()
-        missing = {**dependent(gone, model, outside, task.root), **gone}
-        task.notes.explain("missing", missing)
-        return replace(self, selection=_without(self.selection, missing), missing=missing)
-
-
-def choose(task: Task, gone: Missing) -> Part:
-    """Choose what is converted, as options say, and of that what is whole."""
-    catalog, options, root, notes = task.catalog, task.options, task.root, task.notes
+def choose_part(draft: Draft) -> Draft:
+    """Select what is converted, as options say, and of that what is complete."""
+    catalog, options, root, notes = draft.catalog, draft.options, draft.root, draft.notes
+    names, files = find_missing(draft.source) if options.allow_missing else ({}, {})
     selection = select(catalog, root)
-    if task.target.training:
+    if draft.target.training:
         selection = _with_states_of_modules(selection, catalog)
     whole = tuple(selection.tensors)
-    outside = () if task.everything else selection.rest
-    notes.explain("skipped", dict.fromkeys(outside, f"not part of the model ({task.keeping})"))
-    lost = (name for name in gone.names if name.startswith(root) and name not in catalog.blobs)
+    outside = () if draft.everything else selection.rest
+    notes.explain("skipped", dict.fromkeys(outside, f"not part of the model ({draft.keep_hint})"))
+    lost = (name for name in names if name.startswith(root) and name not in catalog.blobs)
     there = dict.fromkeys((*whole, *(name.removeprefix(root) for name in lost)))
-    lacking = lacks(task.recognition, there, task.layout)
+    lacking = lacks(draft.model, there, draft.layout)
     selection, unwanted = chosen(
-        selection, options.include, options.exclude, task.everything, lacking.names
+        selection, options.include, options.exclude, draft.everything, lacking.names
     )
     chosen_by = f"{spell_option('--include')}, {spell_option('--exclude')}"
     notes.explain("skipped", dict.fromkeys(unwanted, f"not selected ({chosen_by})"))
-    nothing = not catalog.tensors and bool(gone)
-    if not selection.tensors and not nothing and not (task.everything and selection.rest):
+    nothing = not catalog.tensors and (names or files)
+    if not selection.tensors and not nothing and not (draft.everything and selection.rest):
         raise MappingError(
             "no tensors to convert",
             where=catalog.path,
             why="the checkpoint contains training state but no model" if selection.rest else None,
-            hint=task.keeping if selection.rest else None,
+            hint=draft.keep_hint if selection.rest else None,
         )
     missing: dict[str, str] = {}
-    if gone:
-        unknown, missing = _not_whole(task, selection, gone)
+    if names or files:
+        unknown, incomplete = _incomplete(draft, selection, names)
+        missing = {**incomplete, **files}
         whole += unknown
         selection = _without(selection, missing)
         if not selection.tensors:
-            reasons = missing or gone.names
+            reasons = missing or names
             name, why = next(iter(reasons.items()))
             raise DamagedError(
                 "no complete tensors to convert",
@@ -187,12 +76,35 @@ def choose(task: Task, gone: Missing) -> Part:
                 why=f"`{name}`: {why} ({len(reasons):,} missing in total)",
                 hint=f"run {command('verify', catalog.path)} to list everything that is missing",
             )
-    lacking = lacking.only([name for name in lacking.names if task.wants(root + name)])
+    lacking = lacking.only([name for name in lacking.names if _is_wanted(draft, root + name)])
     if not options.allow_missing:
         lacking.require_whole(catalog.path)
     whole += lacking.names if lacking.certain else ()
     notes.add(*(drop_structure_claim(lacking.doubts) if missing else lacking.doubts))
-    return Part(selection, whole, {**missing, **lacking.missing})
+    missing |= lacking.missing
+    return replace(draft, selection=selection, whole=whole, missing=missing)
+
+
+def skip_parts(draft: Draft, parts: Mapping[str, str]) -> Draft:
+    """Skip *parts* of the model, by their names in it, and what is useless without them.
+
+    The notes say then what is missing of all that was selected.
+    """
+    if not parts and not draft.missing:
+        return draft
+    root, selection = draft.root, draft.selection
+    gone = {**draft.missing, **{root + name: why for name, why in parts.items()}}
+    model = {root + name for name in (*selection.tensors, *parts)} | gone.keys()
+    outside = selection.rest if draft.everything else ()
+    missing = {**dependent(gone, model, outside, root), **gone}
+    draft.notes.explain("missing", missing)
+    return replace(draft, selection=_without(selection, missing), missing=missing)
+
+
+def _is_wanted(draft: Draft, name: str) -> bool:
+    """Return whether a leaf that is not there would be converted if it were."""
+    globs = draft.options.include, draft.options.exclude
+    return wanted(draft.catalog, name, draft.root, *globs, draft.everything)
 
 
 def _with_states_of_modules(selection: Selection, catalog: Catalog) -> Selection:
@@ -205,24 +117,23 @@ def _with_states_of_modules(selection: Selection, catalog: Catalog) -> Selection
     return replace(selection, blobs={**selection.blobs, **found}, rest=rest)
 
 
-def _not_whole(
-    task: Task, selection: Selection, gone: Missing
+def _incomplete(
+    draft: Draft, selection: Selection, names: Mapping[str, str]
 ) -> tuple[tuple[str, ...], dict[str, str]]:
-    """Names of the model's tensors that only *gone* tells of, and what is not written, and why."""
-    catalog, root = task.catalog, task.root
+    """Return the model's tensors that only *names* tells of, and what is not written, and why."""
+    catalog, root = draft.catalog, draft.root
     here = {root + name for name in (*selection.tensors, *selection.blobs)}
-    outside = selection.rest if task.everything else ()
+    outside = selection.rest if draft.everything else ()
     there = {*here, *outside}
-    absent = gone.names.keys() - catalog.tensors.keys() - catalog.blobs.keys()
+    absent = names.keys() - catalog.tensors.keys() - catalog.blobs.keys()
     lacking = {
         name: why
-        for name, why in gone.names.items()
-        if name in there or (name in absent and task.wants(name))
+        for name, why in names.items()
+        if name in there or (name in absent and _is_wanted(draft, name))
     }
     own = {name for name in absent if wanted(catalog, name, root, (), (), False)}
-    lacking = {**dependent(lacking, here | own, outside, root), **lacking}
     unknown = sorted(name.removeprefix(root) for name in own)
-    return tuple(unknown), {**lacking, **gone.files}
+    return tuple(unknown), {**dependent(lacking, here | own, outside, root), **lacking}
 
 
 def _without(selection: Selection, names: Collection[str]) -> Selection:
@@ -269,24 +180,13 @@ def _state_of(name: str) -> str:
     return name.rpartition(".")[0]
 
 
-@dataclass(frozen=True, slots=True)
-class Missing:
-    """What of a checkpoint is not whole.
+def find_missing(catalog: Catalog) -> tuple[dict[str, str], dict[str, str]]:
+    """Find what is incomplete in a checkpoint read with ``partial``, by the header of each item.
 
-    Attributes:
-        names: Tensors and other leaves, by their names in the checkpoint, and why.
-        files: Files that cannot be used and of which nothing tells what they hold, and why.
+    Returns:
+        Tensors and other leaves, by their names in the checkpoint, and why; and files that cannot
+        be used and of which nothing tells what they hold, and why.
     """
-
-    names: Mapping[str, str] = field(default_factory=dict)
-    files: Mapping[str, str] = field(default_factory=dict)
-
-    def __bool__(self) -> bool:
-        return bool(self.names or self.files)
-
-
-def find_missing(catalog: Catalog) -> Missing:
-    """What is not whole in a checkpoint read with ``partial``; looks at the header of each item."""
     _, wrong = resolved(replace(catalog, replicas={}))
     errors = [f for f in (*catalog.findings, *wrong) if f.severity != "warning"]
     names = {found.tensor: found.summary for found in errors if found.tensor}
@@ -307,7 +207,7 @@ def find_missing(catalog: Catalog) -> Missing:
     explained = {file for boxes in catalog.lost.values() for box, file in boxes if box.numel}
     explained |= {found.file for found in errors if found.tensor and found.file}
     unknown = [f for f in errors if not f.tensor and f.file not in explained]
-    return Missing(names, {f.file or f.what: f.summary for f in unknown})
+    return names, {f.file or f.what: f.summary for f in unknown}
 
 
 def _gone(boxes: Sequence[tuple[Box, str]]) -> str:

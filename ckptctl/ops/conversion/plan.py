@@ -11,10 +11,12 @@ from typing import Annotated, TypeAlias
 from ckptctl.catalog import Catalog
 from ckptctl.formats.base import OutputTensor
 from ckptctl.notes import Notes
-from ckptctl.ops.conversion.contents import Quantized
+from ckptctl.ops.conversion.draft import Draft
 from ckptctl.ops.conversion.options import ConversionOptions
-from ckptctl.ops.conversion.summary import Summary
+from ckptctl.ops.conversion.quantization import Quantization
+from ckptctl.ops.conversion.summary import Summary, summarize
 from ckptctl.ops.recognition.model import Model
+from ckptctl.ops.verification.items import replicated
 from ckptctl.planner.copying.copies import permutes
 from ckptctl.planner.mapping.tensors import Change
 from ckptctl.planner.plan import Plan
@@ -111,7 +113,7 @@ class ConversionPlan(
         JsonField("tensors from `--fill-from`, by name in the layout of the source"),
     ] = field(default_factory=dict)
     replicated: Catalog | None = None
-    quantization: Quantized | None = None
+    quantization: Quantization | None = None
 
     @property
     def dry_run(self) -> Annotated[bool, DRY_RUN]:
@@ -303,6 +305,36 @@ class ConversionPlan(
         if self.recognition.root:
             parts.insert(2, f"model under `{self.recognition.root.rstrip('.')}`")
         return " · ".join(parts)
+
+
+def describe(draft: Draft, plan: Plan, unquantized: Draft, notes: Notes) -> ConversionPlan:
+    """Describe a conversion of which everything is decided.
+
+    Args:
+        draft: What is converted.
+        plan: How.
+        unquantized: The same before output tensors were quantized.
+        notes: What is said of it.
+    """
+    options, source, skipped = draft.options, draft.source, notes.reasons("skipped")
+    replicas = source.replicas.keys() - draft.missing.keys() - skipped.keys()
+    return ConversionPlan(
+        source=draft.inputs,
+        recognition=draft.model,
+        options=options,
+        change=draft.change,
+        output=draft.tensors,
+        plan=plan,
+        must_equal=draft.must_equal,
+        taken=draft.taken,
+        base=draft.base.path if draft.base and draft.taken else None,
+        summary=summarize(unquantized, skipped).with_quantized(draft),
+        log=notes,
+        free_bytes=draft.destination.free_bytes(),
+        upload=draft.destination.upload,
+        replicated=replicated(source, replicas) if options.verify_replicas else None,
+        quantization=draft.quantization,
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,8 +13,8 @@ from fnmatch import fnmatchcase
 from ckptctl.catalog import Computed, Input, TensorEntry, computed_name
 from ckptctl.errors import MappingError, RefusedError, UsageError, listed, spell_option
 from ckptctl.formats.base import OutputTensor
-from ckptctl.ops.conversion.contents import Contents, Quantized
-from ckptctl.ops.conversion.part import Task
+from ckptctl.ops.conversion.draft import Draft
+from ckptctl.ops.conversion.quantization import Quantization
 from ckptctl.ops.recognition.quantized import quantized as quantized_already
 from ckptctl.planner.copying.blocks import rearranged
 from ckptctl.planner.layouts import BASE, HF, MLX, Family
@@ -36,28 +36,26 @@ PLAIN = ("float32", "bfloat16", "float16")
 """Dtypes that can be quantized."""
 
 
-def with_quantized(task: Task, held: Contents, change: Change) -> Contents:
-    """Return *held* with quantized tensors in place of the weights that are to be quantized."""
-    if task.options.quantize is None:
-        return held
-    recipe = recipes()[task.options.quantize]
-    chosen = _chosen(task, held, change, recipe)
-    making = _Making(recipe, held, together([tensor.name for tensor in chosen]))
+def quantize(draft: Draft) -> Draft:
+    """Put quantized tensors in the place of the weights that ``--quantize`` is about."""
+    recipe = recipes()[draft.options.quantize or ""]
+    chosen = _chosen(draft, recipe)
+    making = _Making(draft, recipe, together([tensor.name for tensor in chosen]))
     made = {tensor.name: making.parts_of(tensor) for tensor in chosen}
-    tensors = [one for tensor in held.tensors for one in made.get(tensor.name, (tensor,))]
+    tensors = [one for tensor in draft.tensors for one in made.get(tensor.name, (tensor,))]
     parts = {part.name: name for name, some in made.items() for part in some}
-    found = Quantized(recipe, held.tensors, parts)
-    task.notes.add(_note(found), *_ragged(recipe, chosen), *_stacks(chosen, change))
+    found = Quantization(recipe, draft.tensors, parts)
+    draft.notes.add(_note(found), *_ragged(recipe, chosen), *_stacks(chosen, draft.change))
     return replace(
-        held,
-        catalog=making.catalog,
+        draft,
+        inputs=making.catalog,
         mapped=making.mapped(made),
         tensors=tuple(tensors),
-        quantized=found,
+        quantization=found,
     )
 
 
-def _note(made: Quantized) -> str:
+def _note(made: Quantization) -> str:
     names, nbytes = [one.name for one in made.left], sum(one.nbytes for one in made.left)
     kept = f"; skipped {counted(len(names), 'tensor')}, {format_bytes(nbytes)}"
     left = f"{kept} ({listed(names)})" if names else ""
@@ -95,21 +93,21 @@ def _skip_hint() -> str:
     return f"pass {spell_option('--quantize-not GLOB')} to skip it"
 
 
-def _chosen(task: Task, held: Contents, change: Change, recipe: Recipe) -> Sequence[OutputTensor]:
+def _chosen(draft: Draft, recipe: Recipe) -> Sequence[OutputTensor]:
     """Return the tensors that are quantized, all of which can be."""
-    options, there = task.options, [tensor.name for tensor in held.tensors]
-    linear = _linear(task, held, change)
+    options, there = draft.options, [tensor.name for tensor in draft.tensors]
+    linear = _linear(draft)
     also = _matching(there, options.quantize_also, "--quantize-also")
     left = _matching([*linear, *also], options.quantize_not, "--quantize-not")
     wanted = (linear.keys() | also) - left
-    chosen = [one for one in held.tensors if one.name in wanted]
+    chosen = [one for one in draft.tensors if one.name in wanted]
     if not chosen:
-        raise UsageError("no tensors to quantize", where=task.catalog.path)
+        raise UsageError("no tensors to quantize", where=draft.catalog.path)
     for tensor in chosen:
-        _require_possible(tensor, recipe, linear.get(tensor.name, "other"), change.family)
+        _require_possible(tensor, recipe, linear.get(tensor.name, "other"), draft.change.family)
     names = {tensor.name for tensor in chosen}
     _require_whole(names, there)
-    pairs = [(one.name, one.alias_of) for one in held.tensors if one.alias_of]
+    pairs = [(one.name, one.alias_of) for one in draft.tensors if one.alias_of]
     shared = dict((*pairs, *((other, name) for name, other in pairs)))
     for name in names & shared.keys():
         raise RefusedError(
@@ -137,9 +135,10 @@ def _require_whole(names: set[str], there: Sequence[str]) -> None:
             )
 
 
-def _linear(task: Task, held: Contents, change: Change) -> dict[str, Role]:
+def _linear(draft: Draft) -> dict[str, Role]:
     """Return the linear weights of layers, as the family's tables have them, and what they are."""
-    family, catalog = change.family, task.catalog
+    change, catalog = draft.change, draft.catalog
+    family = change.family
     already = quantized_already(catalog)
     if already:
         raise UsageError(
@@ -150,7 +149,7 @@ def _linear(task: Task, held: Contents, change: Change) -> dict[str, Role]:
             "dequantize them first",
         )
     layout = change.target_layout or ""
-    asked = task.options.to_layout or layout
+    asked = draft.options.to_layout or layout
     if family is not None and not (_is_named_so(layout) and asked != MLX):
         raise UsageError(
             f"{spell_option('--quantize')} is not supported with layout {asked}",
@@ -170,7 +169,7 @@ def _linear(task: Task, held: Contents, change: Change) -> dict[str, Role]:
         )
     roles = Roles(family, family.layout(layout))
     own = {view.key for item in change.tensors for view in item.targets}
-    keys = ((one, one.name.removeprefix(task.kept_root)) for one in held.tensors)
+    keys = ((one, one.name.removeprefix(draft.kept_root)) for one in draft.tensors)
     found = {one.name: roles.of(key, one.shape) for one, key in keys if key in own}
     return {name: role for name, role in found.items() if role != "other"}
 
@@ -264,19 +263,17 @@ class _Making:
         catalog: The source, with virtual tensors: quantized ones, and what these are made of.
     """
 
-    def __init__(
-        self, recipe: Recipe, held: Contents, groups: Mapping[str, tuple[str, ...]]
-    ) -> None:
+    def __init__(self, draft: Draft, recipe: Recipe, groups: Mapping[str, tuple[str, ...]]) -> None:
         self._recipe = recipe
         self._groups = groups
-        self._held = held
-        self._output = {tensor.name: tensor for tensor in held.tensors}
-        self._entries = dict(held.catalog.tensors)
-        self._computed = dict(held.catalog.computed)
-        self.catalog = replace(held.catalog, tensors=self._entries, computed=self._computed)
+        self._draft = draft
+        self._output = {tensor.name: tensor for tensor in draft.tensors}
+        self._entries = dict(draft.inputs.tensors)
+        self._computed = dict(draft.inputs.computed)
+        self.catalog = replace(draft.inputs, tensors=self._entries, computed=self._computed)
         self._known: dict[str, Input] = {}
         self._sources: dict[str, list[MappedTensor]] = {}
-        for item in held.mapped:
+        for item in draft.mapped:
             for key in {view.key for view in item.targets}:
                 self._sources.setdefault(key, []).append(item)
 
@@ -287,7 +284,7 @@ class _Making:
     def mapped(self, made: Mapping[str, Sequence[OutputTensor]]) -> list[MappedTensor]:
         """Return what becomes of all tensors where *made* takes the place of its keys."""
         found: list[MappedTensor] = []
-        for item in self._held.mapped:
+        for item in self._draft.mapped:
             left = tuple(view for view in item.targets if view.key not in made)
             if left:
                 found.append(replace(item, targets=left) if left != item.targets else item)

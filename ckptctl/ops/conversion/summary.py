@@ -14,11 +14,10 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Annotated
 
-from ckptctl.catalog import Catalog, Extent, TensorEntry, is_computed
+from ckptctl.catalog import Extent, TensorEntry, is_computed
 from ckptctl.columns import files_of
 from ckptctl.formats.base import OutputTensor
-from ckptctl.ops.conversion.contents import Contents
-from ckptctl.ops.conversion.part import Part, Task
+from ckptctl.ops.conversion.draft import Draft
 from ckptctl.planner.mapping.mapped import MappedTensor
 from ckptctl.results import JsonField, Result
 from ckptctl.units import counted, format_bytes
@@ -82,14 +81,14 @@ class Summary(Result):
         JsonField("one tensor into several, by `--quantize`", name="quantized"),
     ] = Regrouped()
 
-    def of(self, held: Contents) -> Summary:
-        """Return the same where what it counts is quantized on the way to *held*."""
-        if held.quantized is None:
+    def with_quantized(self, draft: Draft) -> Summary:
+        """Return the same where what it counts is quantized in *draft*."""
+        if draft.quantization is None:
             return self
-        shared = (tensor for tensor in held.tensors if tensor.alias_of is None)
-        count = sum(tensor.name not in held.tied for tensor in held.tensors)
+        shared = (tensor for tensor in draft.tensors if tensor.alias_of is None)
+        count = sum(tensor.name not in draft.tied for tensor in draft.tensors)
         written = Amount(count, sum(tensor.nbytes for tensor in shared))
-        how = Regrouped(len(held.quantized.weights), len(held.quantized.parts))
+        how = Regrouped(len(draft.quantization.weights), len(draft.quantization.parts))
         return replace(self, written=written, quantized=how)
 
     @property
@@ -128,35 +127,23 @@ class Summary(Result):
         return self.read == self.written and not self.changes
 
 
-def summary(
-    source: Catalog,
-    task: Task,
-    part: Part,
-    held: Contents,
-    left_out: Collection[str],
-    origins: Mapping[str, str],
-    taken: Collection[str],
-) -> Summary:
-    """Count what becomes of the tensors of *source*.
+def summarize(draft: Draft, skipped: Collection[str]) -> Summary:
+    """Count what becomes of the tensors of the source, before any is quantized.
 
     Args:
-        source: As it was read.
-        task: What is converted of it.
-        part: What was chosen of that.
-        held: What becomes of it.
-        left_out: Names of leaves that do not travel, dropped ones apart.
-        origins: Names in *source* of tensors that *task* calls otherwise.
-        taken: Names of tensors of another checkpoint.
+        draft: What is converted.
+        skipped: Names of leaves that are not converted, dropped ones apart.
     """
-    written = {one.name: one for one in held.tensors if one.name not in held.tied}
-    groups = _Groups(_Origins(source, held.catalog, origins, taken), written)
-    for item in held.mapped:
+    source, origins = draft.source, draft.origins
+    written = {one.name: one for one in draft.tensors if one.name not in draft.tied}
+    groups = _Groups(_Origins(draft), written)
+    for item in draft.mapped:
         groups.add(item)
     unused = source.tensors.keys() - groups.used
-    lost = unused & part.missing.keys()
-    apart = {origins.get(name, name) for name in left_out}
-    left = (unused - lost) & (apart | (source.tensors.keys() - task.catalog.tensors.keys()))
-    inside = [held.catalog.tensors[name] for name in groups.used - source.tensors.keys()]
+    lost = unused & draft.missing.keys()
+    apart = {origins.get(name, name) for name in skipped}
+    left = (unused - lost) & (apart | (source.tensors.keys() - draft.catalog.tensors.keys()))
+    inside = [draft.inputs.tensors[name] for name in groups.used - source.tensors.keys()]
     kinds = groups.kinds()
     shared = (tensor for tensor in written.values() if tensor.alias_of is None)
     return Summary(
@@ -183,10 +170,9 @@ _NOTHING = TensorEntry("", "uint8", (0,), (), ())
 class _Origins:
     """Which tensors of the source, and of what is taken, a tensor is made of."""
 
-    def __init__(
-        self, source: Catalog, catalog: Catalog, names: Mapping[str, str], taken: Collection[str]
-    ) -> None:
-        self._source, self._catalog, self._names, self._taken = source, catalog, names, taken
+    def __init__(self, draft: Draft) -> None:
+        self._source, self._catalog = draft.source, draft.inputs
+        self._names, self._taken = draft.origins, draft.taken
         self._known: dict[str, frozenset[str]] = {}
 
     def of(self, key: str) -> frozenset[str]:

@@ -16,7 +16,7 @@ from typing import NamedTuple
 from ckptctl.catalog import Box, Catalog, Extent, TensorEntry
 from ckptctl.errors import MappingError, MissingTensorsError, RefusedError, UsageError
 from ckptctl.notes import Notes
-from ckptctl.ops.conversion.assets import gather
+from ckptctl.ops.conversion.assets import describe_plain, gather
 from ckptctl.ops.conversion.checks import keep_together
 from ckptctl.ops.conversion.contents import in_checkpoint
 from ckptctl.ops.conversion.training import follow
@@ -127,7 +127,9 @@ def map_state(
 def understand_source(catalog: Catalog, request: MappingRequest) -> Model:
     """Understand the model in a checkpoint by its configuration, or that of ``--assets``."""
     catalog = unwrapped(catalog)
-    assets = gather(catalog, request.assets, dequantized=request.dequantized)
+    assets = gather(catalog, request.assets)
+    if request.dequantized:
+        assets = describe_plain(assets)
     model = understand(catalog, assets.documents, request.source)
     return replace(model, described=assets.described)
 

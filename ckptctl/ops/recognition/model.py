@@ -118,6 +118,11 @@ class Model:
     denied: tuple[str, ...] = ()
     described: tuple[Description, ...] = field(default=(), repr=False, compare=False)
 
+    @classmethod
+    def unknown(cls, catalog: Catalog, documents: Mapping[str, Json], request: Request) -> Model:
+        """Return a model of which nothing is known, before anyone tries to understand it."""
+        return cls(catalog, request, documents, None, (), None, (), (), "", False, None, None)
+
     @cached_property
     def selection(self) -> Selection:
         """Return the model's own leaves, and the names of all others."""

@@ -12,6 +12,7 @@ import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ckptctl import formats
 from ckptctl.catalog import Catalog
@@ -29,6 +30,9 @@ from ckptctl.storage import file_system, trash
 from ckptctl.storage.file_system import sync_directory, write_file
 from ckptctl.storage.files import source_files
 from ckptctl.storage.two_phase_delete import TwoPhaseDelete
+
+if TYPE_CHECKING:
+    from ckptctl.ops.conversion.draft import Draft
 
 REWRITTEN = ("dcp", "torch")
 OUTDATED = ADDED - {SIDECAR}
@@ -137,7 +141,7 @@ def _replace(path: Path, text: str, room: Path) -> None:
 def _rewrite(thinning: Thinning, deletion: TwoPhaseDelete) -> None:
     """Write the checkpoint anew, and exchange the two; the old one ends in the trash."""
     # `prune` alone converts nothing.
-    from ckptctl.ops.conversion.convert import plan_changed, run_conversion
+    from ckptctl.ops.conversion.convert import Step, plan_with_steps, run_conversion
 
     entry = thinning.entry
     room = deletion.make_room(f"{entry.path.name}-thin")
@@ -145,7 +149,8 @@ def _rewrite(thinning: Thinning, deletion: TwoPhaseDelete) -> None:
     with storage_errors("rewrite", entry.path):
         room.mkdir()
         options = ConversionOptions(to=thinning.format, from_format=thinning.format, only="all")
-        plan = plan_changed(entry.path, target, options, lambda model: without(model.catalog))
+        step = Step("drop optimizer", "model", 30, _drop_optimizer)
+        plan = plan_with_steps(entry.path, target, options, step)
         run_conversion(plan)
         if entry.path.is_dir():
             _carry(entry.path, target, plan.source)
@@ -160,6 +165,10 @@ def _rewrite(thinning: Thinning, deletion: TwoPhaseDelete) -> None:
             "this file system cannot replace a checkpoint in one step", where=str(entry.path)
         ) from None
     trash.remove(room)
+
+
+def _drop_optimizer(draft: Draft) -> Draft:
+    return draft.with_catalog(without(draft.catalog))
 
 
 def without(catalog: Catalog) -> Catalog:

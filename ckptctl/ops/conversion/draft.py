@@ -1,0 +1,165 @@
+"""A conversion while it is planned: what is read, what becomes of it, and what is still open."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from ckptctl.catalog import Blob, Catalog
+from ckptctl.errors import spell_option
+from ckptctl.formats.base import Output, OutputTensor, WritableFormat
+from ckptctl.notes import Notes
+from ckptctl.ops.conversion.assets import Assets
+from ckptctl.ops.conversion.options import ConversionOptions
+from ckptctl.ops.conversion.quantization import Quantization
+from ckptctl.ops.destinations import Destination
+from ckptctl.ops.recognition.model import Model
+from ckptctl.ops.recognition.roots import Selection
+from ckptctl.planner.balance import shard_limit
+from ckptctl.planner.layouts import BASE, HF, is_base
+from ckptctl.planner.mapping.adapters import is_adapter
+from ckptctl.planner.mapping.mapped import MappedTensor
+from ckptctl.planner.mapping.tensors import Change
+from ckptctl.planner.plan import RawCopy
+from ckptctl.units import parse_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """A checkpoint on its way to the output; each stage and step takes one and returns one.
+
+    What no stage has decided yet is empty.
+
+    Attributes:
+        options: What is asked for.
+        target: The format that is written.
+        destination: Where the output is made.
+        source: The checkpoint as it was opened.
+        assets: Its configuration and side files.
+        model: The model, in the checkpoint as steps have changed it.
+        inputs: That checkpoint with the bytes of the tensors that are read.
+        notes: Collects what is said while it is planned.
+        like: The checkpoint whose division into files is reused, or None.
+        base: The checkpoint that missing tensors are taken from, or None.
+        taken: Names of the tensors of *base* in the model's checkpoint, and what they are there; of
+            several that become one, the first.
+        origins: Names in *source* of tensors that the model's checkpoint calls otherwise.
+        selection: The leaves that are converted.
+        whole: Names in the model of all tensors that it should have, selected or not.
+        missing: What would be converted if it were there and complete, and why it is not.
+        change: How the model's layout changes.
+        mapped: What becomes of the tensors that are read.
+        tensors: The tensors of the output, in order.
+        blobs: Its other leaves.
+        must_equal: Names in the source, kept and dropped, whose bytes have to be the same.
+        tied: Names of tensors that are dropped because another one is the same memory.
+        quantization: What is quantized on the way, or None.
+        output: Where everything goes in the files of the output.
+        strings: The strings that these files carry.
+        written: Files beside them, with what is in them.
+        copies: Files beside them that are copied.
+    """
+
+    options: ConversionOptions
+    target: WritableFormat
+    destination: Destination
+    source: Catalog
+    assets: Assets
+    model: Model
+    inputs: Catalog
+    notes: Notes = field(default_factory=Notes)
+    like: Catalog | None = None
+    base: Catalog | None = None
+    taken: Mapping[str, str] = field(default_factory=dict)
+    origins: Mapping[str, str] = field(default_factory=dict)
+    selection: Selection = field(default_factory=lambda: Selection("", {}, {}, ()))
+    whole: tuple[str, ...] = ()
+    missing: Mapping[str, str] = field(default_factory=dict)
+    change: Change = field(default_factory=lambda: Change(None, None, None, ()))
+    mapped: Sequence[MappedTensor] = ()
+    tensors: tuple[OutputTensor, ...] = ()
+    blobs: Sequence[Blob] = ()
+    must_equal: tuple[tuple[str, str], ...] = ()
+    tied: Collection[str] = ()
+    quantization: Quantization | None = None
+    output: Output = field(default_factory=lambda: Output((), (), {}))
+    strings: Mapping[str, str] = field(default_factory=dict)
+    written: Mapping[str, bytes] = field(default_factory=dict)
+    copies: tuple[RawCopy, ...] = ()
+
+    @property
+    def catalog(self) -> Catalog:
+        """Return the checkpoint as steps have changed it."""
+        return self.model.catalog
+
+    def with_catalog(self, catalog: Catalog) -> Draft:
+        """Return the same of a changed checkpoint."""
+        return replace(self, model=replace(self.model, catalog=catalog))
+
+    def argument_of(self, step: str) -> str:
+        """Return the value of ``--step NAME=VALUE``, or an empty string without one."""
+        given = (one.partition("=") for one in self.options.step)
+        return next((value for name, _, value in given if name == step), "")
+
+    @property
+    def is_adapter(self) -> bool:
+        """Whether it has low-rank factors."""
+        return is_adapter(self.catalog.tensors)
+
+    @property
+    def root(self) -> str:
+        """Prefix of the model's names."""
+        return self.model.root
+
+    @property
+    def everything(self) -> bool:
+        """Whether what surrounds the model is converted, too; then the model keeps its prefix."""
+        return self.options.only == "all"
+
+    @property
+    def kept_root(self) -> str:
+        """Prefix of the model's names in the output."""
+        return self.root if self.everything else ""
+
+    @property
+    def layout(self) -> str | None:
+        """Layout to write, or None for that of the source.
+
+        Transformers reads models without their head under either kind of names.
+        """
+        headless = is_base(self.model.layout) and self.target.layout == HF
+        own = BASE if headless else self._adapter_layout or self.target.layout
+        return self.options.to_layout or own
+
+    @property
+    def _adapter_layout(self) -> str | None:
+        """Layout of adapters in the target, or None if it has none or this is no adapter."""
+        layouts, own = self.target.adapter_layouts, self.model.layout
+        if not layouts or not self.is_adapter:
+            return None
+        return own if own in layouts else layouts[0]
+
+    @property
+    def ranks(self) -> int:
+        """Number of model-parallel ranks that the output is divided among."""
+        return len(self.like.files) if self.like and self.target.parallel else self.options.mp
+
+    @property
+    def shard_bytes(self) -> int:
+        """How many bytes of tensors go into a file."""
+        if self.options.max_shard_size is not None:
+            return parse_bytes(self.options.max_shard_size)
+        # Who has several files in that format expects several.
+        several = self.catalog.format == self.target.name and len(self.catalog.files) > 1
+        sizes = [(one.name, one.nbytes) for one in self.tensors if one.alias_of is None]
+        return shard_limit(sizes, 0 if several else self.target.one_file)
+
+    @property
+    def keep_hint(self) -> str:
+        """Say which options keep what surrounds the model."""
+        everything = (
+            spell_option("--only all")
+            if self.target.nested
+            else spell_option("--to dcp", "--only all")
+        )
+        return f"pass {everything}, or consolidate's {spell_option('--optimizer')}, to keep it"

@@ -1,0 +1,213 @@
+"""The files of an output: where its format and its ranks put everything, and what is beside."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Protocol
+
+from ckptctl import formats
+from ckptctl.catalog import Catalog
+from ckptctl.errors import MappingError, RefusedError, UsageError, listed, spell_option
+from ckptctl.formats.base import OutputRequest, OutputTensor, WritableFormat
+from ckptctl.ops.adapters import in_peft_words
+from ckptctl.ops.conversion.adapter_files import adapter_files, carries
+from ckptctl.ops.conversion.assets import CONFIG
+from ckptctl.ops.conversion.config_files import config_files
+from ckptctl.ops.conversion.draft import Draft
+from ckptctl.ops.conversion.leaves import kept_strings, same_data, without_hashes
+from ckptctl.ops.recognition.quantized import weights
+from ckptctl.planner.axes import Sizes
+from ckptctl.planner.mapping.adapters import is_adapter
+from ckptctl.planner.mapping.mapped import MappedTensor
+from ckptctl.planner.mapping.tensors import Change
+from ckptctl.planner.model_parallel import RankShard
+from ckptctl.planner.model_parallel import divide as divided
+from ckptctl.planner.quantization.scheme import QuantizedWeight
+from ckptctl.units import counted
+
+
+def open_reference(path: str | Path, target: WritableFormat) -> Catalog:
+    """Read the index of the checkpoint that ``--like`` names."""
+    catalog = formats.open_checkpoint(path)
+    if catalog.format != target.name:
+        raise UsageError(
+            f"{spell_option('--like')} names a checkpoint in format {catalog.format}, but the "
+            f"output format is {target.name}",
+            where=str(path),
+        )
+    for name, entry in () if target.parallel else catalog.tensors.items():
+        files = sorted({extent.file for extent in entry.extents})
+        if len(files) > 1:
+            raise UsageError(
+                "cannot reuse the sharding of the reference",
+                where=catalog.path,
+                why=f"`{name}` is split across {listed(files)}",
+                hint="convert the reference first, and pass the result to "
+                f"{spell_option('--like')}",
+            )
+    return catalog
+
+
+def lay_out(draft: Draft) -> Draft:
+    """Let the target format say where everything goes, and which strings its files carry."""
+    target, options, change, ranks = draft.target, draft.options, draft.change, draft.ranks
+    shares = division(change, target.layout) if ranks > 1 else None
+    if shares:
+        documents = {**draft.inputs.documents, **draft.assets.documents}
+        described = replace(draft.inputs, documents=documents)
+        require_whole_blocks(described, draft.mapped, draft.tensors, shares, ranks)
+    metadata = kept_strings(draft.catalog, draft.tensors, target, draft.notes)
+    request = OutputRequest(
+        name=draft.destination.path.name,
+        tensors=draft.tensors,
+        blobs=draft.blobs,
+        max_shard_size=draft.shard_bytes,
+        mp=ranks,
+        rank_boxes=partial(shares, ranks=ranks) if shares else None,
+        checksum=options.checksum,
+        metadata=metadata,
+        config=draft.assets.documents.get(CONFIG),
+        family=change.family,
+        sizes=change.sizes,
+        stack_layers=options.stack_layers,
+        records=draft.catalog.records,
+        adapter=in_peft_words(draft.catalog, options.lora_alpha, carries(change))
+        if draft.is_adapter
+        else None,
+        layout=options.to_layout,
+        notes=draft.notes,
+    )
+    if draft.like is not None:
+        _require_same_keys(draft.like, draft)
+        if not target.parallel:
+            files = tuple(sorted(draft.like.files))
+            request = replace(request, like=_files_of(draft.like, files), like_files=files)
+    output = target.lay_out(request)
+    if metadata and not same_data(draft.catalog, draft.mapped, output):
+        metadata = without_hashes(metadata, draft.notes)
+        output = target.lay_out(replace(request, metadata=metadata))
+    skipped = draft.notes.reasons("skipped")
+    anew = [name for name in skipped if name.partition(".")[0] in output.own]
+    why = f"format {target.name} stores its own values"
+    draft.notes.explain("skipped", dict.fromkeys(anew, why))
+    return replace(draft, output=output, strings=metadata)
+
+
+def add_side_files(draft: Draft) -> Draft:
+    """Decide which files an output gets beside its tensors."""
+    adapter = is_adapter(draft.inputs.tensors)
+    return adapter_files(draft) if adapter else config_files(draft)
+
+
+def _files_of(like: Catalog, files: Sequence[str]) -> dict[str, int]:
+    """Return for each tensor of a reference the index of its file among *files*."""
+    index = {name: position for position, name in enumerate(files)}
+    stored = ((name, one.extents[0].file) for name, one in like.tensors.items() if one.extents)
+    return {name: index[file] for name, file in stored}
+
+
+def _require_same_keys(like: Catalog, draft: Draft) -> None:
+    """Refuse an output that has not exactly the keys of the reference."""
+    known = dict.fromkeys(tensor.name for tensor in draft.tensors)
+    there = dict.fromkeys(name for name, entry in like.tensors.items() if entry.extents)
+    missing = [name for name in there if name not in known]
+    surplus = [name for name in known if name not in there]
+    if missing or surplus:
+        raise MappingError(
+            "the output and the reference have different keys",
+            where=str(draft.options.like),
+            why="; ".join(
+                f"{len(keys):,} {kind}: {listed(keys)}"
+                for kind, keys in (("missing", missing), ("not in the reference", surplus))
+                if keys
+            ),
+        )
+
+
+Block = tuple[int, int]
+
+
+class Divide(Protocol):
+    """How ranks divide tensors."""
+
+    def __call__(self, tensor: OutputTensor, ranks: int) -> Sequence[RankShard | None]:
+        """Return what each of *ranks* ranks holds of *tensor*; None: nothing."""
+
+
+def division(change: Change, layout: str | None) -> Divide | None:
+    """How ranks divide tensors; None: nobody knows."""
+    family, sizes = change.family, Sizes(change.sizes or {}, {})
+    if family is None or layout is None:
+        return None
+
+    def shares(tensor: OutputTensor, ranks: int) -> Sequence[RankShard | None]:
+        return divided(family, layout, tensor.name, tensor.shape, sizes, ranks)
+
+    return shares
+
+
+def require_whole_blocks(
+    catalog: Catalog,
+    mapped: Sequence[MappedTensor],
+    tensors: Sequence[OutputTensor],
+    divide: Divide,
+    ranks: int,
+) -> None:
+    """Refuse to divide a float8 weight inside of a block."""
+    found = {
+        tensor: block
+        for tensor, block in _blocks(weights(catalog), mapped, tensors)
+        if _cut(divide(tensor, ranks), tensor.shape, block)
+    }
+    if not found:
+        return
+    first, block = next(iter(found.items()))
+    fits = next(count for count in range(ranks - 1, 0, -1) if _fit(found, divide, count))
+    raise RefusedError(
+        f"{counted(ranks, 'rank')} would split float8 weights inside blocks of "
+        f"{block[0]}x{block[1]}",
+        where=f"tensor `{first.name}` {list(first.shape)}",
+        why=f"{listed([tensor.name for tensor in found])}: a block has one scale, so part of a "
+        "block would be read with the scale of another rank",
+        hint=f"pass {spell_option(f'--mp {fits}')} to keep blocks intact, or "
+        f"{spell_option('--dequantize bf16')} to write unquantized weights",
+    )
+
+
+def _blocks(
+    quantized: Iterable[QuantizedWeight],
+    mapped: Sequence[MappedTensor],
+    tensors: Sequence[OutputTensor],
+) -> Iterable[tuple[OutputTensor, Block]]:
+    by_name = {tensor.name: tensor for tensor in tensors}
+    targets = {item.sources[0].key: item.targets[0].key for item in mapped}
+    for weight in quantized:
+        tensor = by_name.get(targets.get(weight.lead, ""))
+        if tensor is not None and {"block_rows", "block_columns"} <= weight.parameters.keys():
+            down, across = (weight.parameters[f"block_{side}"] for side in ("rows", "columns"))
+            yield tensor, (int(down), int(across))
+
+
+def _cut(shares: Sequence[RankShard | None], shape: tuple[int, ...], block: Block) -> bool:
+    """Return whether a rank's part begins or ends inside of a block of a matrix of *shape*."""
+    return any(
+        offset % step or ((offset + size) % step and offset + size != whole)
+        for share in shares
+        if share is not None
+        for piece in share.pieces
+        for offset, size, whole, step in zip(
+            piece.box.offsets[-2:], piece.box.sizes[-2:], shape[-2:], block, strict=True
+        )
+    )
+
+
+def _fit(found: Mapping[OutputTensor, Block], divide: Divide, ranks: int) -> bool:
+    try:
+        return not any(
+            _cut(divide(tensor, ranks), tensor.shape, block) for tensor, block in found.items()
+        )
+    except MappingError:
+        return False

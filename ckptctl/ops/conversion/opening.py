@@ -1,0 +1,65 @@
+"""The source of a conversion: opened as options say, and the model that is found in it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+from ckptctl import formats
+from ckptctl.errors import UsageError
+from ckptctl.ops.adapters import factors_only, require_adapter
+from ckptctl.ops.conversion.assets import gather, stated_in, with_model_config
+from ckptctl.ops.conversion.checks import existing_source, require_fitting_name, require_sense
+from ckptctl.ops.conversion.draft import Draft
+from ckptctl.ops.conversion.options import ConversionOptions
+from ckptctl.ops.destinations import replaceable, require_destination
+from ckptctl.ops.recognition.model import Model, Request, understand
+from ckptctl.ops.recognition.quantized import advised
+from ckptctl.ops.recognition.roots import unwrapped
+from ckptctl.ops.sources import open_source
+from ckptctl.storage.destinations import Replaceable
+from ckptctl.storage.paths import named
+from ckptctl.storage.sources import blaming, require_unreplaced
+
+
+def open_draft(src: str | Path, dst: str | Path, options: ConversionOptions) -> Draft:
+    """Check what is asked for, and read the index of the source and what describes its model."""
+    target = formats.target(options.to)
+    require_sense(options, target)
+    source = existing_source(src, dst)
+    may_go = Replaceable(replaceable, file=target.single_file)
+    destination = require_destination(source, named(dst), options.overwrite, may_go)
+    if not destination.upload:
+        require_fitting_name(destination.path, target)
+    trusted = options.assets if options.trust_assets else None
+    opened = open_source(
+        source,
+        options,
+        partial=options.allow_missing,
+        replicas=options.verify_replicas,
+        documents=stated_in(trusted) if trusted else None,
+    )
+    opened = catalog = unwrapped(opened) if options.only == "model" else opened
+    if target.adapters:
+        catalog = factors_only(catalog)
+        require_adapter(catalog, UsageError, f"the `{target.name}` format only stores adapters")
+    assets = with_model_config(catalog, gather(catalog, options.assets, options.carry))
+    asked = Request(options.model_type, options.from_layout, options.root, options.sizes)
+    model = Model.unknown(catalog, assets.documents, asked)
+    return Draft(options, target, destination, opened, assets, model, catalog)
+
+
+def understand_model(draft: Draft) -> Draft:
+    """Find the model in the checkpoint, as the steps at the source have made it."""
+    model = understand(draft.catalog, draft.assets.documents, draft.model.request)
+    return replace(draft, model=replace(model, described=draft.assets.described))
+
+
+@contextmanager
+def errors_of_source(draft: Draft) -> Iterator[None]:
+    """Let errors say that the source was replaced while it was read, or that it is quantized."""
+    opened = draft.source.opened
+    with blaming(lambda: require_unreplaced(opened)), advised(draft.model):
+        yield

@@ -1,0 +1,105 @@
+"""The steps of a conversion that options ask for: what only some conversions do, by its place.
+
+A step is imported when an option asks for it, so the pipeline depends on none. Other packages add
+steps by entry points ``ckptctl.steps``, which ``--step`` asks for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import cache
+from importlib import import_module
+from typing import TYPE_CHECKING, Literal
+
+from ckptctl import installed
+from ckptctl.errors import UsageError
+from ckptctl.ops.conversion.draft import Draft
+from ckptctl.ops.conversion.options import ConversionOptions
+from ckptctl.ops.option_checks import STEPS
+
+if TYPE_CHECKING:
+    from importlib.metadata import EntryPoint
+
+Place = Literal["source", "model", "output"]
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """A part of a conversion that takes the draft and returns a changed one.
+
+    Attributes:
+        name: What it is called.
+        place: What it changes: the ``source`` before its model is understood, the ``model`` before
+            its tensors are selected and mapped, or the ``output`` before it is laid out.
+        order: Steps at one place run by ascending order.
+        apply: Carries it out.
+        option: The option that asks for it, or ``field=value``; empty for ``--step NAME``.
+    """
+
+    name: str
+    place: Place
+    order: int
+    apply: Callable[[Draft], Draft]
+    option: str = ""
+
+    def is_asked_for(self, options: ConversionOptions) -> bool:
+        """Return whether *options* ask for this step."""
+        field, _, value = self.option.partition("=")
+        given = getattr(options, field)
+        return bool(given == value if value else given)
+
+
+def _late(module: str, function: str) -> Callable[[Draft], Draft]:
+    """Return a step's function that imports its module when it is called."""
+
+    def apply(draft: Draft) -> Draft:
+        found: Callable[[Draft], Draft] = getattr(import_module(f"ckptctl.ops.{module}"), function)
+        return found(draft)
+
+    return apply
+
+
+BUILT_IN = (
+    Step("experts", "source", 10, _late("expert_adapters", "convert_experts"), "experts"),
+    Step("dequantize", "source", 20, _late("conversion.dequantizing", "dequantize"), "dequantize"),
+    Step("stacks", "model", 10, _late("expert_adapters", "keep_stacks"), "experts=stacked"),
+    Step("fill", "model", 20, _late("conversion.filling", "fill_from_base"), "fill_from"),
+    Step("quantize", "output", 10, _late("conversion.quantizing", "quantize"), "quantize"),
+)
+
+
+@cache
+def entry_points() -> dict[str, EntryPoint]:
+    """Return the entry points of steps by name; none is loaded."""
+    return installed.entry_points(STEPS)
+
+
+@cache
+def load_added(name: str) -> Step:
+    """Return the step of the entry point called *name*."""
+    try:
+        found = entry_points()[name].load()
+        if not isinstance(found, Step) or found.name != name:
+            raise TypeError(f"{found!r} is not a Step named `{name}`")
+    except Exception as error:
+        raise UsageError(
+            f"cannot load step `{name}`",
+            why=f"{type(error).__name__}: {error}",
+            hint="fix or uninstall the package that adds it",
+        ) from error
+    return found
+
+
+def steps_for(options: ConversionOptions) -> list[Step]:
+    """Return the steps that *options* ask for."""
+    added = (load_added(one.partition("=")[0]) for one in options.step)
+    return [*(step for step in BUILT_IN if step.is_asked_for(options)), *added]
+
+
+def apply_steps(steps: Iterable[Step], place: Place, draft: Draft) -> Draft:
+    """Carry out those of *steps* that are at *place*, in their order."""
+    for step in sorted(steps, key=lambda step: step.order):
+        if step.place == place:
+            draft = step.apply(draft)
+    return draft

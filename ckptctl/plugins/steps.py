@@ -1,0 +1,42 @@
+"""Everything that a step of a conversion in another package is made of.
+
+========================  ==========================================================================
+the step                  :class:`Step`, which takes a :class:`Draft` and returns a changed one
+what is read              :class:`Catalog`, :class:`TensorEntry`, :class:`Extent`, :class:`Box`,
+                          :class:`Blob`
+what is said              :class:`Notes`
+errors                    :class:`UsageError` (the options make no sense), :class:`RefusedError`
+                          (the result would be wrong), :class:`UnsupportedError`,
+                          :class:`MappingError`
+========================  ==========================================================================
+"""
+
+from __future__ import annotations
+
+from ckptctl.catalog import Blob, Box, Catalog, Extent, TensorEntry
+from ckptctl.errors import (
+    CkptError,
+    MappingError,
+    RefusedError,
+    UnsupportedError,
+    UsageError,
+)
+from ckptctl.notes import Notes
+from ckptctl.ops.conversion.draft import Draft
+from ckptctl.ops.conversion.steps import Step
+
+__all__ = [
+    "Blob",
+    "Box",
+    "Catalog",
+    "CkptError",
+    "Draft",
+    "Extent",
+    "MappingError",
+    "Notes",
+    "RefusedError",
+    "Step",
+    "TensorEntry",
+    "UnsupportedError",
+    "UsageError",
+]
