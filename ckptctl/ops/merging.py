@@ -44,6 +44,7 @@ from ckptctl.ops.recognition.roots import select
 from ckptctl.ops.sources import located
 from ckptctl.planner.configs.facts import read_lists
 from ckptctl.planner.copying.blocks import rearranged
+from ckptctl.planner.copying.views import is_view, view
 from ckptctl.planner.layouts import Family
 from ckptctl.planner.mapping.adapters import PEFT, is_adapter
 from ckptctl.planner.mapping.deltas import AdapterMismatchError, Delta, Deltas, deltas
@@ -190,11 +191,13 @@ class Merging:
             key: Input(catalog.root, _in_float32(base[held[key].name], computed)) for key in weights
         }
         made = {
-            key: self._changed(base[held[key].name], wide[key], changes, factors)
+            key: self._changed(base[held[key].name], wide[key], changes, factors, computed)
             for key, changes in weights.items()
         }
         made |= {
-            key: self._scaled(Input(catalog.root, base[held[key].name]), wide, changes, factors)
+            key: self._scaled(
+                Input(catalog.root, base[held[key].name]), wide, changes, factors, computed
+            )
             for key, changes in biases.items()
         }
         for key, of in self.found.replaced.items():
@@ -281,10 +284,11 @@ class Merging:
         wide: Input,
         changes: Sequence[Delta],
         factors: Mapping[str, Input],
+        computed: dict[str, Computed],
     ) -> Computed:
         _require_plain(base)
         beneath = next((delta.beneath for delta in changes if delta.beneath), None)
-        inputs, arguments = self._inputs(changes, factors)
+        inputs, arguments = self._inputs(changes, factors, computed)
         inputs["base"] = factors[beneath] if beneath else wide
         pinned = changes[0].key in self.found.pinned
         dtype = base.dtype if pinned else cast_to(base.dtype, self.options.dtype)
@@ -296,29 +300,40 @@ class Merging:
         weights: Mapping[str, Input],
         changes: Sequence[Delta],
         factors: Mapping[str, Input],
+        computed: dict[str, Computed],
     ) -> Computed:
         """Return a bias that is scaled as the rows of its weight."""
         _require_plain(bias.entry)
-        inputs, arguments = self._inputs(changes, factors)
+        inputs, arguments = self._inputs(changes, factors, computed)
         inputs["bias"] = bias
         inputs |= {f"weight{number}": weights[one.key] for number, one in enumerate(changes)}
         dtype = cast_to(bias.entry.dtype, self.options.dtype)
         return Computed("dora_bias", dtype, bias.entry.shape, inputs, arguments=arguments)
 
     def _inputs(
-        self, changes: Sequence[Delta], factors: Mapping[str, Input]
+        self,
+        changes: Sequence[Delta],
+        factors: Mapping[str, Input],
+        computed: dict[str, Computed],
     ) -> tuple[dict[str, Input], tuple[Change, ...]]:
-        """Return what *changes* read of the adapter, and what the kind has to know of them."""
+        """Return what *changes* read of the adapter, and what the kind has to know of them.
+
+        Factors that are stored in another order are added to *computed*.
+        """
         inputs: dict[str, Input] = {}
         arguments: list[Change] = []
         for number, delta in enumerate(changes):
             scale = self.settings.scale(delta.a.key, delta.rank)
             _require_small(factors[delta.a.key].entry)
             self.scales.add(scale)
-            inputs[f"a{number}"] = factors[delta.a.key]
-            inputs[f"b{number}"] = factors[delta.b.key]
-            if delta.magnitude:
-                inputs[f"magnitude{number}"] = factors[delta.magnitude.key]
+            columns = delta.a.of_columns(factors[delta.a.key].entry)
+            inputs[f"a{number}"] = _part(factors[delta.a.key], columns, computed)
+            others = {"b": delta.b, "magnitude": delta.magnitude}
+            for name, factor in others.items():
+                if factor:
+                    whole = factors[factor.key]
+                    rows = factor.of_rows(whole.entry, delta.stop - delta.start)
+                    inputs[f"{name}{number}"] = _part(whole, rows, computed)
             arguments.append(Change(delta, scale))
         return inputs, tuple(arguments)
 
@@ -362,6 +377,16 @@ def _require_small(a: TensorEntry) -> None:
             where=f"tensor `{a.name}`",
             why=f"A has {counted(4 * a.numel, 'byte')} in fp32; the limit is {LARGEST:,}",
         )
+
+
+def _part(whole: Input, part: Strided, computed: dict[str, Computed]) -> Input:
+    """Return a part of a factor: a view of what is stored, or else a file added to *computed*."""
+    if is_view(part):
+        return replace(whole, entry=view(whole.entry, part))
+    made = rearranged(whole.root, part)
+    name = computed_name(f"adapter/{whole.entry.name}{part.shape}@{len(computed)}")
+    computed[name] = made
+    return replace(whole, entry=made.entry(whole.entry.name, whole.entry.path, name))
 
 
 def _region(entry: TensorEntry, origin: tuple[int, ...], shape: tuple[int, ...]) -> Strided:

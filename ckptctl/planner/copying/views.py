@@ -19,6 +19,8 @@ def view(entry: TensorEntry, tensor: Strided, name: str | None = None) -> Tensor
         tensor: Parts of it; no dimension has elements that are not evenly apart.
         name: What it is called, or None to keep the name.
     """
+    if not is_view(tensor):
+        raise ValueError(f"elements of `{entry.name}` are not evenly apart")
     stored = StoredBoxes(entry)
     extents = (
         _extent(entry.extents[number], stored, number, cut, dtypes.itemsize(entry.dtype))
@@ -27,6 +29,15 @@ def view(entry: TensorEntry, tensor: Strided, name: str | None = None) -> Tensor
     )
     found = replace(entry, shape=tensor.shape, extents=tuple(extents))
     return found if name is None else replace(found, name=name, path=(name,))
+
+
+def is_view(tensor: Strided) -> bool:
+    """Return whether each part of a tensor has elements evenly apart in every dimension."""
+    return all(
+        axis.step == 1 and sum(other.dim == axis.dim for other in part.axes) == 1
+        for part in tensor.parts
+        for axis in part.axes
+    )
 
 
 def transposed(entry: TensorEntry, name: str | None = None) -> TensorEntry:
@@ -39,8 +50,6 @@ def _extent(extent: Extent, stored: StoredBoxes, number: int, cut: Part, item: i
     """Return the elements of an extent that are a part; all of them keep their checksum."""
     sizes, strides = [1] * len(cut.origin), [0] * len(cut.origin)
     for axis in cut.axes:
-        if sizes[axis.dim] > 1 or axis.step > 1:
-            raise ValueError(f"elements of `{cut.of.name}` are not evenly apart")
         sizes[axis.dim] = axis.size
         strides[axis.dim] = axis.stride * stored.strides(number)[axis.at]
     row_major = dense(tuple(sizes), range(len(sizes)), 1)

@@ -7,8 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from ckptctl.catalog import Box, Computed, Extent, Input, TensorEntry, computed_name, memory_name
+from ckptctl.catalog import Box, Extent, TensorEntry, computed_name, memory_name
 from ckptctl.errors import DamagedError
+from ckptctl.planner.copying.blocks import rearranged
+from ckptctl.planner.strided import Strided
 from ckptctl.storage.byte_files import ByteSource, HostMemory
 from ckptctl.storage.execution import run_files
 from ckptctl.storage.execution.run_files import RunFiles
@@ -26,8 +28,8 @@ def opened(kind: str, folder: Path) -> tuple[RunFiles, ByteSource]:
         files = MemoryFiles(CONTENT, folder)
     shape = (100, 100)
     extent = Extent(Box.whole(shape), "in", 0, len(CONTENT))
-    base = Input(str(folder), TensorEntry("t", "uint8", shape, (extent,), ("t",)))
-    computed = {NAMES["computed"]: Computed("copied", "uint8", shape, {"base": base})}
+    entry = TensorEntry("t", "uint8", shape, (extent,), ("t",))
+    computed = {NAMES["computed"]: rearranged(str(folder), Strided.whole(entry))}
     memory = {NAMES["memory"]: HostMemory(memoryview(bytearray(CONTENT)))}
     made = RunFiles(computed, lambda _: files, folder, memory)
     return made, made.source(files, NAMES[kind])

@@ -9,6 +9,7 @@ from safetensors.torch import save_file
 
 from ckptctl import formats
 from ckptctl.catalog import Computed, Input
+from ckptctl.planner.copying.blocks import rearranged
 from ckptctl.planner.mapping.deltas import Delta, Factor
 from ckptctl.storage.computed import OpenFiles
 from ckptctl.storage.files import source_files
@@ -36,13 +37,14 @@ def inputs(state, tmp_path: Path):
     return {name: Input(str(tmp_path), entry) for name, entry in catalog.tensors.items()}
 
 
-def read(computed, pieces, every=1):
-    """The elements of *computed*, asked for in *pieces* of so many bytes; the others are 0."""
+def read(made, pieces, every=1):
+    """The elements of what is computed, asked for in so many bytes; the others are 0."""
+    computed, others = made
     found = bytearray(ROWS * COLUMNS * getattr(torch, computed.dtype).itemsize)
     view, start = memoryview(found), 0
     root = computed.inputs["base"].root
     with source_files(root) as files:
-        virtual = OpenFiles({"//x": computed}, lambda _: files).reader(root)
+        virtual = OpenFiles({"//x": computed, **others}, lambda _: files).reader(root)
         while start < len(found):
             size = min(pieces, len(found) - start)
             virtual.readv("//x", [view[start : start + size]], start)
@@ -53,14 +55,17 @@ def read(computed, pieces, every=1):
 def definition(
     inputs, dtype="float32", dora=False, order=None, first=0, rows=(0, ROWS), columns=()
 ):
-    named = {"base": inputs["base"], "a0": inputs["a"], "b0": inputs["b"]}
     a, b = Factor("a", 0, *columns), Factor("b", first, **(order or {}))
-    magnitude = None
-    if dora:
-        named["magnitude0"] = inputs["magnitude"]
-        magnitude = replace(b, key="magnitude")
+    magnitude = replace(b, key="magnitude") if dora else None
+    parts = {"a0": a.of_columns(inputs["a"].entry), "b0": b.of_rows(inputs["b"].entry, ROWS)}
+    if magnitude:
+        parts["magnitude0"] = magnitude.of_rows(inputs["magnitude"].entry, ROWS)
+    root = inputs["base"].root
+    others = {f"//{name}": rearranged(root, part) for name, part in parts.items()}
+    named = {name: Input(root, others[f"//{name}"].entry(name, (), f"//{name}")) for name in parts}
     change = Change(Delta("base", *rows, RANK, a, b, magnitude), 0.7)
-    return Computed("lora", dtype, (ROWS, COLUMNS), named, arguments=(change,))
+    inputs = {"base": inputs["base"], **named}
+    return Computed("lora", dtype, (ROWS, COLUMNS), inputs, arguments=(change,)), others
 
 
 def expected(state, first=0, order=None, dora=False):
