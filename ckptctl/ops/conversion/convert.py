@@ -16,7 +16,6 @@ from pathlib import Path
 
 from ckptctl import families
 from ckptctl.notes import Notes
-from ckptctl.ops.conversion.assets import file_notes
 from ckptctl.ops.conversion.contents import collect_contents, map_layout
 from ckptctl.ops.conversion.executable import executable
 from ckptctl.ops.conversion.laying_out import add_side_files, lay_out, open_reference
@@ -25,6 +24,7 @@ from ckptctl.ops.conversion.options import ConversionOptions
 from ckptctl.ops.conversion.part import choose_part
 from ckptctl.ops.conversion.plan import ConversionPlan, ConversionResult, describe
 from ckptctl.ops.conversion.steps import Step, apply_steps, steps_for
+from ckptctl.ops.conversion.summary import summarize
 from ckptctl.ops.conversion.writing import prepare, write_output
 from ckptctl.ops.ranks.coordinator import Alone, Coordinator
 from ckptctl.storage.paths import path_at
@@ -67,12 +67,7 @@ def plan_with_steps(
         draft = lay_out(draft)
         draft = add_side_files(draft)
         plan = executable(draft)
-    notes = Notes()
-    notes.add(*draft.catalog.notes)
-    notes += of_source
-    notes += file_notes(draft.assets.besides(draft.written), options.assets, draft.target)
-    notes += draft.notes
-    return describe(draft, plan, unquantized, notes)
+    return describe(draft, plan, summarize(unquantized, draft), of_source)
 
 
 def run_conversion(

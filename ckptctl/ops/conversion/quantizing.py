@@ -13,8 +13,7 @@ from fnmatch import fnmatchcase
 from ckptctl.catalog import Box, Computed, Input, TensorEntry, computed_name
 from ckptctl.errors import MappingError, RefusedError, UsageError, listed, spell_option
 from ckptctl.formats.base import Output, OutputTensor, Place
-from ckptctl.ops.conversion.draft import Draft
-from ckptctl.ops.conversion.quantization import Quantization
+from ckptctl.ops.conversion.draft import Draft, Quantization
 from ckptctl.ops.conversion.transfers import transfers
 from ckptctl.ops.recognition.quantized import quantized as quantized_already
 from ckptctl.planner.layouts import BASE, HF, MLX, Family
