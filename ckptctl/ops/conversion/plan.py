@@ -307,7 +307,7 @@ class ConversionPlan(
         return " · ".join(parts)
 
 
-def describe(draft: Draft, plan: Plan, summary: Summary, of_source: Notes) -> ConversionPlan:
+def describe_plan(draft: Draft, plan: Plan, summary: Summary, of_source: Notes) -> ConversionPlan:
     """Describe a conversion of which everything is decided, and what was said of its source."""
     options, source = draft.options, draft.source
     skipped = draft.notes.reasons("skipped")
