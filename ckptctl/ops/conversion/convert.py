@@ -16,16 +16,16 @@ from pathlib import Path
 
 from ckptctl import families
 from ckptctl.notes import Notes
-from ckptctl.ops.conversion.assets import file_notes
 from ckptctl.ops.conversion.contents import collect_contents, map_layout
-from ckptctl.ops.conversion.executable import executable
+from ckptctl.ops.conversion.executable import build_plan
 from ckptctl.ops.conversion.laying_out import add_side_files, lay_out, open_reference
-from ckptctl.ops.conversion.opening import errors_of_source, open_draft, understand_model
+from ckptctl.ops.conversion.opening import explain_errors, open_draft, understand_model
 from ckptctl.ops.conversion.options import ConversionOptions
 from ckptctl.ops.conversion.part import choose_part
-from ckptctl.ops.conversion.plan import ConversionPlan, ConversionResult, describe
+from ckptctl.ops.conversion.plan import ConversionPlan, ConversionResult, describe_plan
 from ckptctl.ops.conversion.steps import Step, apply_steps, steps_for
-from ckptctl.ops.conversion.writing import prepare, write_output
+from ckptctl.ops.conversion.summary import summarize
+from ckptctl.ops.conversion.writing import require_ready, write_output
 from ckptctl.ops.ranks.coordinator import Alone, Coordinator
 from ckptctl.storage.paths import path_at
 from ckptctl.storage.threads import Advance
@@ -55,8 +55,9 @@ def plan_with_steps(
     draft = open_draft(src, dst, options)
     draft = apply_steps(steps, "source", draft)
     draft = understand_model(draft)
-    with errors_of_source(draft):
+    with explain_errors(draft):
         draft = apply_steps(steps, "model", draft)
+        # What is said of files beside the source comes between the two.
         of_source, draft = draft.notes, replace(draft, notes=Notes())
         if options.like is not None:
             draft = replace(draft, like=open_reference(options.like, draft.target))
@@ -66,13 +67,8 @@ def plan_with_steps(
         draft = apply_steps(steps, "output", draft)
         draft = lay_out(draft)
         draft = add_side_files(draft)
-        plan = executable(draft)
-    notes = Notes()
-    notes.add(*draft.catalog.notes)
-    notes += of_source
-    notes += file_notes(draft.assets.besides(draft.written), options.assets, draft.target)
-    notes += draft.notes
-    return describe(draft, plan, unquantized, notes)
+        plan = build_plan(draft)
+    return describe_plan(draft, plan, summarize(unquantized, draft), of_source)
 
 
 def run_conversion(
@@ -92,7 +88,7 @@ def run_conversion(
     """
     start = time.monotonic()
     ranks, notes = ranks or Alone(), Notes()
-    prepare(plan, ranks)
+    require_ready(plan, ranks)
     done = write_output(plan, progress or (lambda _: None), ranks, notes)
     return ConversionResult(
         plan,

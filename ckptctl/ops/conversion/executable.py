@@ -34,7 +34,7 @@ from ckptctl.planner.plan import (
 )
 
 
-def executable(draft: Draft) -> Plan:
+def build_plan(draft: Draft) -> Plan:
     """Plan what writes an output: what its format lays out, and the files beside that."""
     output, catalog, root = draft.output, draft.inputs, draft.inputs.root
     checksum, single_file = draft.options.checksum, draft.target.single_file

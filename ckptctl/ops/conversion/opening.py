@@ -58,7 +58,7 @@ def understand_model(draft: Draft) -> Draft:
 
 
 @contextmanager
-def errors_of_source(draft: Draft) -> Iterator[None]:
+def explain_errors(draft: Draft) -> Iterator[None]:
     """Let errors say that the source was replaced while it was read, or that it is quantized."""
     opened = draft.source.opened
     with blaming(lambda: require_unreplaced(opened)), advised(draft.model):

@@ -11,10 +11,10 @@ from typing import Annotated, TypeAlias
 from ckptctl.catalog import Catalog
 from ckptctl.formats.base import OutputTensor
 from ckptctl.notes import Notes
-from ckptctl.ops.conversion.draft import Draft
+from ckptctl.ops.conversion.assets import file_notes
+from ckptctl.ops.conversion.draft import Draft, Quantization
 from ckptctl.ops.conversion.options import ConversionOptions
-from ckptctl.ops.conversion.quantization import Quantization
-from ckptctl.ops.conversion.summary import Summary, summarize
+from ckptctl.ops.conversion.summary import Summary
 from ckptctl.ops.recognition.model import Model
 from ckptctl.ops.verification.items import replicated
 from ckptctl.planner.copying.copies import permutes
@@ -307,17 +307,16 @@ class ConversionPlan(
         return " · ".join(parts)
 
 
-def describe(draft: Draft, plan: Plan, unquantized: Draft, notes: Notes) -> ConversionPlan:
-    """Describe a conversion of which everything is decided.
-
-    Args:
-        draft: What is converted.
-        plan: How.
-        unquantized: The same before output tensors were quantized.
-        notes: What is said of it.
-    """
-    options, source, skipped = draft.options, draft.source, notes.reasons("skipped")
+def describe_plan(draft: Draft, plan: Plan, summary: Summary, of_source: Notes) -> ConversionPlan:
+    """Describe a conversion of which everything is decided, and what was said of its source."""
+    options, source = draft.options, draft.source
+    skipped = draft.notes.reasons("skipped")
     replicas = source.replicas.keys() - draft.missing.keys() - skipped.keys()
+    notes = Notes()
+    notes.add(*draft.catalog.notes)
+    notes += of_source
+    notes += file_notes(draft.assets.besides(draft.written), options.assets, draft.target)
+    notes += draft.notes
     return ConversionPlan(
         source=draft.inputs,
         recognition=draft.model,
@@ -328,7 +327,7 @@ def describe(draft: Draft, plan: Plan, unquantized: Draft, notes: Notes) -> Conv
         must_equal=draft.must_equal,
         taken=draft.taken,
         base=draft.base.path if draft.base and draft.taken else None,
-        summary=summarize(unquantized, skipped).with_quantized(draft),
+        summary=summary,
         log=notes,
         free_bytes=draft.destination.free_bytes(),
         upload=draft.destination.upload,

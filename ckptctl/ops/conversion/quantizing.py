@@ -13,8 +13,7 @@ from fnmatch import fnmatchcase
 from ckptctl.catalog import Computed, Input, TensorEntry, computed_name
 from ckptctl.errors import MappingError, RefusedError, UsageError, listed, spell_option
 from ckptctl.formats.base import OutputTensor
-from ckptctl.ops.conversion.draft import Draft
-from ckptctl.ops.conversion.quantization import Quantization
+from ckptctl.ops.conversion.draft import Draft, Quantization
 from ckptctl.ops.recognition.quantized import quantized as quantized_already
 from ckptctl.planner.copying.blocks import rearranged
 from ckptctl.planner.layouts import BASE, HF, MLX, Family

@@ -9,8 +9,8 @@ from __future__ import annotations
 import math
 import sys
 from bisect import bisect_right
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Annotated
 
@@ -81,16 +81,6 @@ class Summary(Result):
         JsonField("one tensor into several, by `--quantize`", name="quantized"),
     ] = Regrouped()
 
-    def with_quantized(self, draft: Draft) -> Summary:
-        """Return the same where what it counts is quantized in *draft*."""
-        if draft.quantization is None:
-            return self
-        shared = (tensor for tensor in draft.tensors if tensor.alias_of is None)
-        count = sum(tensor.name not in draft.tied for tensor in draft.tensors)
-        written = Amount(count, sum(tensor.nbytes for tensor in shared))
-        how = Regrouped(len(draft.quantization.weights), len(draft.quantization.parts))
-        return replace(self, written=written, quantized=how)
-
     @property
     def changes(self) -> tuple[str, ...]:
         """Return what becomes of tensors that are not written one for one, as text."""
@@ -127,14 +117,14 @@ class Summary(Result):
         return self.read == self.written and not self.changes
 
 
-def summarize(draft: Draft, skipped: Collection[str]) -> Summary:
-    """Count what becomes of the tensors of the source, before any is quantized.
+def summarize(draft: Draft, output: Draft) -> Summary:
+    """Count what becomes of the tensors of the source.
 
     Args:
-        draft: What is converted.
-        skipped: Names of leaves that are not converted, dropped ones apart.
+        draft: What is converted, before output tensors are quantized.
+        output: What is written.
     """
-    source, origins = draft.source, draft.origins
+    source, origins, skipped = draft.source, draft.origins, output.notes.reasons("skipped")
     written = {one.name: one for one in draft.tensors if one.name not in draft.tied}
     groups = _Groups(_Origins(draft), written)
     for item in draft.mapped:
@@ -145,13 +135,16 @@ def summarize(draft: Draft, skipped: Collection[str]) -> Summary:
     left = (unused - lost) & (apart | (source.tensors.keys() - draft.catalog.tensors.keys()))
     inside = [draft.inputs.tensors[name] for name in groups.used - source.tensors.keys()]
     kinds = groups.kinds()
-    shared = (tensor for tensor in written.values() if tensor.alias_of is None)
+    made = output.quantization
     return Summary(
         Amount(
             len(source.tensors) + len(inside),
             source.nbytes + sum(entry.nbytes for entry in inside),
         ),
-        Amount(len(written), sum(tensor.nbytes for tensor in shared)),
+        Amount(
+            sum(tensor.name not in output.tied for tensor in output.tensors),
+            sum(tensor.nbytes for tensor in output.tensors if tensor.alias_of is None),
+        ),
         len(unused) - len(left) - len(lost),
         len(left),
         len(lost),
@@ -161,6 +154,7 @@ def summarize(draft: Draft, skipped: Collection[str]) -> Summary:
         kinds["divided"],
         kinds["regrouped"],
         kinds["repeated"],
+        Regrouped(len(made.weights), len(made.parts)) if made else Regrouped(),
     )
 
 

@@ -23,7 +23,7 @@ from ckptctl.storage.publish import Staging, staging
 from ckptctl.storage.threads import Advance
 
 
-def prepare(plan: ConversionPlan, ranks: Coordinator) -> None:
+def require_ready(plan: ConversionPlan, ranks: Coordinator) -> None:
     """Prove that all ranks made the same plan, and that what it drops is not lost."""
     _require_same(plan, ranks)
     require_torch_for(plan.plan, "this conversion")

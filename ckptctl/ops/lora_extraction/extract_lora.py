@@ -21,8 +21,14 @@ from ckptctl.ops.destinations import replaceable, require_destination
 from ckptctl.ops.expert_stacks import STACKED, stack_keys
 from ckptctl.ops.extraction.lazy import LazyStateDict, TensorHandle
 from ckptctl.ops.extraction.options import OpenOptions
-from ckptctl.ops.lora_extraction.adapter_folder import AdapterFolder, adapter_config
-from ckptctl.ops.lora_extraction.modules import is_inside, module_of, outermost, require_module
+from ckptctl.ops.lora_extraction.adapter_folder import (
+    AdapterFolder,
+    adapter_config,
+    is_inside,
+    module_of,
+    outermost,
+    require_module,
+)
 from ckptctl.ops.lora_extraction.options import LoraExtractionOptions
 from ckptctl.ops.lora_extraction.result import ExtractedLayer, LoraExtraction
 from ckptctl.ops.recognition.model import Request, require_one, understand

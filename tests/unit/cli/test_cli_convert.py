@@ -130,7 +130,7 @@ def test_options_arrive(run, calls):
         "weights": "master", "tag": "t", "rules": Path("r.toml"), "ranks": 4,
         "sizes": {"n_heads": 4, "k": 2}, "converter": None, "lora_alpha": None,
         "tied": None, "stack_layers": False, "experts": None,
-        "allow_overflow": False, "allow_missing": False, "verify_replicas": False,
+        "allow_overflow": False, "allow_missing": False, "verify_replicas": False, "step": (),
     }  # fmt: skip
 
 
