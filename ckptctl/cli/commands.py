@@ -26,6 +26,7 @@ from ckptctl.options import (
     Argument,
     Declared,
     Option,
+    Options,
     Panel,
     about,
     declared,
@@ -105,17 +106,28 @@ FORM = Declared(
     None,
 )
 """What every command takes that prints rows."""
-DryRun = Annotated[
-    bool, Option("Show the plan without reading or writing data.", flags="-n --dry-run")
-]
-Yes = Annotated[
-    bool,
-    Option("Skip the confirmation before an upload to the Hub.", flags="-y --yes", panel="Safety"),
-]
 SingleProcess = Annotated[
     bool,
     Option("Run as a single process, ignoring torchrun's environment variables.", panel="Advanced"),
 ]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunOptions(Options):
+    """How a command carries out a conversion, and what it prints."""
+
+    dry_run: Annotated[
+        bool, Option("Show the plan without reading or writing data.", flags="-n --dry-run")
+    ] = False
+    yes: Annotated[
+        bool,
+        Option(
+            "Skip the confirmation before an upload to the Hub.", flags="-y --yes", panel="Safety"
+        ),
+    ] = False
+    single_process: SingleProcess = False
+    json: Json = False
+    quiet: Quiet = False
 
 
 def only_quiet(text: str) -> Option:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ckptctl.cli.commands import DryRun, Json, Quiet, SingleProcess, Yes, command
+from ckptctl.cli.commands import RunOptions, command
 from ckptctl.cli.convert import carry_out, planned
 from ckptctl.cli.output import Output
 from ckptctl.cli.ranks import coordinator, output_of
@@ -36,11 +36,7 @@ def consolidate(
     src: Source,
     *,
     options: ConsolidationOptions,
-    dry_run: DryRun = False,
-    yes: Yes = False,
-    single_process: SingleProcess = False,
-    json: Json = False,
-    quiet: Quiet = False,
+    run: RunOptions,
 ) -> None:
     """Merge per-rank shards into one checkpoint.
 
@@ -50,14 +46,14 @@ def consolidate(
     """
     from ckptctl.ops.conversion.convert import plan_conversion
 
-    ranks = coordinator(single_process, json)
-    output = output_of(ranks, json, quiet)
+    ranks = coordinator(run.single_process, run.json)
+    output = output_of(ranks, run.json, run.quiet)
     if options.metadata_only:
-        on_first(ranks, lambda: _metadata(output, src, dry_run))
+        on_first(ranks, lambda: _metadata(output, src, run.dry_run))
         return
     dst, asked = Path(options.dst or ""), options.conversion()
-    plan = planned(ranks, lambda: plan_conversion(src, dst, asked), None if dry_run else dst)
-    carry_out("consolidate", output, plan, dst, dry_run, yes, ranks)
+    plan = planned(ranks, lambda: plan_conversion(src, dst, asked), None if run.dry_run else dst)
+    carry_out("consolidate", output, plan, dst, run, ranks)
 
 
 def _metadata(output: Output, src: Path, dry_run: bool) -> None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, TypeVar
 import typer
 
 from ckptctl.cli import tables
-from ckptctl.cli.commands import DryRun, Json, Quiet, SingleProcess, Yes, command
+from ckptctl.cli.commands import RunOptions, command
 from ckptctl.cli.output import Output, Row, StoppedError, by_reason, told
 from ckptctl.cli.progress import progress
 from ckptctl.cli.ranks import coordinator, output_of
@@ -47,11 +47,7 @@ def convert(
     src: Source,
     dst: Destination,
     options: ConversionOptions,
-    dry_run: DryRun = False,
-    yes: Yes = False,
-    single_process: SingleProcess = False,
-    json: Json = False,
-    quiet: Quiet = False,
+    run: RunOptions,
 ) -> None:
     """Convert a checkpoint to another format, layout or dtype.
 
@@ -59,10 +55,10 @@ def convert(
     """
     from ckptctl.ops.conversion.convert import plan_conversion
 
-    ranks = coordinator(single_process, json)
-    output = output_of(ranks, json, quiet)
-    plan = planned(ranks, lambda: plan_conversion(src, dst, options), None if dry_run else dst)
-    carry_out("convert", output, plan, dst, dry_run, yes, ranks)
+    ranks = coordinator(run.single_process, run.json)
+    output = output_of(ranks, run.json, run.quiet)
+    plan = planned(ranks, lambda: plan_conversion(src, dst, options), None if run.dry_run else dst)
+    carry_out("convert", output, plan, dst, run, ranks)
 
 
 def planned(ranks: Coordinator, plan: Callable[[], T], dst: Path | None) -> T:
@@ -85,8 +81,7 @@ def carry_out(
     output: Output,
     plan: ConversionPlan,
     dst: Path,
-    dry_run: bool,
-    yes: bool,
+    options: RunOptions,
     ranks: Coordinator,
     *more: Result,
 ) -> None:
@@ -97,8 +92,7 @@ def carry_out(
         output: Where to print.
         plan: What to do.
         dst: The destination as it was typed.
-        dry_run: Whether nothing is to be done.
-        yes: Whether to upload to the Hub without asking.
+        options: Whether only to show it, and whether to upload to the Hub without asking.
         ranks: Those that carry it out.
         more: What ``--json`` prints beside plan or result.
     """
@@ -114,7 +108,7 @@ def carry_out(
         output.warning(warning)
     for note in plan.notes:
         output.note(note)
-    if dry_run:
+    if options.dry_run:
         output.answer(
             name,
             *(plan, *more),
@@ -132,7 +126,7 @@ def carry_out(
     for line in (*told("dropped", plan.dropped), *told("skipped", plan.left_out)):
         output.note(line)
     if scheme_of(plan.plan.target) == HUB:
-        _announce(output, plan, dst, yes)
+        _announce(output, plan, dst, options.yes)
     beginning = "loading torch" if plan.arithmetic else ""
     ending = "verifying" if plan.options.verify else "syncing"
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
-from ckptctl.cli.commands import DryRun, Json, Quiet, SingleProcess, Yes, command
+from ckptctl.cli.commands import RunOptions, command
 from ckptctl.cli.convert import carry_out, planned
 from ckptctl.cli.ranks import coordinator, output_of
 from ckptctl.ops.conversion.options import MergeOptions
@@ -36,11 +36,7 @@ def merge(
     ],
     dst: Destination,
     options: MergeOptions,
-    dry_run: DryRun = False,
-    yes: Yes = False,
-    single_process: SingleProcess = False,
-    json: Json = False,
-    quiet: Quiet = False,
+    run: RunOptions,
 ) -> None:
     """Merge a LoRA or DoRA adapter into its base model.
 
@@ -50,9 +46,11 @@ def merge(
     """
     from ckptctl.ops.merging import plan_merge
 
-    ranks = coordinator(single_process, json)
-    output = output_of(ranks, json, quiet)
-    plan = planned(ranks, lambda: plan_merge(base, adapter, dst, options), None if dry_run else dst)
+    ranks = coordinator(run.single_process, run.json)
+    output = output_of(ranks, run.json, run.quiet)
+    plan = planned(
+        ranks, lambda: plan_merge(base, adapter, dst, options), None if run.dry_run else dst
+    )
     scales = ", ".join(f"{scale:g}" for scale in plan.scales)
     output.statement(
         f"adapter {plan.adapter_format}, layout {plan.adapter_layout} · "
@@ -60,4 +58,4 @@ def merge(
         + (f" (scale {scales})" if scales else "")
         + (f", {plan.replaced:,} replaced" if plan.replaced else "")
     )
-    carry_out("merge", output, plan.conversion, dst, dry_run, yes, ranks, plan)
+    carry_out("merge", output, plan.conversion, dst, run, ranks, plan)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from typing import Any
+from typing import Any, get_type_hints
 
 import pytest
 
@@ -16,7 +16,7 @@ from ckptctl.options import Argument, declared
 OF_THE_TERMINAL = {"dry_run", "json", "no_header", "quiet", "yes"}
 OF_A_LAUNCHER = {"single_process"}  # Python's functions always run in their process alone
 OF_A_TREE = {"depth", "markdown", "sort", "tensors"}  # how `inspect` shows what it has found
-"""Options that say what is printed or asked: a command's function declares them itself."""
+"""Options that say what is printed or asked: `ckptctl.cli` declares them."""
 NOT_IN_PYTHON = {
     "formats": "that name is the package's; a format is an object with attributes in Python",
     "schema": "it describes what commands print",
@@ -33,7 +33,9 @@ def test_a_command_has_its_function(name: str) -> None:
     command: Command = COMMANDS[name]
     function = getattr(ckptctl, name)
     taken = inspect.signature(function).parameters
-    own = declared(command.run)
+    hints = get_type_hints(command.run)
+    run = declared(commands.RunOptions) if commands.RunOptions in hints.values() else ()
+    own = (*declared(command.run), *run)
     arguments = {one.name for one in own if isinstance(one.option, Argument)}
     terminal = {one.name for one in own} - arguments
     known = OF_THE_TERMINAL | OF_A_LAUNCHER | OF_A_TREE

@@ -20,6 +20,7 @@ from tempfile import TemporaryDirectory
 import pytest
 from typer.testing import CliRunner
 
+from ckptctl.cli import progress
 from ckptctl.cli.app import app
 from ckptctl.ops import doctor
 from tests.conftest import DATA
@@ -125,6 +126,7 @@ def test_snapshot(
         shutil.copytree(checkpoints[word], place / word)
     monkeypatch.chdir(place)
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0, 1}, raising=False)
+    monkeypatch.setattr(progress, "LINE_SECONDS", float("inf"))  # on a slow machine, too
     monkeypatch.setattr(doctor, "doctor", lambda place: doctor.Diagnosis(place, CHECKS))
     shown = f"$ ckptctl {SCENES[name]}\n" + printed(words, SIZES[size], monkeypatch)
     for pattern, constant in ((re.escape(str(place)), "/models"), *VARYING):
