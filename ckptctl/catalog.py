@@ -187,6 +187,7 @@ class Computed:
         shape: Their number along each dimension.
         inputs: What they are made of, by the names that the kind gives them.
         parameters: What else the kind wants to know.
+        arguments: Records of its own that it wants to know, as of each of several changes.
     """
 
     kind: str
@@ -194,11 +195,16 @@ class Computed:
     shape: tuple[int, ...]
     inputs: Mapping[str, Input] = field(default_factory=dict)
     parameters: Mapping[str, float | int | str] = field(default_factory=dict)
+    arguments: tuple[object, ...] = ()
 
     def extent(self, name: str) -> Extent:
         """Return all of it as an extent of the virtual file called *name*."""
         whole = Box.whole(self.shape)
         return Extent(whole, name, 0, whole.numel * dtypes.itemsize(self.dtype))
+
+    def entry(self, name: str, path: Path, file: str) -> TensorEntry:
+        """Return the tensor called *name* that is all of the virtual file called *file*."""
+        return TensorEntry(name, self.dtype, self.shape, (self.extent(file),), path)
 
 
 def computed_name(key: str) -> str:
@@ -219,11 +225,6 @@ def memory_name(key: str) -> str:
 def memory_key(name: str) -> str:
     """Return the key that :func:`memory_name` made *name* of."""
     return name.removeprefix(MEMORY)
-
-
-def is_memory(file: str) -> bool:
-    """Return whether *file* is the name of memory of this process."""
-    return file.startswith(MEMORY)
 
 
 def made_of(computed: Mapping[str, Computed]) -> frozenset[tuple[str, str]]:

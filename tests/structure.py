@@ -29,7 +29,7 @@ ROOMS = {
         *("ckptctl.formats.checksums", "ckptctl.formats.sidecar_files"),
         *("ckptctl.ops.conversion", "ckptctl.ops.destinations", "ckptctl.ops.option_checks"),
         *("ckptctl.ops.options", "ckptctl.ops.ranks", "ckptctl.ops.recognition"),
-        *("ckptctl.ops.sources", "ckptctl.ops.views"),
+        "ckptctl.ops.sources",
     ),
     "formats": ("ckptctl.formats",),
     "numerics": (

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
 
-from ckptctl.catalog import Box, Catalog, TensorEntry
+from ckptctl.catalog import Catalog, TensorEntry
 from ckptctl.dtypes import LARGEST_FLOAT32, SMALLEST_FLOAT32
 from ckptctl.errors import (
     CkptError,
@@ -26,6 +26,7 @@ from ckptctl.errors import (
 from ckptctl.formats.peft import CONFIG, adapter_config
 from ckptctl.ops.adapter_targets import TARGETS, WEIGHT
 from ckptctl.planner.configs.facts import Json
+from ckptctl.planner.copying.views import transposed
 from ckptctl.planner.mapping.adapters import (
     PREFIX,
     as_linear,
@@ -33,7 +34,6 @@ from ckptctl.planner.mapping.adapters import (
     is_factor,
     module_of,
 )
-from ckptctl.storage.compare import row_major
 from ckptctl.storage.paths import path_at
 from ckptctl.units import counted
 
@@ -233,21 +233,9 @@ def embeddings_as_linear(catalog: Catalog) -> Catalog:
             module = PREFIX + module_of(name)
             if f"{module}.lora_magnitude_vector" in catalog.tensors:
                 raise RefusedError("DoRA of embeddings is not supported", where=f"tensor `{name}`")
-            entry = _transposed(plain, entry)
+            entry = transposed(entry, plain)
         tensors[plain] = entry
     return replace(catalog, tensors=tensors)
-
-
-def _transposed(name: str, entry: TensorEntry) -> TensorEntry:
-    extents = (
-        replace(
-            extent,
-            box=Box(extent.box.offsets[::-1], extent.box.sizes[::-1]),
-            strides=(extent.strides or row_major(extent.box.sizes))[::-1],
-        )
-        for extent in entry.extents
-    )
-    return replace(entry, name=name, path=(name,), shape=entry.shape[::-1], extents=tuple(extents))
 
 
 def require_biases(config: Json | None, lacking: Collection[str]) -> None:

@@ -29,12 +29,12 @@ from ckptctl.ops.conversion.draft import Draft
 from ckptctl.ops.expert_stacks import STACKED, Part, Stack, family_of, stacks
 from ckptctl.ops.parameter_adapters import A, B, targets, without
 from ckptctl.ops.sources import located
-from ckptctl.ops.views import steps as far
-from ckptctl.ops.views import view
 from ckptctl.planner.configs.facts import Json
+from ckptctl.planner.copying.views import view
 from ckptctl.planner.layouts import HF, Family
 from ckptctl.planner.mapping.adapters import PREFIX, is_factor, module_of
 from ckptctl.planner.mapping.matching import match
+from ckptctl.planner.strided import Strided
 from ckptctl.units import counted
 
 Experts = Literal["apart", "stacked"]
@@ -152,7 +152,7 @@ def _apart(catalog: Catalog, config: Json, stacks: Sequence[Stack]) -> Catalog:
             kinds[part.modules[0].rpartition(".")[2]] = None
             for expert, module in enumerate(part.modules):
                 for entry in _of_expert(f"{PREFIX}{module}", a, b, one.experts, expert, part):
-                    tensors[entry.name] = entry
+                    tensors[entry.name] = replace(entry, alias_of=None)
     modules = _expression(config.get("target_modules"), by_key[found[0].key], list(kinds))
     gone = {spelled for one in found for spelled in (one.key, re.escape(one.key))}
     rest = known.parameters
@@ -177,11 +177,9 @@ def _of_expert(
     module: str, a: TensorEntry, b: TensorEntry, experts: int, expert: int, part: Part
 ) -> Iterator[TensorEntry]:
     rank = a.shape[0] // experts
-    steps = far(a)
-    yield view(a, module + A, expert * rank * steps[0], (rank, a.shape[1]), steps)
-    steps = far(b)
-    begin = part.start * steps[0] + expert * steps[1]
-    yield view(b, module + B, begin, (part.rows, rank), (steps[0], steps[1] * experts))
+    yield view(a, Strided.whole(a).narrow(0, expert * rank, rank), module + A)
+    rows = Strided.whole(b).narrow(0, part.start, part.rows)
+    yield view(b, rows.split(1, (rank, experts)).select(2, expert), module + B)
 
 
 def _expression(stated: object, stack: Stack, kinds: Sequence[str]) -> str:
@@ -260,7 +258,6 @@ def _joined(
     ranks = [held[f"{PREFIX}{part.modules[0]}{A}"].shape[0] for part in parts]
     extents: list[Extent] = []
     inputs: dict[str, Input] = {}
-    parameters: dict[str, float | int | str] = {"experts": stack.experts, "parts": len(parts)}
     at = 0
     for expert in range(stack.experts):
         for number, (part, rank) in enumerate(zip(parts, ranks, strict=True)):
@@ -277,16 +274,13 @@ def _joined(
             extents += _moved(a, at)
             at += rank
             inputs[f"b{number}.{expert}"] = Input(root, b)
-    offset = 0
-    for number, (part, rank) in enumerate(zip(parts, ranks, strict=True)):
-        parameters |= {f"start{number}": part.start, f"rank{number}": rank, f"at{number}": offset}
-        offset += rank
-    shape = (stack.outputs, offset * stack.experts)
-    virtual = Computed("experts_b", first.dtype, shape, inputs, parameters)
+    shape = (stack.outputs, sum(ranks) * stack.experts)
+    starts = tuple(part.start for part in parts)
+    virtual = Computed("experts_b", first.dtype, shape, inputs, arguments=starts)
     file = computed_name(module + B)
     return (
         TensorEntry(module + A, first.dtype, (at, stack.inputs), tuple(extents), (module + A,)),
-        TensorEntry(module + B, first.dtype, shape, (virtual.extent(file),), (module + B,)),
+        virtual.entry(module + B, (module + B,), file),
         virtual,
     )
 

@@ -42,14 +42,17 @@ from ckptctl.ops.recognition.layout_change import chosen_family
 from ckptctl.ops.recognition.model import Model, Request, require_one, understand
 from ckptctl.ops.recognition.roots import select
 from ckptctl.ops.sources import located
-from ckptctl.ops.views import region
 from ckptctl.planner.configs.facts import read_lists
+from ckptctl.planner.copying.blocks import rearranged
+from ckptctl.planner.copying.views import is_view, view
 from ckptctl.planner.layouts import Family
 from ckptctl.planner.mapping.adapters import PEFT, is_adapter
 from ckptctl.planner.mapping.deltas import AdapterMismatchError, Delta, Deltas, deltas
 from ckptctl.planner.mapping.source import SurplusError
+from ckptctl.planner.strided import Strided
 from ckptctl.results import JsonField, Result
 from ckptctl.storage.kinds import given_to
+from ckptctl.storage.kinds.lora import Change
 from ckptctl.storage.paths import named
 from ckptctl.storage.threads import Advance
 from ckptctl.units import counted
@@ -188,19 +191,19 @@ class Merging:
             key: Input(catalog.root, _in_float32(base[held[key].name], computed)) for key in weights
         }
         made = {
-            key: self._changed(base[held[key].name], wide[key], changes, factors)
+            key: self._changed(base[held[key].name], wide[key], changes, factors, computed)
             for key, changes in weights.items()
         }
         made |= {
-            key: self._scaled(Input(catalog.root, base[held[key].name]), wide, changes, factors)
+            key: self._scaled(
+                Input(catalog.root, base[held[key].name]), wide, changes, factors, computed
+            )
             for key, changes in biases.items()
         }
         for key, of in self.found.replaced.items():
             whole = factors[of.key]
-            saved = region(whole.entry, of.origin, held[key].shape)
-            made[key] = Computed(
-                "copied", saved.dtype, saved.shape, {"base": replace(whole, entry=saved)}
-            )
+            saved = _region(whole.entry, of.origin, held[key].shape)
+            made[key] = rearranged(whole.root, saved)
         for key, virtual in made.items():
             name = computed_name(f"{base[held[key].name].name}+lora")
             computed[name] = virtual
@@ -281,14 +284,15 @@ class Merging:
         wide: Input,
         changes: Sequence[Delta],
         factors: Mapping[str, Input],
+        computed: dict[str, Computed],
     ) -> Computed:
         _require_plain(base)
         beneath = next((delta.beneath for delta in changes if delta.beneath), None)
-        inputs, parameters = self._inputs(changes, factors)
+        inputs, arguments = self._inputs(changes, factors, computed)
         inputs["base"] = factors[beneath] if beneath else wide
         pinned = changes[0].key in self.found.pinned
         dtype = base.dtype if pinned else cast_to(base.dtype, self.options.dtype)
-        return Computed("lora", dtype, base.shape, inputs, parameters)
+        return Computed("lora", dtype, base.shape, inputs, arguments=arguments)
 
     def _scaled(
         self,
@@ -296,35 +300,42 @@ class Merging:
         weights: Mapping[str, Input],
         changes: Sequence[Delta],
         factors: Mapping[str, Input],
+        computed: dict[str, Computed],
     ) -> Computed:
         """Return a bias that is scaled as the rows of its weight."""
         _require_plain(bias.entry)
-        inputs, parameters = self._inputs(changes, factors)
+        inputs, arguments = self._inputs(changes, factors, computed)
         inputs["bias"] = bias
-        for number, delta in enumerate(changes):
-            assert delta.bias is not None
-            inputs[f"weight{number}"] = weights[delta.key]
-            parameters[f"at{number}"] = delta.bias.start
+        inputs |= {f"weight{number}": weights[one.key] for number, one in enumerate(changes)}
         dtype = cast_to(bias.entry.dtype, self.options.dtype)
-        return Computed("dora_bias", dtype, bias.entry.shape, inputs, parameters)
+        return Computed("dora_bias", dtype, bias.entry.shape, inputs, arguments=arguments)
 
     def _inputs(
-        self, changes: Sequence[Delta], factors: Mapping[str, Input]
-    ) -> tuple[dict[str, Input], dict[str, float | int | str]]:
-        """Return what *changes* read of the adapter, and their numbers."""
+        self,
+        changes: Sequence[Delta],
+        factors: Mapping[str, Input],
+        computed: dict[str, Computed],
+    ) -> tuple[dict[str, Input], tuple[Change, ...]]:
+        """Return what *changes* read of the adapter, and what the kind has to know of them.
+
+        Factors that are stored in another order are added to *computed*.
+        """
         inputs: dict[str, Input] = {}
-        parameters: dict[str, float | int | str] = {"changes": len(changes)}
+        arguments: list[Change] = []
         for number, delta in enumerate(changes):
             scale = self.settings.scale(delta.a.key, delta.rank)
             _require_small(factors[delta.a.key].entry)
             self.scales.add(scale)
-            inputs[f"a{number}"] = factors[delta.a.key]
-            inputs[f"b{number}"] = factors[delta.b.key]
-            parameters |= _numbered(number, delta, scale)
-            if delta.magnitude:
-                inputs[f"magnitude{number}"] = factors[delta.magnitude.key]
-                parameters[f"length{number}"] = delta.magnitude.start
-        return inputs, parameters
+            columns = delta.a.of_columns(factors[delta.a.key].entry)
+            inputs[f"a{number}"] = _part(factors[delta.a.key], columns, computed)
+            others = {"b": delta.b, "magnitude": delta.magnitude}
+            for name, factor in others.items():
+                if factor:
+                    whole = factors[factor.key]
+                    rows = factor.of_rows(whole.entry, delta.stop - delta.start)
+                    inputs[f"{name}{number}"] = _part(whole, rows, computed)
+            arguments.append(Change(delta, scale))
+        return inputs, tuple(arguments)
 
 
 def _grouped(
@@ -368,17 +379,25 @@ def _require_small(a: TensorEntry) -> None:
         )
 
 
-def _numbered(number: int, delta: Delta, scale: float) -> dict[str, float | int | str]:
-    found: dict[str, float | int | str] = {
-        f"start{number}": delta.start,
-        f"stop{number}": delta.stop,
-        f"scale{number}": scale,
-        f"from{number}": delta.b.start,
-    }
-    for name, factor in (("rows", delta.b), ("columns", delta.a)):
-        if factor.axes:
-            numbers = (",".join(map(str, part)) for part in (factor.axes, factor.order))
-            found[f"{name}{number}"] = ":".join(numbers)
+def _part(whole: Input, part: Strided, computed: dict[str, Computed]) -> Input:
+    """Return a part of a factor: a view of what is stored, or else a file added to *computed*."""
+    if is_view(part):
+        return replace(whole, entry=view(whole.entry, part))
+    made = rearranged(whole.root, part)
+    name = computed_name(f"adapter/{whole.entry.name}{part.shape}@{len(computed)}")
+    computed[name] = made
+    return replace(whole, entry=made.entry(whole.entry.name, whole.entry.path, name))
+
+
+def _region(entry: TensorEntry, origin: tuple[int, ...], shape: tuple[int, ...]) -> Strided:
+    """Return a box of a tensor, without those of its first dimensions that *shape* leaves out."""
+    found, lead = Strided.whole(entry), len(entry.shape) - len(shape)
+    if shape == entry.shape:
+        return found
+    for dim, size in enumerate(shape, lead):
+        found = found.narrow(dim, origin[dim], size)
+    for index in origin[:lead]:
+        found = found.select(0, index)
     return found
 
 

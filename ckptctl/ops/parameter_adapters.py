@@ -11,16 +11,16 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from ckptctl import dtypes
-from ckptctl.catalog import Box, Catalog, Input, TensorEntry
+from ckptctl.catalog import Catalog, Input, TensorEntry
 from ckptctl.errors import MappingError, UnsupportedError, spell_option
 from ckptctl.formats.peft import CONFIG
 from ckptctl.ops.adapter_targets import TARGETS, WEIGHT
 from ckptctl.ops.adapters import Settings, matching
 from ckptctl.planner.configs.facts import Json
+from ckptctl.planner.copying.views import transposed, view
 from ckptctl.planner.mapping.adapters import PREFIX
 from ckptctl.planner.mapping.deltas import Delta, Factor
-from ckptctl.storage.compare import row_major
+from ckptctl.planner.strided import Strided
 from ckptctl.units import counted
 
 A, B = ".lora_A.weight", ".lora_B.weight"
@@ -143,41 +143,16 @@ def changes(
         a, b = factors[f"{one.module}{A}"], factors[f"{one.module}{B}"]
         rows = held[one.key].shape[-2]
         rank = a.entry.shape[0] // one.experts
+        by_expert = Strided.whole(a.entry).split(0, (one.experts, rank))
+        across = Strided.whole(b.entry).split(1, (rank, one.experts))
         for expert in range(one.experts):
-            left = _view(b, expert, (b.entry.shape[0], rank), (1, one.experts))
-            right = _view(a, expert * rank, (rank, a.entry.shape[1]), (0, 1))
+            left = view(b.entry, across.select(2, expert))
+            right = view(a.entry, by_expert.select(0, expert))
             if not one.swapped:
-                left, right = _turned(right), _turned(left)
+                left, right = transposed(right), transposed(left)
             # Patterns of ranks and alphas are about the parameter, which these end with.
             keys = [f"[{expert}].{one.key}{end}" for end in (A, B)]
-            factors |= dict(zip(keys, (right, left), strict=True))
+            factors |= zip(keys, (replace(a, entry=right), replace(a, entry=left)), strict=True)
             start = expert * rows
             first, second = (Factor(key, 0) for key in keys)
             yield Delta(one.key, start, start + rows, rank, first, second, None)
-
-
-def _view(whole: Input, at: int, shape: tuple[int, int], along: tuple[int, int]) -> Input:
-    """Return a part of a matrix: along (0, 1) rows from *at* on, along (1, n) each n-th column."""
-    (extent,) = whole.entry.extents
-    steps = extent.strides or row_major(whole.entry.shape)
-    dim, every = along
-    strides = (steps[0], steps[1] * every)
-    item = dtypes.itemsize(whole.entry.dtype)
-    span = sum((n - 1) * step for n, step in zip(shape, strides, strict=True)) + 1
-    part = replace(
-        extent,
-        box=Box.whole(shape),
-        offset=extent.offset + at * steps[dim] * item,
-        nbytes=span * item,
-        strides=strides,
-        crc32=None,
-    )
-    return replace(whole, entry=replace(whole.entry, shape=shape, extents=(part,)))
-
-
-def _turned(one: Input) -> Input:
-    (extent,) = one.entry.extents
-    assert extent.strides
-    shape = one.entry.shape[::-1]
-    part = replace(extent, box=Box.whole(shape), strides=extent.strides[::-1])
-    return replace(one, entry=replace(one.entry, shape=shape, extents=(part,)))

@@ -3,14 +3,30 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from ckptctl.errors import MappingError
 from ckptctl.planner.layouts import Family, Stored
 from ckptctl.units import counted
 
 Axes = tuple[str, ...]
+
+
+def unbroken_runs(before: Sequence[Axes], after: Sequence[Axes]) -> list[Axes]:
+    """Return the axes of *before* in order, those together that follow each other in both."""
+    follows = {pair for group in after for pair in pairwise(group)}
+    found: list[Axes] = []
+    for group in before:
+        first = 0
+        for end, pair in enumerate(pairwise(group), 1):
+            if pair not in follows:
+                found.append(group[first:end])
+                first = end
+        if group:
+            found.append(group[first:])
+    return found
 
 
 @dataclass(frozen=True, slots=True)

@@ -93,20 +93,6 @@ class Transfer:
 
 
 @dataclass(frozen=True, slots=True)
-class Rearranged(Computed):
-    """A virtual file that transfers fill: a matrix as the target's layout and dtype have it.
-
-    What is computed of that matrix need not know how the source keeps it.
-
-    Attributes:
-        transfers: Their targets are in it, row-major, from byte 0 on; they have no records. The
-            source's operands lie in files, real or virtual, of the entries in ``inputs``.
-    """
-
-    transfers: tuple[Transfer, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
 class Record:
     """A byte range of an output file that holds one box of one tensor and has a checksum.
 

@@ -103,13 +103,18 @@ def _windows(entry: TensorEntry) -> Iterator[Box]:
 
 def read_box(files: Readable, entry: TensorEntry, box: Box) -> bytearray:
     """Return the elements of *box* in row-major order."""
+    buffer = bytearray(box.numel * dtypes.itemsize(entry.dtype))
+    fill_box(files, entry, box, memoryview(buffer))
+    return buffer
+
+
+def fill_box(files: Readable, entry: TensorEntry, box: Box, view: memoryview) -> None:
+    """Fill *view* with the elements of *box* in row-major order."""
     itemsize = dtypes.itemsize(entry.dtype)
-    buffer = bytearray(box.numel * itemsize)
     for extent in entry.extents:
         part = intersect(extent.box, box) if box.offsets else box
         if part is not None:
-            _read_part(files, extent, part, box, itemsize, memoryview(buffer))
-    return buffer
+            _read_part(files, extent, part, box, itemsize, view)
 
 
 def _read_part(

@@ -15,10 +15,12 @@ from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 from ckptctl import dtypes
-from ckptctl.catalog import Catalog, Computed, is_computed, made_of
+from ckptctl.catalog import Catalog, Computed, made_of
 from ckptctl.storage.arithmetic import elements, import_torch, out_of_range
+from ckptctl.storage.buffers import TileBuffers
+from ckptctl.storage.byte_files import ByteSource, Piece
 from ckptctl.storage.files import SourceFiles, source_files
-from ckptctl.storage.kinds import Inputs, given_to, kinds, last_of, needs_torch
+from ckptctl.storage.kinds import Inputs, kinds, last_of, needs_torch
 from ckptctl.storage.out_of_range import NONE, OutOfRange
 from ckptctl.storage.outcome import Outcome
 from ckptctl.storage.rounding import EXACT, Rounding
@@ -30,8 +32,6 @@ RECTANGLE = 1 << 20
 """Bytes computed at a time."""
 KEPT = 8 << 20
 """Bytes of small inputs that each thread keeps for the next call."""
-Span = tuple[int, int, int]
-"""Where bytes begin in a virtual file, how many they are, and where they go in a buffer."""
 
 
 @dataclass(slots=True)
@@ -71,102 +71,41 @@ class _Made(NamedTuple):
     rounding: Rounding
 
 
-class ComputedFiles:
-    """The virtual files of a plan or a catalog, for one thread.
+class OpenFiles:
+    """The files that one thread reads, stored or computed, opened as they are asked for.
 
     Attributes:
-        bytes_read: Bytes that its readers read from real files.
+        roots: Returns the files below a directory.
+        bytes_read: Bytes that were read from stored files.
+        depth: How many virtual files are being computed, each for the one before it.
     """
 
     def __init__(
-        self, computed: Mapping[str, Computed], sources: Callable[[str], SourceFiles]
+        self, computed: Mapping[str, Computed], roots: Callable[[str], SourceFiles]
     ) -> None:
         self._computed = computed
-        self.sources = sources
+        self.roots = roots
         self.bytes_read = 0
-        self._inputs: dict[str, Inputs] = {}
+        self.depth = 0
+        self._virtual: dict[str, ComputedFile] = {}
         self._kept: OrderedDict[tuple[str, str], memoryview] = OrderedDict()
         self._held = 0
-        self._rooms: dict[tuple[int, str], memoryview] = {}
-        self._depth = 0
+        self._rooms: dict[int, TileBuffers] = {}
 
-    def gather(self, name: str, pieces: Iterable[Span], buffer: memoryview) -> Outcome:
-        """Read pieces of the file called *name*; quickest when neighbors follow each other.
+    def source(self, files: SourceFiles, name: str) -> ByteSource:
+        """Return *name*, a virtual file or one of *files*, which is read before the next one."""
+        return self.computed(name) or StoredFile(self, files, name)
 
-        Returns what of them became infinite, NaN or saturated when it was computed, and how far
-        what was quantized is off.
-        """
-        computed, inputs = self._computed[name], self._made_of(name)
-        given = given_to(computed)
-        lost, rounding = NONE, EXACT
-        for found in self._computing(name, pieces, buffer):
-            rounding += found.rounding
-            if given is not None:
-                before = partial(given, inputs, found.rows)
-                lost += _lost(computed, found.out, found.columns, before)
-        return Outcome(lost, rounding)
+    def computed(self, name: str) -> ComputedFile | None:
+        """Return the virtual file called *name*, or None if it is a stored one."""
+        found = self._virtual.get(name)
+        if found is None and name in self._computed:
+            found = self._virtual[name] = ComputedFile(self, name, self._computed[name])
+        return found
 
-    def step(self, name: str, offset: int, nbytes: int) -> int:
-        """Return how many bytes of the file called *name* are best asked for from *offset* on.
-
-        They end with a row, or with rows that are best computed together; at most 2 * *nbytes*.
-        """
-        for stride in reversed(self._strides(name)):
-            end = max((offset + nbytes) // stride, offset // stride + 1) * stride
-            if end - offset <= 2 * nbytes:
-                return end - offset
-        return nbytes
-
-    def _strides(self, name: str) -> tuple[int, int]:
-        """Return the bytes of a row, and of rows that are best computed together."""
-        computed = self._computed[name]
-        width = last_of(computed.shape) * dtypes.itemsize(computed.dtype)
-        width = width or 1  # of an empty tensor
-        return width, width * kinds()[computed.kind].rows
-
-    def given(self, name: str, rows: range) -> torch.Tensor | None:
-        """Return the source's own elements in rows of the file called *name*; see ``Given``."""
-        given = given_to(self._computed[name])
-        return given(self._made_of(name), rows) if given else None
-
-    def _made_of(self, name: str) -> Inputs:
-        if name not in self._inputs:
-            if needs_torch(self._computed[name]):
-                import_torch()
-            self._inputs[name] = Inputs(self, name, self._computed[name])
-        return self._inputs[name]
-
-    def _computing(self, name: str, pieces: Iterable[Span], buffer: memoryview) -> Iterator[_Made]:
-        """Fill *buffer*, rectangle by rectangle."""
-        computed, inputs = self._computed[name], self._made_of(name)
-        item = dtypes.itemsize(computed.dtype)
-        compute = kinds()[computed.kind].compute
-        width, together = self._strides(name)
-        limit = max(RECTANGLE // together, 1) * together
-        for found in rectangles(pieces, width, limit if limit <= 2 * RECTANGLE else RECTANGLE):
-            rows = range(found.row, found.row + found.rows)
-            columns = range(found.start // item, (found.start + found.nbytes) // item)
-            views = [buffer[start : start + nbytes] for start, nbytes in found.places]
-            out = views[0] if len(views) == 1 else self.room("", found.rows * found.nbytes)
-            self._depth += 1
-            try:
-                rounding = compute(inputs, computed, rows, columns, out)
-            finally:
-                self._depth -= 1
-            yield _Made(rows, columns, out, rounding or EXACT)
-            if len(views) > 1:
-                _scatter(out, views)
-
-    def readv(self, name: str, views: Sequence[memoryview], offset: int) -> None:
-        """Fill *views*, one after the other, from *offset* of the virtual file *name* on."""
-        for view in views:
-            for _ in self._computing(name, [(offset, len(view), 0)], view):
-                pass
-            offset += len(view)
-
-    def reader(self, root: str) -> ComputedReader:
+    def reader(self, root: str) -> RootReader:
         """Return a reader of the files below *root*, virtual ones included."""
-        return ComputedReader(self.sources(root), self)
+        return RootReader(self, self.roots(root))
 
     def kept(self, key: tuple[str, str], read: Callable[[], memoryview]) -> memoryview:
         """Return the result of *read* for *key*, of an earlier call where it is small."""
@@ -179,34 +118,121 @@ class ComputedFiles:
             self._held -= len(self._kept.popitem(last=False)[1])
         return found
 
-    def room(self, use: str, nbytes: int) -> memoryview:
-        """Return memory that lasts until more is asked for the same use.
-
-        What is computed may be made of what is computed: each has its own.
-        """
-        held = self._rooms.get((self._depth, use))
-        if held is None or len(held) < nbytes:
-            held = self._rooms[self._depth, use] = memoryview(bytearray(nbytes))
-        return held[:nbytes]
+    @property
+    def buffers(self) -> TileBuffers:
+        """Return the buffers of what is being computed, which those it is made of do not touch."""
+        found = self._rooms.get(self.depth)
+        if found is None:
+            found = self._rooms[self.depth] = TileBuffers()
+        return found
 
 
-class ComputedReader:
-    """The files below one root and the virtual ones."""
+class StoredFile(ByteSource):
+    """A file that is read through :class:`SourceFiles`, which several threads share."""
 
-    def __init__(self, files: SourceFiles, computed: ComputedFiles) -> None:
+    def __init__(self, opened: OpenFiles, files: SourceFiles, name: str) -> None:
+        self._opened = opened
         self._files = files
+        self._name = name
+
+    def read_into(self, offset: int, views: Sequence[memoryview], nbytes: int) -> None:
+        """See :meth:`ByteSource.read_into`."""
+        self._opened.bytes_read += nbytes
+        self._files.readv(self._name, views, offset)
+
+    def end(self, stop: int) -> None:
+        """See :meth:`ByteSource.end`."""
+        self._files.end(self._name, stop)
+
+
+class ComputedFile(ByteSource):
+    """A virtual file."""
+
+    together = True
+
+    def __init__(self, opened: OpenFiles, name: str, computed: Computed) -> None:
+        self._opened = opened
         self._computed = computed
+        self._kind = kinds()[computed.kind]
+        if needs_torch(computed):
+            import_torch()
+        self._inputs = Inputs(opened, name, computed)
+        self._item = dtypes.itemsize(computed.dtype)
+        self._width = last_of(computed.shape) * self._item or 1  # of an empty tensor
+
+    def read_into(self, offset: int, views: Sequence[memoryview], nbytes: int) -> None:  # noqa: ARG002
+        """See :meth:`ByteSource.read_into`; what became of the elements is not looked at."""
+        for view in views:
+            for _ in self._computing([(offset, len(view), 0)], view):
+                pass
+            offset += len(view)
+
+    def gather(self, pieces: Iterable[Piece], buffer: memoryview) -> Outcome:
+        """See :meth:`ByteSource.gather`."""
+        lost, rounding = NONE, EXACT
+        for found in self._computing(pieces, buffer):
+            rounding += found.rounding
+            if self._kind.given is not None:
+                before = partial(self._kind.given, self._inputs, found.rows)
+                lost += _lost(self._computed, found.out, found.columns, before)
+        return Outcome(lost, rounding)
+
+    def best_step(self, offset: int, nbytes: int) -> int:
+        """Return how many bytes are best read from *offset* on.
+
+        They end with a row, or with rows that are best computed together; at most 2 * *nbytes*.
+        """
+        for stride in (self._width * self._kind.rows, self._width):
+            end = max((offset + nbytes) // stride, offset // stride + 1) * stride
+            if end - offset <= 2 * nbytes:
+                return end - offset
+        return nbytes
+
+    def given(self, rows: range) -> torch.Tensor | None:
+        """Return the source's own elements in some rows; see ``Given``."""
+        return self._kind.given(self._inputs, rows) if self._kind.given else None
+
+    def _computing(self, pieces: Iterable[Piece], buffer: memoryview) -> Iterator[_Made]:
+        """Fill *buffer*, rectangle by rectangle."""
+        together = self._width * self._kind.rows
+        limit = max(RECTANGLE // together, 1) * together
+        limit = limit if limit <= 2 * RECTANGLE else RECTANGLE
+        for found in rectangles(pieces, self._width, limit):
+            rows = range(found.row, found.row + found.rows)
+            end = found.start + found.nbytes
+            columns = range(found.start // self._item, end // self._item)
+            views = [buffer[start : start + nbytes] for start, nbytes in found.places]
+            size = found.rows * found.nbytes
+            out = views[0] if len(views) == 1 else self._opened.buffers.get("", size)[:size]
+            self._opened.depth += 1
+            try:
+                rounding = self._kind.compute(self._inputs, self._computed, rows, columns, out)
+            finally:
+                self._opened.depth -= 1
+            yield _Made(rows, columns, out, rounding or EXACT)
+            if len(views) > 1:
+                _scatter(out, views)
+
+
+class RootReader:
+    """The files below one root and the virtual ones, by name."""
+
+    def __init__(self, opened: OpenFiles, files: SourceFiles) -> None:
+        self._opened = opened
+        self._files = files
+
+    @property
+    def bytes_read(self) -> int:
+        """Return the bytes that this thread read from files."""
+        return self._opened.bytes_read
 
     def readv(self, name: str, views: Sequence[memoryview], offset: int) -> None:
         """Fill *views*, one after the other, from *offset* of the file *name* on."""
-        if is_computed(name):
-            self._computed.readv(name, views, offset)
-            return
-        self._files.readv(name, views, offset)
-        self._computed.bytes_read += sum(map(len, views))
+        source = self._opened.source(self._files, name)
+        source.read_into(offset, views, sum(map(len, views)))
 
 
-def rectangles(pieces: Iterable[Span], width: int, limit: int = RECTANGLE) -> Iterator[Rectangle]:
+def rectangles(pieces: Iterable[Piece], width: int, limit: int = RECTANGLE) -> Iterator[Rectangle]:
     """Yield the rectangles that cover *pieces*."""
     last: Rectangle | None = None
     for offset, nbytes, place in pieces:
@@ -255,27 +281,17 @@ def _scatter(data: memoryview, views: Sequence[memoryview]) -> None:
         start += len(view)
 
 
-class EachThread(threading.local):
+class CatalogReader(threading.local, RootReader):
     """Reads in any thread: what computes has buffers, so each thread has its own."""
 
-    def __init__(self, catalog: Catalog, sources: Callable[[str], SourceFiles]) -> None:
-        self._computed = ComputedFiles(catalog.computed, sources)
-        self._reader = self._computed.reader(catalog.root)
-
-    @property
-    def bytes_read(self) -> int:
-        """Return the bytes that this thread read from files."""
-        return self._computed.bytes_read
-
-    def readv(self, name: str, views: Sequence[memoryview], offset: int) -> None:
-        """Fill *views*, one after the other, from *offset* of the file *name* on."""
-        self._reader.readv(name, views, offset)
+    def __init__(self, catalog: Catalog, roots: Callable[[str], SourceFiles]) -> None:
+        RootReader.__init__(self, OpenFiles(catalog.computed, roots), roots(catalog.root))
 
 
 @contextmanager
-def open_reader(catalog: Catalog) -> Iterator[EachThread]:
+def open_reader(catalog: Catalog) -> Iterator[CatalogReader]:
     """Open what reads the files of *catalog*, virtual ones included."""
     roots = {catalog.root} | {root for root, _ in made_of(catalog.computed)}
     with ExitStack() as stack:
         sources = {root: stack.enter_context(source_files(root)) for root in roots}
-        yield EachThread(catalog, sources.__getitem__)
+        yield CatalogReader(catalog, sources.__getitem__)

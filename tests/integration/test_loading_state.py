@@ -217,7 +217,7 @@ def test_parts_that_begin_and_end_anywhere() -> None:
     for begin in range(0, 120, 14):
         for end in range(begin + 2, 121, 22):
             tensor = torch.zeros(3, 4, 5, dtype=torch.int16).permute(2, 0, 1)
-            Filled(tensor)[begin:end] = content[begin:end]
+            Filled(tensor).write(begin, content[begin:end])
             expected = torch.zeros(60, dtype=torch.int16)
             expected[begin // 2 : end // 2] = full.reshape(-1)[begin // 2 : end // 2]
             assert torch.equal(tensor.reshape(-1), expected), (begin, end)

@@ -44,7 +44,7 @@ from tests.integration.policy_ranks import (
 )
 from tests.runs import START, age
 
-WRITES = "ckptctl.storage.execution.worker.write_all"
+WRITES = "ckptctl.storage.execution.run_files.write_all"
 
 
 @pytest.fixture

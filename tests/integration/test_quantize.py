@@ -18,7 +18,7 @@ from ckptctl.errors import CkptError, MappingError, RefusedError, UsageError
 from ckptctl.ops.conversion.convert import plan_conversion, run_conversion
 from ckptctl.ops.conversion.options import ConversionOptions
 from ckptctl.planner.plan import Plan
-from ckptctl.storage.computed import ComputedFiles
+from ckptctl.storage.computed import OpenFiles
 from ckptctl.storage.execution.worker import Worker
 from ckptctl.storage.files import SourceFiles, source_files
 from ckptctl.units import format_bytes
@@ -104,15 +104,29 @@ def test_other_layouts(tmp_path: Path, name: str, layout: str) -> None:
     agree(tmp_path, name, there_and_back(tmp_path, name, layout))
 
 
+def test_fused_parts_of_different_dtypes_are_cast_before(tmp_path: Path) -> None:
+    start = save_golden("phi3", tmp_path / "start")
+    options: dict[str, Any] = {"model_type": "phi3", "assets": start, "to": "hf"}
+    ckptctl.convert(start, tmp_path / "other", to_layout="torchtune", **options)
+    mixed = read(tmp_path / "other")
+    mixed = {key: one.double() if "k_proj" in key else one.float() for key, one in mixed.items()}
+    save_file(mixed, tmp_path / "other" / "model.safetensors", {"format": "pt"})
+    options |= {"to_layout": "hf", "dtype": "bfloat16"}
+    ckptctl.convert(tmp_path / "other", tmp_path / "out", quantize=CHANNEL, **options)
+    ckptctl.convert(tmp_path / "other", tmp_path / "plain", **options)
+    wanted = quantized(tmp_path / "plain", tmp_path / "wanted")
+    assert digest(read(tmp_path / "out")) == digest(wanted)
+
+
 def pieces_agree(plan: Plan, key: str, wanted: torch.Tensor, files: SourceFiles) -> None:
     """Read parts of a virtual file that begin and end anywhere, and all of it."""
     content, item = raw_bytes(wanted), wanted.element_size()
-    computed = ComputedFiles(plan.computed, lambda _: files)
+    computed = OpenFiles(plan.computed, lambda _: files).source(files, key)
     dice = random.Random(key)
     cuts = [sorted(dice.randrange(len(content) // item + 1) * item for _ in "ab") for _ in range(8)]
     for start, stop in [(0, len(content)), *((a, b) for a, b in cuts if a < b)]:
         buffer = memoryview(bytearray(stop - start))
-        computed.gather(key, [(start, stop - start, 0)], buffer)
+        computed.gather([(start, stop - start, 0)], buffer)
         assert buffer == content[start:stop], (key, start, stop)
 
 

@@ -77,6 +77,7 @@ from ckptctl.ops.ranks.agreement import RankStatement, generation, new_nonce, un
 from ckptctl.ops.ranks.coordinator import Alone, Coordinator, on_first, sendable, telling, together
 from ckptctl.ops.saving.local_shards import digest
 from ckptctl.planner.plan import Plan
+from ckptctl.storage.byte_files import Memory
 from ckptctl.storage.out_of_range import OutOfRange
 from ckptctl.storage.threads import no_collection
 
@@ -278,7 +279,7 @@ class CollectiveLoad:
         received = exchange(fill, shared, self._ranks)
         return read + together(self._ranks, again), received, values
 
-    def _read(self, plan: Plan, views: Mapping[str, memoryview], *, once: bool = False) -> int:
+    def _read(self, plan: Plan, views: Mapping[str, Memory], *, once: bool = False) -> int:
         done = read_into(views, plan, self._options, once=once)
         self._lost |= done.lost
         self._options.require_in_range(done.lost)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
 import torch
 
@@ -22,6 +22,7 @@ from ckptctl.ops.loading.options import LoadOptions
 from ckptctl.ops.loading.state_mapping import StateMapping, Target, Wanted
 from ckptctl.ops.saving.local_shards import TensorMeta
 from ckptctl.planner.plan import Plan
+from ckptctl.storage.byte_files import ByteSink, Memory
 from ckptctl.storage.compare import row_major
 from ckptctl.storage.execution.executor import execute
 from ckptctl.storage.execution.options import Execution, ExecutionOptions
@@ -30,7 +31,7 @@ from ckptctl.storage.threads import no_collection
 LONG = 4096
 
 
-def views_of(places: Iterable[HeldShard]) -> dict[str, memoryview]:
+def views_of(places: Iterable[HeldShard]) -> dict[str, Memory]:
     """Return the memory that a plan's names of *places* stand for."""
     return {memory_name(str(number)): target(one.tensor) for number, one in enumerate(places)}
 
@@ -44,7 +45,7 @@ def wanted_of(tensors: Mapping[str, TensorMeta], places: Iterable[HeldShard]) ->
 
 
 def read_into(
-    views: Mapping[str, memoryview], plan: Plan, options: LoadOptions, *, once: bool = False
+    views: Mapping[str, Memory], plan: Plan, options: LoadOptions, *, once: bool = False
 ) -> Execution:
     """Carry out the plan of a load; elements that went out of range are in the result.
 
@@ -60,7 +61,7 @@ def read_into(
         sync=False,
         direct=once or world() == 1,
     )
-    tensors = (cast(Filled, one).tensor for one in views.values() if isinstance(one, Filled))
+    tensors = (one.tensor for one in views.values() if isinstance(one, Filled))
     root = Path(plan.source_root)
     # Short reads are made by the thousand, and none is in a circle.
     with no_collection(), device_buffers(tensors) as buffers:
@@ -71,8 +72,10 @@ def _copy(place: torch.Tensor, elements: torch.Tensor) -> None:
     place.copy_(elements, non_blocking=place.is_cuda)
 
 
-class Filled:
+class Filled(ByteSink):
     """A tensor of any strides and device that takes its elements as if they lay row by row."""
+
+    checksummed = False
 
     def __init__(
         self,
@@ -86,15 +89,16 @@ class Filled:
         # Few calls of torch, each of which gives up the interpreter's lock: threads wait for it.
         self._bytes = bytes_of(tensor) if plain else None
 
-    def __setitem__(self, part: slice, content: memoryview) -> None:
+    def write(self, offset: int, view: memoryview) -> None:
         """Take a part, as bytes of the row-major elements."""
         tensor = self.tensor
         with torch.inference_mode() if self._inference else nullcontext():
             if self._bytes is not None:
-                self._take(self._bytes[part], torch.frombuffer(content, dtype=torch.uint8))
+                place = self._bytes[offset : offset + len(view)]
+                self._take(place, torch.frombuffer(view, dtype=torch.uint8))
                 return
-            elements = torch.frombuffer(content, dtype=tensor.dtype)
-            start = part.start // tensor.element_size()
+            elements = torch.frombuffer(view, dtype=tensor.dtype)
+            start = offset // tensor.element_size()
             for place, own in row_major_parts(tensor, start, elements):
                 self._take(place, own)
 
@@ -117,7 +121,7 @@ def steps_of(tensor: torch.Tensor) -> tuple[int, ...]:
     return tuple(tensor.stride()) if in_place(tensor) else row_major(tuple(tensor.shape))
 
 
-def target(tensor: torch.Tensor) -> memoryview:
+def target(tensor: torch.Tensor) -> Memory:
     """Return the memory of *tensor* for the executor; the tensor has to outlive it."""
     if any(n > 1 and not step for n, step in zip(tensor.shape, tensor.stride(), strict=True)):
         raise RefusedError(
@@ -125,7 +129,7 @@ def target(tensor: torch.Tensor) -> memoryview:
             where=f"shape {list(tensor.shape)}, strides {list(tensor.stride())}",
             hint="call `clone` on it first",
         )
-    return memory(tensor) if in_place(tensor) else cast(memoryview, Filled(tensor))
+    return memory(tensor) if in_place(tensor) else Filled(tensor)
 
 
 class Tied(NamedTuple):
@@ -205,7 +209,7 @@ def wanted_again(tied: Sequence[Tied], wanted: dict[str, Wanted]) -> dict[str, W
     }
 
 
-def comparing(tied: Sequence[Tied], fill: Sequence[HeldShard], where: str) -> dict[str, memoryview]:
+def comparing(tied: Sequence[Tied], fill: Sequence[HeldShard], where: str) -> dict[str, Memory]:
     """Return memory that refuses any other elements than it has."""
 
     def equal(name: str, filled: str) -> Callable[[torch.Tensor, torch.Tensor], None]:
@@ -222,8 +226,6 @@ def comparing(tied: Sequence[Tied], fill: Sequence[HeldShard], where: str) -> di
         return require
 
     return {
-        memory_name(str(number)): cast(
-            memoryview, Filled(place.tensor, equal(place.name, fill[filled].name))
-        )
+        memory_name(str(number)): Filled(place.tensor, equal(place.name, fill[filled].name))
         for number, (place, filled) in enumerate(tied)
     }

@@ -277,7 +277,7 @@ class LocalTier:
         assert one.shards
         part = SavedPart(self._folder.path_of(one.save), ranks.rank, one.shards, self._pace)
         options = {**self._saving, "beside": partial(self._beside, one)}
-        options |= {"execute": part.execute, "elements": part.elements, "digests": part.digests}
+        options |= {"execute": part.execute, "stream": part.stream, "digests": part.digests}
         if ranks.broadcast(on_first(ranks, begin)):
             options["overwrite"] = True
         write(state_on_disk(one.shards, one.values), target, ranks, SaveOptions(**options))

@@ -7,36 +7,29 @@ files that this rank wrote, and are compared with their checksums on the way.
 
 from __future__ import annotations
 
-import math
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import torch
 
-from ckptctl import dtypes
 from ckptctl.catalog import Extent, memory_key
 from ckptctl.distributed.saving.local_state import LocalState
-from ckptctl.distributed.saving.options import Elements
 from ckptctl.errors import DamagedError
 from ckptctl.file_identity import FileIdentity
 from ckptctl.formats.dcp.locating import located
 from ckptctl.formats.dcp_rank_local import read_rank
 from ckptctl.ops.saving.local_shards import LocalShards
-from ckptctl.planner.plan import Operand, Plan, Transfer
+from ckptctl.planner.plan import Operand, Plan
 from ckptctl.storage.compare import row_major
-from ckptctl.storage.crc import crc32
 from ckptctl.storage.execution.executor import execute
-from ckptctl.storage.execution.ledger import checksum_error
 from ckptctl.storage.execution.options import Execution, ExecutionOptions
+from ckptctl.storage.execution.streaming import Create, stream
 from ckptctl.storage.files import source_files
 from ckptctl.storage.threads import Advance
-
-BLOCK = 4 << 20
-"""Bytes that are read at a time of what is streamed."""
 
 
 class Pace:
@@ -90,9 +83,9 @@ class SavedPart:
         """Carry out *plan*, which reads memory, with the files."""
         return execute(self._with_files(plan), root, replace(options, pace=self._pace), progress)
 
-    def elements(self, plan: Plan) -> Elements:
-        """Return where the elements are that *plan* writes."""
-        return _InFiles(self._folder, self._with_files(plan), self._pace)
+    def stream(self, plan: Plan, create: Create, options: ExecutionOptions, **_: object) -> None:
+        """Carry out *plan*, which reads memory, for a place that takes streams."""
+        stream(self._with_files(plan), create, replace(options, pace=self._pace))
 
     def digests(self, own: LocalState) -> Mapping[int, int]:
         """Return the CRC-32 that this rank's files record of the shards of *own*."""
@@ -133,51 +126,6 @@ class SavedPart:
             for one in plan.transfers
         )
         return replace(plan, source_root=str(self._folder), sources=sources, transfers=transfers)
-
-
-class _InFiles:
-    """See :class:`Elements`."""
-
-    def __init__(self, folder: Path, plan: Plan, pace: Pace) -> None:
-        self._folder, self._pace = folder, pace
-        self._sources = {_record(one): one for one in plan.transfers}
-
-    def blocks(self, transfer: Transfer) -> Iterator[memoryview]:
-        """Yield the elements, and compare their checksum where there is one."""
-        source = self._sources[_record(transfer)]
-        (operand,) = source.source.operands
-        size, crc = dtypes.itemsize(source.source_dtype), 0
-        with source_files(self._folder) as files:
-            for start, nbytes in _runs(operand.offset, operand.sizes, operand.strides, size):
-                for at in range(0, nbytes, BLOCK):
-                    block = files.read(operand.file, start + at, min(BLOCK, nbytes - at))
-                    crc = crc32(block, crc)
-                    yield memoryview(block)
-        if operand.crc32 not in (None, crc):
-            raise checksum_error(
-                transfer.name, str(self._folder), operand.file, crc, operand.crc32 or 0
-            )
-
-    def sent(self, nbytes: int) -> None:
-        """See :class:`Elements`."""
-        self._pace(nbytes)
-
-
-def _record(transfer: Transfer) -> int:
-    """Return the record of the output that *transfer* fills."""
-    return transfer.target.operands[0].record
-
-
-def _runs(
-    offset: int, sizes: Sequence[int], strides: Sequence[int], size: int
-) -> Iterator[tuple[int, int]]:
-    """Yield offset and length of ranges that hold a box of elements of *size* bytes in order."""
-    dense = [step * size for step in row_major(tuple(sizes))]
-    if all(n == 1 or step == other for n, step, other in zip(sizes, strides, dense, strict=True)):
-        yield offset, math.prod(sizes) * size
-        return
-    for index in range(sizes[0]):
-        yield from _runs(offset + index * strides[0], sizes[1:], strides[1:], size)
 
 
 def _in_file(chunks: list[Extent], operand: Operand) -> Operand:

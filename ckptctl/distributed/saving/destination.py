@@ -11,8 +11,8 @@ from typing import Protocol
 import torch
 
 from ckptctl.distributed.group import threads
-from ckptctl.distributed.saving.device_memory import MOST, DeviceReader, on_host
-from ckptctl.distributed.saving.local_state import read_by, view_of
+from ckptctl.distributed.saving.device_memory import MOST, on_host
+from ckptctl.distributed.saving.local_state import memory_of, read_by
 from ckptctl.distributed.saving.options import WriterOptions
 from ckptctl.errors import RefusedError, StorageError
 from ckptctl.formats.dcp import METADATA, metadata_name
@@ -89,13 +89,12 @@ class Folder:
     def fill(self, plan: Plan, pieces: Sequence[torch.Tensor]) -> None:
         """See :class:`SaveTarget`."""
         if plan.files:
-            options, read = self._options, read_by(plan, pieces)
-            jobs, memory = threads(options.jobs), options.memory
-            if not all(map(on_host, read.values())):  # each thread has two blocks
+            options, jobs = self._options, threads(self._options.jobs)
+            memory = options.memory
+            if not all(map(on_host, read_by(plan, pieces).values())):  # each thread has two blocks
                 jobs, memory = options.jobs or min(jobs, MOST), memory // 2
             how = ExecutionOptions(jobs, memory, options.checksum, sync=options.sync, shared=True)
-            reader = DeviceReader(how.limits().widest)
-            views = {name: view_of(tensor, reader) for name, tensor in read.items()}
+            views = memory_of(plan, pieces, how)
             options.execute(plan, self._data, how, lambda _: None, memory=views)
 
     def size(self, name: str) -> int:

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import threading
 from collections import deque
+from collections.abc import Sequence
 
 import torch
 
 from ckptctl.distributed.devices import host_bytes
 from ckptctl.distributed.state import bytes_of, memory, row_major_parts
+from ckptctl.storage.byte_files import ByteSource
 
 HOST = "cpu"
 MOST = 8
@@ -28,12 +30,12 @@ class DeviceReader(threading.local):
 
     A thread that reads from a CUDA device stays on a stream of its own there.
 
-    Args:
+    Attributes:
         nbytes: Of a block.
     """
 
     def __init__(self, nbytes: int) -> None:  # called again in each thread
-        self._nbytes = nbytes
+        self.nbytes = nbytes
         self._blocks = deque(_Block() for _ in range(2))
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
         self._stream: torch.cuda.Stream | None = None
@@ -44,7 +46,7 @@ class DeviceReader(threading.local):
         reads_on = start == (current.stop if current.source is source else 0)
         if not current.holds(source, start, stop):
             if not coming.holds(source, start, stop):
-                end = max(stop, start + self._nbytes) if reads_on else stop
+                end = max(stop, start + self.nbytes) if reads_on else stop
                 self._fetch(coming, source, start, end)
             self._blocks.rotate()
             current, coming = coming, current
@@ -52,7 +54,7 @@ class DeviceReader(threading.local):
             if self._stream is not None and not self._stream.query():
                 self._stream.synchronize()
             if reads_on and current.stop < source.nbytes:
-                self._fetch(coming, source, current.stop, current.stop + self._nbytes)
+                self._fetch(coming, source, current.stop, current.stop + self.nbytes)
         return current.view[start - current.start : stop - current.start]
 
     def _fetch(self, block: _Block, source: DeviceMemory, start: int, stop: int) -> None:
@@ -95,8 +97,8 @@ class _Block:
         source.copy_to(self._room if whole else self._room[:nbytes], start)
 
 
-class DeviceMemory:
-    """The row-major elements of a tensor on a device, read by slices of bytes."""
+class DeviceMemory(ByteSource):
+    """The row-major elements of a tensor on a device."""
 
     def __init__(self, tensor: torch.Tensor, reader: DeviceReader) -> None:
         # The bytes of what is contiguous are one row: a part of them is one copy.
@@ -106,9 +108,19 @@ class DeviceMemory:
         self.nbytes = tensor.nbytes
         self.device = tensor.device
 
-    def __getitem__(self, part: slice) -> memoryview:
+    def view(self, offset: int, nbytes: int) -> memoryview:
         """Return a part, copied to host memory that is used again; see :class:`DeviceReader`."""
-        return self._reader.read(self, part.start, part.stop)
+        return self._reader.read(self, offset, offset + nbytes)
+
+    def best_step(self, offset: int, nbytes: int) -> int:  # noqa: ARG002
+        """Return the length of a block."""
+        return self._reader.nbytes
+
+    def read_into(self, offset: int, views: Sequence[memoryview], nbytes: int) -> None:  # noqa: ARG002
+        """See :meth:`ByteSource.read_into`."""
+        for view in views:
+            view[:] = self.view(offset, len(view))
+            offset += len(view)
 
     def copy_to(self, target: torch.Tensor, start: int) -> None:
         """Copy bytes from *start* on; a device's copy has ended when its stream has."""

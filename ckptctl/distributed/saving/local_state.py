@@ -9,11 +9,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import groupby
-from typing import cast
 
 import torch
 
-from ckptctl import dtypes
 from ckptctl.catalog import memory_key
 from ckptctl.distributed.devices import settle
 from ckptctl.distributed.saving.device_memory import DeviceMemory, DeviceReader, on_host
@@ -21,9 +19,11 @@ from ckptctl.distributed.state import HeldTensor, State, StateDict, bytes_of, me
 from ckptctl.distributed.values import pickled, written
 from ckptctl.ops.saving.local_shards import DIGEST, HeldChunk, LocalShards
 from ckptctl.planner.copying.tile import MIB
-from ckptctl.planner.plan import Plan, Transfer
+from ckptctl.planner.plan import Plan
+from ckptctl.storage.byte_files import Memory
 from ckptctl.storage.compare import row_major
 from ckptctl.storage.crc import crc32
+from ckptctl.storage.execution.options import ExecutionOptions
 
 BLOCK = 16 * MIB
 """Bytes of a tensor that a stream copies at a time."""
@@ -143,24 +143,15 @@ def read_by(plan: Plan, pieces: Sequence[torch.Tensor]) -> Mapping[str, torch.Te
     return {name: pieces[int(memory_key(name))] for name in names}
 
 
-def view_of(tensor: torch.Tensor, reader: DeviceReader) -> memoryview:
-    """Return the memory of *tensor* for the executor; the tensor has to outlive it."""
-    return memory(tensor) if on_host(tensor) else cast(memoryview, DeviceMemory(tensor, reader))
-
-
-def written_view(transfer: Transfer, pieces: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return the elements that a transfer writes."""
-    (operand,) = transfer.source.operands
-    piece = pieces[int(memory_key(operand.file))]
-    size = dtypes.itemsize(transfer.source_dtype)
-    start = operand.offset // size
-    if not on_host(piece):
-        for dim, step in enumerate(row_major(tuple(piece.shape))):
-            piece = piece.narrow(dim, start // step, operand.sizes[dim])
-            start %= step
-        return piece
-    steps = [step // size for step in operand.strides]
-    return piece.as_strided(operand.sizes, steps, piece.storage_offset() + start)
+def memory_of(
+    plan: Plan, pieces: Sequence[torch.Tensor], how: ExecutionOptions
+) -> dict[str, Memory]:
+    """Return the memory behind the names in a plan; the tensors have to outlive it."""
+    reader = DeviceReader(how.limits().widest)
+    return {
+        name: memory(tensor) if on_host(tensor) else DeviceMemory(tensor, reader)
+        for name, tensor in read_by(plan, pieces).items()
+    }
 
 
 def blocks(tensor: torch.Tensor) -> Iterator[torch.Tensor]:

@@ -2,30 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, Protocol
+from typing import Annotated, Any
 
 from ckptctl.distributed.group import threads
 from ckptctl.ops.option_checks import at_least
 from ckptctl.options import Option, Options
 from ckptctl.planner.balance import file_count
 from ckptctl.planner.copying.tile import MIB
-from ckptctl.planner.plan import Plan, Transfer
 from ckptctl.storage.execution.executor import execute
 from ckptctl.storage.execution.options import Execution
+from ckptctl.storage.execution.streaming import stream
 
 Beside = Callable[[], Mapping[str, bytes]]
-
-
-class Elements(Protocol):
-    """What a plan writes, for a place that takes streams."""
-
-    def blocks(self, transfer: Transfer) -> Iterator[memoryview]:
-        """Yield the elements that *transfer* writes, in row-major order."""
-
-    def sent(self, nbytes: int) -> None:
-        """Take note of so many bytes that are on their way, and wait if that is too fast."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,8 +63,8 @@ class WriterOptions(Options):
     """Returns files that are published with it; called on rank 0, last, and with collectives."""
     execute: Callable[..., Execution] = execute
     """Carries out a rank's plan; another process may."""
-    elements: Callable[[Plan], Elements] | None = None
-    """Where what a plan writes is, for a place that takes streams; None: in memory."""
+    stream: Callable[..., None] = stream
+    """Carries it out for a place that takes streams."""
 
     def file_count(self, nbytes: int) -> int:
         """Return among how many files a rank's *nbytes* are dealt."""

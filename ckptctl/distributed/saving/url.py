@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
-from functools import cache, cached_property, partial
+from functools import cached_property
 from pathlib import Path
-from typing import IO
 
 import torch
 
-from ckptctl.distributed.saving.local_state import row_major_blocks, written_view
-from ckptctl.distributed.saving.options import Elements, WriterOptions
+from ckptctl.distributed.saving.local_state import memory_of
+from ckptctl.distributed.saving.options import WriterOptions
 from ckptctl.errors import CkptError, RefusedError, StorageError, listed
 from ckptctl.formats.dcp import METADATA
 from ckptctl.ops.runs.health import health
-from ckptctl.planner.plan import OutputFile, Plan, Transfer
-from ckptctl.storage.crc import crc32
+from ckptctl.planner.plan import Plan
+from ckptctl.storage.execution.options import ExecutionOptions
 from ckptctl.storage.remote import trees
 from ckptctl.storage.remote.lock import ConditionalObject, RemoteLock
 from ckptctl.storage.remote.objects import Objects
@@ -69,9 +68,9 @@ class Url:
 
     def fill(self, plan: Plan, pieces: Sequence[torch.Tensor]) -> None:
         """See :class:`SaveTarget`."""
-        elsewhere = self._options.elements
-        elements = elsewhere(plan) if elsewhere else _InMemory(pieces)
-        stream(plan, elements, self._store, checksum=self._options.checksum)
+        options = self._options
+        how = ExecutionOptions(1, options.memory, options.checksum, sync=False)
+        options.stream(plan, self._store.create, how, memory=memory_of(plan, pieces, how))
 
     def size(self, name: str) -> int:
         """See :class:`SaveTarget`."""
@@ -163,58 +162,3 @@ class Url:
         data = [name for name in found if DATA.fullmatch(name)]
         named = [name for name in self._lock.names if name in found]  # the metadata first
         self._place.remove([*named, *data], found, self._lock.still)
-
-
-class _InMemory:
-    """See :class:`Elements`."""
-
-    def __init__(self, pieces: Sequence[torch.Tensor]) -> None:
-        self._pieces = pieces
-
-    def blocks(self, transfer: Transfer) -> Iterator[memoryview]:
-        return row_major_blocks(written_view(transfer, self._pieces))
-
-    def sent(self, nbytes: int) -> None:
-        pass
-
-
-def stream(plan: Plan, elements: Elements, store: FsspecStore, *, checksum: bool) -> None:
-    """Write a rank's files into *store*, one after the other."""
-    sources = {
-        copy.target.operands[0].record: partial(elements.blocks, copy) for copy in plan.transfers
-    }
-    for file in plan.files:
-        inside = (n for n, record in enumerate(plan.records) if record.file == file.path)
-        records = sorted(inside, key=lambda number: plan.records[number].offset)
-        with store.create(file.path) as target:
-            some = {number: sources[number] for number in records}
-            _write(file, some, target, elements.sent, checksum=checksum)
-
-
-def _write(
-    file: OutputFile,
-    records: Mapping[int, Callable[[], Iterator[memoryview]]],
-    target: IO[bytes],
-    sent: Callable[[int], None],
-    *,
-    checksum: bool,
-) -> None:
-    """Write one file in order; *records* are in the order of their offsets."""
-    pending, position = iter(records.values()), 0
-
-    @cache
-    def crc_of(record: int) -> int:
-        crc = 0
-        for block in records[record]() if checksum else ():
-            crc = crc32(block, crc)
-        return crc
-
-    for offset, part in file.frame(crc_of):
-        while position < offset:
-            for block in next(pending)():
-                target.write(block)
-                position += len(block)
-                sent(len(block))
-        target.write(part)
-        position += len(part)
-    assert position == file.size

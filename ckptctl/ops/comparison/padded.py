@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import replace
 
-from ckptctl import dtypes, families, formats
-from ckptctl.catalog import Box, Catalog, Extent, TensorEntry
+from ckptctl import families, formats
+from ckptctl.catalog import Catalog
 from ckptctl.formats.base import WritableFormat
 from ckptctl.ops.conversion.proofs import not_padding
 from ckptctl.ops.loading.state_mapping import StateMapping
 from ckptctl.ops.recognition.agreement import AXIS
 from ckptctl.ops.recognition.vocabulary import is_stated
+from ckptctl.planner.copying.views import view
 from ckptctl.planner.mapping.mapped import Region, stored_shapes
 from ckptctl.planner.mapping.resizing import Padding
-from ckptctl.storage.compare import row_major
+from ckptctl.planner.strided import Strided
 from ckptctl.storage.computed import open_reader
 from ckptctl.units import counted
 
@@ -47,7 +47,10 @@ def without_padding(a: Catalog, mapping: StateMapping) -> tuple[Catalog, int]:
             bytes_read = files.bytes_read
         if used:
             return a, bytes_read
-    cut = {name: _first_rows(a.tensors[name], size) for name in longer}
+    cut = {
+        name: view(a.tensors[name], Strided.whole(a.tensors[name]).narrow(0, 0, size))
+        for name in longer
+    }
     omitted = counted(before - size, "row")
     mapping.notes.add(f"the last {omitted} of A's vocabulary are padding and were not compared")
     return replace(a, tensors={**a.tensors, **cut}), bytes_read
@@ -66,28 +69,3 @@ def _longer(a: Catalog, mapping: StateMapping) -> Iterator[tuple[str, int]]:
             continue
         if entry.shape[1:] == shape[1:] and entry.shape[0] > shape[0]:
             yield name, shape[0]
-
-
-def _first_rows(entry: TensorEntry, rows: int) -> TensorEntry:
-    item = dtypes.itemsize(entry.dtype)
-    kept = tuple(filter(None, (_rows_of(extent, rows, item) for extent in entry.extents)))
-    return replace(entry, shape=(rows, *entry.shape[1:]), extents=kept)
-
-
-def _rows_of(extent: Extent, rows: int, item: int) -> Extent | None:
-    begin, count = extent.box.offsets[0], extent.box.sizes[0]
-    if begin >= rows:
-        return None
-    if begin + count <= rows:
-        return extent
-    sizes = (rows - begin, *extent.box.sizes[1:])
-    strides = extent.strides or row_major(extent.box.sizes)
-    reach = sum((size - 1) * stride for size, stride in zip(sizes, strides, strict=True))
-    return replace(
-        extent,
-        box=Box(extent.box.offsets, sizes),
-        nbytes=(reach + 1) * item if math.prod(sizes) else 0,
-        strides=strides,
-        crc32=None,
-        within=None,
-    )

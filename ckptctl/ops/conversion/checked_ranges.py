@@ -16,7 +16,7 @@ from itertools import repeat
 from typing import NamedTuple
 
 from ckptctl import dtypes
-from ckptctl.catalog import Computed, TensorEntry, is_computed, is_memory
+from ckptctl.catalog import Computed, TensorEntry, is_computed
 from ckptctl.columns import ExtentColumns
 from ckptctl.planner.plan import CheckedRange, Transfer
 
@@ -130,8 +130,6 @@ def _parts(
         places.sort()
     found: dict[_ByteRange, list[_CheckedPart]] = {}
     for index, transfer in enumerate(transfers if by_file else ()):
-        if any(is_memory(target.file) for target in transfer.target.operands):
-            continue  # boxes of it, perhaps: not all of an operand is read
         item = dtypes.itemsize(transfer.source_dtype)
         for number, operand in enumerate(transfer.source.operands):
             places = by_file.get(operand.file, [])

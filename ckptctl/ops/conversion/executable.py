@@ -29,7 +29,6 @@ from ckptctl.planner.plan import (
     OutputFile,
     Plan,
     RawCopy,
-    Rearranged,
     Record,
     Transfer,
 )
@@ -159,8 +158,8 @@ def digest_of(
         inputs = [(key, made_of.entry) for key, made_of in one.inputs.items()]
         how = (virtual, one.kind, one.dtype, one.shape, inputs, list(one.parameters.items()))
         found.update(repr(how).encode())
-        if isinstance(one, Rearranged):
-            found.update(repr(one.transfers).encode())
+        if one.arguments:
+            found.update(repr(one.arguments).encode())
     for check in checks:
         found.update(repr((check.file, check.offset, check.nbytes, check.crc32)).encode())
     return found.hexdigest()

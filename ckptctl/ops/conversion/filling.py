@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ckptctl import families, formats
-from ckptctl.catalog import Catalog, TensorEntry
+from ckptctl.catalog import Catalog, Computed, TensorEntry, computed_name, reached
 from ckptctl.errors import (
     CkptError,
     HomelessError,
@@ -24,13 +24,12 @@ from ckptctl.errors import (
 from ckptctl.formats.sidecar_files import DOCUMENTS
 from ckptctl.notes import Notes
 from ckptctl.ops.conversion.assets import CONFIG
-from ckptctl.ops.conversion.borrowing import Lender, by_target
 from ckptctl.ops.conversion.contents import in_checkpoint, main_dtype
 from ckptctl.ops.conversion.draft import Draft
 from ckptctl.ops.conversion.inner_model import as_part_of
 from ckptctl.ops.conversion.leaves import container
 from ckptctl.ops.conversion.options import ConversionOptions
-from ckptctl.ops.conversion.renaming import renamed
+from ckptctl.ops.conversion.renaming import in_layout, renamed, with_label
 from ckptctl.ops.destinations import replaceable, require_destination
 from ckptctl.ops.recognition.agreement import disagreements
 from ckptctl.ops.recognition.layout_change import (
@@ -48,6 +47,7 @@ from ckptctl.planner.families.declarations import looked_up, spellings
 from ckptctl.planner.layouts import HF, Family, is_base
 from ckptctl.planner.mapping.mapped import MappedTensor, stored_shapes
 from ckptctl.planner.mapping.matching import Matched, match
+from ckptctl.planner.mapping.strided_views import by_target
 from ckptctl.planner.mapping.tensors import Change
 from ckptctl.units import counted
 
@@ -92,7 +92,7 @@ class _Filling:
         self._compare()
         change = self._in_one_layout()
         self.tensors = self.known.tensors
-        lender, taken, made = self._take(change)
+        files, taken, made = self._take(change)
         if taken:
             self._require_dtypes(taken)
         notes = self.draft.notes
@@ -101,7 +101,7 @@ class _Filling:
         if repeated := [entry.name for entry in made if entry.name in self.origins]:
             notes.add(f"copied from other tensors of the source: {listed(repeated)}")
         known = self.known
-        computed = {**self.catalog.computed, **lender.computed}
+        computed = {**self.catalog.computed, **files}
         new = {one.name: one for one in (*taken.values(), *made)}
         entries = {**self.catalog.tensors, **new}
         catalog = replace(self.catalog, tensors=entries, computed=computed)
@@ -196,8 +196,10 @@ class _Filling:
 
     # ------------------------------------------------------------------- what is taken
 
-    def _take(self, change: Change) -> tuple[Lender, dict[str, TensorEntry], list[TensorEntry]]:
-        """Return the lender, what is taken of it by name in the model, and what is made.
+    def _take(
+        self, change: Change
+    ) -> tuple[dict[str, Computed], dict[str, TensorEntry], list[TensorEntry]]:
+        """Return the base's virtual files, what is taken by name in the model, and what is made.
 
         Layers that predict further tokens may repeat the embedding and the head: the source's.
         Some layouts have tensors of zeros that others lack.
@@ -205,7 +207,6 @@ class _Filling:
         base, root = self.base, self.known.root
         catalog, zeros = with_zeros(base.catalog, change.zeros, base.known.root, "")
         mapped = [*in_checkpoint(change.tensors, base.known.root, ""), *zeros]
-        lender = Lender(with_sums(catalog, mapped), "fill")
         parts = by_target(mapped)
         layout = self.family.layout(self.known.layout or HF)
         there = match(self.family, layout, parts)
@@ -213,21 +214,30 @@ class _Filling:
         configs = (self.assets.documents.get(CONFIG), base.catalog.documents.get(CONFIG))
         unwanted = not_wanted(self.family, there, *configs, self.notes)
         self.origin = {key: some[0].sources[0].key for key, some in parts.items()}
+        lacking = [key for key in parts if key not in self.tensors and key not in unwanted]
+        copied = {
+            key: parts[key]
+            for key in lacking
+            if self.origin[key] not in base.catalog.tensors or key not in there.dropped
+        }
+        lender = with_label(with_sums(catalog, mapped), "fill")
+        files = in_layout(lender, copied)
         taken: dict[str, TensorEntry] = {}
         made: list[TensorEntry] = []
-        for key, some in parts.items():
-            if key in self.tensors or key in unwanted:
-                continue
+        for key in lacking:
             rule, path = there.dropped.get(key), self._path(key)
-            if self.origin[key] not in base.catalog.tensors:
-                made.append(lender.entry(root + key, path, key, some))
-            elif rule is None:
-                taken[key] = lender.entry(root + key, path, key, some)
-            elif rule.same_as and (same := self._own(rule.same_as)):
+            if key in files:
+                entry = files[key].entry(root + key, path, _file_of(key))
+                if self.origin[key] in base.catalog.tensors:
+                    taken[key] = entry
+                else:
+                    made.append(entry)
+            elif rule and rule.same_as and (same := self._own(rule.same_as)):
                 made.append(replace(same, name=root + key, path=path, alias_of=None))
                 self.origins[root + key] = self.origins.get(same.name, same.name)
         self._doubt([key for key in taken if key in there.stored], there)
-        return lender, taken, made
+        computed = {**lender.computed, **{_file_of(key): one for key, one in files.items()}}
+        return reached(computed, map(_file_of, files)), taken, made
 
     def _doubt(self, taken: Sequence[str], there: Matched) -> None:
         """Say so where the base gives what the source has in other layers: it may be torn."""
@@ -414,3 +424,8 @@ def _quantized_parts(catalog: Catalog) -> dict[str, str]:
     seen = glanced(catalog)
     parts = {name: one.how for one in seen.weights for name in one.names}
     return dict.fromkeys((*seen.bare, *seen.lone), "unknown") | seen.ways | parts
+
+
+def _file_of(key: str) -> str:
+    """Return the virtual file of a tensor of the base, by its key in the source's layout."""
+    return computed_name(f"fill/{key}")

@@ -10,16 +10,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
 
-from ckptctl.catalog import Box, Computed, Input, TensorEntry, computed_name
+from ckptctl.catalog import Computed, Input, TensorEntry, computed_name
 from ckptctl.errors import MappingError, RefusedError, UsageError, listed, spell_option
-from ckptctl.formats.base import Output, OutputTensor, Place
+from ckptctl.formats.base import OutputTensor
 from ckptctl.ops.conversion.draft import Draft, Quantization
-from ckptctl.ops.conversion.transfers import transfers
 from ckptctl.ops.recognition.quantized import quantized as quantized_already
+from ckptctl.planner.copying.blocks import rearranged
 from ckptctl.planner.layouts import BASE, HF, MLX, Family
 from ckptctl.planner.mapping.mapped import MappedTensor
+from ckptctl.planner.mapping.strided_views import as_strided
 from ckptctl.planner.mapping.tensors import Change
-from ckptctl.planner.plan import Rearranged, Record
 from ckptctl.planner.quantization.linear_weights import (
     Role,
     Roles,
@@ -28,6 +28,7 @@ from ckptctl.planner.quantization.linear_weights import (
     together,
 )
 from ckptctl.planner.quantization.recipes import WEIGHT, Recipe, StoredPart, recipes
+from ckptctl.planner.strided import Strided
 from ckptctl.units import counted, format_bytes
 
 PLAIN = ("float32", "bfloat16", "float16")
@@ -324,21 +325,22 @@ class _Making:
             self._known[key] = made or self._virtual(key, self._rearranged(tensor, items))
         return self._known[key]
 
-    def _rearranged(self, tensor: OutputTensor, items: Sequence[MappedTensor]) -> Rearranged:
-        root, name = self.catalog.root, tensor.name
-        wanted = [
-            replace(item, targets=tuple(view for view in item.targets if view.key == name))
-            for item in items
-        ]
-        place = Output(
-            (), (Record(name, "", 0, tensor.nbytes),), {name: (Place(Box.whole(tensor.shape), 0),)}
-        )
-        read = dict.fromkeys(view.key for item in wanted for view in item.sources)
-        inputs = {str(n): Input(root, self._entries[key]) for n, key in enumerate(read)}
-        moved = transfers(wanted, self._entries, place, {name: tensor.dtype})
-        return Rearranged("rearranged", tensor.dtype, tensor.shape, inputs, transfers=tuple(moved))
+    def _rearranged(self, tensor: OutputTensor, items: Sequence[MappedTensor]) -> Computed:
+        read = dict.fromkeys(view.key for item in items for view in item.sources)
+        entries = {key: self._entries[key] for key in read}
+        if len({entry.dtype for entry in entries.values()}) > 1:
+            entries = {key: self._cast(entry, tensor.dtype) for key, entry in entries.items()}
+        made = as_strided(items, tensor.name, entries).cast(tensor.dtype)
+        return rearranged(self.catalog.root, made)
+
+    def _cast(self, entry: TensorEntry, dtype: str) -> TensorEntry:
+        key = computed_name(f"{entry.name}@{dtype}")
+        if entry.dtype == dtype or key in self._entries:
+            return self._entries.get(key, entry)
+        made = Strided.whole(entry).cast(dtype)
+        return self._virtual(key, rearranged(self.catalog.root, made)).entry
 
     def _virtual(self, key: str, made: Computed) -> Input:
-        entry = TensorEntry(key, made.dtype, made.shape, (made.extent(key),), (key,))
+        entry = made.entry(key, (key,), key)
         self._computed[key], self._entries[key] = made, entry
         return Input(self.catalog.root, entry)

@@ -17,8 +17,6 @@ from ckptctl.catalog import (
     Computed,
     Extent,
     TensorEntry,
-    is_computed,
-    is_memory,
     made_of,
     reached,
 )
@@ -266,7 +264,7 @@ def sources_of(
     """Return the virtual files that are read, and the identities of the real ones below *root*."""
     read = dict.fromkeys(o.file for transfer in transfers for o in transfer.source.operands)
     computed = reached(virtual, read)
-    names = {name: None for name in read if not (is_computed(name) or is_memory(name))}
+    names = {name: None for name in read if name not in computed}
     names |= dict.fromkeys(sorted(file for place, file in made_of(computed) if place == root))
     names |= dict.fromkeys(item.source for item in raw)
     return computed, identities(root, names)

@@ -257,7 +257,7 @@ def with_zeros(
         kind = item.dtype or entries[root + item.like].dtype
         path = entries[root + item.like].path if item.like else (target,)
         computed[name] = Computed("constant", kind, item.shape)
-        entries[name] = TensorEntry(name, kind, item.shape, (computed[name].extent(name),), path)
+        entries[name] = computed[name].entry(name, path, name)
         same = MappedTensor.same(name, target, item.shape)
         origin = item.origin or same.targets[0].origin
         mapped.append(replace(same, targets=(replace(same.targets[0], origin=origin),)))

@@ -151,7 +151,8 @@ def tiled(work: Work, limits: Limits) -> Iterator[Tile]:
         nbytes = sum(math.prod(part.sizes) for part in parts) * work.item
         reads = () if permuted else tuple(_reads(work, blocks, checked=inline))
         moved = _moves(work, blocks, limits) if permuted else ()
-        return Tile(nbytes, reads, moved, _writes(work, parts), False)
+        written = writes(parts, work.transfer.target.operands, work.records, work.order, work.out)
+        return Tile(nbytes, reads, moved, written, False)
 
     for domain in domains(work.lo, work.sizes, work.order, limit):
         size = math.prod(domain.sizes) // domain.length * domain.step * out
@@ -219,15 +220,30 @@ def _moves(work: Work, blocks: dict[int, list[Block]], limits: Limits) -> tuple[
     )
 
 
-def _writes(work: Work, parts: list[OperandPart]) -> tuple[Write, ...]:
+def writes(
+    parts: Sequence[OperandPart],
+    targets: Sequence[Operand],
+    records: Sequence[Record],
+    order: Sequence[int],
+    item: int,
+) -> tuple[Write, ...]:
+    """Return what writes a buffer.
+
+    Args:
+        parts: Those of *targets* that lie in it, dense, one after the other.
+        targets: What is written.
+        records: What targets are parts of.
+        order: How axes lie in the buffer, outermost first.
+        item: Bytes of one element.
+    """
     found: list[Write] = []
     position = 0
     for part in parts:
-        target = work.transfer.target.operands[part.operand]
-        base = work.records[target.record].offset if work.records else 0
-        strides = runs.dense(part.sizes, work.order, work.out)
+        target = targets[part.operand]
+        base = records[target.record].offset if records else 0
+        strides = runs.dense(part.sizes, order, item)
         place = OperandPart(part.operand, position, part.lo, part.sizes, strides)
-        for offset, start, nbytes in runs.runs(runs.block(part, place, work.out)):
+        for offset, start, nbytes in runs.runs(runs.block(part, place, item)):
             last = found[-1] if found else None
             if (
                 last
@@ -241,7 +257,7 @@ def _writes(work: Work, parts: list[OperandPart]) -> tuple[Write, ...]:
                 found.append(
                     Write(target.file, offset, nbytes, start, target.record, offset - base)
                 )
-        position += math.prod(part.sizes) * work.out
+        position += math.prod(part.sizes) * item
     return tuple(found)
 
 

@@ -214,35 +214,40 @@ def _weights(group: Ints, sizes: Ints) -> Ints:
     return tuple(reversed([1, *inner])) if group else ()
 
 
+class BoxIndex:
+    """Finds the boxes that may meet another one without looking at all of them."""
+
+    def __init__(self, offsets: Sequence[Ints], sizes: Sequence[Ints]) -> None:
+        self._count = len(offsets)
+        rank = len(offsets[0]) if offsets else 0
+        spread = [len({lo[axis] for lo in offsets}) for axis in range(rank)]
+        self._axis = spread.index(max(spread)) if len(offsets) > LINEAR and rank else None
+        if self._axis is not None:
+            axis = self._axis
+            self._order = sorted(range(len(offsets)), key=lambda number: offsets[number][axis])
+            self._starts = [offsets[number][axis] for number in self._order]
+            self._widest = max(size[axis] for size in sizes)
+
+    def near(self, lo: Ints, sizes: Ints) -> Iterable[int]:
+        """Return the numbers of the boxes that may meet a box, in ascending order."""
+        if self._axis is None:
+            return range(self._count)
+        first = bisect_left(self._starts, lo[self._axis] - self._widest + 1)
+        last = bisect_left(self._starts, lo[self._axis] + sizes[self._axis])
+        return sorted(self._order[first:last])
+
+
 class PartIndex:
     """Finds the pieces that meet a box without looking at all of them; *parts* has all of them."""
 
     def __init__(self, found: Sequence[OperandPart]) -> None:
         self.parts = found
-        rank = len(found[0].lo) if found else 0
-        spread = [len({piece.lo[axis] for piece in found}) for axis in range(rank)]
-        self._axis = spread.index(max(spread)) if len(found) > LINEAR and rank else None
-        self._pieces = list(found)
-        if self._axis is not None:
-            axis = self._axis
-            numbered = sorted(enumerate(found), key=lambda item: item[1].lo[axis])
-            self._pieces = [piece for _, piece in numbered]
-            self._rank = [number for number, _ in numbered]
-            self._starts = [piece.lo[axis] for piece in self._pieces]
-            self._widest = max(piece.sizes[axis] for piece in self._pieces)
+        self._index = BoxIndex([piece.lo for piece in found], [piece.sizes for piece in found])
 
     def meeting(self, lo: Ints, sizes: Ints) -> list[OperandPart]:
         """Return the parts of the pieces inside the box, in the order they were given."""
-        if self._axis is None:
-            return [part for piece in self._pieces if (part := clip(piece, lo, sizes))]
-        first = bisect_left(self._starts, lo[self._axis] - self._widest + 1)
-        last = bisect_left(self._starts, lo[self._axis] + sizes[self._axis])
-        met = [
-            (self._rank[index], part)
-            for index in range(first, last)
-            if (part := clip(self._pieces[index], lo, sizes))
-        ]
-        return [part for _, part in sorted(met)]
+        near = self._index.near(lo, sizes)
+        return [part for number in near if (part := clip(self.parts[number], lo, sizes))]
 
 
 def clip(piece: OperandPart, lo: Ints, sizes: Ints) -> OperandPart | None:
@@ -285,21 +290,29 @@ def block(source: OperandPart, part: OperandPart, item: int) -> Block:
     buffer = part.address + sum(
         (a - b) * s for a, b, s in zip(source.lo, part.lo, part.strides, strict=True)
     )
+    axes = zip(source.strides, part.strides, source.sizes, strict=True)
+    return melted(source.address, buffer, (axis for axis in axes if axis[2] > 1), item)
+
+
+def melted(source: int, buffer: int, strides: Iterable[tuple[int, int, int]], item: int) -> Block:
+    """Return a copy whose axes are as few as they can be.
+
+    Args:
+        source: Byte position of the first element in the source.
+        buffer: That in the buffer.
+        strides: ``(source stride, buffer stride, count)`` of each axis, in bytes.
+        item: Bytes of one element.
+    """
     axes: list[tuple[int, int, int]] = []
     count, near, far = item, 1, 1
-    rows = sorted(
-        (s, b, n)
-        for n, s, b in zip(source.sizes, source.strides, part.strides, strict=True)
-        if n > 1
-    )
-    for stride, step, number in rows:
+    for stride, step, number in sorted(strides):
         if stride == near * count and step == far * count:
             count *= number
         else:
             axes.append((count, near, far))
             count, near, far = number, stride, step
     axes.append((count, near, far))
-    return Block(source.address, buffer, tuple(reversed(axes[1:])), axes[0][0])
+    return Block(source, buffer, tuple(reversed(axes[1:])), axes[0][0])
 
 
 def runs(block: Block) -> list[tuple[int, int, int]]:

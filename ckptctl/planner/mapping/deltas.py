@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from itertools import chain
 from operator import add
 
+from ckptctl.catalog import TensorEntry
 from ckptctl.errors import MappingError, UnsupportedError, listed, spell_option
 from ckptctl.planner.layouts import Family
 from ckptctl.planner.mapping.adapters import (
@@ -19,6 +20,7 @@ from ckptctl.planner.mapping.adapters import (
 from ckptctl.planner.mapping.mapped import MappedTensor, Region, View
 from ckptctl.planner.mapping.source import SurplusError
 from ckptctl.planner.mapping.tensors import map_tensors
+from ckptctl.planner.strided import Strided
 from ckptctl.units import counted
 
 Shapes = Mapping[str, tuple[int, ...]]
@@ -37,6 +39,22 @@ class Factor:
     start: int
     axes: tuple[int, ...] = ()
     order: tuple[int, ...] = ()
+
+    def of_rows(self, entry: TensorEntry, rows: int) -> Strided:
+        """Return the part of the stored tensor *entry*, so many rows, as they are wanted."""
+        return self._in_order(Strided.whole(entry).narrow(0, self.start, rows), 0)
+
+    def of_columns(self, entry: TensorEntry) -> Strided:
+        """Return all of the stored tensor *entry*, its columns as they are wanted."""
+        return self._in_order(Strided.whole(entry), 1)
+
+    def _in_order(self, tensor: Strided, dim: int) -> Strided:
+        if not self.axes:
+            return tensor
+        split = tensor.split(dim, self.axes)
+        order = [dim + axis for axis in self.order]
+        rest = range(dim + len(order), len(split.shape))
+        return split.permute((*range(dim), *order, *rest)).merge(dim, len(order))
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,12 +6,12 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from operator import add
 from typing import NamedTuple
 
 from ckptctl.errors import MappingError, spell_option
-from ckptctl.planner.axes import Axes, Sizes
+from ckptctl.planner.axes import Axes, Sizes, unbroken_runs
 from ckptctl.planner.families.tables import Leaf, Tensor
 from ckptctl.planner.layouts import Family, Layout
 from ckptctl.units import counted
@@ -260,7 +260,7 @@ def geometry(
     )
     atoms = before
     if sorted(before) != sorted(after):
-        atoms = list(_runs(before, after))
+        atoms = unbroken_runs(before, after)
     place = {axis: n for n, atom in enumerate(atoms) for axis in atom}
     read, write = (
         tuple(tuple(dict.fromkeys(place[axis] for axis in group)) for group in groups)
@@ -273,16 +273,3 @@ def _dims(family: Family, leaf: Leaf) -> list[Axes]:
     """Return the atomic axes of each dimension that a :class:`View` of *leaf* has."""
     groups = [family.expand(group) for group in leaf.dims]
     return [groups[0][:1], groups[0][1:], *groups[1:]] if leaf.within else groups
-
-
-def _runs(before: Sequence[Axes], after: Sequence[Axes]) -> Iterator[Axes]:
-    """Yield the axes of *before* in order, those together that follow each other in both."""
-    follows = {pair for group in after for pair in pairwise(group)}
-    for group in before:
-        first = 0
-        for end, pair in enumerate(pairwise(group), 1):
-            if pair not in follows:
-                yield group[first:end]
-                first = end
-        if group:
-            yield group[first:]

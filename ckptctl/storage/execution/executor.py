@@ -8,26 +8,26 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
-from functools import cache, partial
+from functools import partial
 from operator import eq
 from pathlib import Path
 
-from ckptctl.catalog import is_memory
 from ckptctl.errors import CkptError
 from ckptctl.planner.balance import Share, lanes, nbytes_of
 from ckptctl.planner.copying.tile import MIB
 from ckptctl.planner.plan import Plan
 from ckptctl.storage.arithmetic import import_torch, keep_to_thread
-from ckptctl.storage.computed import ComputedFiles
+from ckptctl.storage.buffers import TileBuffers
+from ckptctl.storage.byte_files import Memory, memory_files
 from ckptctl.storage.execution.finisher import Finisher, UploadQueue
 from ckptctl.storage.execution.journal import Done, Journal
 from ckptctl.storage.execution.lanes import Lane, Lanes, Unit, most_threads, plan_units
 from ckptctl.storage.execution.ledger import Books, Ledger, News
 from ckptctl.storage.execution.options import Execution, ExecutionOptions
 from ckptctl.storage.execution.output_files import OutputFiles
-from ckptctl.storage.execution.tile_reader import TileBuffers
+from ckptctl.storage.execution.run_files import RunFiles
 from ckptctl.storage.execution.worker import Worker
-from ckptctl.storage.kinds import needs_torch
+from ckptctl.storage.kinds import calculates
 from ckptctl.storage.sources import Sources, blaming
 from ckptctl.storage.threads import Advance, Supervisor, daemon, join
 
@@ -41,7 +41,7 @@ def execute(
     options: ExecutionOptions,
     progress: Advance,
     journal: Path | None = None,
-    memory: Mapping[str, memoryview] | None = None,
+    memory: Mapping[str, Memory] | None = None,
     uploads: UploadQueue | None = None,
     buffers: Callable[[], TileBuffers] = TileBuffers,
 ) -> Execution:
@@ -79,7 +79,7 @@ class PlanRun:
         root: Path,
         options: ExecutionOptions,
         stack: ExitStack,
-        memory: Mapping[str, memoryview] | None = None,
+        memory: Mapping[str, Memory] | None = None,
         share: Share | None = None,
         uploads: UploadQueue | None = None,
         buffers: Callable[[], TileBuffers] = TileBuffers,
@@ -87,7 +87,7 @@ class PlanRun:
         self._plan = plan
         self._buffers = buffers
         self._uploads = uploads
-        self._memory = memory or {}
+        self._memory = memory_files(memory or {})
         self._root = root
         self._options = options
         self._limits = options.limits(short=share is not None)
@@ -98,17 +98,16 @@ class PlanRun:
         self._share = share
         self.sources = Sources(plan, stack)
         self.output = OutputFiles(plan.files, root, shared=options.shared, sync=options.sync)
+        self._calculates = calculates(plan)  # whether elements are permuted, tiles show
         self._journal: Journal | None = None
         self._supervisor = Supervisor()
         self._working = 0
         self._workers: list[Worker] = []
-        self._virtual: list[ComputedFiles] = []
         self._read_elsewhere = 0
 
     def _let_go(self) -> None:
         self._memory = {}
         self._workers = []
-        self._virtual = []
 
     def prepare(self, journal: Path | None) -> dict[tuple[int, int], Done]:
         """Create the output files and return the units that need not be done again."""
@@ -144,7 +143,7 @@ class PlanRun:
                 partial(self._uploads.wait, self._supervisor.stop.is_set) if self._uploads else None
             )
             numbered = lanes(self._plan, self._limits.check)
-            most = partial(most_threads, self._plan, self._threads)
+            most = partial(most_threads, self._plan, self._memory, self._threads)
             left = [sum(nbytes_of(self._plan, number) for number in one) for one in numbered]
             listed = [
                 Lane(self._lane(one, done), most(one), nbytes)
@@ -153,7 +152,7 @@ class PlanRun:
             work = Lanes(listed, self._threads, room)
             threads = [daemon(self._work, work) for _ in range(self._threads)]
             self._working = len(threads)
-            if self._arithmetic():
+            if self._calculates:
                 import_torch()  # once, and not by threads that wait for each other
             try:
                 for thread in threads:
@@ -217,19 +216,26 @@ class PlanRun:
 
     def _work(self, work: Lanes) -> None:
         """Do units until none is left; one thread."""
-        worker = Worker(
+        files = RunFiles(
+            self._plan.computed,
+            self.sources.files,
             self._root,
-            self._plan.transfers,
+            self._memory,
+            direct=self._options.direct,
+        )
+        worker = Worker(
+            self._plan,
             self._options,
             self._limits,
-            computed=cache(self._computed),
-            memory=self._memory,
+            files,
             stopped=self._supervisor.stop.is_set,
             buffers=self._buffers(),
         )
         self._workers.append(worker)
         failure: BaseException | None = None
         try:
+            if self._calculates:
+                keep_to_thread()
             with closing(worker):
                 self._do(worker, work)
         except BaseException as error:
@@ -254,28 +260,13 @@ class PlanRun:
         self._working -= 1
 
     def _read(self) -> int:
-        stored = sum(worker.bytes_read for worker in self._workers)
-        return self._read_elsewhere + stored + sum(one.bytes_read for one in self._virtual)
-
-    def _arithmetic(self) -> bool:
-        """Return whether elements are cast or computed; whether they are permuted, tiles show."""
-        casts = (one.source_dtype != one.target_dtype for one in self._plan.transfers)
-        return any(casts) or any(map(needs_torch, self._plan.computed.values()))
-
-    def _computed(self) -> ComputedFiles:
-        if any(map(needs_torch, self._plan.computed.values())):
-            keep_to_thread()
-        made = ComputedFiles(self._plan.computed, self.sources.files)
-        self._virtual.append(made)
-        return made
+        return self._read_elsewhere + sum(worker.bytes_read for worker in self._workers)
 
     def _tell(self, news: News) -> None:
         for path in news.finished:
-            if not is_memory(path):
-                self._finisher.finish(path)
+            self._finisher.finish(path)
         for path in news.ripe:
-            if not is_memory(path):
-                self._finisher.sync(path)
+            self._finisher.sync(path)
         if news.durable[0]:
             self._finisher.record(*news.durable)
 
@@ -303,8 +294,7 @@ class PlanRun:
         self._require_all()
         checksum = self._options.checksum
         crcs = [
-            self._ledger.crc(index) if checksum and not is_memory(record.file) else 0
-            for index, record in enumerate(self._plan.records)
+            self._ledger.crc(index) if checksum else 0 for index in range(len(self._plan.records))
         ]
         books = self._ledger
         outcomes = books.outcomes()

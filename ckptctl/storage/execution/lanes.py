@@ -9,10 +9,9 @@ end at about the same time.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from typing import NamedTuple
 
-from ckptctl.catalog import is_computed, is_memory
 from ckptctl.planner.balance import Share
 from ckptctl.planner.copying.copies import check, lower
 from ckptctl.planner.copying.tile import UNCHECKED, Limits, Read, Tile, Write
@@ -130,19 +129,22 @@ class Lanes:
         return lane
 
 
-def most_threads(plan: Plan, threads: int, numbers: Sequence[int]) -> int:
-    """Return how many of a run's *threads* gain by doing the transfers *numbers* together."""
+def most_threads(plan: Plan, memory: Container[str], threads: int, numbers: Sequence[int]) -> int:
+    """Return how many of a run's *threads* gain by doing the transfers *numbers* together.
+
+    *memory* has the names of what is filled in memory.
+    """
     if threads <= PER_FILE:
         return threads
     transfers = [plan.transfers[one] for one in numbers if one < len(plan.transfers)]
-    if not transfers or any(map(_computes, transfers)):
+    if not transfers or any(_computes(plan, one) for one in transfers):
         return threads
     files = {operand.file for one in transfers for operand in one.target.operands}
-    return threads if any(map(is_memory, files)) else PER_FILE * len(files)
+    return threads if any(file in memory for file in files) else PER_FILE * len(files)
 
 
-def _computes(transfer: Transfer) -> bool:
-    made = any(is_computed(operand.file) for operand in transfer.source.operands)
+def _computes(plan: Plan, transfer: Transfer) -> bool:
+    made = any(operand.file in plan.computed for operand in transfer.source.operands)
     return made or transfer.source_dtype != transfer.target_dtype
 
 

@@ -29,7 +29,7 @@ class News(NamedTuple):
     """What a commit brought about.
 
     Attributes:
-        finished: Output files all of whose bytes but the frame are written.
+        finished: Output files all of whose bytes but the frame are written; memory is none.
         ripe: Output files with many bytes that no sync has been asked for.
         durable: Units to be journaled, and the files they wrote; empty: not yet.
     """
@@ -80,6 +80,7 @@ class Ledger:
         for raw in plan.raw_copies:
             self._all[raw.target] += raw.nbytes
         self._left = self._all.copy()
+        self._files = {file.path for file in plan.files}
         self._unsynced: Counter[str] = Counter()
         self._pending: list[Done] = []
         self._pending_files: set[str] = set()
@@ -154,7 +155,9 @@ class Ledger:
         self._outcomes[transfer] = self._outcomes.get(transfer, NOTHING) + outcome
 
     def crc(self, record: int) -> int:
-        """Return the CRC-32 of a finished record; 0 for an empty one."""
+        """Return the CRC-32 of a finished record; 0 for an empty one, and for memory."""
+        if self._plan.records[record].file not in self._files:
+            return 0
         if record in self._whole:
             return self._whole[record]
         entry = self._plan.records[record]
@@ -178,6 +181,8 @@ class Ledger:
                     self._parts.setdefault(write.record, []).append(part)
             total += write.nbytes
             self._left[write.file] -= write.nbytes
+            if write.file not in self._files:
+                continue
             if not self._left[write.file]:
                 news.finished.append(write.file)
             elif not resumed:

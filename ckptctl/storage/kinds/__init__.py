@@ -9,24 +9,24 @@ from __future__ import annotations
 import importlib
 import math
 import pkgutil
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING
 
 from ckptctl import dtypes
-from ckptctl.catalog import Box, Computed, TensorEntry, is_computed
+from ckptctl.catalog import Box, Computed, TensorEntry
 from ckptctl.installed import has_torch, require_package, require_torch
 from ckptctl.planner.copying.copies import permutes
 from ckptctl.planner.copying.runs import product_boxes
 from ckptctl.planner.plan import Plan
 from ckptctl.storage.arithmetic import elements
-from ckptctl.storage.compare import Readable, read_box, row_major
+from ckptctl.storage.compare import fill_box
 
 if TYPE_CHECKING:
     import torch
 
-    from ckptctl.storage.computed import ComputedFiles, Span
+    from ckptctl.storage.computed import OpenFiles
     from ckptctl.storage.files import SourceFiles
     from ckptctl.storage.rounding import Rounding
 
@@ -42,8 +42,8 @@ PIECE = 1 << 20
 class Inputs:
     """What one virtual file is made of."""
 
-    def __init__(self, files: ComputedFiles, name: str, computed: Computed) -> None:
-        self._files = files
+    def __init__(self, opened: OpenFiles, name: str, computed: Computed) -> None:
+        self.opened = opened
         self._name = name
         self._computed = computed
 
@@ -53,19 +53,11 @@ class Inputs:
 
     def files(self, key: str) -> SourceFiles:
         """Return the files that the input *key* lies in."""
-        return self._files.sources(self._computed.inputs[key].root)
-
-    def reader(self, key: str) -> Readable:
-        """Return what reads the files that the input *key* lies in, virtual ones included."""
-        return self._files.reader(self._computed.inputs[key].root)
-
-    def gather(self, name: str, pieces: Iterable[Span], buffer: memoryview) -> None:
-        """Read pieces of the virtual file called *name* into their places in *buffer*."""
-        self._files.gather(name, pieces, buffer)
+        return self.opened.roots(self._computed.inputs[key].root)
 
     def room(self, use: str, nbytes: int) -> memoryview:
         """Return memory for one use, until more is asked for the same; not an input's name."""
-        return self._files.room(use, nbytes)
+        return self.opened.buffers.get(use, nbytes)[:nbytes]
 
     def tensor(self, key: str, rows: range) -> torch.Tensor:
         """Return consecutive rows of the input *key*, seen as a matrix of its last dimension.
@@ -74,8 +66,7 @@ class Inputs:
             ``[len(rows), last dimension]``; a copy, until the next call for *key*.
         """
         entry = self.entry(key)
-        room = self._files.room(key, self._nbytes(entry, rows))
-        return elements(self._read(key, rows, room), entry.dtype, last_of(entry.shape))
+        return elements(self.raw(key, rows), entry.dtype, last_of(entry.shape))
 
     def block(self, key: str, rows: range, columns: range) -> torch.Tensor:
         """Return consecutive columns of such rows, of which no more is read where that is faster.
@@ -84,20 +75,12 @@ class Inputs:
             ``[len(rows), len(columns)]``; until the next call for *key*.
         """
         entry = self.entry(key)
-        start, width = self._start(key), last_of(entry.shape)
-        item = dtypes.itemsize(entry.dtype)
+        width, item = last_of(entry.shape), dtypes.itemsize(entry.dtype)
         more, whole = (width - len(columns)) * item, len(rows) * width * item
         near = more == 0 or (more < SEEK and whole <= MOST)
-        if near or start is None or not self.files(key).local:
+        if near or len(entry.extents) > 1 or not self.files(key).local:
             return self.tensor(key, rows)[:, columns.start : columns.stop]
-        size = len(columns) * item
-        room = self._files.room(key, len(rows) * size)
-        reader = self._files.reader(self._computed.inputs[key].root)
-        file, first = start
-        for number, row in enumerate(rows):
-            part = room[number * size : (number + 1) * size]
-            reader.readv(file, [part], first + (row * width + columns.start) * item)
-        return elements(room, entry.dtype, len(columns))
+        return elements(self._read(key, rows, columns), entry.dtype, len(columns))
 
     def turned(
         self,
@@ -121,7 +104,7 @@ class Inputs:
 
         entry = self.entry(key)
         height, _ = entry.shape
-        step = max(PIECE // self._nbytes(entry, range(1)), 1)
+        step = max(PIECE // (entry.shape[1] * dtypes.itemsize(entry.dtype)), 1)
 
         def read() -> memoryview:
             found = [
@@ -139,25 +122,24 @@ class Inputs:
                 start += part.shape[1]
             return kept
 
-        return elements(self._files.kept((self._name, f"{key} {columns}"), read), dtype, height)
+        return elements(self.opened.kept((self._name, f"{key} {columns}"), read), dtype, height)
 
     def raw(self, key: str, rows: range) -> memoryview:
         """Return the bytes of :meth:`tensor`, for what needs no arithmetic; likewise a copy."""
-        entry = self.entry(key)
-        return self._read(key, rows, self._files.room(key, self._nbytes(entry, rows)))
+        return self._read(key, rows, range(last_of(self.entry(key).shape)))
 
     def scratch(self, use: str, dtype: str, count: int) -> torch.Tensor:
         """Return room for *count* elements, whatever is in it, until the next call for *use*.
 
         New memory for each rectangle would cost more than most of what is done in it.
         """
-        room = self._files.room(f"/{use}", count * dtypes.itemsize(dtype))
+        room = self.room(f"/{use}", count * dtypes.itemsize(dtype))
         return elements(room, dtype, max(count, 1)).view(-1)[:count]
 
     def given(self, key: str, rows: range) -> torch.Tensor | None:
         """Return the source's own elements behind :meth:`tensor`; None: all of them are finite."""
-        file = self.entry(key).extents[0].file
-        return self._files.given(file, rows) if is_computed(file) else self.tensor(key, rows)
+        made = self.opened.computed(self.entry(key).extents[0].file)
+        return made.given(rows) if made else self.tensor(key, rows)
 
     def whole(self, key: str) -> torch.Tensor:
         """Return all of a small input as it is shaped; kept for the next call, so do not write.
@@ -165,38 +147,27 @@ class Inputs:
         Nothing bounds its size: it is for inputs that are small by nature.
         """
         entry = self.entry(key)
-        rows = range(math.prod(entry.shape[:-1]))
+        rows, columns = range(math.prod(entry.shape[:-1])), range(last_of(entry.shape))
 
         def read() -> memoryview:
-            return self._read(key, rows, memoryview(bytearray(self._nbytes(entry, rows))))
+            return self._read(key, rows, columns, memoryview(bytearray(entry.nbytes)))
 
-        kept = self._files.kept((self._name, key), read)
+        kept = self.opened.kept((self._name, key), read)
         return elements(kept, entry.dtype, last_of(entry.shape)).view(entry.shape)
 
-    def _start(self, key: str) -> tuple[str, int] | None:
-        """Return where the elements of an input begin; None: not all are in a row."""
-        entry = self.entry(key)
-        extent = entry.extents[0] if len(entry.extents) == 1 else None
-        if extent is None or extent.box.sizes != entry.shape:
-            return None
-        dense = extent.strides in (None, row_major(entry.shape))
-        return (extent.file, extent.offset) if dense else None
-
-    def _nbytes(self, entry: TensorEntry, rows: range) -> int:
-        return len(rows) * last_of(entry.shape) * dtypes.itemsize(entry.dtype)
-
-    def _read(self, key: str, rows: range, room: memoryview) -> memoryview:
-        """Fill *room* with consecutive rows."""
-        found = self._computed.inputs[key]
-        entry, reader = found.entry, self._files.reader(found.root)
-        if start := self._start(key):
-            reader.readv(start[0], [room], start[1] + self._nbytes(entry, range(rows.start)))
-            return room
-        at = 0
-        for box in boxes_of(entry.shape, rows):
-            part = read_box(reader, entry, box)
-            room[at : at + len(part)] = part
-            at += len(part)
+    def _read(
+        self, key: str, rows: range, columns: range, room: memoryview | None = None
+    ) -> memoryview:
+        """Fill *room*, or that of *key*, with consecutive columns of consecutive rows."""
+        entry, at = self.entry(key), 0
+        item = dtypes.itemsize(entry.dtype)
+        reader = self.opened.reader(self._computed.inputs[key].root)
+        if room is None:
+            room = self.room(key, len(rows) * len(columns) * item)
+        for box in boxes_of(entry.shape, rows, columns):
+            nbytes = box.numel * item
+            fill_box(reader, entry, box, room[at : at + nbytes])
+            at += nbytes
         return room
 
 
@@ -273,10 +244,10 @@ def last_of(shape: tuple[int, ...]) -> int:
     return shape[-1] if shape else 1
 
 
-def boxes_of(shape: tuple[int, ...], rows: range) -> Iterator[Box]:
-    """Yield the boxes that hold consecutive rows of a tensor of *shape*."""
+def boxes_of(shape: tuple[int, ...], rows: range, columns: range) -> Iterator[Box]:
+    """Yield the boxes that hold consecutive columns of consecutive rows of a tensor of *shape*."""
     if not shape:
         yield Box((), ())
         return
     for offsets, sizes in product_boxes(rows.start, rows.stop, shape[:-1]):
-        yield Box((*offsets, 0), (*sizes, shape[-1]))
+        yield Box((*offsets, columns.start), (*sizes, len(columns)))

@@ -1,21 +1,20 @@
-"""Kinds that need no scales: constants, copies, sums, and views that are conjugate or negative.
+"""Kinds that need no scales: constants, sums, and views that are conjugate or negative.
 
 ``constant``: elements that are all the same, what a model type adds and no file holds; the
-parameter ``value`` is the element, 0 where it is not given. ``copied``: elements as another tensor
-has them, one of another checkpoint. ``added``: likewise, each plus the number that the parameter
-``plus`` is, rounded once to the dtype. ``mirrored``: elements of a view that is lazily conjugate or
-negative, as torch saves it, with a flag; the parameters ``conj`` and ``neg`` are 1 where it is. The
-last three have an input ``base`` of the same dtype and shape.
+parameter ``value`` is the element, 0 where it is not given. ``added``: elements as another tensor
+has them, each plus the number that the parameter ``plus`` is, rounded once to the dtype.
+``mirrored``: elements of a view that is lazily conjugate or negative, as torch saves it, with a
+flag; the parameters ``conj`` and ``neg`` are 1 where it is. The last two have an input ``base`` of
+the same dtype and shape.
 """
 
 from __future__ import annotations
 
 import math
 
-from ckptctl import dtypes
 from ckptctl.catalog import Computed
 from ckptctl.storage.arithmetic import elements
-from ckptctl.storage.kinds import Inputs, Kind, last_of
+from ckptctl.storage.kinds import Inputs, Kind
 
 
 def _constant(
@@ -31,20 +30,6 @@ def _is_zero(computed: Computed) -> bool:
     """Return whether no arithmetic is needed: zero is zero bytes in every dtype that has one."""
     value = computed.parameters.get("value", 0)
     return value == 0 and math.copysign(1, float(value)) > 0
-
-
-def _copied(
-    inputs: Inputs, computed: Computed, rows: range, columns: range, out: memoryview
-) -> None:
-    found, width = inputs.raw("base", rows), last_of(computed.shape)
-    if len(columns) == width:
-        out[:] = found
-        return
-    item = dtypes.itemsize(computed.dtype)
-    part = len(columns) * item
-    for row in range(len(rows)):
-        begin = (row * width + columns.start) * item
-        out[row * part : (row + 1) * part] = found[begin : begin + part]
 
 
 def _mirrored(
@@ -69,6 +54,5 @@ def _added(
 KINDS = {
     "added": Kind(_added),
     "constant": Kind(_constant, plain=_is_zero),
-    "copied": Kind(_copied, plain=lambda _: True),
     "mirrored": Kind(_mirrored),
 }

@@ -13,9 +13,10 @@ from collections import OrderedDict
 from dataclasses import dataclass, field
 from weakref import WeakKeyDictionary
 
+from ckptctl import dtypes
 from ckptctl.catalog import Box, Computed, Extent, TensorEntry
 from ckptctl.errors import DamagedError, UnsupportedError
-from ckptctl.storage.compare import read_box
+from ckptctl.storage.compare import fill_box
 from ckptctl.storage.crc import crc_of
 from ckptctl.storage.files import SourceFiles
 from ckptctl.storage.kinds import Inputs, Kind, boxes_of
@@ -81,13 +82,10 @@ def _unpacked(
             item.files, item.entry = _read(files, inputs.entry("item"), computed)
     assert item.files
     at = 0
-    for box in boxes_of(computed.shape, rows):
-        if box.sizes:
-            first, count = columns.start, len(columns)
-            box = Box((*box.offsets[:-1], first), (*box.sizes[:-1], count))
-        part = read_box(item.files, item.entry, box)
-        out[at : at + len(part)] = part
-        at += len(part)
+    for box in boxes_of(computed.shape, rows, columns):
+        nbytes = box.numel * dtypes.itemsize(computed.dtype)
+        fill_box(item.files, item.entry, box, out[at : at + nbytes])
+        at += nbytes
 
 
 def _read(

@@ -9,10 +9,12 @@ import torch
 
 from ckptctl.catalog import Box, Catalog, Computed, Extent, Input, TensorEntry, computed_name
 from ckptctl.errors import DamagedError
+from ckptctl.planner.copying.blocks import rearranged
+from ckptctl.planner.strided import Strided, stack
 from ckptctl.storage.compare import equal
-from ckptctl.storage.computed import ComputedFiles, open_reader, rectangles
+from ckptctl.storage.computed import OpenFiles, open_reader, rectangles
 from ckptctl.storage.files import source_files
-from ckptctl.storage.kinds import kinds
+from ckptctl.storage.kinds import kinds, needs_torch
 from tests.checkpoints.readers import raw_bytes
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
@@ -36,13 +38,13 @@ def stored(files, name, tensor):
 
 def read(files, computed, spans, others=()):
     """Return the bytes of *spans* of the virtual file."""
-    found = ComputedFiles({NAME: computed, **dict(others)}, lambda _: files)
+    opened = OpenFiles({NAME: computed, **dict(others)}, lambda _: files)
     buffer = memoryview(bytearray(sum(size for _, size in spans)))
     pieces, start = [], 0
     for offset, size in spans:
         pieces.append((offset, size, start))
         start += size
-    found.gather(NAME, pieces, buffer)
+    opened.source(files, NAME).gather(pieces, buffer)
     return bytes(buffer)
 
 
@@ -164,15 +166,28 @@ def test_a_virtual_file_may_be_made_of_another(files):
     assert found == raw_bytes(torch.full((8, 8), 2.5))
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("turned", [False, True])
+def test_rearranged_elements_are_read_in_any_rectangles(files, dtype, turned):
+    """Experts apart, stacked and reordered: in long runs, and element by element."""
+    experts = [torch.randn(60, 400) for _ in range(3)]
+    inputs = [stored(files, f"e{number}", one) for number, one in enumerate(experts)]
+    stacked = stack([Strided.whole(one.entry) for one in inputs])
+    order = (0, 2, 1) if turned else (1, 0, 2)
+    computed = rearranged(inputs[0].root, stacked.permute(order).cast(dtype))
+    assert needs_torch(computed) == (turned or dtype == "bfloat16")
+    same_everywhere(files, computed, torch.stack(experts).permute(order).to(DTYPES[dtype]))
+
+
 def test_what_is_computed_of_what_is_computed_has_memory_of_its_own(files):
     """A rectangle of the outer file takes two of the inner one, and both have an input `base`."""
     base = torch.randn(1024, 1024, generator=torch.Generator().manual_seed(2))
     inner, shape = computed_name("inner"), tuple(base.shape)
-    copied = Computed("copied", "float32", shape, {"base": stored(files, "base", base)})
-    whole = Extent(Box.whole(shape), inner, 0, base.nbytes)
-    given = Input("", TensorEntry("inner", "float32", shape, (whole,), ("inner",)))
+    whole = {"base": stored(files, "base", base)}
+    same = Computed("added", "float32", shape, whole, {"plus": 0})
+    given = Input("", same.entry("inner", ("inner",), inner))
     computed = Computed("lora", "bfloat16", shape, {"base": given}, {"changes": 0})
-    found = read(files, computed, [(0, base.nbytes // 2)], {inner: copied}.items())
+    found = read(files, computed, [(0, base.nbytes // 2)], {inner: same}.items())
     assert found == raw_bytes(base.bfloat16())
 
 
@@ -256,8 +271,8 @@ def test_a_row_beyond_the_limit_is_cut():
 )
 def test_a_range_is_cut_where_rows_are_computed_together(width, offset, step):
     computed = Computed("lora", "bfloat16", (4096, width // 2), {}, {})
-    found = ComputedFiles({NAME: computed}, lambda _: pytest.fail("nothing is read"))
-    assert found.step(NAME, offset, 1 << 20) == step
+    found = OpenFiles({NAME: computed}, lambda _: pytest.fail("nothing is read")).computed(NAME)
+    assert found.best_step(offset, 1 << 20) == step
 
 
 def test_kinds_are_found():

@@ -263,7 +263,7 @@ def test_errors_of_worker_threads_are_raised(
     def full(*_: object) -> None:
         raise StorageError("No space left on device")
 
-    monkeypatch.setattr("ckptctl.storage.execution.worker.write_all", full)
+    monkeypatch.setattr("ckptctl.storage.execution.run_files.write_all", full)
     with pytest.raises(CheckpointException, match="No space left") as caught:
         save(state, tmp_path / "ours", jobs=4)
     assert caught.tb  # which keeps the writer alive
@@ -394,16 +394,15 @@ def test_a_save_that_fails_below_a_url_leaves_no_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     url = f"memory://{tmp_path.name}/failed"
-    monkeypatch.setattr("ckptctl.distributed.saving.local_state.BLOCK", 1 << 10)
-    monkeypatch.setattr("ckptctl.distributed.saving.url.row_major_blocks", _breaking)
+    monkeypatch.setattr("ckptctl.storage.execution.streaming._StreamSink.write", _breaking)
     with pytest.raises(CheckpointException, match="the network is down"):
         save({"w": torch.ones(64, 64)}, url, checksum=False)
     store = FsspecStore(url)
     assert store.size(".metadata") == store.size("__0_0.distcp") == -1
 
 
-def _breaking(tensor: torch.Tensor) -> Iterator[memoryview]:
-    yield memoryview(bytes(100))
+def _breaking(sink: Any, offset: int, view: memoryview) -> None:
+    sink._target.write(view[:100])
     raise Failing("the network is down")
 
 

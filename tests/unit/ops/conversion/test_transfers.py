@@ -16,7 +16,6 @@ from ckptctl.catalog import (
     Input,
     TensorEntry,
     computed_name,
-    memory_name,
 )
 from ckptctl.formats.base import Output, Place
 from ckptctl.ops.conversion.transfers import sources_of, transfers
@@ -37,7 +36,7 @@ def _transfer(*files: str) -> Transfer:
     return Transfer("t", "t", (4 * len(files),), side, side, "uint8", "uint8")
 
 
-def test_files_are_named_once_and_memory_is_none(tmp_path: Path) -> None:
+def test_files_are_named_once(tmp_path: Path) -> None:
     root, other = tmp_path / "root", tmp_path / "other"
     for folder in (root, other):
         folder.mkdir()
@@ -45,16 +44,16 @@ def test_files_are_named_once_and_memory_is_none(tmp_path: Path) -> None:
             (folder / name).write_bytes(bytes(number))
     outer, inner, unread = map(computed_name, ("outer", "inner", "unread"))
     virtual = {
-        outer: Computed("copied", "uint8", (4,), {"base": Input(str(root), _entry(inner))}),
+        outer: Computed("added", "uint8", (4,), {"base": Input(str(root), _entry(inner))}),
         inner: Computed(
-            "copied",
+            "added",
             "uint8",
             (4,),
             {"base": Input(str(root), _entry("c")), "more": Input(str(other), _entry("d"))},
         ),
         unread: Computed("constant", "uint8", (4,)),
     }
-    read = [_transfer("b", outer), _transfer(memory_name("0"), "b")]
+    read = [_transfer("b", outer), _transfer(inner, "b")]
     raw = [RawCopy("a", 0, 1, "x", 0)]
     computed, sources = sources_of(str(root), read, virtual, raw)
     assert computed.keys() == {outer, inner}

@@ -1,9 +1,8 @@
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
-from ckptctl.storage.execution.tile_reader import MAX_OPEN, Descriptors
+from ckptctl.storage.execution.run_files import MAX_OPEN, RunFiles
 from ckptctl.storage.files import LocalFiles
 
 
@@ -12,11 +11,14 @@ def test_what_was_asked_for_last_stays_open(tmp_path: Path) -> None:
     names = [str(number) for number in range(MAX_OPEN)]
     for name in ("source", *names):
         (tmp_path / name).write_text(name)
-    descriptors, files = Descriptors(tmp_path), LocalFiles(tmp_path)
-    descriptors.source(files, "source")
+    files = LocalFiles(tmp_path)
+    opened = RunFiles({}, lambda _: files, tmp_path, {})
+    opened.source(files, "source")
     for name in names[:-1]:
-        descriptors.target(name)
-    source = descriptors.source(files, "source")
-    descriptors.target(names[-1])
-    assert os.pread(source, 6, 0) == b"source"
-    descriptors.close()
+        opened.sink(name)
+    source = opened.source(files, "source")
+    opened.sink(names[-1])
+    view = memoryview(bytearray(6))
+    source.read_into(0, [view], 6)
+    assert bytes(view) == b"source" and opened.bytes_read == 6
+    opened.close()

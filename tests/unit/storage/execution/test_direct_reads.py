@@ -13,7 +13,7 @@ import pytest
 from ckptctl.catalog import memory_name
 from ckptctl.errors import DamagedError
 from ckptctl.planner.plan import Record
-from ckptctl.storage.execution import tile_reader
+from ckptctl.storage.execution import run_files
 from ckptctl.storage.execution.executor import execute
 from ckptctl.storage.execution.options import ExecutionOptions
 from ckptctl.storage.page_cache import cold
@@ -72,7 +72,7 @@ def test_without_the_option_the_cache_is_filled(tmp_path: Path, content: bytes) 
 def test_short_ranges_are_read_through_the_cache(
     tmp_path: Path, content: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.delattr(tile_reader, "past_cache")
+    monkeypatch.delattr(run_files, "past_cache")
     assert read(tmp_path, 70_000, 1000) == content[70_000:71_000]
 
 
@@ -83,14 +83,14 @@ def refused(descriptor: int) -> None:
 def test_where_there_are_no_direct_reads(
     tmp_path: Path, content: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tile_reader, "past_cache", refused)
+    monkeypatch.setattr(run_files, "past_cache", refused)
     assert read(tmp_path, 5, SIZE - 5) == content[5:]
 
 
 def test_a_direct_read_that_fails_is_done_again(
     tmp_path: Path, content: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tile_reader, "PAGE", 512 - 100)  # nothing is aligned
+    monkeypatch.setattr(run_files, "PAGE", 512 - 100)  # nothing is aligned
     assert read(tmp_path, 5, SIZE - 5) == content[5:]
 
 

@@ -23,7 +23,7 @@ from ckptctl.planner.copying import copies
 from ckptctl.planner.plan import Operand, OutputFile, Plan, RawCopy, Record, Side, Transfer
 from ckptctl.storage import arithmetic
 from ckptctl.storage.crc import crc32
-from ckptctl.storage.execution import options, worker
+from ckptctl.storage.execution import options, tile_engine, worker
 from ckptctl.storage.execution.executor import execute
 from ckptctl.storage.execution.options import ExecutionOptions
 from ckptctl.storage.sources import Sources
@@ -243,8 +243,8 @@ def test_torch_keeps_its_thread_count(tmp_path, monkeypatch):
 
         return watched
 
-    monkeypatch.setattr(worker, "cast", watching(cast))
-    monkeypatch.setattr(worker, "permute", watching(permute))
+    monkeypatch.setattr(tile_engine, "cast", watching(cast))
+    monkeypatch.setattr(tile_engine, "permute", watching(permute))
     cases = [Case(tmp_path / name) for name in ("a", "b")]
     plans = [case.everything() for case in cases]
     runs = [

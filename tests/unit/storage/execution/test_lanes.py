@@ -50,8 +50,9 @@ def plan(*targets: tuple[str, ...], source: str = "s", dtype: str = "uint8") -> 
 )
 def test_as_many_threads_write_a_file_as_gain_by_it(what: Plan, expected: int) -> None:
     (numbers,) = lanes(what, checks=True)
-    assert most_threads(what, 16, numbers) == expected
-    assert most_threads(what, 2, numbers) == 2
+    memory = {memory_name("x")}
+    assert most_threads(what, memory, 16, numbers) == expected
+    assert most_threads(what, memory, 2, numbers) == 2
 
 
 def test_threads_that_would_not_gain_end() -> None:

@@ -14,7 +14,7 @@ import pytest
 
 from ckptctl.errors import StorageError
 from ckptctl.storage import threads
-from ckptctl.storage.execution import tile_reader
+from ckptctl.storage.execution import run_files
 from ckptctl.storage.execution.executor import execute
 from ckptctl.storage.execution.options import ExecutionOptions
 from ckptctl.storage.threads import Supervisor
@@ -76,7 +76,7 @@ def test_a_descriptor_that_cannot_be_closed_ends_the_run(tmp_path, monkeypatch, 
     def failing(descriptor):
         name = Path(f"/proc/self/fd/{descriptor}").readlink().name
         close(descriptor)
-        if name == "all.bin" and sys._getframe(1).f_code.co_filename == tile_reader.__file__:
+        if name == "all.bin" and sys._getframe(1).f_code.co_filename == run_files.__file__:
             raise OSError(errno.EIO, "no")
 
     monkeypatch.setattr(os, "close", failing)

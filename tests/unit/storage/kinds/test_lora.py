@@ -1,5 +1,6 @@
 """Merged rows against the formula, in any order and in any pieces."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -8,11 +9,14 @@ from safetensors.torch import save_file
 
 from ckptctl import formats
 from ckptctl.catalog import Computed, Input
-from ckptctl.storage.computed import ComputedFiles
+from ckptctl.planner.copying.blocks import rearranged
+from ckptctl.planner.mapping.deltas import Delta, Factor
+from ckptctl.storage.computed import OpenFiles
 from ckptctl.storage.files import source_files
+from ckptctl.storage.kinds.lora import Change
 
 ROWS, COLUMNS, RANK = 96, 40, 5
-ORDER = "4,2,12:0,2,1"
+ORDER = {"axes": (4, 2, 12), "order": (0, 2, 1)}
 
 
 @pytest.fixture
@@ -33,13 +37,14 @@ def inputs(state, tmp_path: Path):
     return {name: Input(str(tmp_path), entry) for name, entry in catalog.tensors.items()}
 
 
-def read(computed, pieces, every=1):
-    """The elements of *computed*, asked for in *pieces* of so many bytes; the others are 0."""
+def read(made, pieces, every=1):
+    """The elements of what is computed, asked for in so many bytes; the others are 0."""
+    computed, others = made
     found = bytearray(ROWS * COLUMNS * getattr(torch, computed.dtype).itemsize)
     view, start = memoryview(found), 0
     root = computed.inputs["base"].root
     with source_files(root) as files:
-        virtual = ComputedFiles({"//x": computed}, lambda _: files)
+        virtual = OpenFiles({"//x": computed, **others}, lambda _: files).reader(root)
         while start < len(found):
             size = min(pieces, len(found) - start)
             virtual.readv("//x", [view[start : start + size]], start)
@@ -47,12 +52,20 @@ def read(computed, pieces, every=1):
     return torch.frombuffer(found, dtype=getattr(torch, computed.dtype)).view(ROWS, COLUMNS)
 
 
-def definition(inputs, dtype="float32", dora=False, **parameters):
-    named = {"base": inputs["base"], "a0": inputs["a"], "b0": inputs["b"]}
-    if dora:
-        named["magnitude0"] = inputs["magnitude"]
-    numbers = {"changes": 1, "start0": 0, "stop0": ROWS, "scale0": 0.7, "from0": 0, "length0": 0}
-    return Computed("lora", dtype, (ROWS, COLUMNS), named, numbers | parameters)
+def definition(
+    inputs, dtype="float32", dora=False, order=None, first=0, rows=(0, ROWS), columns=()
+):
+    a, b = Factor("a", 0, *columns), Factor("b", first, **(order or {}))
+    magnitude = replace(b, key="magnitude") if dora else None
+    parts = {"a0": a.of_columns(inputs["a"].entry), "b0": b.of_rows(inputs["b"].entry, ROWS)}
+    if magnitude:
+        parts["magnitude0"] = magnitude.of_rows(inputs["magnitude"].entry, ROWS)
+    root = inputs["base"].root
+    others = {f"//{name}": rearranged(root, part) for name, part in parts.items()}
+    named = {name: Input(root, others[f"//{name}"].entry(name, (), f"//{name}")) for name in parts}
+    change = Change(Delta("base", *rows, RANK, a, b, magnitude), 0.7)
+    inputs = {"base": inputs["base"], **named}
+    return Computed("lora", dtype, (ROWS, COLUMNS), inputs, arguments=(change,)), others
 
 
 def expected(state, first=0, order=None, dora=False):
@@ -68,8 +81,7 @@ def expected(state, first=0, order=None, dora=False):
 @pytest.mark.parametrize("order", [None, ORDER])
 @pytest.mark.parametrize("first", [0, 8])
 def test_the_formula(state, inputs, dora, order, first):
-    more = {"rows0": order} if order else {}
-    found = read(definition(inputs, dora=dora, from0=first, length0=first, **more), 1 << 20)
+    found = read(definition(inputs, dora=dora, order=order, first=first), 1 << 20)
     torch.testing.assert_close(
         found.double(), expected(state, first, order, dora), rtol=2e-6, atol=2e-6
     )
@@ -80,13 +92,13 @@ def test_the_formula(state, inputs, dora, order, first):
     "pieces", [pytest.param(52, marks=pytest.mark.slow), 160, 1000, 3 * 160 + 4]
 )
 def test_pieces_change_no_bit(inputs, dora, pieces):
-    one = definition(inputs, dora=dora, rows0=ORDER)
+    one = definition(inputs, dora=dora, order=ORDER)
     assert torch.equal(read(one, pieces), read(one, 1 << 20))
 
 
 @pytest.mark.parametrize("dora", [False, True])
 def test_single_elements(inputs, dora):
-    one, every = definition(inputs, dora=dora, rows0=ORDER), 61
+    one, every = definition(inputs, dora=dora, order=ORDER), 61
     found, whole = read(one, 4, every), read(one, 1 << 20)
     assert torch.equal(found.flatten()[::every], whole.flatten()[::every])
 
@@ -97,14 +109,14 @@ def test_one_rounding(state, inputs):
 
 
 def test_rows_beside_the_change_stay(state, inputs):
-    found = read(definition(inputs, "bfloat16", start0=10, stop0=30), 1 << 20)
+    found = read(definition(inputs, "bfloat16", rows=(10, 30)), 1 << 20)
     assert torch.equal(found[:10], state["base"][:10])
     assert torch.equal(found[30:], state["base"][30:])
     assert (found[10:30] != state["base"][10:30]).any(dim=1).all()
 
 
 def test_columns_of_a_in_another_order(state, inputs):
-    found = read(definition(inputs, columns0="5,2,4:1,0,2"), 1 << 20)
+    found = read(definition(inputs, columns=((5, 2, 4), (1, 0, 2))), 1 << 20)
     a = state["a"].double().view(RANK, 5, 2, 4).transpose(1, 2).reshape(RANK, COLUMNS)
     whole = state["base"].double() + 0.7 * (state["b"][:ROWS].double() @ a)
     torch.testing.assert_close(found.double(), whole, rtol=2e-6, atol=2e-6)

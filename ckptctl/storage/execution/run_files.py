@@ -1,0 +1,194 @@
+"""The files of a plan, opened by name for one thread: what it reads, and what it writes."""
+
+from __future__ import annotations
+
+import os
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from typing import TypeVar
+
+from ckptctl.catalog import Computed
+from ckptctl.errors import StorageError, storage_errors
+from ckptctl.storage.byte_files import ByteSink, ByteSource, Piece
+from ckptctl.storage.computed import OpenFiles
+from ckptctl.storage.execution.output_files import open_target, write_all
+from ckptctl.storage.files import SourceFiles, after
+from ckptctl.storage.outcome import NOTHING, Outcome
+from ckptctl.storage.page_cache import PAGE, cold, past_cache
+
+MAX_OPEN = 64
+ITEM = 16
+"""A step ends between two elements, of any dtype."""
+LocalFile = TypeVar("LocalFile", "LocalSource", "LocalSink")
+
+
+class RunFiles(OpenFiles):
+    """The files of one thread of a run: memory, virtual files, stored ones and outputs.
+
+    Of those that have descriptors of this thread's own, the last few stay open.
+
+    Args:
+        computed: The plan's virtual files.
+        roots: Returns the files below a directory.
+        root: Where output files lie.
+        memory: The plan's memory, by name.
+        direct: Whether long ranges of files that are not in the page cache are read past it.
+    """
+
+    def __init__(
+        self,
+        computed: Mapping[str, Computed],
+        roots: Callable[[str], SourceFiles],
+        root: Path,
+        memory: Mapping[str, ByteSource | ByteSink],
+        *,
+        direct: bool = False,
+    ) -> None:
+        super().__init__(computed, roots)
+        self._root = root
+        self._memory = memory
+        self._direct = direct
+        # No files: it is written.
+        self._open: OrderedDict[tuple[SourceFiles | None, str], LocalSource | LocalSink]
+        self._open = OrderedDict()
+
+    def source(self, files: SourceFiles, name: str) -> ByteSource:
+        """Return *name*: memory, a virtual file or one of *files*; what is opened later closes it.
+
+        The last few do not: it is read before the next one but one is asked for.
+        """
+        found = self._memory.get(name) or self._used(files, name)
+        if found is None:
+            if not files.local or name in self._computed:
+                return super().source(files, name)
+            found = self._keep(files, LocalSource(self, files, name, direct=self._direct))
+        assert isinstance(found, ByteSource)
+        return found
+
+    def sink(self, name: str) -> ByteSink:
+        """Return *name*: memory or an output file; see :meth:`source`."""
+        found = self._memory.get(name) or self._used(None, name)
+        if found is None:
+            found = self._keep(None, LocalSink(self._root, name))
+        assert isinstance(found, ByteSink)
+        return found
+
+    def close(self) -> None:
+        """Close all of them; over NFS this may be what says that written bytes are lost."""
+        with ExitStack() as stack:
+            for file in self._open.values():
+                stack.callback(file.close)
+            self._open.clear()
+
+    def _used(self, files: SourceFiles | None, name: str) -> LocalSource | LocalSink | None:
+        """Return an open file, which others that are opened do not close at once."""
+        key = files, name
+        found = self._open.get(key)
+        if found is not None:
+            self._open.move_to_end(key)
+        return found
+
+    def _keep(self, files: SourceFiles | None, file: LocalFile) -> LocalFile:
+        while len(self._open) >= MAX_OPEN:
+            self._open.popitem(last=False)[1].close()
+        self._open[files, file.name] = file
+        return file
+
+
+class LocalSource(ByteSource):
+    """A source file of this machine.
+
+    Args:
+        opened: Counts what is read.
+        files: The files below its root.
+        name: Its name there.
+        direct: Whether it may be read past the page cache.
+    """
+
+    def __init__(self, opened: OpenFiles, files: SourceFiles, name: str, *, direct: bool) -> None:
+        self._opened = opened
+        self._files = files
+        self.name = name
+        self.descriptor: int = files.descriptor(name)
+        self._direct: int | None = None
+        self._unseen = direct  # whether nobody has looked if it is in the page cache
+
+    def read_into(self, offset: int, views: Sequence[memoryview], nbytes: int) -> None:
+        """See :meth:`ByteSource.read_into`."""
+        self._opened.bytes_read += nbytes
+        try:
+            count = os.preadv(self.descriptor, views, offset)
+        except OSError as error:
+            raise self._failed(error) from error
+        if count != nbytes:
+            self._files.readv(self.name, after(views, count), offset + count)
+
+    def gather(self, pieces: Iterable[Piece], buffer: memoryview) -> Outcome:
+        """See :meth:`ByteSource.gather`; of thousands, each costs a few microseconds."""
+        descriptor, preadv, total = self.descriptor, os.preadv, 0
+        try:
+            for offset, nbytes, start in pieces:
+                view = buffer[start : start + nbytes]
+                count = preadv(descriptor, (view,), offset)
+                if count != nbytes:
+                    self._files.readv(self.name, after([view], count), offset + count)
+                total += nbytes
+        except OSError as error:
+            raise self._failed(error) from error
+        self._opened.bytes_read += total
+        return NOTHING
+
+    @property
+    def past_cache(self) -> bool:
+        """See :meth:`ByteSource.past_cache`: so they are where the page cache does not have it."""
+        if self._unseen:
+            self._unseen = False
+            if cold(self.descriptor):
+                self._direct = past_cache(self._files.descriptor(self.name))
+        return self._direct is not None
+
+    def read_past_cache(self, offset: int, nbytes: int, room: memoryview) -> memoryview | None:
+        """See :meth:`ByteSource.read_past_cache`; after a failure none is tried again."""
+        if self._direct is None:
+            return None
+        before = offset % PAGE
+        most = len(room) // PAGE * PAGE - before
+        end = before + min(nbytes, most // ITEM * ITEM)
+        view = room[: -(-end // PAGE) * PAGE]
+        with suppress(OSError):  # whatever it is: the page cache can, or tells it
+            if os.preadv(self._direct, (view,), offset - before) >= end:
+                self._opened.bytes_read += end - before
+                return view[before:end]
+        os.close(self._direct)
+        self._direct = None
+        return None
+
+    def close(self) -> None:
+        """Close its descriptors."""
+        with storage_errors("close", self._files.root / self.name):
+            if self._direct is not None:
+                os.close(self._direct)
+            os.close(self.descriptor)
+
+    def _failed(self, error: OSError) -> StorageError:
+        return StorageError.from_os_error(error, "read", str(self._files.root / self.name))
+
+
+class LocalSink(ByteSink):
+    """An output file."""
+
+    def __init__(self, root: Path, name: str) -> None:
+        self._root = root
+        self.name = name
+        self.descriptor: int = open_target(root / name)
+
+    def write(self, offset: int, view: memoryview) -> None:
+        """See :meth:`ByteSink.write`."""
+        write_all(self.descriptor, view, offset, self._root, self.name)
+
+    def close(self) -> None:
+        """Close its descriptor."""
+        with storage_errors("close", self._root / self.name):
+            os.close(self.descriptor)

@@ -1,0 +1,142 @@
+"""Carrying out a plan where files cannot be written by position: one by one, front to back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from threading import Event
+from typing import IO
+
+from ckptctl.errors import CkptError
+from ckptctl.planner.plan import OutputFile, Plan
+from ckptctl.storage.buffers import TileBuffers
+from ckptctl.storage.byte_files import ByteSink, Memory, memory_files
+from ckptctl.storage.execution.lanes import plan_units
+from ckptctl.storage.execution.ledger import Ledger
+from ckptctl.storage.execution.options import ExecutionOptions
+from ckptctl.storage.execution.run_files import RunFiles
+from ckptctl.storage.execution.worker import Worker
+from ckptctl.storage.sources import Sources
+from ckptctl.storage.threads import thread_pool
+
+Create = Callable[[str], AbstractContextManager[IO[bytes]]]
+"""Opens a new file by its name in the plan."""
+
+
+def stream(
+    plan: Plan,
+    create: Create,
+    options: ExecutionOptions,
+    memory: Mapping[str, Memory] | None = None,
+) -> None:
+    """Write the output files of *plan*, with one thread.
+
+    Headers with checksums come first, so records are read twice for them. Checksums of sources are
+    always compared.
+
+    Args:
+        plan: Each of its transfers fills one record.
+        create: Opens what is written.
+        options: How.
+        memory: As :func:`~ckptctl.storage.execution.executor.execute` takes it.
+    """
+    stop = Event()
+    with ExitStack() as stack:
+        pool = stack.enter_context(thread_pool(1))  # each thread has its own streams of devices
+        stack.callback(stop.set)
+        sources = Sources(plan, stack)
+        files = _StreamedFiles(plan.computed, sources.files, Path(), memory_files(memory or {}))
+        stack.callback(files.close)
+        run = _Streaming(plan, options, sources, files, stop)
+        sources.check()
+        for file in plan.files:
+            with create(file.path) as target:
+                pool.submit(run.write, file, target).result()
+        sources.check()
+
+
+class _Streaming:
+    """A plan while it is carried out."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        options: ExecutionOptions,
+        sources: Sources,
+        files: _StreamedFiles,
+        stop: Event,
+    ) -> None:
+        how = replace(options, checksum=True)
+        self._plan, self._options, self._sources = plan, options, sources
+        self._files, self._stop = files, stop
+        self._limits = how.limits(short=True)
+        self._worker = Worker(
+            plan, how, self._limits, files, stopped=stop.is_set, buffers=TileBuffers()
+        )
+        self._ahead, self._written = (Ledger(plan, 0, 0) for _ in range(2))
+        filled = (copy.target.operands[0].record for copy in plan.transfers)
+        self._transfers = {record: number for number, record in enumerate(filled)}
+
+    def write(self, file: OutputFile, target: IO[bytes]) -> None:
+        """Write a file from front to back."""
+        records = self._plan.records
+        inside = (n for n, record in enumerate(records) if record.file == file.path)
+        pending = iter(sorted(inside, key=lambda number: records[number].offset))
+        sink = _StreamSink(target)
+        for offset, part in file.frame(cache(self._crc)):
+            while sink.position < offset:
+                self._copy(next(pending), sink, self._written)
+            sink.write(offset, memoryview(part))
+        assert sink.position == file.size
+
+    def _crc(self, record: int) -> int:
+        if not self._options.checksum:
+            return 0
+        self._copy(record, _NoSink(), self._ahead)
+        return self._ahead.crc(record)
+
+    def _copy(self, record: int, sink: ByteSink, ledger: Ledger) -> None:
+        self._files.out = sink
+        transfer = self._transfers[record]
+        for unit in plan_units(self._plan, transfer, self._sources, self._limits, None):
+            done = self._worker.do(unit)
+            if self._stop.is_set():
+                raise CkptError("the write was interrupted")
+            ledger.commit([(unit, done)])
+            if self._options.pace and ledger is self._written:
+                self._options.pace(self._worker.underway)
+            self._worker.underway = 0
+
+
+class _StreamedFiles(RunFiles):
+    """The files of a plan, of which one is written at a time."""
+
+    out: ByteSink
+
+    def sink(self, name: str) -> ByteSink:  # noqa: ARG002
+        """Return what is written now."""
+        return self.out
+
+
+class _StreamSink(ByteSink):
+    """A file that takes bytes in their order."""
+
+    def __init__(self, target: IO[bytes]) -> None:
+        self._target = target
+        self.position = 0
+
+    def write(self, offset: int, view: memoryview) -> None:
+        """See :meth:`ByteSink.write`."""
+        assert offset == self.position
+        self._target.write(view)
+        self.position += len(view)
+
+
+class _NoSink(ByteSink):
+    """Lets a worker compute checksums of what it reads."""
+
+    def write(self, offset: int, view: memoryview) -> None:
+        """Do nothing."""

@@ -1,0 +1,94 @@
+"""Files that a run opens by name: whatever they are, they hold the same bytes."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+
+from ckptctl.catalog import Box, Extent, TensorEntry, computed_name, memory_name
+from ckptctl.errors import DamagedError
+from ckptctl.planner.copying.blocks import rearranged
+from ckptctl.planner.strided import Strided
+from ckptctl.storage.byte_files import ByteSource, HostMemory
+from ckptctl.storage.execution import run_files
+from ckptctl.storage.execution.run_files import RunFiles
+from ckptctl.storage.files import LocalFiles, MemoryFiles, SourceFiles
+
+CONTENT = random.Random(3).randbytes(10_000)
+NAMES = {"local": "in", "remote": "in", "computed": computed_name("in"), "memory": memory_name("0")}
+
+
+def opened(kind: str, folder: Path) -> tuple[RunFiles, ByteSource]:
+    """Open a file of a kind that holds :data:`CONTENT`."""
+    (folder / "in").write_bytes(CONTENT)
+    files: SourceFiles = LocalFiles(folder)
+    if kind == "remote":
+        files = MemoryFiles(CONTENT, folder)
+    shape = (100, 100)
+    extent = Extent(Box.whole(shape), "in", 0, len(CONTENT))
+    entry = TensorEntry("t", "uint8", shape, (extent,), ("t",))
+    computed = {NAMES["computed"]: rearranged(str(folder), Strided.whole(entry))}
+    memory = {NAMES["memory"]: HostMemory(memoryview(bytearray(CONTENT)))}
+    made = RunFiles(computed, lambda _: files, folder, memory)
+    return made, made.source(files, NAMES[kind])
+
+
+@pytest.mark.parametrize("kind", NAMES)
+def test_every_kind_reads_the_same(tmp_path: Path, kind: str) -> None:
+    files, source = opened(kind, tmp_path)
+    parts = [bytearray(70), bytearray(1), bytearray(2000)]
+    source.read_into(333, [memoryview(part) for part in parts], 2071)
+    assert b"".join(parts) == CONTENT[333 : 333 + 2071]
+    room = memoryview(bytearray(300))
+    assert not source.gather([(9_990, 10, 0), (5, 200, 90), (205, 10, 290)], room)
+    assert bytes(room) == CONTENT[9_990:] + bytes(80) + CONTENT[5:215]
+    assert (files.bytes_read == 0) == (kind == "memory")
+    seen = source.view(40, 60)
+    assert (seen is None) == (kind != "memory") and (seen is None or seen == CONTENT[40:100])
+    assert (source.descriptor is None) == (kind != "local")
+    assert source.together == (kind == "computed")
+    files.close()
+
+
+@pytest.mark.parametrize("kind", ["local", "remote", "computed"])
+def test_a_file_that_ends_early_is_damaged(tmp_path: Path, kind: str) -> None:
+    files, source = opened(kind, tmp_path)
+    (tmp_path / "in").write_bytes(b"short")
+    if kind == "remote":
+        source = files.source(MemoryFiles(b"short", tmp_path), "in")
+    with pytest.raises(DamagedError, match="truncated"):
+        source.read_into(0, [memoryview(bytearray(100))], 100)
+    with pytest.raises(DamagedError, match="truncated"):
+        source.gather([(0, 100, 0)], memoryview(bytearray(100)))
+
+
+def test_sinks_take_what_is_written(tmp_path: Path) -> None:
+    memory = bytearray(8)
+    files = RunFiles(
+        {}, lambda _: pytest.fail(), tmp_path, {"/memory/0": HostMemory(memoryview(memory))}
+    )
+    (tmp_path / "out").write_bytes(bytes(8))
+    for name in ("out", "/memory/0"):
+        sink = files.sink(name)
+        sink.write(3, memoryview(b"abc"))
+        assert sink.checksummed == (sink.descriptor is not None) == (name == "out")
+        assert (sink.view(0, 8) is None) == (name == "out")
+    assert (tmp_path / "out").read_bytes() == memory == b"\0\0\0abc\0\0"
+    files.close()
+
+
+def test_a_file_that_was_closed_is_opened_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run_files, "MAX_OPEN", 2)
+    files = LocalFiles(tmp_path)
+    made = RunFiles({}, lambda _: files, tmp_path, {})
+    room = memoryview(bytearray(1))
+    for name in "abc":
+        (tmp_path / name).write_text(name)
+    for name in "abcabc":
+        made.source(files, name).read_into(0, [room], 1)
+        assert bytes(room).decode() == name
+    made.close()

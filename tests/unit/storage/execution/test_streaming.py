@@ -1,0 +1,118 @@
+"""Files that are written from front to back have the bytes of those that are filled in parallel."""
+
+from __future__ import annotations
+
+import io
+import itertools
+import random
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from ckptctl.catalog import memory_name
+from ckptctl.errors import ChangedError, DamagedError
+from ckptctl.planner.plan import CrcOf, OutputFile, Plan, Record, Side, Transfer
+from ckptctl.storage.compare import row_major
+from ckptctl.storage.execution.executor import execute
+from ckptctl.storage.execution.options import ExecutionOptions
+from ckptctl.storage.execution.streaming import stream
+from tests.unit.storage.execution.test_memory import operand, plan
+
+HOW = ExecutionOptions(jobs=1, sync=False)
+SHAPES = ((), (0, 3), (7,), (40, 30), (200, 100, 90))
+
+
+class Store:
+    """Keeps what is written."""
+
+    def __init__(self) -> None:
+        self.files: dict[str, bytes] = {}
+
+    @contextmanager
+    def create(self, name: str) -> Iterator[io.BytesIO]:
+        file = io.BytesIO()
+        yield file
+        self.files[name] = file.getvalue()
+
+
+def tensors(order: random.Random) -> tuple[Plan, dict[str, memoryview]]:
+    """Plan two files of tensors in memory, some with permuted or sparse elements."""
+    memory: dict[str, memoryview] = {}
+    transfers: list[Transfer] = []
+    records: list[Record] = []
+    files: list[OutputFile] = []
+    for name in ("x", "y"):
+        end = 4
+        for shape in SHAPES:
+            dims = list(range(len(shape)))
+            order.shuffle(dims)
+            dense = row_major(tuple(shape[dim] for dim in dims))
+            steps = [0] * len(shape)
+            for dim, step in zip(dims, dense, strict=True):
+                steps[dim] = step * order.choice((1, 2))
+            source = operand(memory_name(str(len(memory))), 3, shape, steps)
+            memory[source.file] = memoryview(order.randbytes(source.nbytes + 3))
+            target = operand(name, end, shape, record=len(records))
+            axes = tuple((dim,) for dim in range(len(shape)))
+            sides = Side(axes, (source,)), Side(axes, (target,))
+            transfers.append(Transfer("t", "t", shape, *sides, "uint8", "uint8"))
+            nbytes = 0 if 0 in shape else target.nbytes
+            records.append(Record("t", name, end, nbytes))
+            end += nbytes
+        numbers = range(len(records) - len(SHAPES), len(records))
+
+        def frame(
+            crc_of: CrcOf, end: int = end, numbers: range = numbers
+        ) -> Iterator[tuple[int, bytes]]:
+            yield 0, b"head"
+            yield end, b"".join(crc_of(number).to_bytes(4, "little") for number in numbers)
+
+        files.append(OutputFile(name, end + 4 * len(numbers), frame))
+    return Plan("/", {}, "", False, tuple(files), tuple(records), tuple(transfers), (), ""), memory
+
+
+@pytest.mark.parametrize("checksum", [True, False])
+@pytest.mark.parametrize("seed", range(3))
+def test_files_are_those_of_a_parallel_run(tmp_path: Path, seed: int, checksum: bool) -> None:
+    made, memory = tensors(random.Random(seed))
+    how, store = replace(HOW, checksum=checksum), Store()
+    execute(made, tmp_path, how, lambda _: None, memory=memory)
+    stream(made, store.create, how, memory)
+    assert store.files == {name: (tmp_path / name).read_bytes() for name in ("x", "y")}
+
+
+def test_headers_may_come_before_what_they_hold_checksums_of() -> None:
+    content, store = random.Random(1).randbytes(3 << 20), Store()
+
+    def frame(crc_of: CrcOf) -> Iterator[tuple[int, bytes]]:
+        yield 0, crc_of(0).to_bytes(4, "little")
+        yield 4 + len(content), b""
+
+    name, done = memory_name("0"), list[int]()
+    source, target = operand(name, 0, [len(content)]), operand("x", 4, [len(content)], record=0)
+    record, file = Record("t", "x", 4, len(content)), OutputFile("x", 4 + len(content), frame)
+    made = plan(source, target, record, [file], Path())
+    stream(made, store.create, replace(HOW, pace=done.append), {name: memoryview(content)})
+    assert store.files == {"x": zlib.crc32(content).to_bytes(4, "little") + content}
+    assert sum(done) == len(content) and max(done) <= 1 << 20
+
+
+def test_sources_are_compared_with_their_checksums_and_may_not_change(tmp_path: Path) -> None:
+    (tmp_path / "in").write_bytes(b"abcd")
+    source = operand("in", 0, [4])._replace(crc32=zlib.crc32(b"abcd"))
+    file = OutputFile("x", 4, lambda _: itertools.repeat((4, b""), 1))
+    made = plan(source, operand("x", 0, [4], record=0), Record("t", "x", 0, 4), [file], tmp_path)
+    store = Store()
+    stream(made, store.create, replace(HOW, checksum=False))
+    assert store.files == {"x": b"abcd"}
+    with (tmp_path / "in").open("r+b") as changed:
+        changed.write(b"b")
+    with pytest.raises(ChangedError):
+        stream(made, store.create, HOW)
+    wrong = plan(source, operand("x", 0, [4], record=0), Record("t", "x", 0, 4), [file], tmp_path)
+    with pytest.raises(DamagedError, match="does not match"):
+        stream(wrong, store.create, replace(HOW, checksum=False))
