@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import SupportsIndex
 
-from ckptctl import installed
 from ckptctl.errors import UsageError, spell_option
 from ckptctl.options import Given, among
 from ckptctl.units import counted
@@ -137,6 +136,8 @@ def globs(value: Iterable[str]) -> tuple[str, ...]:
 
 def added_steps(_: Given | None = None) -> list[str]:
     """Return the names of the steps that installed packages add to a conversion."""
+    from ckptctl import installed
+
     return sorted(installed.entry_points(STEPS))
 
 

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
-from typing import Protocol
 
 from ckptctl import formats
 from ckptctl.catalog import Catalog
@@ -66,7 +64,7 @@ def lay_out(draft: Draft) -> Draft:
         blobs=draft.blobs,
         max_shard_size=draft.shard_bytes,
         mp=ranks,
-        rank_boxes=partial(shares, ranks=ranks) if shares else None,
+        rank_boxes=(lambda tensor: shares(tensor, ranks)) if shares else None,
         checksum=options.checksum,
         metadata=metadata,
         config=draft.assets.documents.get(CONFIG),
@@ -130,11 +128,8 @@ def _require_same_keys(like: Catalog, draft: Draft) -> None:
 Block = tuple[int, int]
 
 
-class Divide(Protocol):
-    """How ranks divide tensors."""
-
-    def __call__(self, tensor: OutputTensor, ranks: int) -> Sequence[RankShard | None]:
-        """Return what each of *ranks* ranks holds of *tensor*; None: nothing."""
+Divide = Callable[[OutputTensor, int], Sequence[RankShard | None]]
+"""Returns what each of so many ranks holds of a tensor, or None if it holds nothing."""
 
 
 def division(change: Change, layout: str | None) -> Divide | None:

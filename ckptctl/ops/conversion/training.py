@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 
 from ckptctl.catalog import Blob, Catalog, Path, TensorEntry
 from ckptctl.errors import RefusedError, spell_option
+from ckptctl.formats.mcore.spelling import whole_of
 from ckptctl.formats.shared.leaves import join
 from ckptctl.planner.mapping.mapped import MappedTensor, View, Zeros
 from ckptctl.planner.mapping.tensors import Change
@@ -70,8 +71,6 @@ def follow(catalog: Catalog, names: Sequence[str], root: str, change: Change) ->
 
 def _require_no_parts(tensors: Sequence[TensorEntry], change: Change) -> None:
     """Refuse what an optimizer knows of parts of tensors that are whole here: the names differ."""
-    from ckptctl.formats.mcore.spelling import whole_of  # which few need
-
     named = [(entry, whole) for entry in tensors if (whole := whole_of(entry.name))]
     own = {view.key for item in change.tensors for view in item.sources} if named else {}
     for entry, whole in named:

@@ -175,8 +175,9 @@ def add_package(folder: Path, monkeypatch, name: str, points: str) -> None:
 @pytest.fixture
 def clean():
     from ckptctl import families
+    from ckptctl.ops.conversion import steps
 
-    added = (formats.entry_points, formats.load_added)
+    added = (formats.entry_points, formats.load_added, steps.entry_points, steps.load_added)
     caches = (*added, families._entry_points, families._load)
     for one in caches:
         one.cache_clear()
@@ -188,7 +189,8 @@ def clean():
 def test_plug_ins(run, tmp_path, monkeypatch, clean):
     points = "[ckptctl.formats]\nbroken = nothing.at.all:FORMAT\ndcp = other:FORMAT\n"
     add_package(tmp_path, monkeypatch, "one", points + "[ckptctl.converters]\nllama3 = one:X\n")
-    add_package(tmp_path, monkeypatch, "two", "[ckptctl.formats]\ntwice = two:A\n")
+    points = "[ckptctl.formats]\ntwice = two:A\n[ckptctl.steps]\ncut = nothing:STEP\n"
+    add_package(tmp_path, monkeypatch, "two", points)
     add_package(tmp_path, monkeypatch, "three", "[ckptctl.formats]\ntwice = three:A\n")
     checks = found(run, tmp_path)
     assert checks["format broken"]["status"] == "fail"
@@ -197,6 +199,12 @@ def test_plug_ins(run, tmp_path, monkeypatch, clean):
     assert checks["format twice"]["status"] == "warn"
     assert checks["model type llama3"]["found"] == "added by one"
     assert checks["model type llama3"]["status"] == "warn"
+    assert checks["step cut"]["found"] == "added by two, cannot be loaded"
+
+
+def test_steps_are_only_shown_if_a_package_adds_some(run, tmp_path):
+    checks = found(run, tmp_path)
+    assert "formats" in checks and "steps" not in checks
 
 
 def test_the_token_is_not_shown(run, tmp_path, monkeypatch):
