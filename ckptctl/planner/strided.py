@@ -65,27 +65,38 @@ class Part(NamedTuple):
     origin: Ints
     begin: Ints
 
-    def within(self, dim: int, start: int, stop: int) -> Iterator[Part]:
-        """Yield what lies between two positions along a dimension of the tensor."""
-        along = sorted((axis for axis in self.axes if axis.dim == dim), key=_STEP, reverse=True)
-        steps, first = [axis.step for axis in along], self.origin[dim]
-        yield from self._between(along, steps, start - first, stop - first)
+    def within(self, dim: int, start: int, stop: int) -> Sequence[Part]:
+        """Return what lies between two positions along a dimension of the tensor."""
+        along = [axis for axis in self.axes if axis.dim == dim]
+        first = self.origin[dim]
+        return self._between(along, _STEP, start - first, stop - first)
 
-    def stored_within(self, at: int, start: int, stop: int) -> Iterator[Part]:
-        """Yield what lies between two positions along a dimension of the stored tensor."""
-        along = sorted((axis for axis in self.axes if axis.at == at), key=_STRIDE, reverse=True)
-        steps, first = [axis.stride for axis in along], self.begin[at]
-        yield from self._between(along, steps, start - first, stop - first)
+    def stored_within(self, at: int, start: int, stop: int) -> Sequence[Part]:
+        """Return what lies between two positions along a dimension of the stored tensor."""
+        along = [axis for axis in self.axes if axis.at == at]
+        first = self.begin[at]
+        return self._between(along, _STRIDE, start - first, stop - first)
 
     def _between(
-        self, axes: Sequence[Axis], steps: Sequence[int], start: int, stop: int
-    ) -> Iterator[Part]:
-        sizes = [axis.size for axis in axes]
+        self, axes: list[Axis], step_of: Callable[[Axis], int], start: int, stop: int
+    ) -> Sequence[Part]:
+        """Return what lies between two positions along a dimension that *axes* move along."""
+        # Written out: most dimensions have one axis or none, and all boxes come by here.
+        if not axes:
+            return (self,) if start <= 0 < stop else ()
+        if len(axes) == 1:
+            axis, step = axes[0], step_of(axes[0])
+            first = -(-start // step) if start > 0 else 0
+            end = min(axis.size, (stop - 1) // step + 1)
+            if first == 0 and end == axis.size:
+                return (self,)
+            return (self.chosen({axis: range(first, end)}),) if first < end else ()
+        axes.sort(key=step_of, reverse=True)
+        sizes, steps = [axis.size for axis in axes], [step_of(axis) for axis in axes]
         if start <= 0 and _reach(sizes, steps) < stop:
-            yield self
-            return
-        for ranges in _index_ranges(sizes, steps, start, stop):
-            yield self.chosen(dict(zip(axes, ranges, strict=True)))
+            return (self,)
+        found = _index_ranges(sizes, steps, start, stop)
+        return [self.chosen(dict(zip(axes, ranges, strict=True))) for ranges in found]
 
     def chosen(self, ranges: Mapping[Axis, range]) -> Part:
         """Return the part with some *ranges* of indices only."""

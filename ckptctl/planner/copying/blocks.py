@@ -6,8 +6,8 @@ Boxes of the checkpoint are met here, straight from the columns of the catalog.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
-from functools import cached_property
+from collections.abc import Callable, Iterator, Sequence
+from functools import cached_property, lru_cache
 from operator import add, mul, sub
 from typing import NamedTuple
 
@@ -41,8 +41,7 @@ class StoredBoxes:
     def strides(self, number: int) -> Sequence[int]:
         """Return the elements between neighbors along each dimension of an extent."""
         stated = self._strides[number] if self._strides else None
-        sizes = self.sizes[number]
-        return stated or runs.dense(sizes, range(len(sizes)), 1)
+        return stated or _row_major(self.sizes[number])
 
     def meeting(self, part: Part) -> Iterator[tuple[int, Part]]:
         """Yield the numbers of boxes that a part has elements in, and those elements."""
@@ -50,16 +49,33 @@ class StoredBoxes:
         for axis in part.axes:
             reach[axis.at] += (axis.size - 1) * axis.stride
         for number in self._index.near(part.begin, tuple(reach)):
-            cuts: Iterable[Part] = (part,)
-            pairs = zip(self.offsets[number], self.sizes[number], strict=True)
-            for at, (first, size) in enumerate(pairs):
-                cuts = [cut for one in cuts for cut in one.stored_within(at, first, first + size)]
-            for cut in cuts:
+            for cut in _inside(part, Part.stored_within, self.offsets[number], self.sizes[number]):
                 yield number, cut
 
     def position(self, number: int, part: Part) -> int:
         """Return how many elements of a box lie before the first one of a part of it."""
         return sum(map(mul, map(sub, part.begin, self.offsets[number]), self.strides(number)))
+
+
+Within = Callable[[Part, int, int, int], Sequence[Part]]
+"""What of a part lies between two positions along a dimension."""
+
+
+def _inside(part: Part, within: Within, lo: Ints, sizes: Ints) -> Sequence[Part]:
+    """Return what of a part lies inside a box."""
+    cuts: Sequence[Part] = (part,)
+    for dim, first in enumerate(lo):
+        stop = first + sizes[dim]
+        if len(cuts) == 1:
+            cuts = within(cuts[0], dim, first, stop)
+        else:
+            cuts = [cut for one in cuts for cut in within(one, dim, first, stop)]
+    return cuts
+
+
+@lru_cache(maxsize=4096)
+def _row_major(sizes: Ints) -> Ints:
+    return runs.dense(sizes, range(len(sizes)), 1)
 
 
 class BlockReader:
@@ -111,10 +127,7 @@ class BlockReader:
         """
         origin = position - sum(map(mul, lo, strides))
         for number in self._index.near(lo, sizes):
-            parts: Iterable[Part] = (self.tensor.parts[number],)
-            for dim, (first, size) in enumerate(zip(lo, sizes, strict=True)):
-                parts = [cut for part in parts for cut in part.within(dim, first, first + size)]
-            for part in parts:
+            for part in _inside(self.tensor.parts[number], Part.within, lo, sizes):
                 for file, block in self._blocks(part, origin, strides):
                     found.setdefault(file, []).append(block)
 
