@@ -23,7 +23,7 @@ from ckptctl.distributed.saving.device_memory import DeviceMemory
 from ckptctl.distributed.saving.options import SaveOptions
 from ckptctl.distributed.saving.save import SavedPlan, save, write
 from ckptctl.errors import CkptError
-from ckptctl.storage.execution import output_files, run_files
+from ckptctl.storage.execution.output_files import LocalSink
 from tests.checkpoints.dcp import distribute
 from tests.checkpoints.readers import differences
 
@@ -280,7 +280,7 @@ def killed_at(rank: int, world: int, root: Path, phase: str, victim: int) -> Non
         owner, name = {
             "before the plan": (collective_save.CollectiveSave, "prepare"),
             "after the plan": (collective_save, "with_values"),
-            "while writing": (run_files, "write_all"),
+            "while writing": (LocalSink, "write"),
             "when written": (collective_save.CollectiveSave, "_publish"),
         }[phase]
         setattr(owner, name, _die)
@@ -295,14 +295,14 @@ def killed_at(rank: int, world: int, root: Path, phase: str, victim: int) -> Non
 
 def killed_among_threads(rank: int, world: int, root: Path, count: int) -> None:
     """Kill one of the ranks that write with many threads, at its write number *count*."""
-    real, counting = output_files.write_all, itertools.count(1)
+    real, counting = LocalSink.write, itertools.count(1)
 
-    def write_all(*arguments: Any) -> None:
+    def write(*arguments: Any) -> None:
         real(*arguments)
         if rank == world - 1 and next(counting) == count:
             _die()
 
-    setattr(run_files, "write_all", write_all)  # noqa: B010
+    setattr(LocalSink, "write", write)  # noqa: B010
     save(distribute(many(1), (world,), "S0"), root / "step", files=7, jobs=16, sync=False)
     (root.parent / f"returned-{rank}").touch()
 

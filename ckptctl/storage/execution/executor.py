@@ -228,6 +228,7 @@ class PlanRun:
             self._options,
             self._limits,
             files,
+            files.sink,
             stopped=self._supervisor.stop.is_set,
             buffers=self._buffers(),
         )

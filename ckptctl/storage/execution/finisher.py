@@ -10,14 +10,14 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Collection, Sequence
+from contextlib import closing
 from pathlib import Path
 from queue import SimpleQueue
 
-from ckptctl.errors import storage_errors
 from ckptctl.planner.plan import Plan
 from ckptctl.storage.execution.journal import Done, Journal
 from ckptctl.storage.execution.ledger import Ledger
-from ckptctl.storage.execution.output_files import opened_target, write_all
+from ckptctl.storage.execution.output_files import LocalSink
 from ckptctl.storage.file_system import begin_writeback
 from ckptctl.storage.threads import daemon
 
@@ -115,27 +115,24 @@ class Finisher:
         self._working -= 1
 
     def _finish(self, path: str) -> None:
-        full = self._root / path
-        with opened_target(full) as descriptor:
+        with closing(LocalSink(self._root, path)) as sink:
             for offset, data in self._files[path].frame(self._ledger.crc):
-                write_all(descriptor, memoryview(data), offset, self._root, path)
+                sink.write(offset, memoryview(data))
             if self._sync:
-                with storage_errors("sync", full):
-                    os.fsync(descriptor)
+                sink.sync()
         if self._uploads:
-            self._uploads.take(path, full)
+            self._uploads.take(path, self._root / path)
 
     def _early(self, path: str) -> None:
-        with opened_target(self._root / path) as descriptor:
-            begin_writeback(descriptor)
+        with closing(LocalSink(self._root, path)) as sink:
+            begin_writeback(sink.descriptor)
         with self._lock:
             self._syncing.discard(path)
 
     def _record(self, units: Sequence[Done], paths: Sequence[str]) -> None:
         for path in paths:
-            full = self._root / path
-            with opened_target(full) as descriptor, storage_errors("sync", full):
-                os.fsync(descriptor)
+            with closing(LocalSink(self._root, path)) as sink:
+                sink.sync()
         if self._journal:
             with self._appending:
                 self._journal.append(units)

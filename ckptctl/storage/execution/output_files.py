@@ -4,47 +4,51 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 
 from ckptctl.errors import StorageError, storage_errors
 from ckptctl.planner.copying.tile import MIB, Write
 from ckptctl.planner.plan import OutputFile
 from ckptctl.storage import trash
+from ckptctl.storage.byte_files import ByteSink
 from ckptctl.storage.crc import crc32
 from ckptctl.storage.file_system import sync_directory
 from ckptctl.storage.paths import contained
 from ckptctl.units import counted
 
 
-def open_target(path: Path) -> int:
-    """Open an output file that exists for writing."""
-    with storage_errors("open", path):
-        return os.open(path, os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+class LocalSink(ByteSink):
+    """An output file that exists."""
 
+    def __init__(self, root: Path, name: str) -> None:
+        self.name = name
+        self._path = root / name
+        with storage_errors("open", self._path):
+            flags = os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW
+            self.descriptor: int = os.open(self._path, flags)
 
-@contextmanager
-def opened_target(path: Path) -> Iterator[int]:
-    """Open an output file that exists for writing, and close it in the end."""
-    descriptor = open_target(path)
-    try:
-        yield descriptor
-    finally:
-        os.close(descriptor)
+    def write(self, offset: int, view: memoryview) -> None:
+        """See :meth:`ByteSink.write`."""
+        try:
+            done = os.pwrite(self.descriptor, view, offset)
+            while done < len(view):
+                count = os.pwrite(self.descriptor, view[done:], offset + done)
+                if not count:
+                    raise OSError(errno.EIO, os.strerror(errno.EIO))
+                done += count
+        except OSError as error:
+            raise _write_failed(error, self._path) from error
 
+    def sync(self) -> None:
+        """Have the disk hold what is written."""
+        with storage_errors("sync", self._path):
+            os.fsync(self.descriptor)
 
-def write_all(descriptor: int, view: memoryview, offset: int, root: Path, file: str) -> None:
-    """Write all of *view* at *offset* of *file* below *root*."""
-    try:
-        done = os.pwrite(descriptor, view, offset)
-        while done < len(view):
-            count = os.pwrite(descriptor, view[done:], offset + done)
-            if not count:
-                raise OSError(errno.EIO, os.strerror(errno.EIO))
-            done += count
-    except OSError as error:
-        raise _write_failed(error, root / file) from error
+    def close(self) -> None:
+        """Close the file; over NFS this may be what says that written bytes are lost."""
+        with storage_errors("close", self._path):
+            os.close(self.descriptor)
 
 
 def _write_failed(error: OSError, path: Path) -> StorageError:

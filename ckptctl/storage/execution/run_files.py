@@ -13,7 +13,7 @@ from ckptctl.catalog import Computed
 from ckptctl.errors import StorageError, storage_errors
 from ckptctl.storage.byte_files import ByteSink, ByteSource, Piece
 from ckptctl.storage.computed import OpenFiles
-from ckptctl.storage.execution.output_files import open_target, write_all
+from ckptctl.storage.execution.output_files import LocalSink
 from ckptctl.storage.files import SourceFiles, after
 from ckptctl.storage.outcome import NOTHING, Outcome
 from ckptctl.storage.page_cache import PAGE, cold, past_cache
@@ -21,7 +21,7 @@ from ckptctl.storage.page_cache import PAGE, cold, past_cache
 MAX_OPEN = 64
 ITEM = 16
 """A step ends between two elements, of any dtype."""
-LocalFile = TypeVar("LocalFile", "LocalSource", "LocalSink")
+LocalFile = TypeVar("LocalFile", "LocalSource", LocalSink)
 
 
 class RunFiles(OpenFiles):
@@ -76,7 +76,7 @@ class RunFiles(OpenFiles):
         return found
 
     def close(self) -> None:
-        """Close all of them; over NFS this may be what says that written bytes are lost."""
+        """Close all of them."""
         with ExitStack() as stack:
             for file in self._open.values():
                 stack.callback(file.close)
@@ -174,21 +174,3 @@ class LocalSource(ByteSource):
 
     def _failed(self, error: OSError) -> StorageError:
         return StorageError.from_os_error(error, "read", str(self._files.root / self.name))
-
-
-class LocalSink(ByteSink):
-    """An output file."""
-
-    def __init__(self, root: Path, name: str) -> None:
-        self._root = root
-        self.name = name
-        self.descriptor: int = open_target(root / name)
-
-    def write(self, offset: int, view: memoryview) -> None:
-        """See :meth:`ByteSink.write`."""
-        write_all(self.descriptor, view, offset, self._root, self.name)
-
-    def close(self) -> None:
-        """Close its descriptor."""
-        with storage_errors("close", self._root / self.name):
-            os.close(self.descriptor)

@@ -44,17 +44,29 @@ def stream(
         memory: As :func:`~ckptctl.storage.execution.executor.execute` takes it.
     """
     stop = Event()
+    with thread_pool(1) as pool:  # a thread has streams of devices of its own
+        try:
+            pool.submit(_stream, plan, create, options, memory or {}, stop).result()
+        finally:
+            stop.set()
+
+
+def _stream(
+    plan: Plan,
+    create: Create,
+    options: ExecutionOptions,
+    memory: Mapping[str, Memory],
+    stop: Event,
+) -> None:
     with ExitStack() as stack:
-        pool = stack.enter_context(thread_pool(1))  # each thread has its own streams of devices
-        stack.callback(stop.set)
         sources = Sources(plan, stack)
-        files = _StreamedFiles(plan.computed, sources.files, Path(), memory_files(memory or {}))
+        files = RunFiles(plan.computed, sources.files, Path(), memory_files(memory))
         stack.callback(files.close)
         run = _Streaming(plan, options, sources, files, stop)
         sources.check()
         for file in plan.files:
             with create(file.path) as target:
-                pool.submit(run.write, file, target).result()
+                run.write(file, target)
         sources.check()
 
 
@@ -66,15 +78,17 @@ class _Streaming:
         plan: Plan,
         options: ExecutionOptions,
         sources: Sources,
-        files: _StreamedFiles,
+        files: RunFiles,
         stop: Event,
     ) -> None:
         how = replace(options, checksum=True)
-        self._plan, self._options, self._sources = plan, options, sources
-        self._files, self._stop = files, stop
+        self._plan, self._options, self._sources, self._stop = plan, options, sources, stop
         self._limits = how.limits(short=True)
+        self._out = _StreamSink(None)
         self._worker = Worker(
-            plan, how, self._limits, files, stopped=stop.is_set, buffers=TileBuffers()
+            *(plan, how, self._limits, files, lambda _: self._out),
+            stopped=stop.is_set,
+            buffers=TileBuffers(),
         )
         self._ahead, self._written = (Ledger(plan, 0, 0) for _ in range(2))
         filled = (copy.target.operands[0].record for copy in plan.transfers)
@@ -95,11 +109,11 @@ class _Streaming:
     def _crc(self, record: int) -> int:
         if not self._options.checksum:
             return 0
-        self._copy(record, _NoSink(), self._ahead)
+        self._copy(record, _StreamSink(None, self._plan.records[record].offset), self._ahead)
         return self._ahead.crc(record)
 
-    def _copy(self, record: int, sink: ByteSink, ledger: Ledger) -> None:
-        self._files.out = sink
+    def _copy(self, record: int, sink: _StreamSink, ledger: Ledger) -> None:
+        self._out = sink
         transfer = self._transfers[record]
         for unit in plan_units(self._plan, transfer, self._sources, self._limits, None):
             done = self._worker.do(unit)
@@ -111,32 +125,16 @@ class _Streaming:
             self._worker.underway = 0
 
 
-class _StreamedFiles(RunFiles):
-    """The files of a plan, of which one is written at a time."""
-
-    out: ByteSink
-
-    def sink(self, name: str) -> ByteSink:  # noqa: ARG002
-        """Return what is written now."""
-        return self.out
-
-
 class _StreamSink(ByteSink):
-    """A file that takes bytes in their order."""
+    """A file that takes bytes in their order; None: they are only read, for checksums."""
 
-    def __init__(self, target: IO[bytes]) -> None:
+    def __init__(self, target: IO[bytes] | None, position: int = 0) -> None:
         self._target = target
-        self.position = 0
+        self.position = position
 
     def write(self, offset: int, view: memoryview) -> None:
         """See :meth:`ByteSink.write`."""
         assert offset == self.position
-        self._target.write(view)
+        if self._target is not None:
+            self._target.write(view)
         self.position += len(view)
-
-
-class _NoSink(ByteSink):
-    """Lets a worker compute checksums of what it reads."""
-
-    def write(self, offset: int, view: memoryview) -> None:
-        """Do nothing."""

@@ -38,6 +38,7 @@ class Worker:
         options: ExecutionOptions,
         limits: Limits,
         files: RunFiles,
+        sink: Callable[[str], ByteSink],
         *,
         stopped: Callable[[], bool],
         buffers: TileBuffers,
@@ -47,13 +48,14 @@ class Worker:
         # Steps of a plain range.
         self._chunk = buffers.step or limits.tile
         self._files = files
+        self._sink = sink
         self._stopped = stopped
         self.alone = True
         self.underway = 0
         self._outcome = NOTHING
         self._kernel_copy = not options.checksum
         self._buffers = buffers
-        self._engine = TileEngine(files, files.sink, buffers, checksum=options.checksum)
+        self._engine = TileEngine(files, sink, buffers, checksum=options.checksum)
 
     @property
     def bytes_read(self) -> int:
@@ -76,7 +78,7 @@ class Worker:
         tile, files, kinds = unit.tile, unit.files, self._dtypes(unit)
         place = None
         if len(tile.writes) == 1:
-            place = self._in_place(unit, self._files.sink(tile.writes[0].file))
+            place = self._in_place(unit, self._sink(tile.writes[0].file))
         read, written = [0] * len(tile.reads), [0] * len(tile.writes)
         for step in range(tile.steps):
             if self._stopped():
@@ -114,7 +116,7 @@ class Worker:
     def _flat(self, unit: Unit) -> Done:
         """Copy a plain range in steps that stay in the cache."""
         read, write = unit.tile.reads[0], unit.tile.writes[0]
-        source, sink = self._files.source(unit.files, read.file), self._files.sink(write.file)
+        source, sink = self._files.source(unit.files, read.file), self._sink(write.file)
         if self.alone and self._kernel_copy and self._copy_range(unit, source, sink):
             return Done(unit.transfer, unit.number, [0], [])
         checked = read.operand >= 0
@@ -136,7 +138,7 @@ class Worker:
                 outcome = source.gather([(offset, size, 0)], view)
                 if outcome is not NOTHING:
                     self._outcome += outcome
-                    sink = self._files.sink(write.file)  # what is computed may close it
+                    sink = self._sink(write.file)  # what is computed may close it
             if wanted:
                 crc = crc32(view, crc)
             if not filled:

@@ -5,8 +5,11 @@ from __future__ import annotations
 import io
 import itertools
 import random
+import threading
+import time
 import zlib
 from collections.abc import Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -116,3 +119,25 @@ def test_sources_are_compared_with_their_checksums_and_may_not_change(tmp_path: 
     wrong = plan(source, operand("x", 0, [4], record=0), Record("t", "x", 0, 4), [file], tmp_path)
     with pytest.raises(DamagedError, match="does not match"):
         stream(wrong, store.create, replace(HOW, checksum=False))
+
+
+def test_an_interrupt_ends_the_thread_that_writes(monkeypatch: pytest.MonkeyPatch) -> None:
+    content, store = bytes(3 << 20), Store()
+    name = memory_name("0")
+    file = OutputFile("x", len(content), lambda _: itertools.repeat((len(content), b""), 1))
+    source, target = operand(name, 0, [len(content)]), operand("x", 0, [len(content)], record=0)
+    made = plan(source, target, Record("t", "x", 0, len(content)), [file], Path())
+    begun = threading.Event()
+
+    def interrupted(future: Future[None]) -> None:
+        begun.wait(10)
+        raise KeyboardInterrupt
+
+    def pace(_: int) -> None:
+        begun.set()
+        time.sleep(0.2)
+
+    monkeypatch.setattr(Future, "result", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        stream(made, store.create, replace(HOW, pace=pace), {name: memoryview(content)})
+    assert not store.files

@@ -14,9 +14,9 @@ import pytest
 
 from ckptctl.errors import StorageError
 from ckptctl.storage import threads
-from ckptctl.storage.execution import run_files
 from ckptctl.storage.execution.executor import execute
 from ckptctl.storage.execution.options import ExecutionOptions
+from ckptctl.storage.execution.output_files import LocalSink
 from ckptctl.storage.threads import Supervisor
 from tests.unit.storage.execution.test_executor import Case
 
@@ -76,7 +76,7 @@ def test_a_descriptor_that_cannot_be_closed_ends_the_run(tmp_path, monkeypatch, 
     def failing(descriptor):
         name = Path(f"/proc/self/fd/{descriptor}").readlink().name
         close(descriptor)
-        if name == "all.bin" and sys._getframe(1).f_code.co_filename == run_files.__file__:
+        if name == "all.bin" and sys._getframe(1).f_code is LocalSink.close.__code__:
             raise OSError(errno.EIO, "no")
 
     monkeypatch.setattr(os, "close", failing)
