@@ -92,6 +92,8 @@ def with_label(catalog: Catalog, label: str) -> Catalog:
         catalog: No virtual file of it is a rearranged tensor.
         label: What the names begin with.
     """
+    if not catalog.computed:
+        return catalog
 
     def labeled(entry: TensorEntry) -> TensorEntry:
         if not any(map(is_computed, files_of(entry.extents))):
@@ -110,4 +112,4 @@ def with_label(catalog: Catalog, label: str) -> Catalog:
         for name, made in catalog.computed.items()
     }
     tensors = {name: labeled(entry) for name, entry in catalog.tensors.items()}
-    return replace(catalog, tensors=tensors, computed=computed) if computed else catalog
+    return replace(catalog, tensors=tensors, computed=computed)

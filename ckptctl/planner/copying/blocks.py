@@ -79,16 +79,25 @@ def _row_major(sizes: Ints) -> Ints:
 
 
 class BlockReader:
-    """Finds what fills a buffer with elements of a tensor."""
+    """Finds what fills a buffer with elements of a tensor.
+
+    A plan has tens of thousands of these: boxes are looked at once elements are asked for.
+    """
 
     def __init__(self, tensor: Strided) -> None:
         self.tensor = tensor
         self.item = dtypes.itemsize(tensor.stored_dtype)
-        entries = {id(part.of): part.of for part in tensor.parts}
-        self._stored = {key: StoredBoxes(entry) for key, entry in entries.items()}
-        rank = range(len(tensor.shape))
-        sizes = [tuple(_length(part, dim) for dim in rank) for part in tensor.parts]
-        self._index = BoxIndex([part.origin for part in tensor.parts], sizes)
+
+    @cached_property
+    def _stored(self) -> dict[int, StoredBoxes]:
+        entries = {id(part.of): part.of for part in self.tensor.parts}
+        return {key: StoredBoxes(entry) for key, entry in entries.items()}
+
+    @cached_property
+    def _index(self) -> BoxIndex:
+        rank, parts = range(len(self.tensor.shape)), self.tensor.parts
+        sizes = [tuple(_length(part, dim) for dim in rank) for part in parts]
+        return BoxIndex([part.origin for part in parts], sizes)
 
     def __repr__(self) -> str:
         parts = [(part.of.name, *part[1:]) for part in self.tensor.parts]

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from ckptctl.catalog import TensorEntry
 from ckptctl.errors import MappingError
-from ckptctl.planner.mapping.mapped import MappedTensor, View, stored_shapes
+from ckptctl.planner.mapping.mapped import MappedTensor, View
 from ckptctl.planner.strided import Axis, Ints, Part, Strided
 
 
@@ -34,11 +34,13 @@ def as_strided(
                 where=f"tensor `{other.name}`",
                 why=f"they are merged into one tensor, `{key}`",
             )
+    shape: Ints = ()
     for mapped in tensors:
         for target in (view for view in mapped.targets if view.key == key):
+            shape = tuple(map(max, shape or target.ends, target.ends))
             for source in mapped.sources:
                 parts += _part(mapped.axes, source, target, entries[source.key])
-    return Strided(stored_shapes(tensors)[key], first.dtype, first.dtype, tuple(parts))
+    return Strided(shape, first.dtype, first.dtype, tuple(parts))
 
 
 def by_target(tensors: Iterable[MappedTensor]) -> dict[str, list[MappedTensor]]:
