@@ -7,7 +7,7 @@ layout: sizes, switches and shapes are compared, and what contradicts is refused
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 from ckptctl import families, formats
@@ -71,7 +71,7 @@ def fill_from_base(draft: Draft) -> Draft:
         raise UsageError(
             f"{spell_option('--fill-from')} is not supported for adapters", where=draft.catalog.path
         )
-    base = BaseModel.open(options, draft.assets.documents)
+    base = _open_base(options, draft.assets.documents)
     source = formats.existing(options.fill_from)
     require_destination(source, draft.destination.given, options.overwrite, replaceable)
     return _Filling(draft, base).result()
@@ -80,10 +80,10 @@ def fill_from_base(draft: Draft) -> Draft:
 class _Filling:
     """One call of :func:`fill_from_base`."""
 
-    def __init__(self, draft: Draft, base: BaseModel) -> None:
+    def __init__(self, draft: Draft, base: Model) -> None:
         self.draft, self.options = draft, draft.options
         self.catalog, self.assets, self.known = draft.catalog, draft.assets, draft.model
-        self.base, self.family = base, base.family
+        self.base, self.family = base, families.family(base.model_type or "")
         self.notes = Notes()
         self.origins: dict[str, str] = {}
 
@@ -150,7 +150,7 @@ class _Filling:
         family, own = self.family, [o for o in self.assets.described if o.name in DOCUMENTS]
         structure = {fact_of(family, axis) for axis in family.sizes} | switched(family).keys()
         structure |= {"tie_word_embeddings"}
-        found = disagreements(family, [*own, *self.base.known.described])
+        found = disagreements(family, [*own, *self.base.described])
         wrong = [one for one in found if one.fact in structure]
         if wrong:
             raise self._another("; ".join(map(str, wrong)))
@@ -170,19 +170,29 @@ class _Filling:
 
     def _in_one_layout(self) -> Change:
         """Return what the base is in the source's layout, or rename the source to the base's."""
-        own, other = self.known.layout, self.base.known.layout or HF
+        own, other = self.known.layout, self.base.layout or HF
         problem: CkptError | None = None
         for layout in dict.fromkeys([HF if is_base(own) else own or HF, other]):
             if layout not in self.family.layouts:
                 continue
             try:
-                change = self.base.change(layout)
+                change = self._changed_base(layout)
                 self._rename(layout)
             except HomelessError as error:
                 problem = problem or error
                 continue
             return change
         raise problem or self._another(f"the source has layout {own}, but the base has {other}")
+
+    def _changed_base(self, layout: str) -> Change:
+        """Return what the tensors of the base are in *layout*."""
+        base = self.base
+        try:
+            return change_layout(base, base.tensors, LayoutRequest(layout))
+        except CkptError as error:
+            if error.where != base.catalog.path:
+                error.where = f"{error.where}, in {base.catalog.path}"
+            raise
 
     def _rename(self, layout: str) -> None:
         """Call the source's tensors what they are called in *layout*."""
@@ -205,14 +215,14 @@ class _Filling:
         Some layouts have tensors of zeros that others lack.
         """
         base, root = self.base, self.known.root
-        catalog, zeros = with_zeros(base.catalog, change.zeros, base.known.root, "")
-        mapped = [*in_checkpoint(change.tensors, base.known.root, ""), *zeros]
+        catalog, zeros = with_zeros(base.catalog, change.zeros, base.root, "")
+        mapped = [*in_checkpoint(change.tensors, base.root, ""), *zeros]
         parts = by_target(mapped)
         layout = self.family.layout(self.known.layout or HF)
         there = match(self.family, layout, parts)
         self._require_shapes(parts)
         configs = (self.assets.documents.get(CONFIG), base.catalog.documents.get(CONFIG))
-        unwanted = not_wanted(self.family, there, *configs, self.notes)
+        unwanted = _not_wanted(self.family, there, *configs, self.notes)
         self.origin = {key: some[0].sources[0].key for key, some in parts.items()}
         lacking = [key for key in parts if key not in self.tensors and key not in unwanted]
         copied = {
@@ -305,7 +315,7 @@ class _Filling:
                 hint=f"pass {spell_option('--dequantize bf16')} to dequantize the weights",
             )
         own = main_dtype(one for one in self.tensors.values() if one.name not in own_parts)
-        theirs = main_dtype(one for one in base.known.tensors.values() if one.name not in parts)
+        theirs = main_dtype(one for one in base.tensors.values() if one.name not in parts)
         odd = [key for key in plain if taken[key].dtype == theirs != own]
         if odd and self.options.dtype is None:
             raise RefusedError(
@@ -331,42 +341,24 @@ class _Filling:
         return f"filled from {self.base.catalog.path}: {names}"
 
 
-@dataclass(frozen=True, slots=True)
-class BaseModel:
-    """The checkpoint that tensors are taken from, and what it is."""
-
-    catalog: Catalog
-    known: Model
-    family: Family
-
-    @classmethod
-    def open(cls, options: ConversionOptions, documents: Mapping[str, Json]) -> BaseModel:
-        """Read its index; *documents* describe the model where nothing beside it does."""
-        assert options.fill_from is not None
-        catalog = unwrapped(formats.open_checkpoint(options.fill_from))
-        if options.dequantize and quantized(catalog):
-            catalog = dequantized(catalog, options.dequantize)
-        told = {name: one for name, one in catalog.documents.items() if name in DOCUMENTS}
-        asked = None if told else options.model_type
-        known = understand(catalog, told or documents, Request(asked, sizes=options.sizes))
-        root = Path(catalog.root)
-        described = (Description(name, str(root / name), one) for name, one in told.items())
-        known = replace(known, described=tuple(described))
-        with advised(known):
-            require_one(known)
-        return cls(catalog, known, families.family(known.model_type or ""))
-
-    def change(self, layout: str) -> Change:
-        """Return what its tensors are in *layout*."""
-        try:
-            return change_layout(self.known, self.known.tensors, LayoutRequest(layout))
-        except CkptError as error:
-            if error.where != self.catalog.path:
-                error.where = f"{error.where}, in {self.catalog.path}"
-            raise
+def _open_base(options: ConversionOptions, documents: Mapping[str, Json]) -> Model:
+    """Read the index of the base; *documents* describe it where nothing beside it does."""
+    assert options.fill_from is not None
+    catalog = unwrapped(formats.open_checkpoint(options.fill_from))
+    if options.dequantize and quantized(catalog):
+        catalog = dequantized(catalog, options.dequantize)
+    told = {name: one for name, one in catalog.documents.items() if name in DOCUMENTS}
+    asked = None if told else options.model_type
+    base = understand(catalog, told or documents, Request(asked, sizes=options.sizes))
+    root = Path(catalog.root)
+    described = (Description(name, str(root / name), one) for name, one in told.items())
+    base = replace(base, described=tuple(described))
+    with advised(base):
+        require_one(base)
+    return base
 
 
-def not_wanted(
+def _not_wanted(
     family: Family, there: Matched, config: Json | None, other: Json | None, notes: Notes
 ) -> set[str]:
     """Return the tensors of a base that a configuration does not want.
