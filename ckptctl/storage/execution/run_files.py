@@ -76,7 +76,12 @@ class RunFiles(OpenFiles):
         return found
 
     def close(self) -> None:
-        """Close all of them."""
+        """Close all of them, and let go of memory.
+
+        Virtual files refer to what opened them: tensors must not wait to be collected with both.
+        """
+        self._memory = {}
+        self._virtual.clear()
         with ExitStack() as stack:
             for file in self._open.values():
                 stack.callback(file.close)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import math
+import weakref
 import zlib
 from collections.abc import Sequence
 from dataclasses import replace
@@ -10,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from ckptctl.catalog import memory_name
+from ckptctl.catalog import Computed, computed_name, memory_name
 from ckptctl.errors import DamagedError
 from ckptctl.file_identity import FileIdentity
 from ckptctl.planner.plan import Operand, OutputFile, Plan, Record, Side, Transfer
@@ -102,6 +104,32 @@ def test_a_file_fills_memory_and_nothing_beside(
         for column in range(7):
             expected[3 + row * steps[0] + column * steps[1]] = 20 * row + column
     assert memory == expected
+
+
+@pytest.mark.parametrize("source", ["in", computed_name("in")])
+def test_filled_memory_is_released_after_the_run(tmp_path: Path, source: str) -> None:
+    class Buffer(bytearray):
+        """Can be referred to weakly."""
+
+    (tmp_path / "in").write_bytes(bytes(100))
+    target, record = (
+        operand(memory_name("a"), 0, [100], record=0),
+        Record("t", memory_name("a"), 0, 100),
+    )
+    moved = plan(operand(source, 0, [100]), target, record, [], tmp_path)
+    constant = Computed("constant", "uint8", (100,), parameters={"value": 0})
+    moved = replace(moved, computed={computed_name("in"): constant})
+    buffer = Buffer(b"\xa5" * 100)
+    released = weakref.ref(buffer)
+    gc.disable()
+    try:
+        memory = {memory_name("a"): memoryview(buffer)}
+        execute(moved, tmp_path, FAST, lambda _: None, memory=memory)
+        assert bytes(buffer) == bytes(100)
+        del buffer, memory
+        assert released() is None
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize("size", [100, (5 << 20) + 3])
