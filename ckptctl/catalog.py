@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Annotated, Literal, NamedTuple
 
 from ckptctl import dtypes
@@ -56,6 +57,17 @@ class Box:
     def __str__(self) -> str:
         spans = (f"{o}:{o + s}" for o, s in zip(self.offsets, self.sizes, strict=True))
         return f"[{', '.join(spans)}]"
+
+
+@lru_cache(maxsize=4096)
+def row_major(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Return torch's strides of a contiguous tensor, in elements."""
+    strides: list[int] = []
+    step = 1
+    for size in reversed(shape):
+        strides.append(step)
+        step *= max(size, 1)
+    return tuple(reversed(strides))
 
 
 @dataclass(frozen=True, slots=True)

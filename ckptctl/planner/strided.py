@@ -19,7 +19,7 @@ from operator import attrgetter
 from typing import NamedTuple
 
 from ckptctl import dtypes
-from ckptctl.catalog import Box, Extent, TensorEntry
+from ckptctl.catalog import Box, Extent, TensorEntry, row_major
 from ckptctl.errors import MappingError
 from ckptctl.planner.axes import Axes, unbroken_runs
 
@@ -191,7 +191,7 @@ class Strided:
             return self._without(dim)
         shape = (*self.shape[:dim], *sizes, *self.shape[dim + 1 :])
         parts = self.parts
-        for last, rows in enumerate(_weights(sizes)[:-1], dim):
+        for last, rows in enumerate(row_major(tuple(sizes))[:-1], dim):
             parts = tuple(some for part in parts for some in _split(part, last, rows))
         return replace(self, shape=shape, parts=parts)
 
@@ -199,7 +199,7 @@ class Strided:
         """Return the tensor with *count* dimensions as one; 0: one of size 1 is inserted."""
         sizes, rest = self.shape[dim : dim + count], self.shape[dim + count :]
         dims = [(before, 1) for before in range(dim)]
-        dims += [(dim, weight) for weight in _weights(sizes)]
+        dims += [(dim, weight) for weight in row_major(sizes)]
         dims += [(dim + 1 + after, 1) for after in range(len(rest))]
         shape = (*self.shape[:dim], math.prod(sizes), *rest)
         return replace(self, shape=shape, parts=_renumbered(self.parts, dims, len(shape)))
@@ -382,11 +382,6 @@ def _index_ranges(
 def _reach(sizes: Sequence[int], steps: Sequence[int]) -> int:
     """Return how far the last index lies from the first."""
     return sum((size - 1) * step for size, step in zip(sizes, steps, strict=True))
-
-
-def _weights(sizes: Sequence[int]) -> list[int]:
-    """Return how many elements of dimensions merged into one lie between neighbors of each."""
-    return [math.prod(sizes[dim + 1 :]) for dim in range(len(sizes))]
 
 
 def _with(numbers: Ints, dim: int, number: int) -> Ints:

@@ -15,7 +15,7 @@ from operator import ne
 from typing import TYPE_CHECKING, Annotated, Literal, Protocol
 
 from ckptctl import dtypes
-from ckptctl.catalog import Box, Extent, TensorEntry
+from ckptctl.catalog import Box, Extent, TensorEntry, row_major
 from ckptctl.planner.boxes import intersect
 from ckptctl.results import JsonField
 from ckptctl.storage.arithmetic import import_torch
@@ -164,16 +164,6 @@ def _read_across(
 
 def _distance(index: tuple[int, ...], origin: tuple[int, ...], steps: tuple[int, ...]) -> int:
     return sum((i - o) * step for i, o, step in zip(index, origin, steps, strict=True))
-
-
-def row_major(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Return torch's strides of a contiguous tensor, in elements."""
-    strides: list[int] = []
-    step = 1
-    for size in reversed(shape):
-        strides.append(step)
-        step *= max(size, 1)
-    return tuple(reversed(strides))
 
 
 def _dense(sizes: tuple[int, ...], steps: tuple[int, ...], target: tuple[int, ...]) -> int:

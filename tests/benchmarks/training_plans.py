@@ -20,12 +20,12 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+from ckptctl.catalog import row_major
 from ckptctl.ops.ranks.agreement import RankStatement, generation, unchanged
 from ckptctl.ops.saving.files import RankItems, tensor_files, tensor_metadata
 from ckptctl.ops.saving.global_plan import GlobalPlan, make_global_plan
 from ckptctl.ops.saving.local_shards import HeldChunk, LocalShards, Packed, TensorMeta, digest, pack
 from ckptctl.planner.placements import Shard, local_part
-from ckptctl.storage.compare import row_major
 from tests.benchmarks.options import names_of, numbers
 from tests.checkpoints.llama import LlamaSpec
 

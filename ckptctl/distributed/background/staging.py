@@ -13,11 +13,11 @@ from typing import NamedTuple
 
 import torch
 
+from ckptctl.catalog import row_major
 from ckptctl.distributed.background.host_memory import BLOCK, HostPool, HostRegion, in_threads
 from ckptctl.distributed.saving.device_memory import on_host
 from ckptctl.distributed.saving.local_state import LocalState, blocks
 from ckptctl.distributed.state import span
-from ckptctl.storage.compare import row_major
 
 ALIGNED = 64
 

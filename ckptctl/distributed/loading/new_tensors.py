@@ -12,6 +12,7 @@ from dataclasses import replace
 import torch
 from torch.distributed.tensor import DTensor
 
+from ckptctl.catalog import row_major
 from ckptctl.distributed.compat import ShardedTensor
 from ckptctl.distributed.loading.options import LoadCall
 from ckptctl.distributed.loading.request import LoadRequest, WantedLeaves
@@ -24,7 +25,6 @@ from ckptctl.distributed.state import (
     placement_of,
 )
 from ckptctl.ops.loading.state_mapping import StateMapping
-from ckptctl.storage.compare import row_major
 
 
 def with_new_tensors(asked: LoadRequest, mapping: StateMapping, how: LoadCall) -> LoadRequest:

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import torch
 
-from ckptctl.catalog import memory_name
+from ckptctl.catalog import memory_name, row_major
 from ckptctl.distributed.group import threads, world
 from ckptctl.distributed.loading.pinned_buffers import device_buffers
 from ckptctl.distributed.state import HeldShard, address, bytes_of, memory, row_major_parts
@@ -23,7 +23,6 @@ from ckptctl.ops.loading.state_mapping import StateMapping, Target, Wanted
 from ckptctl.ops.saving.local_shards import TensorMeta
 from ckptctl.planner.plan import Plan
 from ckptctl.storage.byte_files import ByteSink, Memory
-from ckptctl.storage.compare import row_major
 from ckptctl.storage.execution.executor import execute
 from ckptctl.storage.execution.options import Execution, ExecutionOptions
 from ckptctl.storage.threads import no_collection

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from ckptctl.catalog import Extent, memory_key
+from ckptctl.catalog import Extent, memory_key, row_major
 from ckptctl.distributed.saving.local_state import LocalState
 from ckptctl.errors import DamagedError
 from ckptctl.file_identity import FileIdentity
@@ -24,7 +24,6 @@ from ckptctl.formats.dcp.locating import located
 from ckptctl.formats.dcp_rank_local import read_rank
 from ckptctl.ops.saving.local_shards import LocalShards
 from ckptctl.planner.plan import Operand, Plan
-from ckptctl.storage.compare import row_major
 from ckptctl.storage.execution.executor import execute
 from ckptctl.storage.execution.options import Execution, ExecutionOptions
 from ckptctl.storage.execution.streaming import Create, stream

@@ -16,7 +16,7 @@ from tempfile import TemporaryDirectory
 
 import torch.distributed as dist
 
-from ckptctl.catalog import Blob
+from ckptctl.catalog import Blob, row_major
 from ckptctl.distributed.group import coordinator
 from ckptctl.distributed.saving.local_state import LocalState, local_state
 from ckptctl.distributed.saving.save import save
@@ -33,7 +33,6 @@ from ckptctl.ops.saving.files import rank_files, tensor_metadata
 from ckptctl.ops.saving.global_plan import GlobalPlan, make_global_plan, own_plan
 from ckptctl.ops.saving.local_shards import HeldChunk, LocalShards, Packed, TensorMeta, pack
 from ckptctl.storage import trash
-from ckptctl.storage.compare import row_major
 from ckptctl.storage.destinations import already_exists, check_target, destination
 from ckptctl.storage.paths import home_expanded, named
 from ckptctl.storage.remote.urls import HUB, is_url, scheme_of

@@ -12,7 +12,7 @@ from itertools import groupby
 
 import torch
 
-from ckptctl.catalog import memory_key
+from ckptctl.catalog import memory_key, row_major
 from ckptctl.distributed.devices import settle
 from ckptctl.distributed.saving.device_memory import DeviceMemory, DeviceReader, on_host
 from ckptctl.distributed.state import HeldTensor, State, StateDict, bytes_of, memory, state_of
@@ -21,7 +21,6 @@ from ckptctl.ops.saving.local_shards import DIGEST, HeldChunk, LocalShards
 from ckptctl.planner.copying.tile import MIB
 from ckptctl.planner.plan import Plan
 from ckptctl.storage.byte_files import Memory
-from ckptctl.storage.compare import row_major
 from ckptctl.storage.crc import crc32
 from ckptctl.storage.execution.options import ExecutionOptions
 

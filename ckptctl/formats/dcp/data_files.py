@@ -6,14 +6,13 @@ import math
 from collections.abc import Iterator
 from functools import lru_cache
 
-from ckptctl.catalog import Blob, Box
+from ckptctl.catalog import Blob, Box, row_major
 from ckptctl.formats.base import SPLIT_BYTES, OutputRequest, OutputTensor, Place
 from ckptctl.formats.dcp.metadata import Item
 from ckptctl.formats.torch_file import ZipFrame
 from ckptctl.planner.balance import fill, grouped
 from ckptctl.planner.boxes import split_rows
 from ckptctl.planner.plan import OutputFile, RawCopy, Record
-from ckptctl.storage.compare import row_major
 from ckptctl.storage.pickles.writer import StorageTensor, dumps
 from ckptctl.storage.zips.writer import ZipLayout, lay_out
 

@@ -12,11 +12,10 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache, partial
 from typing import NamedTuple
 
-from ckptctl.catalog import Box
+from ckptctl.catalog import Box, row_major
 from ckptctl.errors import FormatError, UnsupportedError, listed
 from ckptctl.formats.shared.indexes import Integers, integers
 from ckptctl.planner.placements import Local, Shard, local_part
-from ckptctl.storage.compare import row_major
 from ckptctl.storage.pickles.inert import Global, Inert
 from ckptctl.storage.pickles.torch_tensors import MAX_RANK
 from ckptctl.storage.schema import attributes

@@ -7,10 +7,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ckptctl.catalog import row_major
 from ckptctl.errors import DamagedError
 from ckptctl.formats.base import Output, OutputRequest, OutputTensor, Place, absent
 from ckptctl.planner.plan import OutputFile, Record
-from ckptctl.storage.compare import row_major
 from ckptctl.units import counted
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from operator import mul
 from typing import NamedTuple
 
 from ckptctl import dtypes
-from ckptctl.catalog import Blob, Box, Extent, Path, TensorEntry
+from ckptctl.catalog import Blob, Box, Extent, Path, TensorEntry, row_major
 from ckptctl.errors import CkptError, DamagedError, FormatError, UnsupportedError, listed
 from ckptctl.formats.shared.dtensor import LocalShard, Sharded, nothing_known
 from ckptctl.formats.shared.findings import Faults, Lost
@@ -28,7 +28,7 @@ from ckptctl.formats.shared.leaves import (
     unknown_notes,
 )
 from ckptctl.formats.shared.stored_leaves import Leaves, extent_of
-from ckptctl.storage.compare import has_same_checksum, row_major, same_elements
+from ckptctl.storage.compare import has_same_checksum, same_elements
 from ckptctl.storage.files import SourceFiles
 from ckptctl.storage.pickles.torch_tensors import geometry
 from ckptctl.storage.zips.reader import StoredTensor

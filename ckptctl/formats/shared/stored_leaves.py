@@ -6,7 +6,16 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from ckptctl.catalog import Blob, Box, Computed, Extent, Input, TensorEntry, computed_name
+from ckptctl.catalog import (
+    Blob,
+    Box,
+    Computed,
+    Extent,
+    Input,
+    TensorEntry,
+    computed_name,
+    row_major,
+)
 from ckptctl.catalog import Path as KeyPath
 from ckptctl.errors import UnsupportedError, excluding, listed
 from ckptctl.formats.base import OutputTensor
@@ -163,7 +172,6 @@ def refuse_hidden_tensors(leaf: object, key: str, where: str) -> None:
 
 def stored_leaf(tensor: OutputTensor, key: str) -> StorageTensor:
     """Return what is pickled of a tensor whose elements are the record *key* of the same zip."""
-    from ckptctl.storage.compare import row_major
     from ckptctl.storage.pickles.writer import StorageTensor
 
     strides = row_major(tensor.shape)

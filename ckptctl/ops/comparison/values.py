@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from ckptctl import dtypes
-from ckptctl.catalog import Box, Catalog, TensorEntry, is_computed
+from ckptctl.catalog import Box, Catalog, TensorEntry, is_computed, row_major
 from ckptctl.errors import ChangedError
 from ckptctl.file_identity import FileIdentity
 from ckptctl.ops.comparison.pairing import Pair
@@ -15,7 +15,7 @@ from ckptctl.ops.comparison.result import LeafDifference
 from ckptctl.ops.loading.reading import Reading, fill
 from ckptctl.ops.loading.state_mapping import StateMapping, Target, Wanted, keep_names
 from ckptctl.planner.plan import Plan
-from ckptctl.storage.compare import Errors, Tolerance, errors_between, parts, row_major
+from ckptctl.storage.compare import Errors, Tolerance, errors_between, parts
 from ckptctl.storage.kinds import require_torch_for
 from ckptctl.storage.pickles.inert import DictRecord, Inert
 from ckptctl.storage.threads import Advance

@@ -19,6 +19,7 @@ from ckptctl.catalog import (
     TensorEntry,
     made_of,
     reached,
+    row_major,
 )
 from ckptctl.columns import NO_CRC, ExtentColumns
 from ckptctl.file_identity import FileIdentity
@@ -27,7 +28,6 @@ from ckptctl.planner.boxes import intersect
 from ckptctl.planner.copying.runs import product_boxes
 from ckptctl.planner.mapping.mapped import MappedTensor, View
 from ckptctl.planner.plan import Operand, RawCopy, Record, Side, Transfer
-from ckptctl.storage.compare import row_major
 from ckptctl.storage.files import source_files
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from ckptctl import dtypes, families, formats
-from ckptctl.catalog import Blob, Catalog
+from ckptctl.catalog import Blob, Catalog, row_major
 from ckptctl.errors import MappingError, RefusedError, UnsupportedError, UsageError, listed, nearest
 from ckptctl.installed import require_torch
 from ckptctl.ops.conversion.contents import cast_to
@@ -23,7 +23,6 @@ from ckptctl.ops.recognition.roots import checked_root
 from ckptctl.planner.boxes import check_coverage
 from ckptctl.planner.mapping.mapped import MappedTensor, stored_shapes
 from ckptctl.storage.arithmetic import import_torch, tensor
-from ckptctl.storage.compare import row_major
 from ckptctl.storage.out_of_range import require_in_range
 from ckptctl.storage.pickles.inert import Global, Inert, walk
 from ckptctl.storage.zips.reader import StoredTensor

@@ -11,13 +11,12 @@ from types import EllipsisType
 from typing import NamedTuple, SupportsIndex
 
 from ckptctl import dtypes
-from ckptctl.catalog import Box
+from ckptctl.catalog import Box, row_major
 from ckptctl.errors import UsageError, spell_option
 from ckptctl.installed import require_torch
 from ckptctl.ops.loading.reading import Reading, fill
 from ckptctl.ops.loading.state_mapping import Target, Wanted
 from ckptctl.storage.arithmetic import Number, numbers, plain, shown
-from ckptctl.storage.compare import row_major
 from ckptctl.storage.kinds import require_torch_for
 from ckptctl.units import counted
 

@@ -22,6 +22,7 @@ from ckptctl.catalog import (
     Path,
     TensorEntry,
     computed_name,
+    row_major,
 )
 from ckptctl.errors import (
     CkptError,
@@ -337,8 +338,6 @@ def _advice(catalog: Catalog, more: Sequence[Statement] | None) -> str:
 def _entry(weight: QuantizedWeight, lead: TensorEntry, computed: Computed) -> TensorEntry:
     extent, shape = computed.extent(computed_name(weight.key)), weight.shape
     if weight.transposed:
-        from ckptctl.storage.compare import row_major
-
         strides = row_major(shape)
         shape = (*shape[:-2], shape[-1], shape[-2])
         strides = (*strides[:-2], strides[-1], strides[-2])

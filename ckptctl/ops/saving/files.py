@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ckptctl import dtypes
-from ckptctl.catalog import Box, memory_name
+from ckptctl.catalog import Box, memory_name, row_major
 from ckptctl.formats.base import OutputTensor
 from ckptctl.formats.dcp.data_files import DataFiles
 from ckptctl.formats.dcp.metadata import Item
@@ -23,7 +23,6 @@ from ckptctl.ops.saving.global_plan import GlobalPlan, RankShare, output_tensor
 from ckptctl.ops.saving.local_shards import HeldChunk, LocalShards
 from ckptctl.planner.balance import assign
 from ckptctl.planner.plan import CrcOf, Operand, OutputFile, Plan, Side, Transfer
-from ckptctl.storage.compare import row_major
 from ckptctl.storage.threads import no_collection
 
 FileCount = Callable[[int], int]

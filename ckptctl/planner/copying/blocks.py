@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from functools import cached_property, lru_cache
+from functools import cached_property
 from operator import add, mul, sub
 from typing import NamedTuple
 
 from ckptctl import dtypes
-from ckptctl.catalog import Computed, Input, TensorEntry, is_computed
+from ckptctl.catalog import Computed, Input, TensorEntry, is_computed, row_major
 from ckptctl.columns import ExtentColumns, boxes_of, files_of, ranges_of, vectors_of
 from ckptctl.planner.copying import runs
 from ckptctl.planner.copying.copies import FEW_RUNS, SHORT_RUN, writes
@@ -41,7 +41,7 @@ class StoredBoxes:
     def strides(self, number: int) -> Sequence[int]:
         """Return the elements between neighbors along each dimension of an extent."""
         stated = self._strides[number] if self._strides else None
-        return stated or _row_major(self.sizes[number])
+        return stated or row_major(self.sizes[number])
 
     def meeting(self, part: Part) -> Iterator[tuple[int, Part]]:
         """Yield the numbers of boxes that a part has elements in, and those elements."""
@@ -71,11 +71,6 @@ def _inside(part: Part, within: Within, lo: Ints, sizes: Ints) -> Sequence[Part]
         else:
             cuts = [cut for one in cuts for cut in within(one, dim, first, stop)]
     return cuts
-
-
-@lru_cache(maxsize=4096)
-def _row_major(sizes: Ints) -> Ints:
-    return runs.dense(sizes, range(len(sizes)), 1)
 
 
 class BlockReader:

@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ckptctl import dtypes
-from ckptctl.catalog import Box, Extent, TensorEntry
+from ckptctl.catalog import Box, Extent, TensorEntry, row_major
 from ckptctl.planner.copying.blocks import StoredBoxes
-from ckptctl.planner.copying.runs import dense
 from ckptctl.planner.strided import Part, Strided
 
 
@@ -52,8 +51,7 @@ def _extent(extent: Extent, stored: StoredBoxes, number: int, cut: Part, item: i
     for axis in cut.axes:
         sizes[axis.dim] = axis.size
         strides[axis.dim] = axis.stride * stored.strides(number)[axis.at]
-    row_major = dense(tuple(sizes), range(len(sizes)), 1)
-    pairs = list(zip(sizes, strides, row_major, strict=True))
+    pairs = list(zip(sizes, strides, row_major(tuple(sizes)), strict=True))
     found = replace(
         extent,
         box=Box(cut.origin, tuple(sizes)),

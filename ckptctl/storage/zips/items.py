@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from ckptctl.catalog import Checksum, ItemPart
+from ckptctl.catalog import Checksum, ItemPart, row_major
 from ckptctl.dtypes import itemsize
 from ckptctl.errors import CkptError, DamagedError, UnsupportedError
 from ckptctl.storage.files import SourceFiles
@@ -172,8 +172,6 @@ def part_of(found: StoredTensor, part: ItemPart | None, sizes: tuple[int, ...]) 
     inner, strides = part.shape, found.strides
     start, nbytes = 0, found.nbytes
     if part.row is not None:
-        from ckptctl.storage.compare import row_major
-
         steps = strides or row_major(inner)
         start = part.row * steps[0]
         inner, strides = inner[1:], strides and strides[1:]

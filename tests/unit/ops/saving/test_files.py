@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from ckptctl.catalog import Blob
+from ckptctl.catalog import Blob, row_major
 from ckptctl.errors import CkptError, CoverageError, MappingError, RefusedError
 from ckptctl.formats.dcp.metadata import Item, decode
 from ckptctl.ops.ranks.agreement import RankStatement, generation, require_agreement, unchanged
@@ -28,7 +28,6 @@ from ckptctl.ops.saving.local_shards import (
     written_now,
 )
 from ckptctl.planner.balance import LEAST_PIECE
-from ckptctl.storage.compare import row_major
 
 
 def shards(

@@ -12,11 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from ckptctl.catalog import Computed, computed_name, memory_name
+from ckptctl.catalog import Computed, computed_name, memory_name, row_major
 from ckptctl.errors import DamagedError
 from ckptctl.file_identity import FileIdentity
 from ckptctl.planner.plan import Operand, OutputFile, Plan, Record, Side, Transfer
-from ckptctl.storage.compare import row_major
 from ckptctl.storage.execution.executor import execute
 from ckptctl.storage.execution.options import ExecutionOptions
 from ckptctl.storage.files import source_files

@@ -16,10 +16,9 @@ from pathlib import Path
 
 import pytest
 
-from ckptctl.catalog import memory_name
+from ckptctl.catalog import memory_name, row_major
 from ckptctl.errors import ChangedError, DamagedError
 from ckptctl.planner.plan import CrcOf, OutputFile, Plan, Record, Side, Transfer
-from ckptctl.storage.compare import row_major
 from ckptctl.storage.execution.executor import execute
 from ckptctl.storage.execution.options import ExecutionOptions
 from ckptctl.storage.execution.streaming import stream
