@@ -9,13 +9,15 @@ from __future__ import annotations
 import os
 import sys
 from importlib.machinery import PathFinder
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
-from ckptctl.errors import MissingPackageError
+from ckptctl.errors import MissingPackageError, UsageError
 
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
 
+
+T = TypeVar("T")
 INSTALL_TORCH = "install it with `pip install torch`"
 ENDINGS = (".dist-info", "egg-info")
 """How the folders are called in which packages describe themselves."""
@@ -70,6 +72,35 @@ def entry_points(group: str) -> dict[str, EntryPoint]:
     from importlib import metadata
 
     return {point.name: point for point in metadata.entry_points(group=group)}
+
+
+def load_entry_point(point: EntryPoint, kind: type[T]) -> T:
+    """Load the object of a package that an entry point names.
+
+    Args:
+        point: It has the name of the object.
+        kind: Class of the object.
+
+    Raises:
+        UsageError: It cannot be imported, or is something else.
+    """
+    try:
+        found = point.load()
+        if not isinstance(found, kind) or getattr(found, "name", None) != point.name:
+            raise TypeError(f"{found!r} is not a {kind.__name__} named `{point.name}`")
+    except Exception as error:
+        raise UsageError(
+            f"cannot load {kind.__name__.lower()} `{point.name}`",
+            where=package_of(point),
+            why=f"{type(error).__name__}: {error}",
+            hint="fix or uninstall the package that adds it",
+        ) from error
+    return found
+
+
+def package_of(point: EntryPoint) -> str:
+    """Return the package that an entry point belongs to, or else its module."""
+    return point.dist.name if point.dist else point.module
 
 
 def mentioned(group: str) -> bool:

@@ -56,7 +56,11 @@ def builtin() -> dict[str, Format]:
         try:
             candidate = getattr(importlib.import_module(name), "FORMAT", None)
         except Exception as error:
-            raise _unloadable(f"module `{name}`", error, "fix or remove the module") from error
+            raise UsageError(
+                f"cannot load module `{name}`",
+                why=f"{type(error).__name__}: {error}",
+                hint="fix or remove the module",
+            ) from error
         if isinstance(candidate, Format):
             found[candidate.name] = candidate
     return dict(sorted(found.items()))
@@ -71,25 +75,13 @@ def entry_points() -> dict[str, EntryPoint]:
 @cache
 def load_added(name: str) -> Format:
     """Return the format of the entry point called *name*."""
-    try:
-        found = entry_points()[name].load()
-        if not isinstance(found, Format) or found.name != name:
-            raise TypeError(f"{found!r} is not a Format named `{name}`")
-    except Exception as error:
-        hint = "fix or uninstall the package that adds it"
-        raise _unloadable(f"format `{name}`", error, hint, package_of(name)) from error
-    return found
-
-
-def _unloadable(what: str, error: Exception, hint: str, where: str | None = None) -> UsageError:
-    why = f"{type(error).__name__}: {error}"
-    return UsageError(f"cannot load {what}", where=where, why=why, hint=hint)
+    return installed.load_entry_point(entry_points()[name], Format)  # type: ignore[type-abstract]
 
 
 def package_of(name: str) -> str | None:
     """Return the package with an entry point for the format *name*; None: there is none."""
     point = entry_points().get(name)
-    return (point.dist.name if point.dist else point.module) if point else None
+    return installed.package_of(point) if point else None
 
 
 def added() -> dict[str, Format]:

@@ -27,6 +27,7 @@ from typing import Annotated, Literal
 import ckptctl
 from ckptctl import families, formats
 from ckptctl.errors import CkptError, SourceNotFoundError
+from ckptctl.installed import package_of
 from ckptctl.ops import probes
 from ckptctl.ops.conversion import steps
 from ckptctl.ops.option_checks import STEPS
@@ -200,8 +201,7 @@ def _added(
         yield Check(f"{kind}s", f"{len(built_in):,} built in, none added")
     counts = Counter(point.name for point in points)
     for point in sorted(points, key=lambda one: one.name):
-        package = point.dist.name if point.dist else point.module
-        name, found = f"{kind} {point.name}", f"added by {package}"
+        name, found = f"{kind} {point.name}", f"added by {package_of(point)}"
         if point.name in built_in:
             hint = f"ignored, because ckptctl has a {kind} of that name; rename it in the package"
             yield Check(name, found, "warn", hint)

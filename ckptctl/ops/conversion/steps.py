@@ -13,7 +13,6 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Literal
 
 from ckptctl import installed
-from ckptctl.errors import UsageError
 from ckptctl.ops.conversion.draft import Draft
 from ckptctl.ops.conversion.options import ConversionOptions
 from ckptctl.ops.option_checks import STEPS
@@ -78,17 +77,7 @@ def entry_points() -> dict[str, EntryPoint]:
 @cache
 def load_added(name: str) -> Step:
     """Return the step of the entry point called *name*."""
-    try:
-        found = entry_points()[name].load()
-        if not isinstance(found, Step) or found.name != name:
-            raise TypeError(f"{found!r} is not a Step named `{name}`")
-    except Exception as error:
-        raise UsageError(
-            f"cannot load step `{name}`",
-            why=f"{type(error).__name__}: {error}",
-            hint="fix or uninstall the package that adds it",
-        ) from error
-    return found
+    return installed.load_entry_point(entry_points()[name], Step)
 
 
 def steps_for(options: ConversionOptions) -> list[Step]:

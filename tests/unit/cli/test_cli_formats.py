@@ -93,6 +93,8 @@ class Acme(FakeFormat):
 class Point:
     """What stands for the entry point of an installed package."""
 
+    name = "acme"
+
     class dist:
         name = "acme-checkpoints"
 

@@ -108,6 +108,7 @@ def test_a_step_that_cannot_be_loaded_is_an_error(name: str, why: str) -> None:
     with pytest.raises(UsageError, match=f"cannot load step `{name}`") as caught:
         steps_for(ConversionOptions(to="hf", step=[name]))
     assert why in str(caught.value.why)
+    assert caught.value.where == {"gone": "nothing.at.all", "other": steps.__name__}[name]
 
 
 @pytest.mark.usefixtures("added")
