@@ -142,10 +142,13 @@ def added_steps(_: Given | None = None) -> list[str]:
 
 
 def steps(value: Iterable[str]) -> tuple[str, ...]:
-    """Refuse steps that no installed package adds; see :func:`globs`."""
+    """Refuse steps that no installed package adds, and one given twice; see :func:`globs`."""
     several = globs(value)
-    for one in several:
-        among(one.partition("=")[0], "step", added_steps())
+    names = [one.partition("=")[0] for one in several]
+    for name in names:
+        among(name, "step", added_steps())
+        if names.count(name) > 1:
+            raise UsageError(f"step `{name}` is given twice", hint="give it once")
     return several
 
 

@@ -118,6 +118,12 @@ def test_an_unknown_step_is_an_error() -> None:
     assert caught.value.why == "known: gone, other"
 
 
+@pytest.mark.usefixtures("added")
+def test_a_step_given_twice_is_an_error() -> None:
+    with pytest.raises(UsageError, match="step `gone` is given twice"):
+        ConversionOptions(to="hf", step=("gone", "gone=1"))
+
+
 def test_the_argument_of_a_step(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
