@@ -1,12 +1,11 @@
-"""Tensors that consist of elements of stored tensors: an algebra in which nothing is copied.
+"""Lazy views over stored tensors: operations only change which element lies where.
 
-A part of a tensor is a box of indices with two affine maps: index ``i`` of an axis lies
-``i * step`` further along one dimension of the tensor, and ``i * stride`` further along one
-dimension of what is stored. Merging dimensions multiplies steps and takes nothing apart. Parts that
-take turns in a dimension have an axis with a larger step.
+A part of a tensor is a box of indices with two affine maps. Index ``i`` of an axis lies at
+``origin[dim] + i * step`` in the tensor, and at ``begin[at] + i * stride`` in the stored tensor.
+Merging dimensions multiplies steps and never splits a part. Interleaved parts have steps above 1.
 
-In how many boxes a stored tensor lies makes no difference here: they are met when elements are
-asked for, in :mod:`ckptctl.planner.copying.blocks`.
+The boxes in which a checkpoint stores a tensor are no part of this.
+:mod:`ckptctl.planner.copying.blocks` looks them up when elements are read.
 """
 
 from __future__ import annotations
@@ -24,8 +23,8 @@ from ckptctl.errors import MappingError
 from ckptctl.planner.axes import Axes, unbroken_runs
 
 Ints = tuple[int, ...]
-MOST = 1 << 14
-"""Parts that one tensor may consist of: more are another way of storing it altogether."""
+MAX_PARTS = 1 << 14
+"""Parts that a part may be split into."""
 
 
 class Axis(NamedTuple):
@@ -33,10 +32,10 @@ class Axis(NamedTuple):
 
     Attributes:
         size: Number of indices, at least 2.
-        dim: Dimension of the tensor along which an index moves.
-        step: How far.
-        at: Dimension of the stored tensor along which it moves.
-        stride: How far.
+        dim: Dimension of the tensor.
+        step: Distance of neighboring indices in *dim*, in elements.
+        at: Dimension of the stored tensor.
+        stride: Distance of neighboring indices in *at*, in elements.
     """
 
     size: int
@@ -54,10 +53,10 @@ class Part(NamedTuple):
 
     Attributes:
         of: The stored tensor.
-        axes: Along a dimension, on either side, an index of one axis moves further than all indices
-            of those with smaller steps together.
-        origin: Where the first element lies in the tensor.
-        begin: Where it lies in the stored tensor.
+        axes: In each dimension of both tensors, the step of an axis exceeds the span of all axes
+            with smaller steps together.
+        origin: Position of the first element in the tensor.
+        begin: Its position in the stored tensor.
     """
 
     of: TensorEntry
@@ -81,7 +80,7 @@ class Part(NamedTuple):
         self, axes: list[Axis], step_of: Callable[[Axis], int], start: int, stop: int
     ) -> Sequence[Part]:
         """Return what lies between two positions along a dimension that *axes* move along."""
-        # Written out: most dimensions have one axis or none, and all boxes come by here.
+        # Hot path: most dimensions have one axis or none.
         if not axes:
             return (self,) if start <= 0 < stop else ()
         if len(axes) == 1:
@@ -90,16 +89,16 @@ class Part(NamedTuple):
             end = min(axis.size, (stop - 1) // step + 1)
             if first == 0 and end == axis.size:
                 return (self,)
-            return (self.chosen({axis: range(first, end)}),) if first < end else ()
+            return (self.select_indices({axis: range(first, end)}),) if first < end else ()
         axes.sort(key=step_of, reverse=True)
         sizes, steps = [axis.size for axis in axes], [step_of(axis) for axis in axes]
-        if start <= 0 and _reach(sizes, steps) < stop:
+        if start <= 0 and _span(sizes, steps) < stop:
             return (self,)
         found = _index_ranges(sizes, steps, start, stop)
-        return [self.chosen(dict(zip(axes, ranges, strict=True))) for ranges in found]
+        return [self.select_indices(dict(zip(axes, ranges, strict=True))) for ranges in found]
 
-    def chosen(self, ranges: Mapping[Axis, range]) -> Part:
-        """Return the part with some *ranges* of indices only."""
+    def select_indices(self, ranges: Mapping[Axis, range]) -> Part:
+        """Return the elements of the part in *ranges* of some axes."""
         axes, origin, begin = [], list(self.origin), list(self.begin)
         for axis in self.axes:
             indices = ranges.get(axis)
@@ -111,31 +110,37 @@ class Part(NamedTuple):
                 axes.append(axis)
         return Part(self.of, tuple(axes), tuple(origin), tuple(begin))
 
-    def aligned(self, dim: int, rows: int) -> Iterator[Part]:
-        """Yield parts together with these elements that each lie in *rows* of a dimension.
+    def split_at_blocks(self, dim: int, block: int) -> Iterator[Part]:
+        """Yield parts of the part that can be seen as rows of blocks of a dimension.
 
-        Every axis moves by multiples of *rows*, or all that do not stay among as many together.
+        Each axis along the dimension moves by multiples of the block, or stays inside of one block
+        together with the other axes that do. Elements 2 to 9 in blocks of 4 are three such parts:
+        2 and 3; 4 to 7; 8 and 9.
+
+        Args:
+            dim: Dimension of the tensor.
+            block: Number of its elements in a block.
         """
-        inner = [axis for axis in self.axes if axis.dim == dim and axis.step % rows]
+        inner = [axis for axis in self.axes if axis.dim == dim and axis.step % block]
         inner.sort(key=_STEP, reverse=True)
-        begin = self.origin[dim] % rows
-        span = _reach([axis.size for axis in inner], [axis.step for axis in inner])
-        if begin + span < rows:
+        offset = self.origin[dim] % block
+        span = _span([axis.size for axis in inner], [axis.step for axis in inner])
+        if offset + span < block:
             yield self
             return
         axis = inner[0]
-        below = span - (axis.size - 1) * axis.step
-        apart = math.lcm(axis.step, rows) // axis.step
-        outer = axis._replace(step=axis.step * apart, stride=axis.stride * apart)
-        for first, count, repeats in _in_rows(axis, apart, begin, below, rows):
+        inner_span = span - (axis.size - 1) * axis.step
+        period = math.lcm(axis.step, block) // axis.step
+        outer = axis._replace(step=axis.step * period, stride=axis.stride * period)
+        for first, count, repeats in _runs_in_blocks(axis, period, offset, inner_span, block):
             pair = (outer._replace(size=repeats), axis._replace(size=count))
-            moved = self.chosen({axis: range(first, first + 1)})
-            axes = (*moved.axes, *(one for one in pair if one.size > 1))
-            yield from moved._replace(axes=axes).aligned(dim, rows)
+            part = self.select_indices({axis: range(first, first + 1)})
+            axes = (*part.axes, *(one for one in pair if one.size > 1))
+            yield from part._replace(axes=axes).split_at_blocks(dim, block)
 
-    def moved(self, dim: int, further: int) -> Part:
-        """Return the part further along a dimension of the tensor."""
-        return self._replace(origin=_with(self.origin, dim, self.origin[dim] + further))
+    def shift(self, dim: int, distance: int) -> Part:
+        """Return the part at another position along a dimension of the tensor."""
+        return self._replace(origin=_replaced(self.origin, dim, self.origin[dim] + distance))
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,8 +148,8 @@ class Strided:
     """A tensor that consists of elements of stored tensors.
 
     Attributes:
-        stored_dtype: torch's name of the dtype that its elements are stored in.
-        dtype: That which they are to have.
+        stored_dtype: torch's name of the dtype in which its elements are stored.
+        dtype: torch's name of the dtype to which they are cast when they are written.
     """
 
     shape: Ints
@@ -172,18 +177,18 @@ class Strided:
         if not 0 <= start <= start + size <= self.shape[dim]:
             raise ValueError(f"{start}:{start + size} of dimension {dim} of {self.shape}")
         found = (some for part in self.parts for some in part.within(dim, start, start + size))
-        parts = tuple(part.moved(dim, -start) for part in found)
-        return replace(self, shape=_with(self.shape, dim, size), parts=parts)
+        parts = tuple(part.shift(dim, -start) for part in found)
+        return replace(self, shape=_replaced(self.shape, dim, size), parts=parts)
 
     def select(self, dim: int, index: int) -> Strided:
         """Return one entry of a dimension, without it."""
         return self.narrow(dim, index, 1)._without(dim)
 
     def split(self, dim: int, sizes: Sequence[int]) -> Strided:
-        """Return the tensor with a dimension as several, the outermost first.
+        """Split a dimension into *sizes*, the outermost first.
 
         Raises:
-            MappingError: It would consist of too many parts.
+            MappingError: A part would be split into more than :data:`MAX_PARTS`.
         """
         if math.prod(sizes) != self.shape[dim]:
             raise ValueError(f"dimension {dim} of {self.shape} as {sizes}")
@@ -191,12 +196,12 @@ class Strided:
             return self._without(dim)
         shape = (*self.shape[:dim], *sizes, *self.shape[dim + 1 :])
         parts = self.parts
-        for last, rows in enumerate(row_major(tuple(sizes))[:-1], dim):
-            parts = tuple(some for part in parts for some in _split(part, last, rows))
+        for last, block in enumerate(row_major(tuple(sizes))[:-1], dim):
+            parts = tuple(cut for part in parts for cut in _split(part, last, block))
         return replace(self, shape=shape, parts=parts)
 
     def merge(self, dim: int, count: int) -> Strided:
-        """Return the tensor with *count* dimensions as one; 0: one of size 1 is inserted."""
+        """Merge *count* neighboring dimensions; a *count* of 0 inserts a dimension of size 1."""
         sizes, rest = self.shape[dim : dim + count], self.shape[dim + count :]
         dims = [(before, 1) for before in range(dim)]
         dims += [(dim, weight) for weight in row_major(sizes)]
@@ -211,25 +216,28 @@ class Strided:
         return replace(self, shape=shape, parts=_renumbered(self.parts, dims, len(shape)))
 
     def cast(self, dtype: str) -> Strided:
-        """Return the tensor with the mark that its elements are to have another dtype."""
+        """Return the tensor with another dtype, to which elements are cast when they are written.
+
+        Of two casts, only the last one is carried out.
+        """
         return replace(self, dtype=dtype)
 
     def pad(self, dim: int, size: int, file: str) -> Strided:
-        """Return the tensor with elements of a virtual file behind it, up to *size*."""
-        shape = _with(self.shape, dim, size - self.shape[dim])
+        """Extend a dimension to *size* with elements of a virtual file."""
+        shape = _replaced(self.shape, dim, size - self.shape[dim])
         more = Strided.filled(self.stored_dtype, shape, file)
         return concat([self, more.cast(self.dtype)], dim)
 
     def regrouped(
         self, before: Sequence[Axes], after: Sequence[Axes], size: Callable[[Axes], int]
     ) -> Strided:
-        """Return the tensor with its axes grouped in other dimensions, as einops' ``rearrange``.
+        """Group axes into other dimensions, as ``rearrange`` of einops does.
 
         Args:
             before: The axes in each dimension, outermost first.
-            after: The same axes, as they are to be.
-            size: Returns the size of axes that stay neighbors; it is asked about those only that
-                part from others.
+            after: The same axes in each dimension of the result.
+            size: Returns the size of a group of axes that stay neighbors. It is called only for
+                dimensions that are split.
         """
         runs = unbroken_runs(before, after)
         found, order = self, list[Axes]()
@@ -259,12 +267,12 @@ def concat(tensors: Sequence[Strided], dim: int) -> Strided:
     """Return tensors one after the other along a dimension."""
     first, parts, length = tensors[0], list[Part](), 0
     for one in tensors:
-        same = (one.stored_dtype, one.dtype, _with(one.shape, dim, 0))
-        if same != (first.stored_dtype, first.dtype, _with(first.shape, dim, 0)):
+        same = (one.stored_dtype, one.dtype, _replaced(one.shape, dim, 0))
+        if same != (first.stored_dtype, first.dtype, _replaced(first.shape, dim, 0)):
             raise ValueError(f"{one.dtype} {one.shape} behind {first.dtype} {first.shape}")
-        parts += (part.moved(dim, length) for part in one.parts)
+        parts += (part.shift(dim, length) for part in one.parts)
         length += one.shape[dim]
-    return replace(first, shape=_with(first.shape, dim, length), parts=tuple(parts))
+    return replace(first, shape=_replaced(first.shape, dim, length), parts=tuple(parts))
 
 
 def stack(tensors: Sequence[Strided], dim: int = 0) -> Strided:
@@ -275,7 +283,13 @@ def stack(tensors: Sequence[Strided], dim: int = 0) -> Strided:
 def _renumbered(
     parts: Iterable[Part], dims: Sequence[tuple[int, int]], rank: int
 ) -> tuple[Part, ...]:
-    """Return parts where each dimension becomes one of *rank* others, times a number."""
+    """Map the dimensions of parts to *rank* others.
+
+    Args:
+        parts: Parts of a tensor.
+        dims: For each dimension, the new one, and the factor of positions along it.
+        rank: Number of new dimensions.
+    """
     found: list[Part] = []
     for part in parts:
         axes = [
@@ -285,12 +299,12 @@ def _renumbered(
         origin = [0] * rank
         for (dim, weight), first in zip(dims, part.origin, strict=True):
             origin[dim] += first * weight
-        found.append(part._replace(axes=_melted(axes), origin=tuple(origin)))
+        found.append(part._replace(axes=_coalesced(axes), origin=tuple(origin)))
     return tuple(found)
 
 
-def _melted(axes: Iterable[Axis]) -> tuple[Axis, ...]:
-    """Return axes, those as one that follow each other on both sides."""
+def _coalesced(axes: Iterable[Axis]) -> tuple[Axis, ...]:
+    """Merge axes that are contiguous in both tensors."""
     found: list[Axis] = []
     for axis in sorted(axes, key=lambda one: (one.dim, one.step)):
         last = found[-1] if found else None
@@ -306,67 +320,67 @@ def _melted(axes: Iterable[Axis]) -> tuple[Axis, ...]:
     return tuple(found)
 
 
-def _split(part: Part, dim: int, rows: int) -> Iterator[Part]:
-    """Yield a part with a dimension as two: blocks of *rows*, and the rows of a block."""
-    cuts = list(islice(part.aligned(dim, rows), MOST + 1))
-    if len(cuts) > MOST:
+def _split(part: Part, dim: int, block: int) -> Iterator[Part]:
+    """Yield parts with a dimension as two: the blocks, and the elements of a block."""
+    cuts = list(islice(part.split_at_blocks(dim, block), MAX_PARTS + 1))
+    if len(cuts) > MAX_PARTS:
         raise MappingError(
             "a tensor would be read from too many places",
             where=f"tensor `{part.of.name}`",
-            why=f"it has another element order, in more than {MOST:,} parts",
+            why=f"it has another element order, in more than {MAX_PARTS:,} parts",
         )
     for cut in cuts:
         axes = [
-            axis._replace(dim=dim, step=axis.step // rows)
-            if axis.dim == dim and axis.step % rows == 0
+            axis._replace(dim=dim, step=axis.step // block)
+            if axis.dim == dim and axis.step % block == 0
             else axis._replace(dim=axis.dim + (axis.dim >= dim))
             for axis in cut.axes
         ]
-        origin = (*cut.origin[:dim], *divmod(cut.origin[dim], rows), *cut.origin[dim + 1 :])
+        origin = (*cut.origin[:dim], *divmod(cut.origin[dim], block), *cut.origin[dim + 1 :])
         yield cut._replace(axes=tuple(axes), origin=origin)
 
 
-def _in_rows(
-    axis: Axis, apart: int, begin: int, below: int, rows: int
+def _runs_in_blocks(
+    axis: Axis, period: int, offset: int, inner_span: int, block: int
 ) -> Iterator[tuple[int, int, int]]:
-    """Yield ``(first, count, repeats)``: indices that stay in a block, repeated every *apart*.
+    """Yield ``(first, count, repeats)``: indices inside of one block, repeated every *period*.
 
     Args:
-        axis: An axis that does not stay in a block.
-        apart: So many indices further it has moved by whole blocks.
-        begin: Where index 0 lies in its block.
-        below: How far other axes reach from there.
-        rows: The size of a block.
+        axis: An axis that leaves a block.
+        period: Number of indices after which positions inside of blocks repeat.
+        offset: Position of index 0 in its block.
+        inner_span: Span of the axes with smaller steps.
+        block: Number of elements in a block.
     """
 
     def runs(first: int, stop: int, repeats: int) -> Iterator[tuple[int, int, int]]:
         while first < stop:
-            left = rows - 1 - below - (begin + first * axis.step) % rows
+            left = block - 1 - inner_span - (offset + first * axis.step) % block
             count = min(max(1, left // axis.step + 1), stop - first)
             yield first, count, repeats
             first += count
 
-    head = -(-(rows - begin) // axis.step) if begin and rows % axis.step == 0 else 0
+    head = -(-(block - offset) // axis.step) if offset and block % axis.step == 0 else 0
     head = min(head, axis.size)
-    repeats, rest = divmod(axis.size - head, apart)
+    repeats, rest = divmod(axis.size - head, period)
     yield from runs(0, head, 1)
     if repeats:
-        yield from runs(head, head + apart, repeats)
+        yield from runs(head, head + period, repeats)
     yield from runs(axis.size - rest, axis.size, 1)
 
 
 def _index_ranges(
     sizes: Sequence[int], steps: Sequence[int], start: int, stop: int
 ) -> Iterator[tuple[range, ...]]:
-    """Yield boxes of the indices whose positions lie between two.
+    """Yield boxes of the indices with ``start <= position < stop``.
 
-    There are at most ``2 * len(sizes) - 1``: steps descend, and reach further than all behind them.
+    There are at most ``2 * len(sizes) - 1``, because each step exceeds the span of those after it.
     """
     if not sizes:
         if start <= 0 < stop:
             yield ()
         return
-    step, rest = steps[0], _reach(sizes[1:], steps[1:])
+    step, rest = steps[0], _span(sizes[1:], steps[1:])
     first, last = max(0, -(-(start - rest) // step)), min(sizes[0] - 1, (stop - 1) // step)
     whole = range(max(0, -(-start // step)), min(sizes[0], (stop - 1 - rest) // step + 1))
     if whole:
@@ -379,10 +393,10 @@ def _index_ranges(
         yield from ((range(index, index + 1), *some) for some in inner)
 
 
-def _reach(sizes: Sequence[int], steps: Sequence[int]) -> int:
-    """Return how far the last index lies from the first."""
+def _span(sizes: Sequence[int], steps: Sequence[int]) -> int:
+    """Return the distance of the last element from the first."""
     return sum((size - 1) * step for size, step in zip(sizes, steps, strict=True))
 
 
-def _with(numbers: Ints, dim: int, number: int) -> Ints:
+def _replaced(numbers: Ints, dim: int, number: int) -> Ints:
     return (*numbers[:dim], number, *numbers[dim + 1 :])

@@ -1,6 +1,6 @@
-"""How a strided tensor is read: copies into a buffer, and tiles that write it where it goes.
+"""Lower strided tensors to copies: into a buffer, and as tiles that write them.
 
-Boxes of the checkpoint are met here, straight from the columns of the catalog.
+The boxes in which a checkpoint stores tensors come straight from the columns of the catalog.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def _inside(part: Part, within: Within, lo: Ints, sizes: Ints) -> Sequence[Part]
 class BlockReader:
     """Finds what fills a buffer with elements of a tensor.
 
-    A plan has tens of thousands of these: boxes are looked at once elements are asked for.
+    A plan has tens of thousands of readers, so they look up boxes when elements are read.
     """
 
     def __init__(self, tensor: Strided) -> None:
@@ -95,6 +95,7 @@ class BlockReader:
         return BoxIndex([part.origin for part in parts], sizes)
 
     def __repr__(self) -> str:
+        # Digests of plans are taken of this text: another one ends `--resume`.
         parts = [(part.of.name, *part[1:]) for part in self.tensor.parts]
         return f"BlockReader({self.tensor.stored_dtype}, {self.tensor.shape}, {parts})"
 
@@ -155,7 +156,7 @@ def _length(part: Part, dim: int) -> int:
 
 
 def rearranged(root: str, tensor: Strided) -> Computed:
-    """Return a virtual file with the elements of a tensor, row-major.
+    """Make a virtual file of the elements of a tensor, row-major.
 
     Args:
         root: The directory of the files of its stored tensors.
