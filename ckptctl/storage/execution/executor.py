@@ -244,7 +244,7 @@ class PlanRun:
         self._supervisor.ended(failure, self._leave)
 
     def _do(self, worker: Worker, work: Lanes) -> None:
-        for batch, worker.alone in work.units():
+        for batch, worker.is_sole_writer in work.units():
             finished: list[tuple[Unit, Done]] = []
             for unit in batch:
                 if self._supervisor.stop.is_set():

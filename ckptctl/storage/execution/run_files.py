@@ -19,6 +19,7 @@ from ckptctl.storage.outcome import NOTHING, Outcome
 from ckptctl.storage.page_cache import PAGE, cold, past_cache
 
 MAX_OPEN = 64
+"""Files, each with one descriptor, or two where it is read past the page cache."""
 ITEM = 16
 """A step ends between two elements, of any dtype."""
 LocalFile = TypeVar("LocalFile", "LocalSource", LocalSink)
@@ -50,14 +51,15 @@ class RunFiles(OpenFiles):
         self._root = root
         self._memory = memory
         self._direct = direct
-        # No files: it is written.
+        # Sinks have no source files.
         self._open: OrderedDict[tuple[SourceFiles | None, str], LocalSource | LocalSink]
         self._open = OrderedDict()
 
     def source(self, files: SourceFiles, name: str) -> ByteSource:
-        """Return *name*: memory, a virtual file or one of *files*; what is opened later closes it.
+        """Open *name*: memory, a virtual file or one of *files*.
 
-        The last few do not: it is read before the next one but one is asked for.
+        Files with descriptors are closed when ``MAX_OPEN`` others have been opened after them, so
+        the result is for immediate use.
         """
         found = self._memory.get(name) or self._used(files, name)
         if found is None:
@@ -68,7 +70,7 @@ class RunFiles(OpenFiles):
         return found
 
     def sink(self, name: str) -> ByteSink:
-        """Return *name*: memory or an output file; see :meth:`source`."""
+        """Open *name*: memory or an output file; see :meth:`source`."""
         found = self._memory.get(name) or self._used(None, name)
         if found is None:
             found = self._keep(None, LocalSink(self._root, name))
@@ -88,7 +90,7 @@ class RunFiles(OpenFiles):
             self._open.clear()
 
     def _used(self, files: SourceFiles | None, name: str) -> LocalSource | LocalSink | None:
-        """Return an open file, which others that are opened do not close at once."""
+        """Return a file that is open, and make it the last to be closed."""
         key = files, name
         found = self._open.get(key)
         if found is not None:

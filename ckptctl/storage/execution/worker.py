@@ -1,4 +1,4 @@
-"""One thread of a run: how it does a tile."""
+"""A thread of a run, which carries out units of a plan one at a time."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from ckptctl.storage.execution.run_files import RunFiles
 from ckptctl.storage.execution.tile_engine import Dtypes, TileEngine
 from ckptctl.storage.outcome import NOTHING
 
-LONG = 256 << 10
-"""Bytes from which on a range is worth a read of its own from the disk."""
+MIN_DIRECT_BYTES = 256 << 10
+"""Bytes from which on a range is read past the page cache."""
 
 
 class Worker:
-    """Does tiles, one after the other, in memory of its own.
+    """Carries out units in buffers of its own.
 
     Attributes:
-        alone: Whether no other thread writes the same file. The kernel's own copy holds the file's
-            lock while it reads, too: with two writers it is slower than reading and writing.
-        underway: Bytes that are written of the unit at work.
+        is_sole_writer: Whether no other thread writes the same file. ``copy_file_range`` holds the
+            lock of the target while it reads, so with two writers it is slower than read and write.
+        underway: Bytes written of units that are not yet recorded as done.
     """
 
     def __init__(
@@ -45,12 +45,12 @@ class Worker:
     ) -> None:
         self._transfers = plan.transfers
         self._checksum = options.checksum
-        # Steps of a plain range.
+        # Bytes of a plain range that are copied at a time.
         self._chunk = buffers.step or limits.tile
         self._files = files
         self._sink = sink
         self._stopped = stopped
-        self.alone = True
+        self.is_sole_writer = True
         self.underway = 0
         self._outcome = NOTHING
         self._kernel_copy = not options.checksum
@@ -59,7 +59,7 @@ class Worker:
 
     @property
     def bytes_read(self) -> int:
-        """Return the bytes read from source files, virtual ones apart."""
+        """Return the bytes read from source files, without virtual ones."""
         return self._files.bytes_read
 
     def close(self) -> None:
@@ -67,14 +67,14 @@ class Worker:
         self._files.close()
 
     def do(self, unit: Unit) -> Done:
-        """Do one unit; return its checksums, and what became of elements that are not copied."""
+        """Carry out a unit; return its checksums, and what became of computed and cast elements."""
         self._outcome = NOTHING
-        done = self._flat(unit) if unit.tile.flat else self._steps(unit)
+        done = self._copy_range(unit) if unit.tile.flat else self._copy_tile(unit)
         lost, rounding = self._outcome.lost, self._outcome.rounding
         done = done._replace(lost=astuple(lost)) if lost else done
         return done._replace(rounding=astuple(rounding)) if rounding else done
 
-    def _steps(self, unit: Unit) -> Done:
+    def _copy_tile(self, unit: Unit) -> Done:
         tile, files, kinds = unit.tile, unit.files, self._dtypes(unit)
         place = None
         if len(tile.writes) == 1:
@@ -104,7 +104,7 @@ class Worker:
         return transfer.source_dtype, transfer.target_dtype
 
     def _in_place(self, unit: Unit, sink: ByteSink) -> memoryview | None:
-        """Return the memory that a tile fills alone and as it is read."""
+        """Return memory of the sink that a tile can be read into, or None if it needs a buffer."""
         tile = unit.tile
         (write,) = tile.writes
         place = sink.view(write.offset, write.nbytes * tile.steps)
@@ -113,15 +113,15 @@ class Worker:
         kinds = self._dtypes(unit)
         return place if kinds is not None and kinds[0] == kinds[1] else None
 
-    def _flat(self, unit: Unit) -> Done:
-        """Copy a plain range in steps that stay in the cache."""
+    def _copy_range(self, unit: Unit) -> Done:
+        """Copy a contiguous range, in chunks that stay in the processor's cache."""
         read, write = unit.tile.reads[0], unit.tile.writes[0]
         source, sink = self._files.source(unit.files, read.file), self._sink(write.file)
-        if self.alone and self._kernel_copy and self._copy_range(unit, source, sink):
+        if self.is_sole_writer and self._kernel_copy and self._copy_in_kernel(unit, source, sink):
             return Done(unit.transfer, unit.number, [0], [])
         checked = read.operand >= 0
         wanted = checked or (self._checksum and sink.checksummed)
-        direct = read.nbytes >= LONG and source.past_cache
+        direct = read.nbytes >= MIN_DIRECT_BYTES and source.past_cache
         place = None if direct else self._in_place(unit, sink)
         source.end(read.offset + read.nbytes)
         at = crc = 0
@@ -136,9 +136,10 @@ class Worker:
             if view is None:
                 view = (self._buffers.get(TILE, size) if place is None else place[at:])[:size]
                 outcome = source.gather([(offset, size, 0)], view)
+                # Only computed files have an outcome. Opening their inputs may close the sink.
                 if outcome is not NOTHING:
                     self._outcome += outcome
-                    sink = self._sink(write.file)  # what is computed may close it
+                    sink = self._sink(write.file)
             if wanted:
                 crc = crc32(view, crc)
             if not filled:
@@ -147,7 +148,7 @@ class Worker:
             self.underway += len(view)
         return Done(unit.transfer, unit.number, [crc], [crc] if checked else [])
 
-    def _copy_range(self, unit: Unit, source: ByteSource, sink: ByteSink) -> bool:
+    def _copy_in_kernel(self, unit: Unit, source: ByteSource, sink: ByteSink) -> bool:
         """Let the kernel copy a plain range; return whether it did all of it."""
         read, write = unit.tile.reads[0], unit.tile.writes[0]
         if source.descriptor is None or sink.descriptor is None:
@@ -163,7 +164,7 @@ class Worker:
                     write.offset + done,
                 )
             except OSError as error:
-                # Whatever it is, reading and writing will say which of the two files it is about.
+                # Read and write fail likewise, with an error that names one of the two files.
                 self._kernel_copy = error.errno in (errno.EIO, errno.ENOSPC, errno.EINTR)
                 return False
             if not count:
@@ -173,10 +174,10 @@ class Worker:
 
 
 def _single_runs(reads: Sequence[Read], step: int) -> list[Piece]:
-    """Return the pieces of several unchecked reads of one file, each with one place.
+    """Return the pieces of reads of one file that each fill one run of the buffer.
 
-    None of them: one has more than one place, is checked, or is of another file. There are
-    thousands of them, a few microseconds of work each.
+    Returns an empty list if a read has several runs, takes a checksum or is of another file. This
+    is a hot path: a tile may have thousands of reads, of a few microseconds each.
     """
     if len(reads) < 2:
         return []
