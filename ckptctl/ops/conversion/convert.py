@@ -3,9 +3,9 @@
 :func:`plan_conversion` decides everything and writes nothing; :func:`run_conversion` carries out
 exactly that plan and publishes the result in one step.
 
-A plan is made of stages, which every conversion has, and of steps (:mod:`.steps`), each of which an
-option asks for. All of them take a :class:`~.draft.Draft`, what is known of the output so far, and
-return one with more in it.
+A plan is made by stages, which every conversion has, and by steps (:mod:`.steps`), which options
+ask for. Stages and steps take a :class:`~.draft.Draft`, which describes the output as far as it is
+decided, and return one that decides more.
 """
 
 from __future__ import annotations
@@ -48,17 +48,17 @@ def plan_conversion(src: str | Path, dst: str | Path, options: ConversionOptions
 
 
 def plan_with_steps(
-    src: str | Path, dst: str | Path, options: ConversionOptions, *more: Step
+    src: str | Path, dst: str | Path, options: ConversionOptions, *extra_steps: Step
 ) -> ConversionPlan:
-    """Decide everything about a conversion with *more* steps than options ask for."""
-    steps = [*steps_for(options), *more]
+    """Decide everything about a conversion, with steps besides those that options ask for."""
+    steps = [*steps_for(options), *extra_steps]
     draft = open_draft(src, dst, options)
     draft = apply_steps(steps, "source", draft)
     draft = understand_model(draft)
     with explain_errors(draft):
         draft = apply_steps(steps, "model", draft)
-        # What is said of files beside the source comes between the two.
-        of_source, draft = draft.notes, replace(draft, notes=Notes())
+        # Notes about files next to the source are known last, and printed before those that follow.
+        source_notes, draft = draft.notes, replace(draft, notes=Notes())
         if options.like is not None:
             draft = replace(draft, like=open_reference(options.like, draft.target))
         draft = choose_part(draft)
@@ -68,7 +68,7 @@ def plan_with_steps(
         draft = lay_out(draft)
         draft = add_side_files(draft)
         plan = build_plan(draft)
-    return describe_plan(draft, plan, summarize(unquantized, draft), of_source)
+    return describe_plan(draft, plan, summarize(unquantized, draft), source_notes)
 
 
 def run_conversion(
@@ -79,25 +79,24 @@ def run_conversion(
     Args:
         plan: What :func:`plan_conversion` returned.
         progress: Called with the bytes done since its last call, from this thread.
-        ranks: Those that carry it out together, each with its own plan of the same; None: this
-            process alone.
+        ranks: Ranks that carry it out together, each with the same plan, or None for this process.
 
     Raises:
-        CkptError: The destination and the source are as they were. An error of the verification
-            says so itself, because its output had been published and is taken back.
+        CkptError: The conversion failed. Source and destination are unchanged: an output that
+            fails the verification after it was published is withdrawn, and the error says so.
     """
     start = time.monotonic()
     ranks, notes = ranks or Alone(), Notes()
     require_ready(plan, ranks)
-    done = write_output(plan, progress or (lambda _: None), ranks, notes)
+    execution = write_output(plan, progress or (lambda _: None), ranks, notes)
     return ConversionResult(
         plan,
-        path_at(plan.plan.target),
-        plan.nbytes,
-        time.monotonic() - start,
-        done.resumed_bytes,
-        plan.options.verify,
-        notes,
-        done.lost,
-        done.rounding,
+        target=path_at(plan.plan.target),
+        nbytes=plan.nbytes,
+        seconds=time.monotonic() - start,
+        resumed_bytes=execution.resumed_bytes,
+        verified=plan.options.verify,
+        log=notes,
+        out_of_range=execution.lost,
+        rounded=execution.rounding,
     )

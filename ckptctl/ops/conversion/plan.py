@@ -307,14 +307,16 @@ class ConversionPlan(
         return " · ".join(parts)
 
 
-def describe_plan(draft: Draft, plan: Plan, summary: Summary, of_source: Notes) -> ConversionPlan:
-    """Describe a conversion of which everything is decided, and what was said of its source."""
+def describe_plan(
+    draft: Draft, plan: Plan, summary: Summary, source_notes: Notes
+) -> ConversionPlan:
+    """Describe a conversion of which everything is decided, with the notes about its source."""
     options, source = draft.options, draft.source
     skipped = draft.notes.reasons("skipped")
     replicas = source.replicas.keys() - draft.missing.keys() - skipped.keys()
     notes = Notes()
     notes.add(*draft.catalog.notes)
-    notes += of_source
+    notes += source_notes
     notes += file_notes(draft.assets.besides(draft.written), options.assets, draft.target)
     notes += draft.notes
     return ConversionPlan(
