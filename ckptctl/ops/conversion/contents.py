@@ -124,7 +124,6 @@ def collect_contents(draft: Draft) -> Draft:
         tensors=tensors,
         blobs=blobs,
         must_equal=tuple(equal),
-        tied=tied.keys(),
         taken=taken,
     )
 

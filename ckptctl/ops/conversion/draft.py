@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from ckptctl.catalog import Blob, Catalog
@@ -105,7 +105,6 @@ class Draft:
         tensors: The tensors of the output, in order.
         blobs: Its other leaves.
         must_equal: Names in the source, kept and dropped, whose bytes have to be the same.
-        tied: Names of tensors that are dropped because another one is the same memory.
         quantization: What is quantized on the way, or None.
         output: Where everything goes in the files of the output.
         strings: The strings that these files carry.
@@ -133,7 +132,6 @@ class Draft:
     tensors: tuple[OutputTensor, ...] = ()
     blobs: Sequence[Blob] = ()
     must_equal: tuple[tuple[str, str], ...] = ()
-    tied: Collection[str] = ()
     quantization: Quantization | None = None
     output: Output = field(default_factory=lambda: Output((), (), {}))
     strings: Mapping[str, str] = field(default_factory=dict)
@@ -191,6 +189,13 @@ class Draft:
         if not layouts or not self.is_adapter:
             return None
         return own if own in layouts else layouts[0]
+
+    @property
+    def own_tensors(self) -> tuple[OutputTensor, ...]:
+        """Tensors of the output without those that ``--tied drop`` drops."""
+        if self.options.tied != "drop":
+            return self.tensors
+        return tuple(one for one in self.tensors if one.alias_of is None)
 
     @property
     def ranks(self) -> int:

@@ -125,7 +125,7 @@ def summarize(draft: Draft, output: Draft) -> Summary:
         output: What is written.
     """
     source, origins, skipped = draft.source, draft.origins, output.notes.reasons("skipped")
-    written = {one.name: one for one in draft.tensors if one.name not in draft.tied}
+    written = {one.name: one for one in draft.own_tensors}
     groups = _Groups(_Origins(draft), written)
     for item in draft.mapped:
         groups.add(item)
@@ -142,7 +142,7 @@ def summarize(draft: Draft, output: Draft) -> Summary:
             source.nbytes + sum(entry.nbytes for entry in inside),
         ),
         Amount(
-            sum(tensor.name not in output.tied for tensor in output.tensors),
+            len(output.own_tensors),
             sum(tensor.nbytes for tensor in output.tensors if tensor.alias_of is None),
         ),
         len(unused) - len(left) - len(lost),
