@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import io
 import json
+import math
 import pickle
 import pickletools
 import random
@@ -229,10 +230,7 @@ def parts(value: object) -> Iterator[Any]:
 def use(value: object) -> None:
     """Do with a value what a trainer may do, as far as it is not too much."""
     found = list(parts(value))
-    sizes = (
-        one.size if isinstance(one, np.ndarray) else one.numel() for one in found if _is_array(one)
-    )
-    if sum(sizes) > SMALL:
+    if sum(count_lists(one) for one in found if _is_array(one)) > SMALL:
         return
     uses: list[Callable[[Any], object]] = [
         copy.deepcopy, repr, str, lambda one: one == one, pickle.dumps, hash, len, bool,
@@ -263,6 +261,11 @@ def use(value: object) -> None:
                 each(one)
             except (MemoryError, RecursionError, Exception):  # of Python: nothing is corrupt
                 continue
+
+
+def count_lists(array: Any) -> int:
+    """Return about how many objects ``array.tolist()`` makes: for shape (2**30, 0) as many lists."""
+    return math.prod(max(size, 1) for size in array.shape)
 
 
 def _is_array(value: object) -> bool:
