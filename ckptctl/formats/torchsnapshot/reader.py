@@ -1,42 +1,66 @@
-"""Reads a snapshot: its manifest, and what that says of the objects of all ranks."""
+"""Reads a snapshot: its manifest, and what that says of the objects of all ranks.
+
+The manifest has ``rank/path/of/the/leaf`` and where each leaf lies. Source: torchsnapshot 0.1.0,
+``manifest.py``, ``flatten.py``. Newer versions write JSON; the YAML of older ones is refused.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import replace
+import base64
+import re
+import struct
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Annotated, NamedTuple
+from urllib.parse import unquote
 
-from ckptctl.catalog import Catalog
+from ckptctl import dtypes
+from ckptctl.catalog import Box, Catalog, Finding, Index
 from ckptctl.catalog import Path as KeyPath
-from ckptctl.errors import UnsupportedError
+from ckptctl.errors import (
+    CkptError,
+    DamagedError,
+    FormatError,
+    SourceNotFoundError,
+    UnsupportedError,
+)
 from ckptctl.formats.base import ReadOptions
 from ckptctl.formats.shared.dtensor import LocalShard, Sharded
-from ckptctl.formats.shared.findings import UNUSABLE, Faults
+from ckptctl.formats.shared.findings import NO_TENSOR, UNUSABLE, Faults
+from ckptctl.formats.shared.indexes import ByteRange, integers, require_tiled
 from ckptctl.formats.shared.leaves import flatten, join
 from ckptctl.formats.shared.rank_merge import RankMerger
 from ckptctl.formats.shared.stored_leaves import NO_CHECKSUMS, is_stored, refuse_hidden_tensors
 from ckptctl.formats.sidecar_files import beside
 from ckptctl.formats.torchsnapshot import METADATA
-from ckptctl.formats.torchsnapshot.manifest import (
-    PRIMITIVES,
-    SHARDED,
-    ManifestEntry,
-    StoredRange,
-    located,
-    primitive,
-    read_manifest,
-    rest_of,
-    shards_of,
-    sizes_of,
-)
 from ckptctl.storage.files import SourceFiles, source_files
-from ckptctl.storage.schema import malformed
+from ckptctl.storage.json_reader import read_json
+from ckptctl.storage.paths import contained
+from ckptctl.storage.pickles.torch_tensors import MAX_RANK
+from ckptctl.storage.schema import (
+    MalformedError,
+    MismatchError,
+    Natural,
+    Schema,
+    malformed,
+    read_as,
+    sized,
+)
 from ckptctl.storage.zips.items import read_item_tensor
 from ckptctl.storage.zips.reader import StoredTensor, read_archive
 from ckptctl.units import counted
 
 _Sizes = Mapping[str, int]
 """Sizes of the files that entries lie in."""
+SHARDED = ("ShardedTensor", "ChunkedTensor", "DTensor")
+MAX_METADATA = 1 << 30
+PRIMITIVES = ("int", "str", "bool", "bytes", "float")
+_DICTS = ("dict", "OrderedDict")
+_YAML = re.compile(rb"[a-z_]+:")
+_SHARDED = ("ShardedTensor", "DTensor")
+Fields = Mapping[str, object]
+Sizes = Annotated[tuple[Natural, ...], sized(0, MAX_RANK)]
 
 
 def read(path: Path, asked: ReadOptions, name: str) -> Catalog:
@@ -132,3 +156,284 @@ def _object(
         if not is_stored(leaf):
             refuse_hidden_tensors(leaf, join((*entry.path, *path)), where)
         yield stored.file, (*entry.path, *path), leaf
+
+
+@dataclass(frozen=True, slots=True)
+class _Manifest(Schema):
+    """The whole file."""
+
+    world_size: Natural
+    manifest: dict[str, dict[str, object]]
+
+
+@dataclass(frozen=True, slots=True)
+class _Shard(Schema):
+    """A box of a tensor, and its place."""
+
+    offsets: Sizes
+    sizes: Sizes
+    tensor: dict[str, object]
+
+
+class ManifestEntry(NamedTuple):
+    """One leaf.
+
+    Attributes:
+        rank: The rank that has it, or the lowest where several share it.
+        path: Keys from the root of that rank's state.
+        fields: What the manifest says; the shards of all ranks together.
+    """
+
+    rank: int
+    path: KeyPath
+    fields: Fields
+
+
+class StoredRange(NamedTuple):
+    """Where a tensor or an object lies.
+
+    Attributes:
+        file: The file.
+        span: First byte and the one after the last; None: the whole file.
+        serializer: How it was written.
+        dtype: torch's name; empty for objects.
+        shape: Sizes.
+    """
+
+    file: str
+    span: tuple[int, int] | None
+    serializer: str
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Return the bytes of its elements."""
+        return Box.whole(self.shape).numel * dtypes.itemsize(self.dtype)
+
+
+def read_manifest(files: SourceFiles) -> list[ManifestEntry]:
+    """Return the leaves of all ranks, those of the lowest rank first."""
+    where = str(files.root / METADATA)
+    if _YAML.match(files.read(METADATA, 0, min(files.size(METADATA), 64))):
+        raise FormatError(
+            "the metadata is not JSON",
+            where=where,
+            why="old versions of torchsnapshot wrote YAML",
+            hint="take the snapshot again with torchsnapshot 0.1.0 or later",
+        )
+    content = read_as(_Manifest, read_json(files, METADATA, MAX_METADATA))
+    entries = content.manifest
+    ranks = {path: _rank(path, content.world_size) for path in entries}
+    children = _children(entries)
+    found: dict[KeyPath, ManifestEntry] = {}
+    shards: dict[KeyPath, list[object]] = {}
+    plain: list[ManifestEntry] = []
+    for path in sorted(entries, key=lambda one: ranks[one]):
+        fields = entries[path]
+        if fields["type"] in (*_DICTS, "list"):
+            _check_keys(path, fields, children, where)
+            if path in children or fields.get("keys"):
+                continue
+            fields = {"type": "empty", "value": {} if fields["type"] in _DICTS else []}
+        entry = ManifestEntry(ranks[path], _path(path, entries), fields)
+        if fields["type"] not in _SHARDED:
+            plain.append(entry)
+        else:
+            own = shards.setdefault(entry.path, [])
+            own += read_as(list[object], fields.get("shards"), "shards")
+            found.setdefault(entry.path, entry._replace(fields={**fields, "shards": own}))
+    return sorted([*plain, *found.values()], key=lambda entry: entry.rank)
+
+
+def _rank(path: str, world: int) -> int:
+    head = path.partition("/")[0]
+    if not head.isascii() or not head.isdigit() or int(head) >= world:
+        raise MalformedError(f"`{path}` does not start with a rank below {world}")
+    return int(head)
+
+
+def _children(entries: Mapping[str, Fields]) -> dict[str, set[str]]:
+    """Return the last parts of the paths below each path, of all ranks together for keys."""
+    found: dict[str, set[str]] = {}
+    for path in entries:
+        head, _, last = path.rpartition("/")
+        found.setdefault(head, set()).add(last)
+        found.setdefault(head.partition("/")[2], set()).add(last)
+    return found
+
+
+def _check_keys(path: str, fields: Fields, children: Mapping[str, set[str]], where: str) -> None:
+    below = children.get(path, set()) | children.get(path.partition("/")[2], set())
+    keys = read_as(list[object], fields.get("keys", []), "keys")
+    names = [str(key).replace("%", "%25").replace("/", "%2F") for key in keys]
+    missing = next((name for name in names if name not in below), None)
+    if missing is not None:
+        raise UnsupportedError(
+            f"`{path}/{missing}` is not in the manifest",
+            where=where,
+            why=f"`{path}` lists this key",
+        )
+
+
+def _path(path: str, entries: Mapping[str, Fields]) -> KeyPath:
+    tokens = path.split("/")
+    keys: list[str | int] = []
+    for position in range(1, len(tokens)):
+        key, above = unquote(tokens[position]), entries.get("/".join(tokens[:position]), {})
+        known = above.get("keys")
+        if above.get("type") == "list":
+            keys.append(Index(int(key)))
+        elif isinstance(known, list) and key not in known and key.lstrip("-").isdigit():
+            keys.append(int(key))
+        else:
+            keys.append(key)
+    return tuple(keys)
+
+
+def located(fields: Fields) -> StoredRange:
+    """Return where a ``Tensor`` or an ``object`` lies."""
+    location = fields.get("location")
+    if not isinstance(location, str):
+        raise MismatchError("a string", location, "location")
+    dtype = str(fields.get("dtype", "")).removeprefix("torch.")
+    if fields["type"] == "Tensor" and dtype not in dtypes.BY_NAME:
+        raise UnsupportedError(f"tensors of dtype `{dtype}` are not supported", where=location)
+    recorded = fields.get("byte_range")
+    first, last = (0, 0) if recorded is None else integers(recorded)
+    if last < first:
+        raise MalformedError(f"a byte range of `{location}` ends before it starts")
+    return StoredRange(
+        contained(location, METADATA),
+        None if recorded is None else (first, last),
+        str(fields["serializer"]),
+        dtype,
+        integers(fields.get("shape", [])),
+    )
+
+
+def shards_of(entry: ManifestEntry) -> tuple[str, tuple[int, ...], list[tuple[Box, StoredRange]]]:
+    """Return dtype, global shape and shards of a sharded or chunked tensor.
+
+    Sharded entries have no global shape; it is where their last shard ends.
+    """
+    listed = entry.fields.get("shards", entry.fields.get("chunks"))
+    shards = [
+        (Box(one.offsets, one.sizes), located({"type": "Tensor", **one.tensor}))
+        for one in read_as(list[_Shard], listed, "shards")
+    ]
+    ends = zip(*(map(sum, zip(b.offsets, b.sizes, strict=True)) for b, _ in shards), strict=True)
+    shape = entry.fields.get("shape")
+    whole = integers(shape) if shape is not None else tuple(max(end) for end in ends)
+    return shards[0][1].dtype, whole, shards
+
+
+def primitive(fields: Fields) -> object:
+    """Return the value of an ``int``, ``str``, ``bool``, ``bytes`` or ``float``."""
+    kind, text = fields["type"], str(fields["serialized_value"])
+    if kind == "int":
+        return int(text)
+    if kind == "bool":
+        return {"True": True, "False": False}[text]
+    if kind == "str":
+        return text
+    raw = base64.b64decode(text, validate=True)
+    return raw if kind == "bytes" else _float(raw)
+
+
+def _float(raw: bytes) -> float:
+    if len(raw) != 8:
+        raise MalformedError("a float does not have 8 bytes")
+    value: float = struct.unpack("<d", raw)[0]
+    return value
+
+
+def rest_of(entry: ManifestEntry, faults: Faults) -> ManifestEntry | None:
+    """Return what is left of *entry* without the files that cannot be used; None: nothing."""
+    if entry.fields["type"] in SHARDED:
+        return _rest_of_shards(entry, faults)
+    file = next((s.file for s in _stored(entry) if s.file in faults.files), None)
+    if file is None:
+        return entry
+    _miss(entry, file, faults)
+    return None
+
+
+def _miss(entry: ManifestEntry, file: str, faults: Faults) -> None:
+    """Note that *entry* lies in a file that cannot be used."""
+    what = "a value is missing" if entry.fields["type"] == "object" else NO_TENSOR
+    why = f"it is stored in `{file}`, which cannot be used"
+    faults.findings.append(Finding(what, why, "error", file, join(entry.path)))
+
+
+def _rest_of_shards(entry: ManifestEntry, faults: Faults) -> ManifestEntry | None:
+    _, shape, shards = shards_of(entry)
+    gone = [(box, stored.file) for box, stored in shards if stored.file in faults.files]
+    if not gone:
+        return entry
+    if len(gone) == len(shards):
+        _miss(entry, gone[0][1], faults)
+        return None
+    faults.lost[join(entry.path)] = tuple(gone)
+    key = "shards" if "shards" in entry.fields else "chunks"
+    there = zip(read_as(list[object], entry.fields[key]), shards, strict=True)
+    kept = [one for one, (_, stored) in there if stored.file not in faults.files]
+    return entry._replace(fields={**entry.fields, key: kept, "shape": list(shape)})
+
+
+def sizes_of(
+    files: SourceFiles, entries: Sequence[ManifestEntry], where: str, faults: Faults
+) -> dict[str, int]:
+    """Return the sizes of the files, which have to be what the manifest says."""
+    sizes: dict[str, int] = {}
+    ranges: dict[str, list[ByteRange]] = {}
+    beyond: dict[str, tuple[int, str]] = {}
+    for entry in entries:
+        for stored in _stored(entry):
+            file = stored.file
+            if file not in sizes:
+                size = faults.read(file, lambda file: _size(files, file), (CkptError,))
+                if size is None:
+                    continue
+                sizes[file] = size
+            first, last = stored.span or (0, sizes[file])
+            if last > sizes[file]:
+                beyond[file] = max(beyond.get(file, (0, "")), (last, join(entry.path)))
+            elif stored.serializer == "buffer_protocol":
+                one = ByteRange(file, first, last - first, join(entry.path))
+                ranges.setdefault(file, []).append(one)
+    for file, (needed, tensor) in beyond.items():
+        error = DamagedError(
+            f"`{file}` is truncated",
+            where=f"{files.root / file}, `{tensor}`",
+            why=f"{counted(needed, 'byte is', 'bytes are')} needed, but the file has "
+            f"{sizes[file]:,}",
+        )
+        faults.unreadable(error, file)
+    for file in ranges:
+        faults.read(
+            file,
+            lambda file: require_tiled(ranges[file], {file: sizes[file]}, where),
+            (CkptError,),
+        )
+    return sizes
+
+
+def _size(files: SourceFiles, file: str) -> int:
+    try:
+        return files.size(file)
+    except SourceNotFoundError:
+        raise DamagedError(
+            "a data file is missing",
+            where=str(files.root),
+            why=f"`{file}`, which {METADATA} lists",
+            hint="copy the missing file from the node of its rank",
+        ) from None
+
+
+def _stored(entry: ManifestEntry) -> Iterator[StoredRange]:
+    kind = entry.fields["type"]
+    if kind in SHARDED:
+        yield from (stored for _, stored in shards_of(entry)[2])
+    elif kind in ("Tensor", "object"):
+        yield located(entry.fields)
