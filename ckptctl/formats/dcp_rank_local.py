@@ -30,7 +30,7 @@ from ckptctl.storage.threads import no_collection
 from ckptctl.units import counted
 
 if TYPE_CHECKING:
-    from ckptctl.formats.dcp.metadata import Decoded, MetadataLeaf
+    from ckptctl.formats.dcp.metadata import MetadataLeaf
     from ckptctl.formats.dcp.union import RankValues, Union
 
 _RANK = re.compile(r"__(0|[1-9]\d*)\.metadata")
@@ -79,7 +79,7 @@ class DcpRankLocalFormat(Format):
 
         Of a part, what one rank cannot give any more is taken of another that has a copy.
         """
-        from ckptctl.formats.dcp.catalog import catalog_of
+        from ckptctl.formats.dcp.reader import catalog_of, read_metadata
         from ckptctl.formats.dcp.union import RankValues, Union
 
         with source_files(path) as files, no_collection():
@@ -88,7 +88,7 @@ class DcpRankLocalFormat(Format):
             joined = Union(str(path), len(ranks), repeated=asked.partial or asked.replicas)
             values, readable = RankValues(files, of_values), set[int]()
             for rank in ahead(files, ranks, lambda rank: ((metadata_name(rank), 0),)):
-                said = faults.read(metadata_name(rank), lambda name: _decoded(files, name))
+                said = faults.read(metadata_name(rank), lambda name: read_metadata(files, name))
                 if said is None:
                     continue
                 readable.add(rank)
@@ -150,22 +150,15 @@ def _with_replicas(catalog: Catalog, asked: bool) -> Catalog:
     return replace(catalog, tensors=tensors, replicas=replicas, lost=lost)
 
 
-def _decoded(files: SourceFiles, name: str) -> Decoded:
-    from ckptctl.formats.dcp.catalog import read_metadata
-    from ckptctl.formats.dcp.metadata import decode
-
-    return decode(read_metadata(files, name), str(files.root / name))
-
-
 def read_rank(path: Path, rank: int) -> Catalog | None:
     """Return what one rank wrote, which is only a part of each tensor; None: it wrote nothing."""
     if not (path / metadata_name(rank)).is_file():
         return None
-    from ckptctl.formats.dcp.catalog import catalog_of
+    from ckptctl.formats.dcp.reader import catalog_of, read_metadata
 
     with source_files(path) as files, no_collection():
         note = f"only the files of rank {rank} are read"
-        leaves, origin = _decoded(files, metadata_name(rank))
+        leaves, origin = read_metadata(files, metadata_name(rank))
         catalog = catalog_of(files, leaves, DcpRankLocalFormat.name, Faults(path), (note,))
         return replace(catalog, save_id=origin.save_id, world=origin.world)
 
@@ -207,8 +200,10 @@ def _world(files: SourceFiles, rank: int) -> int:
 
     Whoever reads all of it says what the damage is.
     """
+    from ckptctl.formats.dcp.reader import read_metadata
+
     try:
-        return _decoded(files, metadata_name(rank)).origin.world
+        return read_metadata(files, metadata_name(rank)).origin.world
     except UNUSABLE:
         return 0
 

@@ -105,7 +105,7 @@ class _Joined:
         try:
             found = dcp.FORMAT.read(self.faults.root / folder, self.asked)
             if found.computed:
-                from ckptctl.formats.dcp.catalog import THROUGH
+                from ckptctl.formats.dcp.reader import THROUGH
 
                 raise UnsupportedError(THROUGH, where=found.path)
         except CkptError as error:

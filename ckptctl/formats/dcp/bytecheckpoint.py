@@ -8,18 +8,13 @@ from pathlib import Path
 
 from ckptctl.catalog import Catalog, Extent, TensorEntry
 from ckptctl.dtypes import itemsize
-from ckptctl.errors import (
-    FormatError,
-    SourceNotFoundError,
-    UnsupportedError,
-    listed,
-)
+from ckptctl.errors import FormatError, SourceNotFoundError, UnsupportedError, listed
 from ckptctl.formats.base import ReadOptions
 from ckptctl.formats.dcp import METADATA
-from ckptctl.formats.dcp.catalog import catalog_of, read_metadata
-from ckptctl.formats.dcp.metadata import TABLE, MetadataLeaf, leaves_of
+from ckptctl.formats.dcp.metadata import MAX_METADATA, TABLE, MetadataLeaf, leaves_of
+from ckptctl.formats.dcp.reader import catalog_of
 from ckptctl.formats.shared.findings import UNUSABLE, Faults
-from ckptctl.formats.shared.indexes import ByteRange, require_tiled
+from ckptctl.formats.shared.indexes import ByteRange, read_whole, require_tiled
 from ckptctl.formats.shared.stored_leaves import NO_CHECKSUMS
 from ckptctl.storage.files import SourceFiles, source_files
 from ckptctl.storage.pickles.inert import Global
@@ -56,7 +51,7 @@ def read(path: Path, asked: ReadOptions, name: str) -> Catalog:
     """Return the catalog of the directory *path*."""
     where = str(path / METADATA)
     with source_files(path) as files:
-        root = loads(read_metadata(files, METADATA), where=where, table=_TABLE)
+        root = loads(read_whole(files, METADATA, MAX_METADATA), where=where, table=_TABLE)
         leaves = leaves_of(root, where)
         views = _views(root, where)
         faults = Faults(path, asked.partial)

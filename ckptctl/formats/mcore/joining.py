@@ -14,7 +14,7 @@ from typing import NamedTuple
 from ckptctl.catalog import Box, Catalog, ItemPart, TensorEntry
 from ckptctl.columns import BoxColumns, ExtentColumns, Vector
 from ckptctl.errors import CoverageError, UnsupportedError, listed
-from ckptctl.formats.dcp.items import Boxes
+from ckptctl.formats.dcp.metadata import Boxes
 from ckptctl.formats.mcore.spelling import (
     HALVES,
     Spelling,

@@ -10,8 +10,7 @@ from pathlib import Path
 from ckptctl.catalog import Blob, Catalog, Finding
 from ckptctl.errors import DamagedError
 from ckptctl.formats.base import ReadOptions
-from ckptctl.formats.dcp.catalog import catalog_of, read_metadata, with_leaves
-from ckptctl.formats.dcp.metadata import decode
+from ckptctl.formats.dcp.reader import catalog_of, read_metadata, with_leaves
 from ckptctl.formats.mcore.factors import in_order
 from ckptctl.formats.mcore.files import (
     ACTOR,
@@ -54,7 +53,7 @@ def read(path: Path, asked: ReadOptions, name: str) -> Catalog:
     with source_files(folder) as files:
         require_finished(files)
         faults = Faults(folder, asked.partial)
-        leaves, origin = decode(read_metadata(files, METADATA), str(folder / METADATA))
+        leaves, origin = read_metadata(files, METADATA)
         catalog = catalog_of(files, leaves, name, faults)
         inside = catalog.blobs.get(object_name(COMMON_STATE, (), ()))
         common = _common(files, faults) if inside is None else _common_state(files, inside, faults)

@@ -9,7 +9,7 @@ from dataclasses import replace
 from ckptctl.catalog import Catalog, is_computed
 from ckptctl.catalog import Path as Keys
 from ckptctl.errors import MappingError, listed, nearest
-from ckptctl.formats.dcp.catalog import COMPANION
+from ckptctl.formats.dcp.reader import COMPANION
 from ckptctl.ops.loading.options import LoadReport, Strict
 from ckptctl.ops.loading.state_mapping import StateMapping, moved
 from ckptctl.ops.recognition.quantized import quantized

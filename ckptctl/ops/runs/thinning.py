@@ -18,7 +18,7 @@ from ckptctl import formats
 from ckptctl.catalog import Catalog
 from ckptctl.catalog import Path as KeyPath
 from ckptctl.errors import CkptError, RefusedError, listed, storage_errors
-from ckptctl.formats.dcp.catalog import COMPANION
+from ckptctl.formats.dcp.reader import COMPANION
 from ckptctl.formats.shared.stored_leaves import read_leaves
 from ckptctl.formats.sidecar_files import SIDECAR
 from ckptctl.ops.conversion.options import ConversionOptions

@@ -23,7 +23,7 @@ from ckptctl.errors import (
     UnsupportedError,
 )
 from ckptctl.formats.dcp import metadata
-from ckptctl.formats.dcp.catalog import catalog_of
+from ckptctl.formats.dcp.reader import catalog_of
 from ckptctl.formats.shared.findings import Faults
 from ckptctl.ops.consolidate_metadata import plan_metadata
 from ckptctl.storage import zstd
