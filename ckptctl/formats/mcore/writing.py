@@ -11,30 +11,66 @@
 
 All but the tracker file lies in the inner folder, which is a checkpoint by itself: loaders that
 know no tracker files are given that one.
+
+``common.pt`` is what all ranks have in common: the arguments of the run, as an
+``argparse.Namespace``, and what a loader needs to know to ask for the right names. It is a
+``torch.save`` zip, which Megatron-Core reads with torch's own limits on what may be in it
+(``megatron/core/dist_checkpointing/strategies/common.py``). ``metadata.json`` says how the rest was
+written (``dist_checkpointing/core.py``), and the tracker file above the folder which save is the
+newest (``megatron/training/checkpointing.py``).
+
+The arguments of Megatron-LM and Bridge's YAML are made of config.json. Where there is none, or
+Megatron-Core has no words for it, the tensors are written all the same: the programs take what they
+are told on their own command lines.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 from ckptctl.catalog import Blob, Box
-from ckptctl.errors import listed
+from ckptctl.errors import MappingError, listed, spell_option
 from ckptctl.formats.base import Output, OutputRequest, OutputTensor, Place, document
 from ckptctl.formats.dcp import METADATA
 from ckptctl.formats.dcp.data_files import DataFiles, shards
 from ckptctl.formats.dcp.metadata_writer import encode
-from ckptctl.formats.mcore.common_file import common_file
-from ckptctl.formats.mcore.described import describe
-from ckptctl.formats.mcore.extra_states import extra_states
-from ckptctl.formats.mcore.files import COMMON
+from ckptctl.formats.mcore.factors import halved
+from ckptctl.formats.mcore.files import COMMON, COMMON_STATE, MARK, RUN_CONFIG, TORCH_DIST
 from ckptctl.formats.mcore.layers import Layers, stacked
-from ckptctl.formats.mcore.objects import stored_object
+from ckptctl.formats.mcore.objects import extra_states, stored_object
 from ckptctl.formats.mcore.training import Training, is_state, training
 from ckptctl.formats.megatron.files import POINTER
 from ckptctl.formats.torch_file import ZipFrame
+from ckptctl.planner.configs import megatron_carried as carried
+from ckptctl.planner.configs.facts import read_sizes
+from ckptctl.planner.configs.megatron_adapter import SECTION, lacking, section
+from ckptctl.planner.configs.megatron_carried import Carried
+from ckptctl.planner.configs.megatron_files import ONE_RANK, arguments_of, container, run_config
 from ckptctl.planner.plan import OutputFile, Record
-from ckptctl.storage.zips.writer import ZipLayout
+from ckptctl.storage.pickles.inert import Inert
+from ckptctl.storage.pickles.writer import dumps
+from ckptctl.storage.schema import find
+from ckptctl.storage.yaml_text import dumped
+from ckptctl.storage.zips import writer as zip_writer
+
+EMBEDDING = "embedding.word_embeddings.weight"
+MARK_FILE = json.dumps(
+    {
+        "sharded_backend": TORCH_DIST,
+        "sharded_backend_version": 1,
+        "common_backend": "torch",
+        "common_backend_version": 1,
+    }
+).encode()
+"""The content of ``metadata.json``; Megatron-Core takes a folder without it for something else."""
+CONTENT, APART = "content_metadata", "non_homogeneous_layers"
+"""What Megatron-Core hands to ``sharded_state_dict`` of a model that is to be loaded."""
+NOTHING: Mapping[str, object] = {}
+VERSION = 3.0
+"""The order of queries, keys and values in one tensor: by groups since 2.0."""
 
 
 def lay_out(request: OutputRequest) -> Output:
@@ -87,7 +123,7 @@ def _objects(request: OutputRequest, run: Training, layers: Layers) -> list[Blob
 
 
 def _with_tensors(
-    common: ZipLayout,
+    common: zip_writer.ZipLayout,
     tensors: Sequence[OutputTensor],
     records: list[Record],
     places: dict[str, list[Place]],
@@ -103,3 +139,141 @@ def _with_tensors(
 def _box(box: Box, layer: int | None) -> Box:
     """Return a box of a tensor in what it is stored in."""
     return box if layer is None else Box((layer, *box.offsets), (1, *box.sizes))
+
+
+class Described(NamedTuple):
+    """What ``common.pt`` holds, and the other files without tensors."""
+
+    common: Mapping[str, object]
+    contents: Mapping[str, bytes]
+
+
+def describe(request: OutputRequest, around: Mapping[str, object]) -> Described:
+    """Return what describes the model of a request, and what is *around* it in ``common.pt``."""
+    if request.adapter is not None:
+        return _adapter(request, request.adapter)
+    arguments = None
+    if "args" not in around:
+        what = f"the arguments in {COMMON}"
+        said = COMMON_STATE if COMMON_STATE in request.records else COMMON
+        arguments = _told(request, arguments_of, carried.arguments, said, what)
+    what = f"{RUN_CONFIG} (for Megatron-Bridge)"
+    yaml = _told(request, run_config, carried.run_config, RUN_CONFIG, what)
+    if around:
+        arguments = arguments and {**arguments, "no_save_optim": False}
+        saved = find(dict[object, object], yaml, "checkpoint") or {}
+        yaml = yaml and {**yaml, "checkpoint": {**saved, "save_optim": True}}
+    common = common_content(arguments, stacked=request.stack_layers, around=around)
+    contents = {MARK: MARK_FILE}
+    if yaml is not None:
+        contents[RUN_CONFIG] = dumped(yaml)
+    return Described(common, contents)
+
+
+def _adapter(request: OutputRequest, stated: Mapping[str, object]) -> Described:
+    """Return what describes low-rank factors, and the model that they change where it is known."""
+    what = f"the model section of {RUN_CONFIG} (Megatron-Bridge reads the model from elsewhere)"
+    yaml = _told(request, run_config, carried.run_config, RUN_CONFIG, what)
+    yaml = yaml or container(ONE_RANK)
+    shapes = {tensor.name: tensor.shape for tensor in request.tensors}
+    yaml[SECTION] = section(shapes, stated, request.sizes.get("i"))
+    if layers := lacking(shapes):
+        parts = "factors for query, key and value together, and for gate and up together"
+        missing = f"some are missing in {listed(layers)}"
+        request.notes.add(f"Megatron-Bridge 0.3 requires {parts}; {missing}")
+    if exchanged := halved(shapes):
+        request.notes.add(
+            "with several tensor-parallel ranks, Megatron-Bridge 0.3 swaps rows of these "
+            f"factors; load them on one rank: {listed(exchanged)}"
+        )
+    common = common_content(None, stacked=request.stack_layers)
+    return Described(common, {MARK: MARK_FILE, RUN_CONFIG: dumped(yaml)})
+
+
+def _told(
+    request: OutputRequest,
+    make: Callable[..., dict[str, object]],
+    carry: Callable[..., Carried],
+    file: str,
+    what: str,
+) -> dict[str, object] | None:
+    """Return what *make* makes, else what *carry* takes over of the source's *file*."""
+    made, why_not = _made(request, make)
+    if made is not None:
+        return made
+    if file not in request.records:
+        request.notes.add(f"skipped {what}, because {why_not}")
+        return None
+    found = carry(request.records[file], _rows(request), _dtype(request))
+    if found.left_out:
+        request.notes.add(
+            f"omitted from {what}, because they are not plain values: {listed(found.left_out)}"
+        )
+    return found.values
+
+
+def _made(
+    request: OutputRequest, make: Callable[..., dict[str, object]]
+) -> tuple[dict[str, object] | None, str]:
+    """Return what *make* makes of the configuration, or None and the reason why it cannot."""
+    if request.config is None or request.family is None:
+        if request.family is None:
+            return None, f"the model type is unknown (set {spell_option('--model-type')})"
+        pointing = f"pass {spell_option('--assets DIR')} to copy it from the trained model's folder"
+        return None, f"config.json is missing; {pointing}"
+    sizes, stated = dict(request.sizes), read_sizes(request.family, request.config)
+    if "v" in stated:
+        sizes["v"] = stated["v"]  # the tensors may be padded
+    rows, dtype = _rows(request), _dtype(request)
+    try:
+        return make(request.family, request.config, sizes, padded=rows, dtype=dtype), ""
+    except MappingError as error:
+        return None, error.what
+
+
+def _rows(request: OutputRequest) -> int | None:
+    """Return the rows of the vocabulary, with padding."""
+    found = (tensor.shape[0] for tensor in request.tensors if tensor.name == EMBEDDING)
+    return next(found, None)
+
+
+def _dtype(request: OutputRequest) -> str | None:
+    """Return the dtype that most bytes of the model are of."""
+    total: dict[str, int] = {}
+    for tensor in request.tensors:
+        if not is_state(tensor.name):
+            total[tensor.dtype] = total.get(tensor.dtype, 0) + tensor.nbytes
+    return max(total, key=lambda name: total[name], default=None)
+
+
+def common_content(
+    arguments: Mapping[str, object] | None, *, stacked: bool, around: Mapping[str, object] = NOTHING
+) -> dict[str, object]:
+    """Return what is in ``common.pt``.
+
+    Args:
+        arguments: Those of Megatron-LM, by name; None: nobody knows them.
+        stacked: Whether layers are stacked.
+        around: What else of a run there is; its arguments are those that the run was given.
+    """
+    saved = around.get(CONTENT)
+    handed: dict[str, object] = {
+        **(saved if isinstance(saved, dict) else {}),
+        "singleton_local_shards": False,
+        "chained_optim_avoid_prefix": True,
+    }
+    handed.pop(APART, None)
+    if not stacked:
+        handed[APART] = True
+    content = {"checkpoint_version": VERSION, "iteration": 0, **around, CONTENT: handed}
+    if arguments is None:
+        return content
+    return {"args": Inert("argparse", "Namespace", (), dict(arguments), newobj=True), **content}
+
+
+def common_file(
+    content: Mapping[str, object], tensors: Sequence[OutputTensor] = ()
+) -> zip_writer.ZipLayout:
+    """Return how ``common.pt`` lies that holds *content*, in which *tensors* are."""
+    storages = [(str(position), tensor.nbytes) for position, tensor in enumerate(tensors)]
+    return zip_writer.lay_out(dumps(content), storages, folder="common")
