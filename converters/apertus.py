@@ -8,10 +8,7 @@ Sources: transformers' ``modeling_apertus.py`` and ``activations.py``, mlx-lm's 
 
 from ckptctl.planner.layouts import SIZES, Family, Tie
 
-BEFORE = """
-logical  axes  hf
-embed    v d   model.embed_tokens.weight
-"""
+from . import _hf
 
 LAYER = """
 logical     axes     hf: model.layers.{i}.
@@ -35,12 +32,6 @@ norm_1      d        attention_layernorm.weight
 norm_2      d        feedforward_layernorm.weight
 """
 
-AFTER = """
-logical  axes  hf
-norm     d     model.norm.weight
-output   v d   lm_head.weight
-"""
-
 MLX = """
 logical  mlx: model.layers.{i}.
 alpha_p  mlp.act_fn.alpha_p scalar
@@ -51,7 +42,7 @@ FAMILY = Family(
     name="apertus",
     title="Apertus 8B, 70B",
     layouts=("hf", "mlx"),
-    tables=(BEFORE, LAYER, AFTER, MLX),
+    tables=(_hf.BEFORE, LAYER, _hf.AFTER, MLX),
     architecture="ApertusForCausalLM",
     ties=(Tie("output", of="embed"),),
     composite={"h": ("k", "q")},

@@ -6,10 +6,7 @@ always tied.
 
 from ckptctl.planner.layouts import SIZES, Family, Tie
 
-BEFORE = """
-logical  axes  hf
-embed    v d   model.embed_tokens.weight
-"""
+from . import _hf
 
 LAYER = """
 logical     axes     hf: model.layers.{i}.
@@ -27,18 +24,12 @@ w3          f d      mlp.up_proj.weight
 w2          d f      mlp.down_proj.weight
 """
 
-AFTER = """
-logical  axes  hf
-norm     d     model.norm.weight
-output   v d   lm_head.weight
-"""
-
 FAMILY = Family(
     name="cohere2",
     title="Command R7B, Command A",
     aliases=("command_r7b", "command_a"),
     layouts=("hf", "mlx"),
-    tables=(BEFORE, LAYER, AFTER),
+    tables=(_hf.BEFORE, LAYER, _hf.AFTER),
     architecture="Cohere2ForCausalLM",
     ties=(Tie("output", of="embed"),),
     tied=True,

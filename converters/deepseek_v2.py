@@ -49,13 +49,6 @@ norm     d     model.norm.weight
 output   v* d  lm_head.weight
 """
 
-HF_V5 = """
-logical    hf-v5: model.layers.{i}.
-expert_w1  mlp.experts.gate_up_proj#0.1
-expert_w3  mlp.experts.gate_up_proj#1.1
-expert_w2  mlp.experts.down_proj
-"""
-
 MCORE = """
 logical     mcore: decoder.layers.{i}.
 norm_1      input_layernorm.weight
@@ -94,7 +87,7 @@ FAMILY = Family(
         BEFORE,
         LAYER,
         AFTER,
-        HF_V5,
+        qwen2_moe.PACKED,
         qwen2_moe.MLX,
         MLP_BIAS,
         *qwen2_moe.MCORE_ENDS,

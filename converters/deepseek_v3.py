@@ -172,7 +172,7 @@ FAMILY: Family = replace(
         BEFORE,
         deepseek_v2.LAYER,
         CORRECTION,
-        deepseek_v2.HF_V5,
+        qwen2_moe.PACKED,
         DEEPSEEK,
         TITAN,
         TITAN_02,

@@ -6,12 +6,7 @@ which this cannot say. Source: transformers' ``modeling_falcon_h1.py``.
 
 from ckptctl.planner.layouts import CHOSEN, SIZES, Demand, Family, Tie
 
-from . import nemotron_h
-
-BEFORE = """
-logical  axes  hf
-embed    v d   model.embed_tokens.weight
-"""
+from . import _hf, nemotron_h
 
 MAMBA = (
     nemotron_h.MAMBA.replace("@mamba", "")
@@ -52,7 +47,7 @@ FAMILY = Family(
     name="falcon_h1",
     title="Falcon-H1 0.5B to 34B",
     layouts=("hf",),
-    tables=(BEFORE, "logical  axes  hf: model.layers.{i}.mamba." + MAMBA, LAYER, AFTER),
+    tables=(_hf.BEFORE, "logical  axes  hf: model.layers.{i}.mamba." + MAMBA, LAYER, AFTER),
     architecture="FalconH1ForCausalLM",
     ties=(Tie("output", of="embed"),),
     constants={"one": 1},

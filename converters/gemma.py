@@ -9,12 +9,7 @@ pairs) and ``models/convert_weights.py``, Megatron-Bridge's ``models/gemma`` (``
 
 from ckptctl.planner.layouts import SIZES, Family, Tie
 
-from . import _megatron, llama2
-
-BEFORE = """
-logical  axes  hf                         torchtune
-embed    v d   model.embed_tokens.weight  tok_embeddings.weight
-"""
+from . import _megatron, llama2, qwen2
 
 LAYER = """
 logical     axes       hf: model.layers.{i}.              torchtune: layers.{i}.
@@ -31,12 +26,6 @@ w3          f d        mlp.up_proj.weight                 mlp.w3.weight
 w2          d f        mlp.down_proj.weight               mlp.w2.weight
 norm_1      d          input_layernorm.weight             sa_norm.scale
 norm_2      d          post_attention_layernorm.weight    mlp_norm.scale
-"""
-
-AFTER = """
-logical  axes  hf                 torchtune
-norm     d     model.norm.weight  norm.scale
-output   v d   lm_head.weight     output.weight
 """
 
 GGUF_LAYER = """
@@ -71,7 +60,7 @@ FAMILY = Family(
     title="Gemma, Gemma 1.1, CodeGemma",
     aliases=("gemma1", "codegemma"),
     layouts=("hf", "torchtune", "mlx", "gguf", "mcore"),
-    tables=(BEFORE, LAYER, AFTER, *GGUF, *MCORE),
+    tables=(qwen2.BEFORE, LAYER, qwen2.AFTER, *GGUF, *MCORE),
     architecture="GemmaForCausalLM",
     ties=(Tie("output", of="embed"),),
     tied=True,

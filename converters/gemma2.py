@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from ckptctl.planner.layouts import Family
 
-from . import _megatron, gemma
+from . import _megatron, gemma, qwen2
 
 NORMS = """
 norm_1_post  d  post_attention_layernorm.weight    sa_scale.scale
@@ -40,9 +40,9 @@ FAMILY: Family = replace(
     title="Gemma 2",
     aliases=("gemma_2",),
     tables=(
-        gemma.BEFORE,
+        qwen2.BEFORE,
         gemma.LAYER + NORMS,
-        gemma.AFTER,
+        qwen2.AFTER,
         FINAL_NORM,
         *gemma.GGUF,
         GGUF_NORMS,

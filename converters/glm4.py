@@ -9,12 +9,7 @@ feed-forward, slime and mbridge add them).
 
 from ckptctl.planner.layouts import SIZES, Family, Tie
 
-from . import _megatron, llama2, qwen2
-
-BEFORE = """
-logical  axes  hf
-embed    v d   model.embed_tokens.weight
-"""
+from . import _hf, _megatron, llama2, qwen2
 
 LAYER = """
 logical      axes     hf: model.layers.{i}.
@@ -34,12 +29,6 @@ w2           d f      mlp.down_proj.weight
 norm_2_post  d        post_mlp_layernorm.weight
 """
 
-AFTER = """
-logical  axes  hf
-norm     d     model.norm.weight
-output   v d   lm_head.weight
-"""
-
 MCORE_NORMS = """
 logical      mcore: decoder.layers.{i}.
 norm_1_post  post_self_attn_layernorm.weight
@@ -51,9 +40,9 @@ FAMILY = Family(
     title="GLM-4 0414, GLM-Z1",
     layouts=("hf", "mlx", "mcore"),
     tables=(
-        BEFORE,
+        _hf.BEFORE,
         LAYER,
-        AFTER,
+        _hf.AFTER,
         llama2.MCORE_BEFORE,
         qwen2.MCORE_ATTENTION,
         qwen2.MCORE_FEED_FORWARD,

@@ -7,12 +7,7 @@ transformers 5 holds in memory: it leaves those layers out), Megatron-Bridge's `
 
 from ckptctl.planner.layouts import SIZES, Family, LayerKind, Tie
 
-from . import _megatron, deepseek_v2, deepseek_v3, qwen2, qwen2_moe, qwen3_moe
-
-BEFORE = """
-logical  axes  hf, hf-v5
-embed    v d   model.embed_tokens.weight
-"""
+from . import _hf, _megatron, deepseek_v3, qwen2, qwen2_moe, qwen3_moe
 
 LAYER = """
 logical          axes     hf, hf-v5: model.layers.{i}.
@@ -43,12 +38,6 @@ shared_w2@moe    d s      mlp.shared_experts.down_proj.weight
 
 MTP_LAYER = LAYER.replace("hf, hf-v5:", "hf:").replace("{i}", "{j}")
 
-AFTER = """
-logical  axes  hf, hf-v5
-norm     d     model.norm.weight
-output   v d   lm_head.weight
-"""
-
 MCORE_LAYER = (
     qwen2.MCORE_ATTENTION,
     qwen3_moe.MCORE_NORMS,
@@ -63,13 +52,13 @@ FAMILY = Family(
     title="GLM-4.5, GLM-4.5-Air, GLM-4.6",
     layouts=("hf", "hf-v5", "mlx", "mcore", "mcore-local"),
     tables=(
-        BEFORE,
+        _hf.BEFORE_V5,
         LAYER,
-        deepseek_v2.HF_V5,
+        qwen2_moe.PACKED,
         qwen2_moe.MLX,
         deepseek_v3.MTP,
         MTP_LAYER,
-        AFTER,
+        _hf.AFTER_V5,
         *qwen2_moe.MCORE_ENDS,
         *MCORE_LAYER,
         deepseek_v3.MCORE_MTP,

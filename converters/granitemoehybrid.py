@@ -6,12 +6,7 @@ what transformers 5 holds in memory), mlx-lm's ``granitemoehybrid.py``.
 
 from ckptctl.planner.layouts import CHOSEN, Demand, Family, LayerKind, Tie
 
-from . import nemotron_h
-
-BEFORE = """
-logical  axes  hf
-embed    v d   model.embed_tokens.weight
-"""
+from . import _hf, nemotron_h
 
 LAYER = """
 logical               axes     hf: model.layers.{i}.
@@ -38,12 +33,6 @@ expert_w3  x m d  input_linear.weight#1.1                 experts.gate_up_proj#1
 expert_w2  x d m  output_linear.weight                    experts.down_proj                          switch_mlp.down_proj.weight
 """  # noqa: E501
 
-AFTER = """
-logical  axes  hf
-norm     d     model.norm.weight
-output   v d   lm_head.weight
-"""
-
 MLX = """
 logical     mlx: model.layers.{i}.
 mamba_conv  mamba.conv1d.weight mc taps one
@@ -54,11 +43,11 @@ FAMILY = Family(
     title="Granite 4.0 Tiny, Small",
     layouts=("hf", "hf-v5", "mlx"),
     tables=(
-        BEFORE,
+        _hf.BEFORE,
         "logical  axes  hf: model.layers.{i}.mamba." + nemotron_h.MAMBA + nemotron_h.MAMBA_NORM,
         LAYER,
         EXPERTS,
-        AFTER,
+        _hf.AFTER,
         MLX,
     ),
     like={"hf-v5": "hf"},

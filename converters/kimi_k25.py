@@ -20,7 +20,7 @@ from dataclasses import replace
 
 from ckptctl.planner.layouts import Family, Tie
 
-from . import deepseek_v2, deepseek_v3
+from . import deepseek_v2, deepseek_v3, qwen2_moe
 
 ENDS = """
 logical  axes  hf, hf-fresh                              hf-v5                                     torchtitan@0.3
@@ -89,7 +89,7 @@ FAMILY: Family = replace(
         TEXT.replace(PLAIN, "hf: language_model.model.layers."),
         TEXT.replace(PLAIN, "hf-fresh: language_model.model.blocks."),
         TEXT.replace(PLAIN, "hf-v5: model.language_model.layers."),
-        deepseek_v2.HF_V5.replace("model.", "model.language_model."),
+        qwen2_moe.PACKED.replace("model.", "model.language_model."),
         deepseek_v3.TITAN.replace("torchtitan@0.2, ", ""),
         AFTER,
     ),

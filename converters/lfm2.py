@@ -7,10 +7,7 @@ Sources: transformers' ``modeling_lfm2.py``, mlx-lm's ``lfm2.py``.
 
 from ckptctl.planner.layouts import CHOSEN, Demand, Family, LayerKind, Tie
 
-BEFORE = """
-logical  axes  hf
-embed    v d   model.embed_tokens.weight
-"""
+from . import _hf
 
 OPERATOR = """
 logical                   axes         hf: model.layers.{i}.
@@ -52,7 +49,7 @@ FAMILY = Family(
     title="LFM2, LFM2.5",
     aliases=("lfm2_5",),
     layouts=("hf", "mlx"),
-    tables=(BEFORE, OPERATOR + FEED_FORWARD, AFTER, MLX),
+    tables=(_hf.BEFORE, OPERATOR + FEED_FORWARD, AFTER, MLX),
     architecture="Lfm2ForCausalLM",
     ties=(Tie("output", of="embed"),),
     tied=True,

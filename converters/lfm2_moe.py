@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from ckptctl.planner.layouts import CHOSEN, Demand, Family, LayerKind, Tie
 
-from . import lfm2
+from . import _hf, lfm2
 
 FEED_FORWARD = """
 w1@dense          f d    feed_forward.w1.weight
@@ -45,7 +45,7 @@ FAMILY: Family = replace(
     title="LFM2 8B-A1B, 24B-A2B",
     aliases=(),
     layouts=("hf", "hf-v5", "mlx"),
-    tables=(lfm2.BEFORE, lfm2.OPERATOR + FEED_FORWARD, lfm2.AFTER, V5, lfm2.MLX, MLX),
+    tables=(_hf.BEFORE, lfm2.OPERATOR + FEED_FORWARD, lfm2.AFTER, V5, lfm2.MLX, MLX),
     like={"hf-v5": "hf"},
     architecture="Lfm2MoeForCausalLM",
     ties=(Tie("output", of="embed", stored_in=("hf-v5",)),),

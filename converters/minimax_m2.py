@@ -7,10 +7,7 @@ The first part of each head rotates by halves: no axis moves.
 
 from ckptctl.planner.layouts import BLOCK_AXES, SIZES, Companion, Family, Tie
 
-BEFORE = """
-logical  axes  hf, hf-v5
-embed    v d   model.embed_tokens.weight
-"""
+from . import _hf
 
 LAYER = """
 logical      axes     hf: model.layers.{i}.                     hf-v5: model.layers.{i}.
@@ -36,17 +33,11 @@ expert_w3  switch_mlp.up_proj.weight
 expert_w2  switch_mlp.down_proj.weight
 """
 
-AFTER = """
-logical  axes  hf, hf-v5
-norm     d     model.norm.weight
-output   v d   lm_head.weight
-"""
-
 FAMILY = Family(
     name="minimax_m2",
     title="MiniMax M2, M2.1, M2.5, M2.7",
     layouts=("hf", "hf-v5", "mlx"),
-    tables=(BEFORE, LAYER, MLX, AFTER),
+    tables=(_hf.BEFORE_V5, LAYER, MLX, _hf.AFTER_V5),
     architecture="MiniMaxM2ForCausalLM",
     ties=(Tie("output", of="embed"),),
     composite={"h": ("k", "q")},

@@ -10,12 +10,7 @@ Sources: transformers' ``modeling_mistral4.py`` and ``convert_mistral4_weight_to
 
 from ckptctl.planner.layouts import PRESENT, Family, ParamsStyle, Tie, facts_called
 
-from . import deepseek_v2, mistral
-
-BEFORE = """
-logical  axes  hf                         mistral
-embed    v d   model.embed_tokens.weight  tok_embeddings.weight
-"""
+from . import deepseek_v2, mistral, mixtral
 
 LAYER = """
 logical                   axes       hf: model.layers.{i}.                mistral: layers.{i}.
@@ -55,12 +50,6 @@ expert_w3  mlp.switch_mlp.up_proj.weight
 expert_w2  mlp.switch_mlp.down_proj.weight
 """
 
-AFTER = """
-logical  axes  hf                 mistral
-norm     d     model.norm.weight  norm.weight
-output   v d   lm_head.weight     output.weight
-"""
-
 STYLE = ParamsStyle(
     whose="Mistral's",
     text=(
@@ -91,7 +80,7 @@ FAMILY = Family(
     title="Mistral Small 4 (text)",
     aliases=("mistral_4",),
     layouts=("hf", "mistral", "mlx"),
-    tables=(BEFORE, LAYER, MLX, AFTER),
+    tables=(mixtral.BEFORE, LAYER, MLX, mixtral.AFTER),
     architecture="Mistral4ForCausalLM",
     ties=(Tie("output", of="embed"),),
     variants=(("dense", "moe"), ("q", "qlora")),

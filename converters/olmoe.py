@@ -9,7 +9,7 @@ heads together. All of them rotate halves: no axis moves.
 
 from ckptctl.planner.layouts import SIZES, Family, Tie
 
-from . import _megatron, deepseek_v2, mixtral, qwen2, qwen2_moe, qwen3_moe
+from . import _megatron, mixtral, qwen2, qwen2_moe, qwen3_moe
 
 BEFORE = """
 logical  axes  hf, hf-v5                  olmo
@@ -58,7 +58,7 @@ FAMILY = Family(
     tables=(
         BEFORE,
         LAYER,
-        deepseek_v2.HF_V5,
+        qwen2_moe.PACKED,
         qwen2_moe.MLX,
         AFTER,
         *qwen2_moe.MCORE_ENDS,

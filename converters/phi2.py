@@ -6,10 +6,7 @@ Attention and feed-forward stand side by side behind one norm. Source: transform
 
 from ckptctl.planner.layouts import SIZES, Family, Tie
 
-BEFORE = """
-logical  axes  hf
-embed    v d   model.embed_tokens.weight
-"""
+from . import _hf
 
 LAYER = """
 logical         axes     hf: model.layers.{i}.
@@ -46,7 +43,7 @@ FAMILY = Family(
     title="Phi-1, Phi-1.5, Phi-2",
     aliases=("phi", "phi1", "phi1_5"),
     layouts=("hf", "mlx"),
-    tables=(BEFORE, LAYER, AFTER),
+    tables=(_hf.BEFORE, LAYER, AFTER),
     architecture="PhiForCausalLM",
     ties=(Tie("output", of="embed"),),
     sizes=SIZES,

@@ -9,12 +9,7 @@ rotate halves: no axis moves.
 
 from ckptctl.planner.layouts import SIZES, Family, Tie
 
-from . import _megatron, llama2
-
-BEFORE = """
-logical  axes  hf                         torchtune
-embed    v d   model.embed_tokens.weight  tok_embeddings.weight
-"""
+from . import _megatron, llama2, qwen2
 
 LAYER = """
 logical  axes   hf: model.layers.{i}.            torchtune: layers.{i}.
@@ -27,12 +22,6 @@ w3       f d      mlp.gate_up_proj.weight#1        mlp.w3.weight
 w2       d f      mlp.down_proj.weight             mlp.w2.weight
 norm_1   d        input_layernorm.weight           sa_norm.scale
 norm_2   d        post_attention_layernorm.weight  mlp_norm.scale
-"""
-
-AFTER = """
-logical  axes  hf                 torchtune
-norm     d     model.norm.weight  norm.scale
-output   v d   lm_head.weight     output.weight
 """
 
 MCORE_ATTENTION = """
@@ -50,9 +39,9 @@ FAMILY = Family(
     aliases=("phi3_mini", "phi4", "phi4_mini"),
     layouts=("hf", "torchtune", "mlx", "mcore"),
     tables=(
-        BEFORE,
+        qwen2.BEFORE,
         LAYER,
-        AFTER,
+        qwen2.AFTER,
         llama2.MCORE_BEFORE,
         MCORE_ATTENTION,
         llama2.MCORE_FEED_FORWARD,

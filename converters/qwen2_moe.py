@@ -10,12 +10,7 @@ behind them, save before a router; ``mcore-local``: without it).
 
 from ckptctl.planner.layouts import Family, LayerKind, Tie
 
-from . import _megatron, llama2, qwen2
-
-BEFORE = """
-logical  axes  hf
-embed    v d   model.embed_tokens.weight
-"""
+from . import _hf, _megatron, llama2, qwen2
 
 LAYER = """
 logical     axes     hf: model.layers.{i}.
@@ -49,12 +44,6 @@ NORMS = """
 norm_1          d  input_layernorm.weight
 norm_2@dense    d  post_attention_layernorm.weight
 norm_2_moe@moe  d  post_attention_layernorm.weight
-"""
-
-AFTER = """
-logical  axes  hf
-norm     d     model.norm.weight
-output   v d   lm_head.weight
 """
 
 PACKED = """
@@ -106,9 +95,9 @@ FAMILY = Family(
     aliases=("qwen1_5_moe",),
     layouts=("hf", "hf-v5", "mlx", "mcore", "mcore-local"),
     tables=(
-        BEFORE,
+        _hf.BEFORE,
         LAYER + FEED_FORWARD + SHARED + NORMS,
-        AFTER,
+        _hf.AFTER,
         PACKED,
         MLX,
         *MCORE_ENDS,

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from ckptctl.planner.layouts import Drop, Family, Tie
 
-from . import _megatron, llama2, qwen2, qwen2_moe, qwen3
+from . import _hf, _megatron, llama2, qwen2, qwen2_moe, qwen3
 
 ATTENTION = """
 o_bias?  d  self_attn.o_proj.bias
@@ -72,9 +72,9 @@ FAMILY: Family = replace(
         "mcore-local",
     ),
     tables=(
-        qwen2_moe.BEFORE,
+        _hf.BEFORE,
         qwen2_moe.LAYER + ATTENTION + qwen2_moe.FEED_FORWARD + qwen2_moe.NORMS,
-        qwen2_moe.AFTER,
+        _hf.AFTER,
         qwen2_moe.PACKED,
         qwen2_moe.MLX,
         *llama2.GGUF,

@@ -18,7 +18,7 @@ from dataclasses import replace
 
 from ckptctl.planner.layouts import Family, LayerKind
 
-from . import _megatron, deepseek_v3, qwen2, qwen2_moe, qwen3_moe
+from . import _hf, _megatron, deepseek_v3, qwen2, qwen2_moe, qwen3_moe
 
 LINEAR = """
 logical                axes              hf: model.layers.{i}.
@@ -158,9 +158,9 @@ FAMILY: Family = replace(
     aliases=(),
     layouts=("hf", "hf-v5", "mlx", "mcore"),
     tables=(
-        qwen2_moe.BEFORE,
+        _hf.BEFORE,
         LINEAR + CONVOLUTION + FULL + qwen2_moe.FEED_FORWARD + qwen2_moe.SHARED + NORMS,
-        qwen2_moe.AFTER,
+        _hf.AFTER,
         qwen2_moe.PACKED,
         qwen2_moe.MLX,
         MLX + MLX_MOE,

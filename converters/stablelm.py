@@ -5,10 +5,7 @@ Source: transformers' ``modeling_stablelm.py`` (``qk_layernorm``, ``use_parallel
 
 from ckptctl.planner.layouts import SIZES, UNCHOSEN, Demand, Family, Tie
 
-BEFORE = """
-logical  axes  hf
-embed    v d   model.embed_tokens.weight
-"""
+from . import _hf
 
 LAYER = """
 logical             axes     hf: model.layers.{i}.
@@ -30,19 +27,12 @@ w3                  f d      mlp.up_proj.weight
 w2                  d f      mlp.down_proj.weight
 """
 
-AFTER = """
-logical    axes  hf
-norm       d     model.norm.weight
-norm_bias  d     model.norm.bias
-output     v d   lm_head.weight
-"""
-
 FAMILY = Family(
     name="stablelm",
     title="StableLM 3B, StableLM 2",
     aliases=("stablelm2",),
     layouts=("hf", "mlx"),
-    tables=(BEFORE, LAYER, AFTER),
+    tables=(_hf.BEFORE, LAYER, _hf.AFTER_LAYER_NORM),
     architecture="StableLmForCausalLM",
     ties=(Tie("output", of="embed"),),
     demands=(Demand(("serial",), {"use_parallel_residual": UNCHOSEN}),),

@@ -6,12 +6,7 @@ model does not; NeMo's ``starcoder2.py`` (``mcore``).
 
 from ckptctl.planner.layouts import SIZES, Family, Tie
 
-from . import _megatron, llama2, qwen2
-
-BEFORE = """
-logical  axes  hf
-embed    v d   model.embed_tokens.weight
-"""
+from . import _hf, _megatron, llama2, qwen2
 
 LAYER = """
 logical         axes     hf: model.layers.{i}.
@@ -31,13 +26,6 @@ w1              f d      mlp.c_fc.weight
 w1_bias?linear  f        mlp.c_fc.bias
 w2              d f      mlp.c_proj.weight
 w2_bias?linear  d        mlp.c_proj.bias
-"""
-
-AFTER = """
-logical    axes  hf
-norm       d     model.norm.weight
-norm_bias  d     model.norm.bias
-output     v d   lm_head.weight
 """
 
 MCORE_LAYER = """
@@ -60,9 +48,9 @@ FAMILY = Family(
     title="StarCoder2",
     layouts=("hf", "mlx", "mcore"),
     tables=(
-        BEFORE,
+        _hf.BEFORE,
         LAYER,
-        AFTER,
+        _hf.AFTER_LAYER_NORM,
         llama2.MCORE_BEFORE,
         qwen2.MCORE_ATTENTION + MCORE_LAYER,
         llama2.MCORE_AFTER + MCORE_NORM,
