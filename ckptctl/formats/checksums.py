@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from ckptctl.catalog import MANIFEST, Catalog, Extent, TensorEntry
+from ckptctl.catalog import MANIFEST, Catalog, TensorEntry
 from ckptctl.errors import CkptError
 from ckptctl.storage.files import source_files
 from ckptctl.storage.json_reader import read_json
@@ -37,7 +36,16 @@ def attach(catalog: Catalog, *, needed: bool = True) -> Catalog:
     if said != found:
         note = f"{MANIFEST} describes other tensors and is not used"
         return replace(catalog, notes=(*catalog.notes, note))
-    tensors = {name: _checked(entry, described[name][2]) for name, entry in catalog.tensors.items()}
+    tensors: dict[str, TensorEntry] = {}
+    for name, entry in catalog.tensors.items():
+        crcs = described[name][2]
+        extents = tuple(
+            replace(one, crc32=crcs.get((one.file, one.offset)))
+            if one.codec == "raw" and one.crc32 is None
+            else one
+            for one in entry.extents
+        )
+        tensors[name] = entry if extents == entry.extents else replace(entry, extents=extents)
     return replace(catalog, tensors=tensors)
 
 
@@ -73,14 +81,3 @@ def _described(
             )
             for name, tensor in content["tensors"].items()
         }
-
-
-def _checked(entry: TensorEntry, crcs: Mapping[ExtentPlace, int]) -> TensorEntry:
-    extents = tuple(_with_crc(extent, crcs) for extent in entry.extents)
-    return entry if extents == entry.extents else replace(entry, extents=extents)
-
-
-def _with_crc(extent: Extent, crcs: Mapping[ExtentPlace, int]) -> Extent:
-    if extent.codec != "raw" or extent.crc32 is not None:
-        return extent
-    return replace(extent, crc32=crcs.get((extent.file, extent.offset)))

@@ -10,7 +10,6 @@ does not record it.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -30,8 +29,7 @@ from ckptctl.storage.threads import no_collection
 from ckptctl.units import counted
 
 if TYPE_CHECKING:
-    from ckptctl.formats.dcp.metadata import MetadataLeaf
-    from ckptctl.formats.dcp.union import RankValues, Union
+    pass
 
 _RANK = re.compile(r"__(0|[1-9]\d*)\.metadata")
 _UNFINISHED = re.compile(r"__(0|[1-9]\d*)\.metadata\.tmp")
@@ -96,13 +94,18 @@ class DcpRankLocalFormat(Format):
                 if asked.partial or len(ranks) > 1:
                     values.add(rank, said.leaves)
             torn = joined.with_holes(refused=not asked.partial)
-            faults.findings += _beyond(joined, torn, faults.findings)
+            if torn and not faults.findings:  # nothing else says why tensors have holes
+                what = "files of further ranks may be missing"
+                why, further = f"parts of {listed(torn)} are missing", metadata_name(joined.ranks)
+                faults.findings.append(Finding(what, why, "unknown", further))
             kept = joined.leaves() | (values.apart if 0 in readable else {})
-            if asked.partial and 0 not in readable:
-                faults.findings += _without_first(kept, joined)
-            catalog = catalog_of(
-                files, kept, self.name, faults, _notes(joined, values), joined.ends
-            )
+            for name in joined.blobs() if asked.partial and 0 not in readable else ():
+                why = "the value of rank 0, which is used for per-rank values, cannot be read"
+                faults.findings.append(Finding("a value is missing", why, tensor=name))
+                del kept[name]
+            found = f"found {counted(joined.ranks, 'rank')} ({UNRECORDED})"
+            notes = (*(() if joined.world else (found,)), *kept_apart(values.differing))
+            catalog = catalog_of(files, kept, self.name, faults, notes, joined.ends)
             known = {one.file for one in catalog.findings}
             others = (one for one in of_values.findings if one.file not in known)
             catalog = replace(catalog, findings=(*catalog.findings, *others))
@@ -111,22 +114,6 @@ class DcpRankLocalFormat(Format):
     def resolve(self, catalog: Catalog) -> Catalog:
         """See :meth:`Format.resolve`."""
         return dcp.FORMAT.resolve(catalog)
-
-
-def _without_first(kept: dict[str, MetadataLeaf], joined: Union) -> Iterator[Finding]:
-    """Take out of *kept* the leaves that are no tensors, and yield that they are missing."""
-    for name in joined.blobs():
-        why = "the value of rank 0, which is used for per-rank values, cannot be read"
-        yield Finding("a value is missing", why, tensor=name)
-        del kept[name]
-
-
-def _beyond(found: Union, torn: Sequence[str], known: Sequence[Finding]) -> Iterator[Finding]:
-    """Yield that more ranks may have taken part, where nothing else says why tensors have holes."""
-    if torn and not known:
-        why = f"parts of {listed(torn)} are missing"
-        what = "files of further ranks may be missing"
-        yield Finding(what, why, "unknown", metadata_name(found.ranks))
 
 
 def _with_replicas(catalog: Catalog, asked: bool) -> Catalog:
@@ -211,12 +198,6 @@ def _world(files: SourceFiles, rank: int) -> int:
 def _numbers(path: Path, pattern: re.Pattern[str]) -> set[int]:
     matches = (pattern.fullmatch(item.name) for item in path.glob("__*"))
     return {int(match[1]) for match in matches if match}
-
-
-def _notes(found: Union, values: RankValues) -> tuple[str, ...]:
-    ranks = counted(found.ranks, "rank")
-    ranks_noted = () if found.world else (f"found {ranks} ({UNRECORDED})",)
-    return (*ranks_noted, *kept_apart(values.differing))
 
 
 FORMAT = DcpRankLocalFormat()

@@ -58,24 +58,20 @@ def unrecognized(path: Path, known: Sequence[str], below: Sequence[Path] = ()) -
             why=f"subfolders contain {listed([str(item.relative_to(path)) for item in below])}",
             hint=f"pass one of them, such as `{below[-1]}`",
         )
+    held = ""
+    if path.is_dir():
+        names = natural([_shown(item) for item in path.iterdir()])
+        held = f"; the folder contains {listed(names)}" if names else "; the folder is empty"
     return FormatError(
         "not a recognized checkpoint",
         where=str(path),
-        why=f"none of the {len(known)} supported formats match" + _held(path),
+        why=f"none of the {len(known)} supported formats match{held}",
         hint="pass the directory with the weights, or set the format with "
         f"{spell_option('--from')} (`ckptctl formats NAME` shows how a format is detected)",
     )
 
 
-def _held(path: Path) -> str:
-    """Return what lies in a folder, after a semicolon."""
-    if not path.is_dir():
-        return ""
-    names = [_said(item) for item in path.iterdir()]
-    return f"; the folder contains {listed(natural(names))}" if names else "; the folder is empty"
-
-
-def _said(item: Path) -> str:
+def _shown(item: Path) -> str:
     """Return the name of a file, a folder or a link to nothing as a list shows it."""
     if item.is_symlink() and not item.exists():
         return f"{item.name} -> {item.readlink()}"

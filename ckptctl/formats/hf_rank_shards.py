@@ -10,9 +10,9 @@ it is where the furthest shard ends, empty ones included.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import product
+from itertools import islice, product
 from pathlib import Path
 
 from ckptctl.catalog import Box, Catalog, Extent, Finding, TensorEntry
@@ -40,7 +40,10 @@ from ckptctl.units import counted
 
 OFFSETS = "DCP_SHARDING_INFO"
 SHARDED = "sharded"
+Offsets = Mapping[str, tuple[int, ...]]
 INVALID = "this is not a valid per-rank shard"
+MOST_NAMED = 6
+"""So many missing files are looked for."""
 
 
 class HfRankShardsFormat(Format):
@@ -80,15 +83,20 @@ class HfRankShardsFormat(Format):
         sizes: dict[str, int] = {}
         with source_files(path) as files:
             for name in heads_ahead(files, shards):
-                header = faults.read(name, lambda name: _header(files, name))
+                header = faults.read(name, lambda name: _read_header(files, name))
                 if header is not None:
-                    _take(parts, header, name, str(path / name))
+                    _take(parts, *header, name, str(path / name))
                     sizes[name] = files.size(name)
         tensors = {key: part.entry(key) for key, part in parts.items()}
         for entry in tensors.values():
             _require_whole(entry, path, partial=bool(faults.findings))
         sure = faults.findings or asked.ranks
-        notes: tuple[str, ...] = () if sure else (_uncompared(ranks),)
+        uncompared = (
+            f"found the shards of {counted(ranks, 'rank')} (neither the world size nor tensor "
+            "sizes are recorded, so missing last ranks cannot be detected); set "
+            f"{spell_option('--ranks N')} to check"
+        )
+        notes: tuple[str, ...] = () if sure else (uncompared,)
         if path.name == SHARDED and (path.parent / f"model{INDEX}").is_file():
             notes = tuple(_compared(tensors, faults, _name(ranks + 1, 1, files_each)))
         around = beside(path, shards)
@@ -133,19 +141,10 @@ def _doubtful(tensors: Mapping[str, TensorEntry], findings: Sequence[Finding]) -
     }
 
 
-_Header = tuple[SafetensorsHeader, dict[str, tuple[int, ...]]]
-
-
-def _header(files: SourceFiles, name: str) -> _Header:
-    """Return the header of one file, and where in the whole each of its tensors begins."""
-    header = read_header(files, name)
-    where = str(files.root / name)
-    return header, _offsets(header.metadata, header.tensors.keys(), where)
-
-
-def _take(parts: dict[str, _Parts], found: _Header, name: str, where: str) -> None:
+def _take(
+    parts: dict[str, _Parts], header: SafetensorsHeader, offsets: Offsets, name: str, where: str
+) -> None:
     """Add the tensors of one file."""
-    header, offsets = found
     for key, (dtype, sizes, begin, end) in header.tensors.items():
         start = offsets[key]
         if len(start) != len(sizes):
@@ -177,19 +176,19 @@ def _take(parts: dict[str, _Parts], found: _Header, name: str, where: str) -> No
             )
 
 
-def _offsets(
-    metadata: Mapping[str, str], names: Collection[str], where: str
-) -> dict[str, tuple[int, ...]]:
-    """Return where each tensor of a file begins."""
+def _read_header(files: SourceFiles, name: str) -> tuple[SafetensorsHeader, Offsets]:
+    """Return the header of one file, and where in the whole each of its tensors begins."""
+    header = read_header(files, name)
+    where = str(files.root / name)
     with malformed(INVALID, where):
-        text = metadata.get(OFFSETS)
+        text = header.metadata.get(OFFSETS)
         if text is None:
             raise MalformedError(f"the header does not contain {OFFSETS}")
         info = loads(text.encode(), where=where, max_bytes=MAX_HEADER)
         places = read_as(dict[str, dict[str, object]], info, OFFSETS)
-        if places.keys() != set(names):
+        if places.keys() != header.tensors.keys():
             raise MalformedError(f"{OFFSETS} does not match the tensors of the file")
-        return {key: integers(place.get("saved_offsets")) for key, place in places.items()}
+        return header, {key: integers(one.get("saved_offsets")) for key, one in places.items()}
 
 
 def _shards(path: Path) -> dict[str, re.Match[str]]:
@@ -226,7 +225,8 @@ def _require_all(
     shards: Mapping[str, re.Match[str]], ranks: int, files: int, faults: Faults
 ) -> None:
     """Refuse, or note, that files of ranks are missing."""
-    missing = _missing(shards, ranks, files)
+    names = (_name(*place, files) for place in product(range(1, ranks + 1), range(1, files + 1)))
+    missing = list(islice((name for name in names if name not in shards), MOST_NAMED))
     if missing or len(shards) != ranks * files:
         count = ranks * files - len(shards)
         kind = DamagedError if missing else UnsupportedError
@@ -247,17 +247,6 @@ def _name(rank: int, file: int, total: int) -> str:
     return f"shard-{rank:05d}-model-{file:05d}-of-{total:05d}.safetensors"
 
 
-def _missing(shards: Collection[str], ranks: int, files: int, most: int = 6) -> list[str]:
-    missing: list[str] = []
-    for rank, file in product(range(1, ranks + 1), range(1, files + 1)):
-        name = _name(rank, file, files)
-        if name not in shards:
-            missing.append(name)
-        if len(missing) == most:
-            break
-    return missing
-
-
 def _require_whole(entry: TensorEntry, path: Path, *, partial: bool) -> None:
     boxes = [extent.box for extent in entry.extents]
     if sum(box.numel for box in boxes) == entry.numel:
@@ -274,14 +263,6 @@ def _require_whole(entry: TensorEntry, path: Path, *, partial: bool) -> None:
         + ("is not in any file" if found.holes else "is in more than one file"),
         hint="replace files of other saves: "
         f"{listed(list(dict.fromkeys(e.file for e in entry.extents)))}",
-    )
-
-
-def _uncompared(ranks: int) -> str:
-    return (
-        f"found the shards of {counted(ranks, 'rank')} (neither the world size nor tensor sizes "
-        "are recorded, so missing last ranks cannot be detected); set "
-        f"{spell_option('--ranks N')} to check"
     )
 
 

@@ -114,7 +114,8 @@ class RankFilesFormat(Format):
             faults = Faults(path, asked.partial)
             merger = RankMerger(files, faults, listed=asked.replicas)
             joined = _joined(files, groups, merger)
-            names = list(_names(path, groups))
+            names = [file.name for group in groups.values() for file in group.values()]
+            names += [TRAINER] * ("model" in groups and (path / TRAINER).is_file())
             sizes = faults.sizes(files, names)
         around = with_folder(path, CONFIGURATION, {*names, SHARDING})
         return replace(
@@ -204,7 +205,11 @@ def _joined(files: SourceFiles, groups: RankGroups, merger: RankMerger) -> Leave
     if set(groups) == {""}:
         merger.refuse_unrelated(str(files.root))
     joined = merger.finish()
-    joined.notes += () if told else (_untold(world),)
+    if not told:
+        joined.notes.append(
+            f"found the files of {counted(world, 'rank')} (the world size is not recorded, so "
+            "missing last ranks cannot be detected)"
+        )
     return joined
 
 
@@ -217,25 +222,15 @@ def _stated(group: RankGroup) -> int:
     return max(file.world or 0 for file in group.values())
 
 
-def _untold(world: int) -> str:
-    return (
-        f"found the files of {counted(world, 'rank')} (the world size is not recorded, so missing "
-        "last "
-        "ranks cannot be detected)"
-    )
-
-
 def _require(merger: RankMerger, name: str, group: RankGroup, world: int) -> None:
     """Refuse, or note, that a group lacks the file of one of *world* ranks."""
-    example = next(iter(group.values()))
-    merger.require(_head(name), group, range(world), lambda rank: _named(example, rank))
+    example = next(iter(group.values())).name
+    at = example.rindex("rank") + len("rank") if "rank" in example else 0
 
+    def named(rank: int) -> str:
+        return example[:at] + re.sub(r"\d+", str(rank), example[at:], count=1)
 
-def _named(example: RankFile, rank: int) -> str:
-    """Return *example*'s name with another rank in it."""
-    at = example.name.rindex("rank") + len("rank") if "rank" in example.name else 0
-    head, tail = example.name[:at], example.name[at:]
-    return head + re.sub(r"\d+", str(rank), tail, count=1)
+    merger.require(_head(name), group, range(world), named)
 
 
 def _below(
@@ -243,13 +238,6 @@ def _below(
 ) -> Iterator[tuple[KeyPath, object]]:
     for path, leaf in leaves:
         yield (*_head(group), *path), leaf
-
-
-def _names(path: Path, groups: RankGroups) -> Iterator[str]:
-    for group in groups.values():
-        yield from (file.name for file in group.values())
-    if "model" in groups and (path / TRAINER).is_file():
-        yield TRAINER
 
 
 FORMAT = RankFilesFormat()

@@ -174,12 +174,10 @@ def with_folder(root: Path, folder: str, own: Collection[str] = ()) -> Beside:
 
 def kind_of(name: str) -> str | None:
     """Return the kind of file that is called *name*, relative to the model's folder; None: none."""
-    found = (kind for kind, globs in KINDS.items() if any(_fits(name, g) for g in globs))
-    return next(found, None)
-
-
-def _fits(name: str, glob: str) -> bool:
-    return fnmatchcase(name, glob) if "*" in glob else name == glob
+    for kind, globs in KINDS.items():
+        if name in globs or any(fnmatchcase(name, glob) for glob in globs if "*" in glob):
+            return kind
+    return None
 
 
 def left_behind(others: Mapping[str, str]) -> Iterator[str]:

@@ -8,7 +8,7 @@ Source: ``torch/distributed/checkpoint/filesystem.py`` (file names, write items)
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
 from ckptctl.catalog import Blob, Catalog, TupleIndex
@@ -100,8 +100,7 @@ class DcpFormat(WritableFormat):
             writer.finish()
         content = encode(request.tensors, request.blobs, writer.boxes, writer.items)
         writer.files.append(document(METADATA, content))
-        leaves: list[OutputTensor | Blob] = [*request.tensors, *request.blobs]
-        request.notes.add(*_untied(request.tensors), *_renamed(leaves), *_listed(leaves))
+        request.notes.add(*_unsupported(request))
         boxes = {name: tuple(found) for name, found in writer.boxes.items()}
         files, records = tuple(writer.files), tuple(writer.records)
         return Output(files, records, boxes, tuple(writer.raw_copies))
@@ -133,28 +132,23 @@ def lacks_metadata(path: Path) -> bool:
     return begun and not is_there(path / METADATA)
 
 
-def _untied(tensors: Sequence[OutputTensor]) -> Iterator[str]:
-    aliases = [tensor.name for tensor in tensors if tensor.alias_of]
+def _unsupported(request: OutputRequest) -> Iterator[str]:
+    """Yield what DCP has no place for, and what becomes of it."""
+    leaves: list[OutputTensor | Blob] = [*request.tensors, *request.blobs]
+    aliases = [tensor.name for tensor in request.tensors if tensor.alias_of]
     if aliases:
         yield f"DCP does not support tied tensors; each is written in full: {listed(aliases)}"
-
-
-def _renamed(leaves: Sequence[OutputTensor | Blob]) -> Iterator[str]:
     numbered = [leaf.name for leaf in leaves if any(type(key) is int for key in leaf.path)]
     if numbered:
         yield f"DCP does not support integer keys; they become strings: {listed(numbered)}"
-
-
-def _listed(leaves: Sequence[OutputTensor | Blob]) -> Iterator[str]:
-    places = (
+    tuples = dict.fromkeys(
         join(leaf.path[:depth])
         for leaf in leaves
         for depth, key in enumerate(leaf.path)
         if isinstance(key, TupleIndex)
     )
-    found = list(dict.fromkeys(places))
-    if found:
-        yield f"DCP does not support tuples of tensors; they become lists: {listed(found)}"
+    if tuples:
+        yield f"DCP does not support tuples of tensors; they become lists: {listed([*tuples])}"
 
 
 FORMAT = DcpFormat()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from functools import lru_cache
 
 from ckptctl.catalog import Blob, Box, row_major
@@ -19,11 +18,12 @@ from ckptctl.storage.zips.writer import ZipLayout, lay_out
 
 def shards(request: OutputRequest) -> list[list[tuple[OutputTensor, Box]]]:
     """Return the boxes of each data file of an output."""
-    chunks = {
-        (tensor.name, box.offsets): (tensor, box)
-        for tensor in request.tensors
-        for box in _boxes(tensor)
-    }
+    chunks: dict[tuple[str, tuple[int, ...]], tuple[OutputTensor, Box]] = {}
+    for tensor in request.tensors:
+        pieces = min(-(-tensor.nbytes // SPLIT_BYTES), tensor.shape[0] if tensor.shape else 1)
+        whole = [Box.whole(tensor.shape)]
+        for box in split_rows(tensor.shape, pieces) if pieces > 1 else whole:
+            chunks[tensor.name, box.offsets] = tensor, box
     keys = {f"{position}": chunk for position, chunk in enumerate(chunks.values())}
     if request.like is not None:
         file_of = {key: request.like[tensor.name] for key, (tensor, _) in keys.items()}
@@ -33,14 +33,6 @@ def shards(request: OutputRequest) -> list[list[tuple[OutputTensor, Box]]]:
             ((key, _nbytes(*chunk)) for key, chunk in keys.items()), request.max_shard_size
         )
     return [[keys[key] for key in shard] for shard in names]
-
-
-def _boxes(tensor: OutputTensor) -> Iterator[Box]:
-    pieces = min(-(-tensor.nbytes // SPLIT_BYTES), tensor.shape[0] if tensor.shape else 1)
-    if pieces <= 1:
-        yield Box.whole(tensor.shape)
-    else:
-        yield from split_rows(tensor.shape, pieces)
 
 
 class DataFiles:

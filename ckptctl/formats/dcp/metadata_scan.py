@@ -310,7 +310,8 @@ class Scanner:
     def _string(self, raw: bytes) -> str | None:
         """Return a string that is there or referred to; None: it is not usual."""
         if raw[0] == _SHORT_TEXT:
-            found = _text(raw)
+            usual = raw[1] == len(raw) - 3  # what its opcode says
+            found = str(raw[2:-1], "utf-8", "surrogatepass") if usual else None
         else:
             value = self._referred(raw)
             found = value if type(value) is str else None
@@ -375,11 +376,6 @@ def _name(value: object) -> _Meant:
     if type(value) is Global:
         return (value.name,)
     return value if type(value) is str else ""
-
-
-def _text(raw: bytes) -> str | None:
-    """Return a short string with its opcodes; None: its length is not what it says."""
-    return str(raw[2:-1], "utf-8", "surrogatepass") if raw[1] == len(raw) - 3 else None
 
 
 def _number(ref: bytes) -> int:

@@ -302,7 +302,8 @@ def _usable(
             faults.findings.append(_unusable(file, end, size, leaves))
     found: dict[str, MetadataLeaf] = {}
     for name, leaf in leaves.items():
-        fits = [_fits(end, sizes[file]) for file, _, end in leaf.ranges]
+        held = ((end, sizes[file]) for file, _, end in leaf.ranges)
+        fits = [isinstance(size, int) and end <= size for end, size in held]
         if all(fits):
             found[name] = leaf
         elif leaf.item is None:
@@ -323,10 +324,6 @@ def _size(files: SourceFiles, name: str) -> _Size:
         return files.size(name)
     except CkptError as error:
         return error
-
-
-def _fits(end: int, size: _Size) -> bool:
-    return isinstance(size, int) and end <= size
 
 
 def _unusable(file: str, end: int, size: _Size, leaves: Mapping[str, MetadataLeaf]) -> Finding:
@@ -447,7 +444,10 @@ def _located(
         why = "the metadata lists it"
         raise DamagedError(f"`{entry.name}` is not in the safetensors file", where=where, why=why)
     dtype, shape, begin, end = span
-    first = _first(header, entry.name)
+    try:
+        first = json.loads(header.metadata[OFFSETS])[entry.name]["saved_offsets"]
+    except (KeyError, TypeError, ValueError, RecursionError):
+        first = None
     if first is not None and first != list(extent.box.offsets):
         raise DamagedError(
             f"a chunk of `{entry.name}` is missing",
@@ -457,11 +457,3 @@ def _located(
         )
     require_chunk((dtype, shape), entry.name, entry.dtype, extent.box.sizes, lambda: where)
     return Extent(extent.box, extent.file, begin, end - begin)
-
-
-def _first(header: SafetensorsHeader, name: str) -> object:
-    """Return the offsets that the header has of a chunk; None: it has none."""
-    try:
-        return json.loads(header.metadata[OFFSETS])[name]["saved_offsets"]
-    except (KeyError, TypeError, ValueError, RecursionError):
-        return None
