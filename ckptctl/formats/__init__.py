@@ -10,6 +10,7 @@ import importlib
 import pkgutil
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import cache
 from itertools import islice
@@ -250,26 +251,20 @@ def list_run(path: Path) -> list[Path]:
 
 def below(path: Path) -> list[Path]:
     """Return checkpoints of models two levels below a folder, as far as a short look finds them."""
-    first = _folders(path)[:LOOKED_AT]
-    deeper = islice((item for one in first for item in _folders(one)), LOOKED_AT)
-    return [item for item in deeper if not NO_MODEL.fullmatch(item.name) and _sniffed(item)]
 
-
-def _sniffed(path: Path) -> bool:
-    """Return whether *path* is recognized; what cannot be read is not."""
-    try:
-        return bool(sniff(path))
-    except OSError:
-        return False
-
-
-def _folders(path: Path) -> list[Path]:
-    """Return the visible folders in *path* in natural order; none where it cannot be read."""
-    try:
-        inside = [item for item in path.iterdir() if item.is_dir() and item.name[0] != "."]
-    except OSError:
+    def folders(folder: Path) -> list[Path]:
+        with suppress(OSError):
+            inside = [item for item in folder.iterdir() if item.is_dir() and item.name[0] != "."]
+            return sorted(inside, key=lambda item: natural_key(item.name))
         return []
-    return sorted(inside, key=lambda item: natural_key(item.name))
+
+    found: list[Path] = []
+    deeper = (item for one in folders(path)[:LOOKED_AT] for item in folders(one))
+    for item in islice(deeper, LOOKED_AT):
+        with suppress(OSError):
+            if not NO_MODEL.fullmatch(item.name) and sniff(item):
+                found.append(item)
+    return found
 
 
 def only_inside(path: Path) -> Path | None:

@@ -79,15 +79,10 @@ def saved_name(name: str) -> str | None:
     return name if _RANK.fullmatch(name) or _SHARED.fullmatch(name) else None
 
 
-def _model_names(folder: Path) -> list[str]:
-    """Return the files of model states directly in *folder*, in natural order."""
-    names = (item.name for item in folder.iterdir() if item.name.endswith("_model_states.pt"))
-    return natural([name for name in names if saved_name(name)])
-
-
 def model_files(root: Path, folder: str, faults: Faults) -> tuple[str, ...]:
     """Return the files of model states of a universal checkpoint, in natural order."""
-    names = _model_names(root / folder)
+    items = (item.name for item in (root / folder).iterdir())
+    names = natural([n for n in items if n.endswith("_model_states.pt") and saved_name(n)])
     found = [match for name in names if (match := _RANK.fullmatch(name)) and not int(match[2])]
     if not found or len(found) < len(names):
         return tuple(f"{folder}/{name}" if folder else name for name in names)

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from ckptctl.catalog import Blob, TensorEntry
 from ckptctl.errors import UnsupportedError, listed
-from ckptctl.formats.deepspeed.partitions import Segment, Shapes, Strip, extents
+from ckptctl.formats.deepspeed.partitions import Segment, Shapes, Strip, extents, is_flat
 from ckptctl.formats.deepspeed.states import INDEX, ModelState, OptimState
 from ckptctl.formats.deepspeed.zero import Save, strips_of
 from ckptctl.formats.shared.leaves import below_rank, join, kept_apart
@@ -81,10 +81,11 @@ def _other_steps(found: Leaves, files: SourceFiles) -> Iterator[str]:
 
     That is one save's file beside another's, or an optimizer that was started anew.
     """
-    done, skipped = (_counted(found, name) for name in ("global_steps", "skipped_steps"))
-    if done is None:
+    values = {name: blob.value for name, blob in found.blobs.items()}
+    done, skipped = values.get("global_steps"), values.get("skipped_steps")
+    if type(done) is not int:
         return
-    expected = done - (skipped or 0)
+    expected = done - (skipped if type(skipped) is int else 0)
     for name, entry in found.tensors.items():
         if not name.endswith(".step") or entry.shape or entry.dtype not in _COUNTERS:
             continue
@@ -94,15 +95,9 @@ def _other_steps(found: Leaves, files: SourceFiles) -> Iterator[str]:
         if steps != expected:
             yield (
                 f"the optimizer is at step {steps:g}, the model file at step {expected}; unless "
-                "the "
-                "optimizer was reset, the files belong to different saves"
+                "the optimizer was reset, the files belong to different saves"
             )
         return
-
-
-def _counted(found: Leaves, name: str) -> int | None:
-    blob = found.blobs.get(name)
-    return blob.value if blob and type(blob.value) is int else None
 
 
 def _named_optimizer(
@@ -185,7 +180,11 @@ def plain_settings(
     for name, owner in owners:
         members.setdefault(owner, []).append(name)
     named = [_named(group, members) for group in groups if isinstance(group, dict)]
-    plain = {key: _plain(value) for key, value in rest.items()}
+    plain = dict(rest)
+    for key, value in rest.items():
+        # A loss scaler as the numbers in it; loading it as an object would need DeepSpeed.
+        if isinstance(value, Inert) and value.module.startswith("deepspeed."):
+            plain[key] = value.state if isinstance(value.state, dict) else value
     return {**({"param_groups": named} if named else {}), **plain}
 
 
@@ -195,13 +194,6 @@ def _named(
     numbers = group.get("params")
     own = [number for number in numbers if type(number) is int] if isinstance(numbers, list) else []
     return {**group, "params": [name for number in own for name in members.get(number, ())]}
-
-
-def _plain(value: object) -> object:
-    """A loss scaler as the numbers in it; loading it as an object would need DeepSpeed."""
-    if isinstance(value, Inert) and value.module.startswith("deepspeed."):
-        return value.state if isinstance(value.state, dict) else value
-    return value
 
 
 def _add_states(save: Save, files: SourceFiles, found: Leaves) -> None:
@@ -225,7 +217,13 @@ def _is_counter(key: str, value: object) -> bool:
 
 def _require_same(save: Save, owner: int, key: str, files: SourceFiles) -> None:
     optims = [optim for optim in save.optims if not optim.absent]
-    values = [_value(optim.states[owner].get(key), optim.file, files) for optim in optims]
+    values: list[object] = []
+    for optim in optims:
+        value = optim.states[owner].get(key)
+        if isinstance(value, StoredTensor):
+            stored = files.read(optim.file, value.offset, value.nbytes)
+            value = value.dtype, value.shape, stored
+        values.append(value)
     for optim, value in zip(optims, values, strict=True):
         if value != values[0]:
             raise UnsupportedError(
@@ -234,12 +232,6 @@ def _require_same(save: Save, owner: int, key: str, files: SourceFiles) -> None:
                 why=f"the optimizer's `{key}` differs from that of `{optims[0].file}`",
                 hint="check for a file of an earlier save under the same tag",
             )
-
-
-def _value(value: object, file: str, files: SourceFiles) -> object:
-    if isinstance(value, StoredTensor):
-        return value.dtype, value.shape, files.read(file, value.offset, value.nbytes)
-    return value
 
 
 def _add_counters(save: Save, key: str, having: set[int], found: Leaves, root: Path) -> None:
@@ -293,7 +285,7 @@ def _segments(optim: OptimState, owners: Sequence[int], key: str) -> Iterator[Se
     """Yield a rank's flat moments: as long as its partitions, before padding was stripped."""
     for owner in owners:
         value, partition = optim.states[owner].get(key), optim.partitions[owner]
-        if isinstance(value, StoredTensor) and len(value.shape) == 1 and value.strides is None:
+        if is_flat(value):
             surplus = value.shape[0] - partition.numel
             if surplus >= 0 and (surplus == 0 or optim.stage < 3):
                 yield Segment(optim.file, value)

@@ -12,6 +12,7 @@ from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import TypeGuard
 
 from ckptctl import dtypes
 from ckptctl.catalog import Box, Checksum, Extent
@@ -99,6 +100,11 @@ class FlatPart:
 FlatParts = dict[str, FlatPart]
 
 
+def is_flat(value: object) -> TypeGuard[StoredTensor]:
+    """Return whether *value* is a tensor of one dimension without gaps."""
+    return isinstance(value, StoredTensor) and len(value.shape) == 1 and value.strides is None
+
+
 def extents(part: FlatPart, strips: Sequence[Strip]) -> tuple[Extent, ...]:
     """Return the boxes of a parameter, or of a moment of it, in *strips*."""
     found: list[Extent] = []
@@ -107,17 +113,15 @@ def extents(part: FlatPart, strips: Sequence[Strip]) -> tuple[Extent, ...]:
         item = dtypes.itemsize(strips[number].dtype)
         for file, offset, count, record in strips[number].runs(low, high):
             for lo, sizes in product_boxes(done, done + count, part.shape):
-                nbytes = math.prod(sizes) * item
-                found.append(_extent(Box(lo, sizes), file, offset, nbytes, record))
+                nbytes, box = math.prod(sizes) * item, Box(lo, sizes)
+                if record is not None and (record.offset, record.nbytes) == (offset, nbytes):
+                    extent = Extent(box, file, offset, nbytes, crc32=record.crc32)
+                else:
+                    extent = Extent(box, file, offset, nbytes, within=record)
+                found.append(extent)
                 offset += nbytes
             done += count
     return tuple(found)
-
-
-def _extent(box: Box, file: str, offset: int, nbytes: int, record: Checksum | None) -> Extent:
-    if record is not None and (record.offset, record.nbytes) == (offset, nbytes):
-        return Extent(box, file, offset, nbytes, crc32=record.crc32)
-    return Extent(box, file, offset, nbytes, within=record)
 
 
 def partition_numels(

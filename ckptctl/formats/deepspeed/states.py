@@ -14,7 +14,7 @@ from typing import Annotated
 
 from ckptctl.errors import FormatError, UnsupportedError, listed
 from ckptctl.formats.deepspeed.files import ADVICE, saved_name
-from ckptctl.formats.deepspeed.partitions import Segment, Shape
+from ckptctl.formats.deepspeed.partitions import Segment, Shape, is_flat
 from ckptctl.storage.files import SourceFiles
 from ckptctl.storage.pickles.inert import Inert
 from ckptctl.storage.pickles.torch_tensors import MAX_RANK
@@ -43,9 +43,7 @@ _EXPERTS = ("ds_autoep_layers", "autoep_layers", "ds_zero_partition_groups")
 
 
 Shapes = dict[str, Annotated[tuple[Natural, ...], sized(0, MAX_RANK)]]
-FlatTensor = Annotated[
-    StoredTensor, Constraint("a flat tensor", lambda t: len(t.shape) == 1 and t.strides is None)
-]
+FlatTensor = Annotated[StoredTensor, Constraint("a flat tensor", is_flat)]
 Names = dict[str, object]
 
 

@@ -25,6 +25,7 @@ from ckptctl.formats.deepspeed.partitions import (
     Strip,
     in_groups,
     in_ranks,
+    is_flat,
     partition_numels,
 )
 from ckptctl.formats.deepspeed.states import ModelState, OptimState, read_model, read_optim
@@ -307,23 +308,18 @@ def _column(
 
 def _absent(like: OptimState, name: str, numels: Sequence[int]) -> OptimState:
     parts = zip(like.partitions, numels, strict=True)
-    states = zip(like.states, numels, strict=True)
+    blank = tuple(
+        {key: _blank(value, numel) if is_flat(value) else value for key, value in state.items()}
+        for state, numel in zip(like.states, numels, strict=True)
+    )
     return replace(
         like,
         file=name,
         partitions=tuple(Segment(name, _blank(part.tensor, numel)) for part, numel in parts),
         mappings=None,
-        states=tuple(
-            {key: _blank_moment(value, numel) for key, value in state.items()}
-            for state, numel in states
-        ),
+        states=blank,
         absent=True,
     )
-
-
-def _blank_moment(value: object, numel: int) -> object:
-    flat = isinstance(value, StoredTensor) and len(value.shape) == 1 and value.strides is None
-    return _blank(value, numel) if flat and isinstance(value, StoredTensor) else value
 
 
 def _blank(tensor: StoredTensor, numel: int) -> StoredTensor:

@@ -11,7 +11,7 @@ become inert records.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -68,7 +68,9 @@ def folder_named(text: str) -> str:
 def rank_folders(root: Path, folder: str) -> dict[Numbers, str]:
     """Return the folders of the ranks by their numbers, whether or not their file is there."""
     found: dict[Numbers, str] = {}
-    for name, parsed in sorted(_named(root / folder)):
+    items = ((item.name, numbers(item.name), item) for item in (root / folder).iterdir())
+    named = [(name, own) for name, own, item in items if own is not None and item.is_dir()]
+    for name, parsed in sorted(named):
         if found.setdefault(parsed, name) != name:
             raise mixed_saves(
                 root / folder, f"`{found[parsed]}` and `{name}` belong to the same rank"
@@ -81,13 +83,6 @@ def rank_folders(root: Path, folder: str) -> dict[Numbers, str]:
             "no rank folder was found", where=str(root / folder), why="expected `mp_rank_00`"
         )
     return found
-
-
-def _named(folder: Path) -> Iterator[tuple[str, Numbers]]:
-    for item in folder.iterdir():
-        parsed = numbers(item.name)
-        if parsed is not None and item.is_dir():
-            yield item.name, parsed
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,15 +185,11 @@ def _tensors(model: object, where: str) -> tuple[dict[str, LocalTensor], bool]:
                 raise UnsupportedError(f"two values have the name `{name}`", where=where)
         else:
             refuse_hidden_tensors(leaf, name, where)
-            _refuse_values(leaf, name, where)
+            # None stands for a tensor that a layer does without.
+            if leaf is not None and leaf != {}:
+                raise UnsupportedError(
+                    f"`{name}` is part of the model but is not a tensor",
+                    where=where,
+                    why=f"it is a {type(leaf).__name__}",
+                )
     return found, extra
-
-
-def _refuse_values(leaf: object, name: str, where: str) -> None:
-    """Models have tensors, and None in place of those that a layer does without."""
-    if leaf is not None and leaf != {}:
-        raise UnsupportedError(
-            f"`{name}` is part of the model but is not a tensor",
-            where=where,
-            why=f"it is a {type(leaf).__name__}",
-        )

@@ -6,8 +6,7 @@ The numbers of the processes that wrote them rise as the places do.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import partial
-from itertools import pairwise
+from itertools import pairwise, product, starmap
 from typing import NamedTuple
 
 from ckptctl.errors import DamagedError, FormatError, SourceNotFoundError, UnsupportedError
@@ -124,16 +123,6 @@ def _file_of(place: GridPosition, sizes: GridPosition) -> str:
     return f"mp_rank_{place.tensor:02d}{pipeline}{expert}/{MODEL}"
 
 
-def _all_places(sizes: GridPosition) -> list[GridPosition]:
-    """Return the places of all ranks in their order."""
-    return [
-        GridPosition(pipeline, expert, tensor)
-        for pipeline in range(sizes.pipeline)
-        for expert in range(sizes.expert)
-        for tensor in range(sizes.tensor)
-    ]
-
-
 def _shown(sizes: GridPosition) -> str:
     """Return sizes as people write them: tensor x pipeline x expert."""
     return f"{sizes.tensor} x {sizes.pipeline} x {sizes.expert} (tensor x pipeline x expert)"
@@ -175,9 +164,18 @@ def read_grid(files: SourceFiles, folder: str, faults: Faults) -> Grid:
     named = {
         key: f"{prefix}{name}/{MODEL}" for key, name in rank_folders(files.root, folder).items()
     }
-    read_file = partial(_state, files)
-    ready = zips_ahead(files, named.values())
-    loaded = (faults.read(name, read_file) for name in ready)
+
+    def read_file(name: str) -> RankState:
+        try:
+            return read_state(files, name)
+        except SourceNotFoundError as error:
+            raise DamagedError(
+                f"`{name}` is missing",
+                where=str(files.root / name),
+                hint="copy the file from the node of its rank",
+            ) from error
+
+    loaded = (faults.read(name, read_file) for name in zips_ahead(files, named.values()))
     read = dict(zip(named, loaded, strict=True))
     states = {key: state for key, state in read.items() if state is not None}
     if not states:
@@ -193,7 +191,7 @@ def read_grid(files: SourceFiles, folder: str, faults: Faults) -> Grid:
         {place: state for place, (_, state) in sorted(placed.items()) if state is not None},
         {
             place: placed[place][0] if place in placed else prefix + _file_of(place, sizes)
-            for place in _all_places(sizes)
+            for place in starmap(GridPosition, product(*map(range, sizes)))
         },
     )
     order = list(grid.files)
@@ -201,17 +199,6 @@ def read_grid(files: SourceFiles, folder: str, faults: Faults) -> Grid:
     faults.require_ranks(there, range(len(order)), lambda number: grid.files[order[number]])
     _require_order(grid, where)
     return grid
-
-
-def _state(files: SourceFiles, name: str) -> RankState:
-    try:
-        return read_state(files, name)
-    except SourceNotFoundError as error:
-        raise DamagedError(
-            f"`{name}` is missing",
-            where=str(files.root / name),
-            hint="copy the file from the node of its rank",
-        ) from error
 
 
 def _require_order(grid: Grid, where: str) -> None:

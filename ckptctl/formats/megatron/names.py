@@ -7,7 +7,7 @@ first layer follows the last one of the part before it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from itertools import product
 
 from ckptctl.errors import (
@@ -160,42 +160,34 @@ def _number(digits: str) -> int:
     return int(digits)
 
 
-def _anonymous(names: Mapping[str, object]) -> dict[str, object]:
-    """Return *names* with ``*`` for every number between dots, each once; for lists."""
-    found: dict[str, object] = {}
-    for name, value in names.items():
-        parts = ("*" if part.isdecimal() else part for part in name.split("."))
-        found.setdefault(".".join(parts), value)
-    return found
-
-
 def require_rules(grid: Grid, rules: Rules | None, where: str) -> None:
     """Refuse to join the files of several ranks without a rule for every tensor."""
     if rules is None:
+        try:
+            fits = not _without(grid, built_in(), where)
+        except CkptError:
+            fits = False
         raise MappingError(
             "the division of tensors among ranks is not recorded",
             where=where,
             why=f"found files of {counted(len(grid.files), 'rank')}",
             hint=f"pass {spell_option(f'--rules {BUILT_IN}')}, which has a rule for every tensor"
-            if _built_in_fits(grid, where)
+            if fits
             else _ADVICE,
         )
     without = _without(grid, rules, where)
-    lines = [f"{name} {shape}" for name, shape in _anonymous(without).items()]
     if without:
+        alike: dict[str, object] = {}  # with `*` for every number between dots
+        for name, shape in without.items():
+            parts = ("*" if part.isdecimal() else part for part in name.split("."))
+            alike.setdefault(".".join(parts), shape)
+        lines = [f"{name} {shape}" for name, shape in alike.items()]
         raise MappingError(
             f"no rule matches {counted(len(without), 'tensor')}",
             where=rules.where,
             why=f"with the shapes on each rank: {listed(lines, SHOWN)}",
             hint=_ADVICE,
         )
-
-
-def _built_in_fits(grid: Grid, where: str) -> bool:
-    try:
-        return not _without(grid, built_in(), where)
-    except CkptError:
-        return False
 
 
 def _without(grid: Grid, rules: Rules, where: str) -> dict[str, object]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,6 +16,7 @@ from ckptctl.units import counted
 
 if TYPE_CHECKING:
     from ckptctl.planner.model_parallel import RankShard
+    from ckptctl.planner.plan import CrcOf, Frame
 
 
 def require_all(found: Collection[int], total: int, name: Callable[[int], str], root: Path) -> None:
@@ -29,42 +31,33 @@ def require_all(found: Collection[int], total: int, name: Callable[[int], str], 
 
 
 def lay_out(
-    request: OutputRequest, one: Callable[[int, Sequence[OutputTensor]], Output], reason: str
+    request: OutputRequest, one_rank: Callable[[int, Sequence[OutputTensor]], Output], reason: str
 ) -> Output:
     """Return the layout of one file per rank."""
+    from ckptctl.planner.model_parallel import RankShard
+
     files: list[OutputFile] = []
     records: list[Record] = []
     boxes: dict[str, list[Place]] = {}
-    shares = {tensor.name: _shares_of(tensor, request) for tensor in request.tensors}
+    shares: dict[str, Sequence[RankShard | None]] = {
+        tensor.name: request.rank_boxes(tensor)
+        if request.rank_boxes
+        else (RankShard.whole(tensor.shape),) * request.mp
+        for tensor in request.tensors
+    }
     for rank in range(request.mp):
-        held = {name: found[rank] for name, found in shares.items()}
-        shard = one(rank, list(_parts(request.tensors, held)))
-        for name, share in held.items():
-            if share is not None and name in shard.boxes:
-                record = len(records) + shard.boxes[name][0].record
-                boxes.setdefault(name, []).extend(_places(share, record))
-        files += [_shifted(file, len(records)) for file in shard.files]
+        own = [(one, share) for one in request.tensors if (share := shares[one.name][rank])]
+        shard = one_rank(rank, [replace(tensor, shape=share.shape) for tensor, share in own])
+        for tensor, share in own:
+            if found := shard.boxes.get(tensor.name):
+                places = _places(share, len(records) + found[0].record)
+                boxes.setdefault(tensor.name, []).extend(places)
+        before = len(records)
+        files += [replace(f, frame=partial(_shifted, f.frame, before)) for f in shard.files]
         records += shard.records
     request.notes.explain("skipped", {blob.name: reason for blob in request.blobs})
     placed = {name: tuple(found) for name, found in boxes.items()}
     return Output(tuple(files), tuple(records), placed)
-
-
-def _shares_of(tensor: OutputTensor, request: OutputRequest) -> Sequence[RankShard | None]:
-    from ckptctl.planner.model_parallel import RankShard
-
-    if request.rank_boxes is None:
-        return (RankShard.whole(tensor.shape),) * request.mp
-    return request.rank_boxes(tensor)
-
-
-def _parts(
-    tensors: Sequence[OutputTensor], held: Mapping[str, RankShard | None]
-) -> Iterator[OutputTensor]:
-    for tensor in tensors:
-        share = held[tensor.name]
-        if share is not None:
-            yield replace(tensor, shape=share.shape)
 
 
 def _places(share: RankShard, record: int) -> Iterator[Place]:
@@ -77,6 +70,6 @@ def _places(share: RankShard, record: int) -> Iterator[Place]:
             yield Place(piece.box, record, start, strides)
 
 
-def _shifted(file: OutputFile, by: int) -> OutputFile:
-    frame = file.frame
-    return replace(file, frame=lambda crc_of: frame(lambda record: crc_of(record + by)))
+def _shifted(frame: Frame, by: int, crc_of: CrcOf) -> Iterator[tuple[int, bytes]]:
+    """Yield what *frame* does, whose records are counted from *by*."""
+    return frame(lambda record: crc_of(record + by))

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
+from itertools import count
 from typing import TYPE_CHECKING
 
 from ckptctl.catalog import (
@@ -82,7 +82,8 @@ def leaves_in(root: object, name: str, path: KeyPath = (), home: str | None = No
     for place, leaf in flatten(root, is_stored, path, where=name):
         key = join(place)
         if key in tensors or key in blobs:
-            key = _another(key, tensors, blobs)
+            another = (f"{join(place)} ({number})" for number in count(2))
+            key = next(name for name in another if name not in tensors and name not in blobs)
             dtype, shape = (leaf.dtype, leaf.shape) if isinstance(leaf, StoredTensor) else ("", ())
             why = f"another value has the name `{join(place)}`"
             tensors[key] = TensorEntry.unread(key, dtype, shape, place, why)
@@ -107,14 +108,15 @@ def leaves_in(root: object, name: str, path: KeyPath = (), home: str | None = No
             )
         else:
             blobs[key] = Blob(key, place, value=leaf)
-    notes = [*_apart(sharing.values()), *_inside(blobs.values())]
+    notes: list[str] = []
+    apart = [key for group in sharing.values() if len(group) > 1 for key in group]
+    if apart:
+        shared = "tensors that share part of their memory are written separately"
+        notes.append(f"{shared}: {listed(apart)}")
+    inside = [key for key, blob in blobs.items() if any(map(is_stored, walk(blob.value)))]
+    if inside:
+        notes.append(f"tensors inside objects are not extracted: {listed(inside)}")
     return Leaves(tensors, blobs, notes, computed)
-
-
-def _another(key: str, *known: Collection[str]) -> str:
-    """Return a name like *key* that is not known."""
-    names = (f"{key} ({number})" for number in range(2, sum(map(len, known)) + 3))
-    return next(name for name in names if not any(name in others for others in known))
 
 
 def _mirrored(
@@ -126,20 +128,6 @@ def _mirrored(
     extents = (computed.extent(computed_name(key)),)
     grad = leaf.requires_grad
     return TensorEntry(key, leaf.dtype, leaf.shape, extents, place, requires_grad=grad), computed
-
-
-def _inside(blobs: Iterable[Blob]) -> tuple[str, ...]:
-    """Return a note on leaves that are no containers and hold tensors."""
-    names = [blob.name for blob in blobs if any(is_stored(node) for node in walk(blob.value))]
-    return (f"tensors inside objects are not extracted: {listed(names)}",) * bool(names)
-
-
-def _apart(sharing: Iterable[Collection[str]]) -> tuple[str, ...]:
-    """Return a note on tensors over one storage that are not the same tensor."""
-    names = [name for group in sharing if len(group) > 1 for name in group]
-    return (
-        f"tensors that share part of their memory are written separately: {listed(names)}",
-    ) * bool(names)
 
 
 def extent_of(stored: StoredTensor, file: str, box: Box | None = None) -> Extent:
@@ -174,14 +162,13 @@ def stored_leaf(tensor: OutputTensor, key: str) -> StorageTensor:
     """Return what is pickled of a tensor whose elements are the record *key* of the same zip."""
     from ckptctl.storage.pickles.writer import StorageTensor
 
-    strides = row_major(tensor.shape)
     return StorageTensor(
         storage_key=key,
         storage_nbytes=tensor.nbytes,
         dtype=tensor.dtype,
         offset=0,
         shape=tensor.shape,
-        strides=strides,
+        strides=row_major(tensor.shape),
         requires_grad=tensor.requires_grad,
     )
 
