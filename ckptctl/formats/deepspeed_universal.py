@@ -75,7 +75,7 @@ class DeepSpeedUniversalFormat(Format):
             model = save.weights(asked)
             others = surroundings(save)
             tensors = save.faults.usable({**model.tensors, **others.tensors})
-            replicas = Replicas(files, tensors, asked.replicas)
+            replicas = Replicas(files, tensors, asked=asked.replicas)
             replicas.take(save.model.file, of_models(save.models, save.model))
             return catalog_of(
                 self.name,

@@ -7,7 +7,7 @@ ranks and are no replicas; the model has those of the first rank, as in ``zero_t
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 
 from ckptctl.catalog import Blob, Catalog, Extent, TensorEntry
@@ -24,18 +24,12 @@ from ckptctl.formats.deepspeed.model import (
 from ckptctl.formats.deepspeed.optimizer import OPTIMIZER, surroundings
 from ckptctl.formats.deepspeed.states import ModelState
 from ckptctl.formats.deepspeed.zero import Save, read_save
+from ckptctl.formats.shared.copies import CopyComparison
 from ckptctl.formats.shared.findings import Faults
-from ckptctl.formats.shared.leaves import (
-    below_rank,
-    kept_apart,
-    recorded_alike,
-    uncompared,
-    unknown_notes,
-)
+from ckptctl.formats.shared.leaves import below_rank, kept_apart, unknown_notes
 from ckptctl.formats.shared.stored_leaves import NO_CHECKSUMS, Leaves, stored_entry
 from ckptctl.formats.shared.tags import LATEST, tag_folder
 from ckptctl.formats.sidecar_files import beside
-from ckptctl.storage.compare import has_same_checksum, same_elements
 from ckptctl.storage.files import SourceFiles, source_files
 from ckptctl.storage.zips.reader import StoredTensor
 
@@ -43,30 +37,24 @@ Copy = tuple[str, int, str, object]
 """A tensor's name, another rank, its file, and what that has under the name."""
 
 
-@dataclass(slots=True)
 class Replicas:
     """Sorts what other ranks have under a tensor's name into copies and others.
 
     Attributes:
-        files: The checkpoint's files.
         tensors: The tensors that are read, by name.
-        asked: Whether copies are to be listed, or only what differs.
-        found: Copies: those with the same recorded checksum, which are not read here; where none is
-            recorded the same bytes, or too many to compare here.
+        compared: What is known of their copies.
+        found: The copies, if they are *asked* for: those with the same recorded checksum, which are
+            not read here; where none is recorded the same bytes, or too many to compare here.
         apart: Those that are not the same, under names of their own.
-        differing: The tensors that they differ from.
-        recorded: Tensors of which only the copies' recorded checksums were compared.
-        unread: Tensors of which copies were not compared.
     """
 
-    files: SourceFiles
-    tensors: Mapping[str, TensorEntry]
-    asked: bool
-    found: dict[str, list[Extent]] = field(default_factory=dict)
-    apart: dict[str, TensorEntry] = field(default_factory=dict)
-    differing: list[str] = field(default_factory=list)
-    recorded: list[str] = field(default_factory=list)
-    unread: list[str] = field(default_factory=list)
+    def __init__(
+        self, files: SourceFiles, tensors: Mapping[str, TensorEntry], *, asked: bool
+    ) -> None:
+        self.tensors = tensors
+        self.compared = CopyComparison(files, deferred=asked)
+        self.found: dict[str, list[Extent]] = {}
+        self.apart: dict[str, TensorEntry] = {}
 
     def take(self, home: str, copies: Iterator[Copy]) -> None:
         """Sort *copies* of the tensors that are read from the file *home*."""
@@ -77,25 +65,15 @@ class Replicas:
             if not isinstance(value, StoredTensor):
                 raise UnsupportedError(
                     f"`{name}` is missing from `{file}`",
-                    where=str(self.files.root / file),
+                    where=str(self.compared.files.root / file),
                     why=f"`{home}` has it",
                     hint="check for a file of an earlier save under the same tag",
                 )
             own = stored_entry(below_rank(rank, entry.path), value, file)
-            alike = (entry.dtype, entry.shape) == (own.dtype, own.shape)
-            if alike and has_same_checksum(entry.extents[0], own.extents[0]):
-                same = None
-            else:
-                same = same_elements(self.files, entry, own)
-            if same is False:
+            if not self.compared.is_same(entry, own, name):
                 self.apart[own.name] = own
-                self.differing.append(name)
-                continue
-            if self.asked:
+            elif self.compared.deferred:
                 self.found.setdefault(name, []).append(own.extents[0])
-            elif same is None and own.extents[0].nbytes:
-                recorded = has_same_checksum(entry.extents[0], own.extents[0])
-                (self.recorded if recorded else self.unread).append(name)
 
 
 def of_models(models: Sequence[ModelState], model: ModelState) -> Iterator[Copy]:
@@ -154,7 +132,7 @@ def _notes(save: Save) -> Iterator[str]:
 def _replicas(
     save: Save, files: SourceFiles, tensors: Mapping[str, TensorEntry], asked: bool
 ) -> Replicas:
-    replicas = Replicas(files, tensors, asked)
+    replicas = Replicas(files, tensors, asked=asked)
     replicas.take(save.model.file, of_models(save.models, save.model))
     if save.optims and asked:
         replicas.take(save.optim.file, _of_counters(save))
@@ -207,9 +185,8 @@ def catalog_of(
             *notes,
             *others.notes,
             *unknown_notes(others.blobs.values()),
-            *kept_apart(replicas.differing),
-            *uncompared(replicas.unread),
-            *recorded_alike(replicas.recorded),
+            *kept_apart(replicas.compared.differing),
+            *replicas.compared.notes(),
         ),
         replicas={name: tuple(copies) for name, copies in replicas.found.items()},
         findings=tuple(faults.findings) if faults.partial else (),

@@ -33,16 +33,17 @@ from ckptctl.formats.megatron.rules import (
     load,
     partner_of,
 )
+from ckptctl.formats.shared.copies import CopyComparison
 from ckptctl.formats.shared.dtensor import LocalShard
 from ckptctl.formats.shared.findings import Faults
-from ckptctl.formats.shared.leaves import join, recorded_alike, uncompared, unknown_notes
+from ckptctl.formats.shared.leaves import join, unknown_notes
 from ckptctl.formats.shared.rank_merge import piece_extent
 from ckptctl.formats.shared.stored_leaves import NO_CHECKSUMS, Leaves
 from ckptctl.formats.shared.tags import tag_folder
 from ckptctl.formats.sidecar_files import beside
 from ckptctl.planner.configs.megatron_words import ARGUMENTS
 from ckptctl.planner.families.facts import ARGUED
-from ckptctl.storage.compare import has_same_checksum, same_elements
+from ckptctl.storage.compare import same_elements
 from ckptctl.storage.files import SourceFiles, source_files
 from ckptctl.storage.schema import malformed
 from ckptctl.storage.zips.reader import StoredTensor
@@ -107,8 +108,7 @@ def _notes(grid: Grid, model: JoinedModel, root: Path) -> Iterator[str]:
         yield f"skipped `{OPTIMIZER}`: flat buffers without parameter names"
     if any(state.extra for state in grid.states.values()):
         yield "skipped `_extra_state` of layers: it does not contain model tensors"
-    yield from uncompared(model.copies.uncompared)
-    yield from recorded_alike(model.copies.recorded)
+    yield from model.copies.compared.notes()
 
 
 def _facts(arguments: Mapping[str, object]) -> Iterator[tuple[str, object]]:
@@ -135,19 +135,15 @@ class Copies:
     """Compares copies.
 
     Attributes:
-        files: The checkpoint's files.
+        compared: What is known of copies.
         where: The save, for errors.
-        uncompared: Names of tensors of which copies are too large to be compared here.
-        recorded: Names of those of which only the copies' recorded checksums were compared.
         divided: The checksums of what tensor-parallel ranks divide, by rank; those of the first
             expert-parallel ranks, as the others have the same.
         experts: The checksums of each rank's experts.
     """
 
-    files: SourceFiles
+    compared: CopyComparison
     where: str
-    uncompared: dict[str, None] = field(default_factory=dict)
-    recorded: dict[str, None] = field(default_factory=dict)
     divided: dict[GridPosition, list[int | None]] = field(default_factory=dict)
     experts: dict[GridPosition, list[int | None]] = field(default_factory=dict)
 
@@ -159,14 +155,13 @@ class Copies:
         Copies that a rule alone has *claimed* are always read. Of others the recorded checksums are
         compared, and those that have none are read if they are small.
         """
-        if not claimed and has_same_checksum(one, other):
-            self.recorded[name] = None
-            return
-        pair = _alone(name, dtype, one), _alone(name, dtype, other)
-        same = same_elements(self.files, *pair, of_any_size=claimed)
-        if same is None:
-            self.uncompared[name] = None
-        elif not same:
+        first, second = _alone(name, dtype, one), _alone(name, dtype, other)
+        same = (
+            same_elements(self.compared.files, first, second, of_any_size=True)
+            if claimed
+            else self.compared.is_same(first, second, name)
+        )
+        if not same:
             raise UnsupportedError(
                 f"the copies of `{name}` differ",
                 where=self.where,
@@ -221,7 +216,7 @@ class JoinedModel:
             require_rules(grid, rules, where)
         self.grid, self.where = grid, where
         self.names = Names(grid, rules or Rules(where), where)
-        self.copies = Copies(files, where)
+        self.copies = Copies(CopyComparison(files), where)
         self.tensors: dict[str, TensorEntry] = {}
         self.replicas: dict[str, tuple[Extent, ...]] = {}
         self.lost: dict[str, tuple[tuple[Box, str], ...]] = {}

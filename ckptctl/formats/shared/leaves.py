@@ -161,26 +161,6 @@ def kept_apart(names: Iterable[str]) -> tuple[str, ...]:
     return (f"values differ between ranks; each is kept under `rank_N.`: {listed(found)}",)
 
 
-def uncompared(names: Iterable[str]) -> tuple[str, ...]:
-    """Return a note on the tensors called *names* of which copies were not compared, if any."""
-    found = list(dict.fromkeys(names))
-    if not found:
-        return ()
-    return (f"values are not compared between ranks; the lowest rank's is used: {listed(found)}",)
-
-
-def recorded_alike(names: Iterable[str]) -> tuple[str, ...]:
-    """Return a note on the tensors of which only the copies' recorded checksums were compared."""
-    found = list(dict.fromkeys(names))
-    if not found:
-        return ()
-    return (
-        "copies on several ranks have equal recorded checksums (data not compared); the lowest "
-        "rank's "
-        f"is used: {listed(found)}",
-    )
-
-
 def _unknown_class(value: object) -> str | None:
     """Return the first class or function in *value* that plain torch does not load."""
     for node in walk(value):

@@ -16,6 +16,7 @@ from typing import NamedTuple
 from ckptctl import dtypes
 from ckptctl.catalog import Blob, Box, Extent, Path, TensorEntry, row_major
 from ckptctl.errors import CkptError, DamagedError, FormatError, UnsupportedError, listed
+from ckptctl.formats.shared.copies import CopyComparison
 from ckptctl.formats.shared.dtensor import LocalShard, Sharded, nothing_known
 from ckptctl.formats.shared.findings import Faults, Lost
 from ckptctl.formats.shared.indexes import Integers
@@ -23,12 +24,9 @@ from ckptctl.formats.shared.leaves import (
     below_rank,
     join,
     kept_apart,
-    recorded_alike,
-    uncompared,
     unknown_notes,
 )
 from ckptctl.formats.shared.stored_leaves import Leaves, extent_of
-from ckptctl.storage.compare import has_same_checksum, same_elements
 from ckptctl.storage.files import SourceFiles
 from ckptctl.storage.pickles.torch_tensors import geometry
 from ckptctl.storage.zips.reader import StoredTensor
@@ -75,9 +73,7 @@ class RankMerger:
         self._tensors: dict[str, _Tensor] = {}
         self._blobs: dict[str, Blob] = {}
         self._seen: dict[int, frozenset[int]] = {}
-        self._apart: list[str] = []
-        self._unread: list[str] = []
-        self._recorded: list[str] = []
+        self._copies = CopyComparison(files, deferred=listed)
         self._agreed = 0
 
     def require(
@@ -152,9 +148,7 @@ class RankMerger:
             before = known.extents.setdefault(piece.box, extent)
             if before is not extent:
                 self._repeat(key, extent)
-                if not self._listed and extent.nbytes:
-                    alike = has_same_checksum(before, extent)
-                    (self._recorded if alike else self._unread).append(key)
+                self._copies.leave(key, before, extent)
             if before.crc32 is not None and extent.crc32 not in (None, before.crc32):
                 raise UnsupportedError(
                     f"replicas of `{key}` differ according to their recorded checksums",
@@ -184,11 +178,14 @@ class RankMerger:
         extent = extent_of(leaf, file)
         if not known.extents:
             known.extents[extent.box] = extent
-        elif self._same(key, known, leaf, extent):
+            return
+        before = next(iter(known.extents.values()))
+        first = TensorEntry(key, known.dtype, known.shape, (before,), ())
+        other = TensorEntry(key, leaf.dtype, leaf.shape, (extent,), ())
+        if self._copies.is_same(first, other, key, of_any_size=self._listed):
             self._agreed += 1
             self._repeat(key, extent)
         else:
-            self._apart.append(key)
             own = below_rank(rank, path)
             apart = self._entry(join(own), own, leaf, file, sharded=False)
             apart.extents[extent.box] = extent
@@ -197,39 +194,25 @@ class RankMerger:
         if self._listed and extent.nbytes:
             self.replicas[key] = (*self.replicas.get(key, ()), extent)
 
-    def _same(self, key: str, known: _Tensor, leaf: StoredTensor, extent: Extent) -> bool:
-        before = next(iter(known.extents.values()))
-        first = TensorEntry(key, known.dtype, known.shape, (before,), ())
-        other = TensorEntry(key, leaf.dtype, leaf.shape, (extent,), ())
-        alike = (first.dtype, first.shape) == (other.dtype, other.shape)
-        if alike and has_same_checksum(before, extent):
-            # Those that are listed are compared by whoever asked for the list.
-            self._recorded += [] if self._listed or not extent.nbytes else [key]
-            return True
-        same = same_elements(self._files, first, other, of_any_size=self._listed)
-        if same is None:
-            self._unread.append(key)
-        return same is not False
-
     def _add_blob(self, rank: int, path: Path, value: object) -> None:
         key = join(path)
         if key in self._tensors:
             raise UnsupportedError(f"two values have the name `{key}`", where=str(self._files.root))
         known = self._blobs.setdefault(key, Blob(key, path, value=value))
         if not same_value(known.value, value):
-            self._apart.append(key)
+            self._copies.differing.append(key)
             own = below_rank(rank, path)
             self._blobs[join(own)] = Blob(join(own), own, value=value)
 
     def refuse_unrelated(self, where: str) -> None:
         """Refuse files that share no tensor and no shard: each is a checkpoint of its own."""
-        clash = any(key in self._tensors for key in self._apart)
+        clash = any(key in self._tensors for key in self._copies.differing)
         if clash and not self._agreed and not any(t.sharded for t in self._tensors.values()):
             raise FormatError(
                 "the files do not belong to the ranks of one checkpoint",
                 where=where,
                 why="no file contains a sharded tensor, and no two contain the same tensor: "
-                + listed(self._apart, 2),
+                + listed(self._copies.differing, 2),
                 hint="pass one of the files if each is a separate checkpoint",
             )
 
@@ -272,10 +255,9 @@ class RankMerger:
         return Leaves(tensors, self._blobs, list(self._notes()))
 
     def _notes(self) -> Iterable[str]:
-        yield from kept_apart(self._apart)
+        yield from kept_apart(self._copies.differing)
         yield from unknown_notes(self._blobs.values())
-        yield from uncompared(self._unread)
-        yield from recorded_alike(self._recorded)
+        yield from self._copies.notes()
 
 
 def _told(known: _Tensor, rank: int) -> tuple[Box, ...]:
