@@ -8,7 +8,7 @@ Sources: transformers' ``modeling_apertus.py`` and ``activations.py``, mlx-lm's 
 
 from ckptctl.planner.layouts import SIZES, Family, Tie
 
-from . import _hf
+from . import _hf, _proofs
 
 LAYER = """
 logical     axes     hf: model.layers.{i}.
@@ -47,7 +47,7 @@ FAMILY = Family(
     ties=(Tie("output", of="embed"),),
     composite={"h": ("k", "q")},
     sizes=SIZES,
-    proofs={"hf": "transformers 5.23", "mlx": "mlx-lm 0.32.2"},
+    proofs=_proofs.proven("hf", "mlx"),
     config_signs=({"model_type": "apertus"},),
-    tiny={"v": 24, "d": 20, "f": 12, "h": 8, "k": 4, "e": 6, "i": 2},
+    tiny=dict(v=24, d=20, f=12, h=8, k=4, e=6, i=2),
 )

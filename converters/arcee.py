@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from ckptctl.planner.layouts import Family
 
-from . import granite
+from . import _proofs, granite
 
 NO_GATE = """
 logical  hf: model.layers.{i}.
@@ -24,5 +24,5 @@ FAMILY: Family = replace(
     layouts=("hf",),
     architecture="ArceeForCausalLM",
     config_signs=({"model_type": "arcee"},),
-    proofs={"hf": "transformers 5.23"},
+    proofs=_proofs.proven("hf"),
 )

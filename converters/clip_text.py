@@ -5,7 +5,9 @@ transformers 5 holds of a ``CLIPTextModel``, and saves where it never came from 
 transformers' ``modeling_clip.py``, torchtune's ``models/clip/_convert_weights.py``.
 """
 
-from ckptctl.planner.layouts import Drop, Family
+from ckptctl.planner.layouts import SIZES, Drop, Family
+
+from . import _proofs
 
 BEFORE = """
 logical    axes  hf: text_model.embeddings.  hf-fresh: embeddings.      torchtune
@@ -55,18 +57,11 @@ FAMILY = Family(
     ),
     formulas=(("g", "projection_dim"),),
     sizes={
-        "v": ("vocab_size", ""),
-        "d": ("hidden_size", ""),
-        "f": ("intermediate_size", ""),
-        "h": ("num_attention_heads", ""),
+        **{axis: SIZES[axis] for axis in "vdfh"},
         "n": ("max_position_embeddings", ""),
         "i": ("num_hidden_layers", ""),
     },
-    proofs={
-        "hf": "transformers 5.23",
-        "hf-fresh": "transformers 5.23",
-        "torchtune": "torchtune 0.6.1",
-    },
+    proofs=_proofs.proven("hf", "hf-fresh", "torchtune"),
     config_signs=({"model_type": "clip_text_model"},),
-    tiny={"v": 24, "d": 16, "f": 12, "h": 2, "e": 8, "n": 10, "i": 2, "g": 6},
+    tiny=dict(v=24, d=16, f=12, h=2, e=8, n=10, i=2, g=6),
 )

@@ -6,7 +6,7 @@ always tied.
 
 from ckptctl.planner.layouts import SIZES, Family, Tie
 
-from . import _hf
+from . import _hf, _proofs
 
 LAYER = """
 logical     axes     hf: model.layers.{i}.
@@ -34,7 +34,7 @@ FAMILY = Family(
     ties=(Tie("output", of="embed"),),
     tied=True,
     sizes=SIZES,
-    proofs={"hf": "transformers 5.23", "mlx": "mlx-lm 0.32.2"},
+    proofs=_proofs.proven("hf", "mlx"),
     config_signs=({"model_type": "cohere2"},),
-    tiny={"v": 24, "d": 16, "f": 12, "h": 8, "k": 4, "e": 4, "i": 2},
+    tiny=dict(v=24, d=16, f=12, h=8, k=4, e=4, i=2),
 )

@@ -6,9 +6,9 @@ transformers 5 holds in memory); Megatron-Core's ``multi_latent_attention.py``, 
 ``hf``. All of them rotate neighboring pairs: no axis moves.
 """
 
-from ckptctl.planner.layouts import CHOSEN, Family, LayerKind, Tie
+from ckptctl.planner.layouts import CHOSEN, SIZES, Family, LayerKind, Tie
 
-from . import _megatron, qwen2_moe
+from . import _megatron, _proofs, qwen2_moe
 
 BEFORE = """
 logical  axes  hf, hf-v5
@@ -101,9 +101,7 @@ FAMILY = Family(
     ties=(Tie("output", of="embed"),),
     variants=(("dense", "moe"), ("q", "qlora")),
     sizes={
-        "v": ("vocab_size", ""),
-        "d": ("hidden_size", ""),
-        "f": ("intermediate_size", ""),
+        **{axis: SIZES[axis] for axis in "vdf"},
         "m": ("moe_intermediate_size", ""),
         "h": ("num_attention_heads", ""),
         "x": ("n_routed_experts", ""),
@@ -123,29 +121,8 @@ FAMILY = Family(
         LayerKind("dense", first="first_k_dense_replace"),
         LayerKind("qlora", {"q_lora_rank": CHOSEN}),
     ),
-    proofs={
-        "hf": "transformers 5.23",
-        "hf-v5": "transformers 5.23",
-        "mlx": "mlx-lm 0.32.2",
-        "mcore": "megatron-core 0.16.1 without Transformer Engine",
-        "mcore-local": "megatron-core 0.16.1",
-    },
+    proofs=_proofs.proven("hf", "hf-v5", "mlx", "mcore", "mcore-local"),
     config_signs=({"model_type": "deepseek_v2"},),
     megatron=_megatron.DEEPSEEK_V2,
-    tiny={
-        "v": 24,
-        "d": 16,
-        "f": 12,
-        "m": 6,
-        "s": 8,
-        "h": 4,
-        "x": 4,
-        "qk": 6,
-        "ql": 10,
-        "kl": 5,
-        "kr": 7,
-        "kv": 9,
-        "vd": 3,
-        "i": 2,
-    },
+    tiny=dict(v=24, d=16, f=12, m=6, s=8, h=4, x=4, qk=6, ql=10, kl=5, kr=7, kv=9, vd=3, i=2),
 )

@@ -14,7 +14,7 @@ from dataclasses import replace
 
 from ckptctl.planner.layouts import BLOCK_AXES, Companion, Drop, Family, Shift, Tie
 
-from . import _megatron, deepseek_v2, qwen2_moe
+from . import _megatron, _proofs, deepseek_v2, qwen2_moe
 
 BEFORE = """
 logical  deepseek      torchtitan@0.2, torchtitan@0.3
@@ -225,17 +225,10 @@ FAMILY: Family = replace(
     formulas=(*deepseek_v2.FAMILY.formulas, ("dd", "2 * hidden_size")),
     kinds=deepseek_v2.FAMILY.kinds,
     shifts=(Shift("hf", index="j", into="i"),),
-    proofs={
-        "hf": "transformers 5.23",
-        "hf-v5": "transformers 5.23",
-        "deepseek": "a model reimplemented from DeepSeek's papers",
-        "torchtitan@0.2": "torchtitan 0.2.2",
-        "torchtitan@0.3": "torchtitan 0.3.0",
-        "mlx": "mlx-lm 0.32.2",
-        "mcore": "megatron-core 0.16.1 without Transformer Engine",
-        "mcore-local": "megatron-core 0.16.1",
-    },
+    proofs=_proofs.proven(
+        "hf", "hf-v5", "deepseek", "torchtitan@0.2", "torchtitan@0.3", "mlx", "mcore", "mcore-local"
+    ),
     config_signs=({"model_type": "deepseek_v3"}, {"model_type": "kimi_k2"}),
     megatron=_megatron.DEEPSEEK_V3,
-    tiny={**deepseek_v2.FAMILY.tiny, "kn": 6, "dd": 32, "down": 4, "across": 8},
+    tiny=dict(deepseek_v2.FAMILY.tiny, kn=6, dd=32, down=4, across=8),
 )

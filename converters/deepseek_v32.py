@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from ckptctl.planner.layouts import Family, Tie
 
-from . import deepseek_v3
+from . import _proofs, deepseek_v3
 
 INDEXER = """
 logical            axes        hf, hf-v5: model.layers.{i}.self_attn.indexer.  deepseek: layers.{i}.attn.indexer.
@@ -47,13 +47,8 @@ FAMILY: Family = replace(
         "ih": ("index_n_heads", ""),
         "ie": ("index_head_dim", ""),
     },
-    proofs={
-        "hf": "transformers 5.23",
-        "hf-v5": "transformers 5.23",
-        "deepseek": "a model reimplemented from DeepSeek's papers",
-        "mlx": "mlx-lm 0.32.2",
-    },
+    proofs=_proofs.proven("hf", "hf-v5", "deepseek", "mlx"),
     config_signs=({"model_type": "deepseek_v32"},),
     megatron=None,
-    tiny={**deepseek_v3.FAMILY.tiny, "ih": 3, "ie": 8},
+    tiny=dict(deepseek_v3.FAMILY.tiny, ih=3, ie=8),
 )

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from ckptctl.planner.layouts import Family
 
-from . import granite
+from . import _proofs, granite
 
 FAMILY: Family = replace(
     granite.FAMILY,
@@ -17,5 +17,5 @@ FAMILY: Family = replace(
     architecture="Ernie4_5ForCausalLM",
     tied=True,
     config_signs=({"model_type": "ernie4_5"},),
-    proofs={"hf": "transformers 5.23", "mlx": "mlx-lm 0.32.2"},
+    proofs=_proofs.proven("hf", "mlx"),
 )

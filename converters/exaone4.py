@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from ckptctl.planner.layouts import Family
 
-from . import granite
+from . import _proofs, granite
 
 NORMS = """
 logical      axes  hf: model.layers.{i}.
@@ -27,5 +27,5 @@ FAMILY: Family = replace(
     tables=(*granite.FAMILY.tables, NORMS),
     architecture="Exaone4ForCausalLM",
     config_signs=({"model_type": "exaone4"},),
-    proofs={"hf": "transformers 5.23", "mlx": "mlx-lm 0.32.2"},
+    proofs=_proofs.proven("hf", "mlx"),
 )

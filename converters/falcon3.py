@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from ckptctl.planner.layouts import Family
 
-from . import llama2
+from . import _proofs, llama2
 
 THETA = {"rope_theta": 1000042}
 
@@ -17,12 +17,7 @@ FAMILY: Family = replace(
     title="Falcon 3",
     aliases=("falcon_3",),
     refines="llama2",
-    proofs={
-        "hf": "transformers 5.23",
-        "mlx": "mlx-lm 0.32.2",
-        "gguf": "transformers 5.23, from GGUF",
-        "mcore": "megatron-core 0.16.1 without Transformer Engine",
-    },
+    proofs=_proofs.proven("hf", "mlx", "gguf", "mcore"),
     config_signs=({"model_type": "llama", **THETA},),
     params_signs=(THETA,),
     presets=(*llama2.FAMILY.presets[:1], ({}, {**THETA, "max_position_embeddings": 32768})),

@@ -6,7 +6,7 @@ which this cannot say. Source: transformers' ``modeling_falcon_h1.py``.
 
 from ckptctl.planner.layouts import CHOSEN, SIZES, Demand, Family, Tie
 
-from . import _hf, nemotron_h
+from . import _hf, _proofs, nemotron_h
 
 MAMBA = (
     nemotron_h.MAMBA.replace("@mamba", "")
@@ -64,20 +64,7 @@ FAMILY = Family(
         ("me", "mamba_d_head"),
     ),
     sizes=dict(SIZES) | {"mh": ("mamba_n_heads", ""), "taps": ("mamba_d_conv", "")},
-    proofs={"hf": "transformers 5.23"},
+    proofs=_proofs.proven("hf"),
     config_signs=({"model_type": "falcon_h1"},),
-    tiny={
-        "v": 24,
-        "d": 20,
-        "f": 12,
-        "h": 8,
-        "k": 4,
-        "e": 6,
-        "mp": 27,
-        "mc": 18,
-        "mh": 4,
-        "me": 3,
-        "taps": 5,
-        "i": 2,
-    },
+    tiny=dict(v=24, d=20, f=12, h=8, k=4, e=6, mp=27, mc=18, mh=4, me=3, taps=5, i=2),
 )

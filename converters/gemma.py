@@ -9,7 +9,7 @@ pairs) and ``models/convert_weights.py``, Megatron-Bridge's ``models/gemma`` (``
 
 from ckptctl.planner.layouts import SIZES, Family, Tie
 
-from . import _megatron, llama2, qwen2
+from . import _megatron, _proofs, llama2, qwen2
 
 LAYER = """
 logical     axes       hf: model.layers.{i}.              torchtune: layers.{i}.
@@ -67,13 +67,9 @@ FAMILY = Family(
     constants={"p": 2},
     composite={"h": ("k", "q"), "e": ("r", "p")},
     sizes=SIZES,
-    proofs={
-        "hf": "transformers 5.23",
-        "torchtune": "torchtune 0.6.1",
-        "mlx": "mlx-lm 0.32.2",
-    },
+    proofs=_proofs.proven("hf", "torchtune", "mlx"),
     sources={"mcore": "Megatron-Bridge", "gguf": "llama.cpp"},
     config_signs=({"model_type": "gemma"},),
     megatron=_megatron.GEMMA1,
-    tiny={"v": 24, "d": 20, "f": 12, "h": 8, "k": 4, "e": 4, "i": 2},
+    tiny=dict(v=24, d=20, f=12, h=8, k=4, e=4, i=2),
 )

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from ckptctl.planner.layouts import Family
 
-from . import _megatron, gemma, qwen2
+from . import _megatron, _proofs, gemma, qwen2
 
 NORMS = """
 norm_1_post  d  post_attention_layernorm.weight    sa_scale.scale
@@ -50,7 +50,7 @@ FAMILY: Family = replace(
         MCORE_NORMS,
     ),
     architecture="Gemma2ForCausalLM",
-    proofs={**gemma.FAMILY.proofs, "gguf": "transformers 5.23, from GGUF"},
+    proofs={**gemma.FAMILY.proofs, **_proofs.proven("gguf")},
     sources={"mcore": "Megatron-Bridge"},
     config_signs=({"model_type": "gemma2"},),
     megatron=_megatron.GEMMA2,

@@ -19,7 +19,7 @@ from dataclasses import replace
 
 from ckptctl.planner.layouts import Family, Tie
 
-from . import _megatron, gemma3_text
+from . import _megatron, _proofs, gemma3_text
 
 VISION_EMBED = """
 vision_patch           vd vc ph pw  embeddings.patch_embedding.weight
@@ -121,23 +121,9 @@ FAMILY: Family = replace(
         "pw": ("vision_config.patch_size", ""),
         "j": ("vision_config.num_hidden_layers", ""),
     },
-    proofs={
-        "hf": "transformers 5.23",
-        "hf-v5": "transformers 5.23",
-        "hf-fresh": "transformers 5.23",
-        "mlx": "mlx-vlm 0.7.10",
-    },
+    proofs=_proofs.proven("hf", "hf-v5", "hf-fresh", "mlx", mlx=_proofs.MLX_VLM),
     sources={"mcore": "Megatron-Bridge"},
     config_signs=({"model_type": "gemma3"},),
     megatron=_megatron.GEMMA3,
-    tiny={
-        **gemma3_text.FAMILY.tiny,
-        "vd": 10,
-        "va": 6,
-        "vf": 14,
-        "ph": 2,
-        "pw": 5,
-        "vp": 9,
-        "j": 2,
-    },
+    tiny=dict(gemma3_text.FAMILY.tiny, vd=10, va=6, vf=14, ph=2, pw=5, vp=9, j=2),
 )

@@ -5,9 +5,9 @@ config.json may leave that out. Sources: transformers' ``modeling_gemma3.py``, M
 ``gemma3_provider.py`` and ``gemma3_bridge.py`` (``mcore``).
 """
 
-from ckptctl.planner.layouts import Family, Tie
+from ckptctl.planner.layouts import SIZES, Family, Tie
 
-from . import _megatron
+from . import _megatron, _proofs
 
 EMBED = """
 embed  v d  embed_tokens.weight
@@ -112,20 +112,10 @@ FAMILY = Family(
     tied=True,
     composite={"h": ("k", "q")},
     formulas=(("e", "head_dim"), ("k", "num_key_value_heads")),
-    sizes={
-        "v": ("vocab_size", ""),
-        "d": ("hidden_size", ""),
-        "f": ("intermediate_size", ""),
-        "h": ("num_attention_heads", ""),
-        "i": ("num_hidden_layers", ""),
-    },
-    proofs={
-        "hf": "transformers 5.23",
-        "mlx": "mlx-lm 0.32.2",
-        "gguf": "transformers 5.23, from GGUF",
-    },
+    sizes={axis: SIZES[axis] for axis in "vdfhi"},
+    proofs=_proofs.proven("hf", "mlx", "gguf"),
     sources={"mcore": "Megatron-Bridge"},
     config_signs=({"model_type": "gemma3_text"},),
     megatron=_megatron.GEMMA3_TEXT,
-    tiny={"v": 24, "d": 20, "f": 12, "h": 8, "k": 4, "e": 4, "i": 2},
+    tiny=dict(v=24, d=20, f=12, h=8, k=4, e=4, i=2),
 )

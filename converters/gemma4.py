@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from ckptctl.planner.layouts import CHOSEN, PRESENT, Demand, Family
 
-from . import gemma4_text
+from . import _proofs, gemma4_text
 
 VISION = """
 vision_patch?vision     vd pp      patch_embedder.input_proj.weight
@@ -185,7 +185,7 @@ FAMILY: Family = replace(
         "taps": ("audio_config.conv_kernel_size", ""),
         "n": ("audio_config.num_hidden_layers", ""),
     },
-    proofs={"hf": "transformers 5.23", "mlx": "mlx-lm 0.32.2, with towers mlx-vlm 0.7.10"},
+    proofs=_proofs.proven("hf", "mlx", mlx="mlx-lm 0.32.2, with towers mlx-vlm 0.7.10"),
     config_signs=({"model_type": "gemma4"},),
     tiny=dict(gemma4_text.FAMILY.tiny)
     | {"vd": 10, "vf": 14, "vp": 9, "pp": 15, "va": 6, "vk": 8, "ve": 3, "j": 2}

@@ -12,6 +12,8 @@ Sources: transformers' ``modeling_gemma4.py`` and ``configuration_gemma4.py``, m
 
 from ckptctl.planner.layouts import CHOSEN, UNCHOSEN, Demand, Family, LayerSize, Tie
 
+from . import _proofs
+
 EMBED = """
 embed  v d  embed_tokens.weight
 """
@@ -133,20 +135,7 @@ FAMILY = Family(
         "m": ("moe_intermediate_size", ""),
         "pv": ("vocab_size_per_layer_input", ""),
     },
-    proofs={"hf": "transformers 5.23", "mlx": "mlx-lm 0.32.2"},
+    proofs=_proofs.proven("hf", "mlx"),
     config_signs=({"model_type": "gemma4_text"}, {"model_type": "gemma4_unified_text"}),
-    tiny={
-        "v": 24,
-        "d": 20,
-        "f": 12,
-        "h": 8,
-        "k": 4,
-        "e": 4,
-        "x": 3,
-        "m": 10,
-        "pv": 18,
-        "pa": 14,
-        "pd": 7,
-        "i": 2,
-    },
+    tiny=dict(v=24, d=20, f=12, h=8, k=4, e=4, x=3, m=10, pv=18, pa=14, pd=7, i=2),
 )

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from ckptctl.planner.layouts import PRESENT, Demand, Family, Tie
 
-from . import gemma4, gemma4_text
+from . import _proofs, gemma4, gemma4_text
 
 VISION = """
 logical                       axes       hf: model.                               hf-v5: model.embed_vision.
@@ -69,7 +69,7 @@ FAMILY: Family = replace(
         "vo": ("vision_config.output_proj_dims", ""),
         "ao": ("audio_config.audio_embed_dim", ""),
     },
-    proofs={"hf": "transformers 5.23", "hf-v5": "transformers 5.23", "mlx": "mlx-lm 0.32.2"},
+    proofs=_proofs.proven("hf", "hf-v5", "mlx"),
     config_signs=({"model_type": "gemma4_unified"},),
     tiny={"v": 24, "d": 20, "f": 12, "h": 8, "k": 4, "e": 4, "i": 2}
     | {"vd": 10, "vp": 9, "pp": 15, "vo": 10, "ao": 13},

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from ckptctl.planner.layouts import Family
 
-from . import glm4
+from . import _proofs, glm4
 
 TWO_NORMS = """
 logical      hf: model.layers.{i}.  mcore: decoder.layers.{i}.
@@ -27,9 +27,5 @@ FAMILY: Family = replace(
     layouts=("hf", "mlx", "mcore"),
     architecture="GlmForCausalLM",
     config_signs=({"model_type": "glm"},),
-    proofs={
-        "hf": "transformers 5.23",
-        "mlx": "mlx-lm 0.32.2",
-        "mcore": "megatron-core 0.16.1 without Transformer Engine",
-    },
+    proofs=_proofs.proven("hf", "mlx", "mcore"),
 )

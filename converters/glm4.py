@@ -9,7 +9,7 @@ feed-forward, slime and mbridge add them).
 
 from ckptctl.planner.layouts import SIZES, Family, Tie
 
-from . import _hf, _megatron, llama2, qwen2
+from . import _hf, _megatron, _proofs, llama2, qwen2
 
 LAYER = """
 logical      axes     hf: model.layers.{i}.
@@ -53,9 +53,9 @@ FAMILY = Family(
     ties=(Tie("output", of="embed"),),
     composite={"h": ("k", "q")},
     sizes=SIZES,
-    proofs={"hf": "transformers 5.23", "mlx": "mlx-lm 0.32.2"},
+    proofs=_proofs.proven("hf", "mlx"),
     sources={"mcore": "slime"},
     config_signs=({"model_type": "glm4"},),
     megatron=_megatron.GLM4,
-    tiny={"v": 24, "d": 16, "f": 12, "h": 8, "k": 4, "e": 4, "i": 2},
+    tiny=dict(v=24, d=16, f=12, h=8, k=4, e=4, i=2),
 )

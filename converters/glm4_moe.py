@@ -7,7 +7,7 @@ transformers 5 holds in memory: it leaves those layers out), Megatron-Bridge's `
 
 from ckptctl.planner.layouts import SIZES, Family, LayerKind, Tie
 
-from . import _hf, _megatron, deepseek_v3, qwen2, qwen2_moe, qwen3_moe
+from . import _hf, _megatron, _proofs, deepseek_v3, qwen2, qwen2_moe, qwen3_moe
 
 LAYER = """
 logical          axes     hf, hf-v5: model.layers.{i}.
@@ -79,26 +79,8 @@ FAMILY = Family(
     ),
     kinds=(LayerKind("dense", first="first_k_dense_replace"),),
     sizes={**SIZES, "m": ("moe_intermediate_size", ""), "x": ("n_routed_experts", "")},
-    proofs={
-        "hf": "transformers 5.23",
-        "hf-v5": "transformers 5.23",
-        "mlx": "mlx-lm 0.32.2",
-        "mcore": "megatron-core 0.16.1 without Transformer Engine",
-        "mcore-local": "megatron-core 0.16.1",
-    },
+    proofs=_proofs.proven("hf", "hf-v5", "mlx", "mcore", "mcore-local"),
     config_signs=({"model_type": "glm4_moe"},),
     megatron=_megatron.GLM4_MOE,
-    tiny={
-        "v": 24,
-        "d": 16,
-        "f": 12,
-        "m": 6,
-        "s": 10,
-        "h": 8,
-        "k": 4,
-        "e": 4,
-        "x": 4,
-        "dd": 32,
-        "i": 2,
-    },
+    tiny=dict(v=24, d=16, f=12, m=6, s=10, h=8, k=4, e=4, x=4, dd=32, i=2),
 )

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from ckptctl.planner.layouts import Family, Tie
 
-from . import deepseek_v3
+from . import _proofs, deepseek_v3
 
 FAMILY: Family = replace(
     deepseek_v3.FAMILY,
@@ -18,7 +18,7 @@ FAMILY: Family = replace(
     layouts=("hf", "hf-v5", "mlx"),
     architecture="Glm4MoeLiteForCausalLM",
     ties=(Tie("output", of="embed"),),
-    proofs={"hf": "transformers 5.23", "hf-v5": "transformers 5.23", "mlx": "mlx-lm 0.32.2"},
+    proofs=_proofs.proven("hf", "hf-v5", "mlx"),
     shown_by=(),
     config_signs=({"model_type": "glm4_moe_lite"},),
     megatron=None,

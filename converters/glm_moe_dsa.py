@@ -15,7 +15,7 @@ from dataclasses import replace
 
 from ckptctl.planner.layouts import Demand, Family, Tie
 
-from . import deepseek_v3, deepseek_v32
+from . import _proofs, deepseek_v3, deepseek_v32
 
 INDEXER = """
 logical                  axes        hf, hf-v5: model.layers.{i}.self_attn.indexer.
@@ -44,7 +44,7 @@ FAMILY: Family = replace(
             {"indexer_types": None, "index_topk_freq": None, "index_topk_pattern": None},
         ),
     ),
-    proofs={"hf": "transformers 5.23", "hf-v5": "transformers 5.23", "mlx": "mlx-lm 0.32.2"},
+    proofs=_proofs.proven("hf", "hf-v5", "mlx"),
     shown_by=("index", "next"),
     config_signs=({"model_type": "glm_moe_dsa"},),
 )

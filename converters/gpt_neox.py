@@ -4,7 +4,9 @@ Source: transformers' ``modeling_gpt_neox.py`` and ``conversion_mapping.py`` (``
 transformers 5 holds in memory), mlx-lm's ``gpt_neox.py``.
 """
 
-from ckptctl.planner.layouts import Drop, Family, Tie
+from ckptctl.planner.layouts import SIZES, Drop, Family, Tie
+
+from . import _proofs
 
 BEFORE = """
 logical  axes  hf
@@ -66,16 +68,9 @@ FAMILY = Family(
     ),
     ties=(Tie("output", of="embed", stored_in=("hf-v5", "mlx")),),
     constants={"t": 3},
-    sizes={
-        "v": ("vocab_size", ""),
-        "d": ("hidden_size", ""),
-        "f": ("intermediate_size", ""),
-        "h": ("num_attention_heads", ""),
-        "e": ("head_dim", ""),
-        "i": ("num_hidden_layers", ""),
-    },
+    sizes={axis: SIZES[axis] for axis in "vdfhei"},
     config_signs=({"model_type": "gpt_neox"},),
     earlier=("rotary_emb_base", "rotary_pct"),
-    proofs={"hf": "transformers 5.23", "hf-v5": "transformers 5.23", "mlx": "mlx-lm 0.32.2"},
-    tiny={"v": 24, "d": 16, "f": 12, "h": 8, "e": 2, "i": 2},
+    proofs=_proofs.proven("hf", "hf-v5", "mlx"),
+    tiny=dict(v=24, d=16, f=12, h=8, e=2, i=2),
 )

@@ -11,7 +11,7 @@ expert stand before its ups. mlx-lm's ``gpt_oss.py`` has them in two tensors.
 
 from ckptctl.planner.layouts import SIZES, Drop, Family, Tie
 
-from . import _megatron, mixtral, qwen2, qwen2_moe
+from . import _megatron, _proofs, mixtral, qwen2, qwen2_moe
 
 BEFORE = """
 logical  axes  hf                         openai            torchtitan@0.2, torchtitan@0.3
@@ -127,16 +127,10 @@ FAMILY = Family(
     variants=(("plain", "mxfp4"),),
     quantized=("mxfp4",),
     sizes={**SIZES, "x": ("num_local_experts", "")},
-    proofs={
-        "hf": "transformers 5.23",
-        "openai": "gpt-oss 0.0.9",
-        "torchtitan@0.2": "torchtitan 0.2.2",
-        "torchtitan@0.3": "torchtitan 0.3.0",
-        "mlx": "mlx-lm 0.32.2",
-        "mcore": "megatron-core 0.16.1 without Transformer Engine",
-        "mcore-local": "megatron-core 0.16.1",
-    },
+    proofs=_proofs.proven(
+        "hf", "openai", "torchtitan@0.2", "torchtitan@0.3", "mlx", "mcore", "mcore-local"
+    ),
     config_signs=({"model_type": "gpt_oss"},),
     megatron=_megatron.GPT_OSS,
-    tiny={"v": 24, "d": 16, "f": 12, "h": 8, "k": 4, "e": 4, "x": 4, "db": 3, "fb": 5, "i": 2},
+    tiny=dict(v=24, d=16, f=12, h=8, k=4, e=4, x=4, db=3, fb=5, i=2),
 )

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from ckptctl.planner.layouts import SIZES, Family, Tie
 
-from . import llama2
+from . import _proofs, llama2
 
 FAMILY: Family = replace(
     llama2.FAMILY,
@@ -21,7 +21,7 @@ FAMILY: Family = replace(
     ties=(Tie("output", of="embed"),),
     sizes=SIZES,
     repeated=(),
-    proofs={"hf": "transformers 5.23", "mlx": "mlx-lm 0.32.2"},
+    proofs=_proofs.proven("hf", "mlx"),
     config_signs=({"model_type": "granite"},),
     params_signs=(),
     presets=(),

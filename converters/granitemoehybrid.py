@@ -4,9 +4,9 @@ Sources: transformers' ``modeling_granitemoehybrid.py`` and ``conversion_mapping
 what transformers 5 holds in memory), mlx-lm's ``granitemoehybrid.py``.
 """
 
-from ckptctl.planner.layouts import CHOSEN, Demand, Family, LayerKind, Tie
+from ckptctl.planner.layouts import CHOSEN, SIZES, Demand, Family, LayerKind, Tie
 
-from . import _hf, nemotron_h
+from . import _hf, _proofs, nemotron_h
 
 LAYER = """
 logical               axes     hf: model.layers.{i}.
@@ -73,10 +73,7 @@ FAMILY = Family(
         LayerKind("mamba", kinds=("layers_block_type", "mamba", "linear_attention")),
     ),
     sizes={
-        "v": ("vocab_size", ""),
-        "d": ("hidden_size", ""),
-        "h": ("num_attention_heads", ""),
-        "k": ("num_key_value_heads", ""),
+        **{axis: SIZES[axis] for axis in "vdhk"},
         "x": ("num_local_experts", ""),
         "m": ("intermediate_size", ""),
         "s": ("shared_intermediate_size", ""),
@@ -84,22 +81,7 @@ FAMILY = Family(
         "taps": ("mamba_d_conv", ""),
         "i": ("num_hidden_layers", ""),
     },
-    proofs={"hf": "transformers 5.23", "hf-v5": "transformers 5.23", "mlx": "mlx-lm 0.32.2"},
+    proofs=_proofs.proven("hf", "hf-v5", "mlx"),
     config_signs=({"model_type": "granitemoehybrid", "num_local_experts": CHOSEN},),
-    tiny={
-        "v": 24,
-        "d": 20,
-        "h": 8,
-        "k": 4,
-        "e": 6,
-        "x": 3,
-        "m": 10,
-        "s": 14,
-        "mp": 27,
-        "mc": 18,
-        "mh": 4,
-        "me": 3,
-        "taps": 5,
-        "i": 4,
-    },
+    tiny=dict(v=24, d=20, h=8, k=4, e=6, x=3, m=10, s=14, mp=27, mc=18, mh=4, me=3, taps=5, i=4),
 )

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from ckptctl.planner.layouts import UNCHOSEN, Family, Tie
 
-from . import granitemoehybrid
+from . import _proofs, granitemoehybrid
 
 MLX = """
 logical    mlx: model.layers.{i}.mlp.
@@ -28,7 +28,7 @@ FAMILY: Family = replace(
     like={},
     ties=(Tie("output", of="embed"),),
     sizes={k: v for k, v in granitemoehybrid.FAMILY.sizes.items() if k not in ("x", "m")},
-    proofs={"hf": "transformers 5.23", "mlx": "mlx-lm 0.32.2"},
+    proofs=_proofs.proven("hf", "mlx"),
     config_signs=({"model_type": "granitemoehybrid", "num_local_experts": UNCHOSEN},),
     tiny={k: v for k, v in granitemoehybrid.FAMILY.tiny.items() if k not in ("x", "m")},
 )

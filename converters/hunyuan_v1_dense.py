@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from ckptctl.planner.layouts import Family
 
-from . import granite
+from . import _proofs, granite
 
 NORMS = """
 logical  axes  hf: model.layers.{i}.
@@ -23,5 +23,5 @@ FAMILY: Family = replace(
     tables=(*granite.FAMILY.tables, NORMS),
     architecture="HunYuanDenseV1ForCausalLM",
     config_signs=({"model_type": "hunyuan_v1_dense"},),
-    proofs={"hf": "transformers 5.23", "mlx": "mlx-lm 0.32.2"},
+    proofs=_proofs.proven("hf", "mlx"),
 )

@@ -20,7 +20,7 @@ from dataclasses import replace
 
 from ckptctl.planner.layouts import Family, Tie
 
-from . import deepseek_v2, deepseek_v3, qwen2_moe
+from . import _proofs, deepseek_v2, deepseek_v3, qwen2_moe
 
 ENDS = """
 logical  axes  hf, hf-fresh                              hf-v5                                     torchtitan@0.3
@@ -121,27 +121,22 @@ FAMILY: Family = replace(
         ("s", "text_config.n_shared_experts * text_config.moe_intermediate_size"),
     ),
     kinds=tuple(kind.within("text_config") for kind in deepseek_v2.FAMILY.kinds),
-    proofs={
-        "hf": "transformers 5.23",
-        "hf-v5": "transformers 5.23",
-        "hf-fresh": "transformers 5.23",
-        "torchtitan@0.3": "torchtitan 0.3.0",
-    },
+    proofs=_proofs.proven("hf", "hf-v5", "hf-fresh", "torchtitan@0.3"),
     config_signs=({"model_type": "kimi_k25"},),
     megatron=None,
-    tiny={
-        **deepseek_v2.FAMILY.tiny,
-        "wd": 20,
-        "vf": 14,
-        "vh": 2,
-        "ve": 10,
-        "vc": 3,
-        "ph": 2,
-        "pw": 5,
-        "gh": 7,
-        "gw": 9,
-        "u": 80,
-        "vo": 18,
-        "j": 2,
-    },
+    tiny=dict(
+        deepseek_v2.FAMILY.tiny,
+        wd=20,
+        vf=14,
+        vh=2,
+        ve=10,
+        vc=3,
+        ph=2,
+        pw=5,
+        gh=7,
+        gw=9,
+        u=80,
+        vo=18,
+        j=2,
+    ),
 )

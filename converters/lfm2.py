@@ -5,9 +5,9 @@ The feed-forward size is what ``block_auto_adjust_ff_dim`` makes of the one in c
 Sources: transformers' ``modeling_lfm2.py``, mlx-lm's ``lfm2.py``.
 """
 
-from ckptctl.planner.layouts import CHOSEN, Demand, Family, LayerKind, Tie
+from ckptctl.planner.layouts import CHOSEN, SIZES, Demand, Family, LayerKind, Tie
 
-from . import _hf
+from . import _hf, _proofs
 
 OPERATOR = """
 logical                   axes         hf: model.layers.{i}.
@@ -63,14 +63,11 @@ FAMILY = Family(
         LayerKind("attention", numbers="full_attn_idxs"),
     ),
     sizes={
-        "v": ("vocab_size", ""),
-        "d": ("hidden_size", ""),
-        "h": ("num_attention_heads", ""),
-        "k": ("num_key_value_heads", ""),
+        **{axis: SIZES[axis] for axis in "vdhk"},
         "taps": ("conv_L_cache", ""),
         "i": ("num_hidden_layers", ""),
     },
-    proofs={"hf": "transformers 5.23", "mlx": "mlx-lm 0.32.2"},
+    proofs=_proofs.proven("hf", "mlx"),
     config_signs=({"model_type": "lfm2"},),
-    tiny={"v": 24, "d": 20, "f": 12, "h": 8, "k": 4, "e": 6, "cp": 33, "ca": 11, "taps": 3, "i": 4},
+    tiny=dict(v=24, d=20, f=12, h=8, k=4, e=6, cp=33, ca=11, taps=3, i=4),
 )

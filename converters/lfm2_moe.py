@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from ckptctl.planner.layouts import CHOSEN, Demand, Family, LayerKind, Tie
 
-from . import _hf, lfm2
+from . import _hf, _proofs, lfm2
 
 FEED_FORWARD = """
 w1@dense          f d    feed_forward.w1.weight
@@ -59,7 +59,7 @@ FAMILY: Family = replace(
         "x": ("num_experts", ""),
         "m": ("moe_intermediate_size", ""),
     },
-    proofs={"hf": "transformers 5.23", "hf-v5": "transformers 5.23", "mlx": "mlx-lm 0.32.2"},
+    proofs=_proofs.proven("hf", "hf-v5", "mlx"),
     config_signs=({"model_type": "lfm2_moe"},),
     tiny=dict(lfm2.FAMILY.tiny) | {"x": 3, "m": 10},
 )

@@ -8,7 +8,7 @@ Sources: Meta's ``llama/model.py``, transformers' ``modeling_llama.py`` and
 
 from ckptctl.planner.layouts import Drop, Family, Tie
 
-from . import _megatron
+from . import _megatron, _proofs
 
 BEFORE = """
 logical  axes  hf                         meta                   torchtune
@@ -167,16 +167,9 @@ FAMILY = Family(
         "i": ("num_hidden_layers", "n_layers"),
     },
     repeated=("k",),
-    proofs={
-        "hf": "transformers 5.23",
-        "meta": "llama-models 0.3.0",
-        "torchtune": "torchtune 0.6.1",
-        "torchtitan@0.2": "torchtitan 0.2.2",
-        "torchtitan@0.3": "torchtitan 0.3.0",
-        "mlx": "mlx-lm 0.32.2",
-        "gguf": "transformers 5.23, from GGUF",
-        "mcore": "megatron-core 0.16.1 without Transformer Engine",
-    },
+    proofs=_proofs.proven(
+        "hf", "meta", "torchtune", "torchtitan@0.2", "torchtitan@0.3", "mlx", "gguf", "mcore"
+    ),
     config_signs=({"model_type": "llama"},),
     megatron=_megatron.LLAMA,
     params_signs=({"moe": None, "hidden_dim": None, "vision_chunk_size": None},),
@@ -194,5 +187,5 @@ FAMILY = Family(
         ),
         ({"rope_theta": 1000000.0}, {"max_position_embeddings": 16384}),
     ),
-    tiny={"v": 24, "d": 16, "f": 12, "h": 8, "k": 4, "e": 4, "i": 2},
+    tiny=dict(v=24, d=16, f=12, h=8, k=4, e=4, i=2),
 )

@@ -13,7 +13,7 @@ from dataclasses import replace
 
 from ckptctl.planner.layouts import FACTS, PRESENT, Drop, Family, ParamsStyle, Shift, Tie, Tiles
 
-from . import llama3
+from . import _proofs, llama3
 
 EMBED = """
 embed        v* d   embed_tokens.weight#0
@@ -302,36 +302,32 @@ FAMILY = Family(
         translated=False,
     ),
     presets=(({"use_scaled_rope": True}, {"text_config": {"rope_scaling": llama3.SCALED_ROPE}}),),
-    proofs={
-        "hf": "transformers 5.23",
-        "hf-v5": "transformers 5.23",
-        "torchtune": "torchtune 0.6.1",
-    },
-    tiny={
-        "v": 24,
-        "vx": 8,
-        "d": 20,
-        "f": 12,
-        "h": 8,
-        "k": 4,
-        "e": 6,
-        "i": 4,
-        "j": 2,
-        "vd": 20,
-        "vf": 12,
-        "vh": 4,
-        "ve": 6,
-        "vc": 3,
-        "ph": 2,
-        "pw": 5,
-        "vp": 9,
-        "vo": 10,
-        "vt": 4,
-        "ta": 4,
-        "tb": 4,
-        "vr": 9,
-        "one": 1,
-        "l": 2,
-        "g": 2,
-    },
+    proofs=_proofs.proven("hf", "hf-v5", "torchtune"),
+    tiny=dict(
+        v=24,
+        vx=8,
+        d=20,
+        f=12,
+        h=8,
+        k=4,
+        e=6,
+        i=4,
+        j=2,
+        vd=20,
+        vf=12,
+        vh=4,
+        ve=6,
+        vc=3,
+        ph=2,
+        pw=5,
+        vp=9,
+        vo=10,
+        vt=4,
+        ta=4,
+        tb=4,
+        vr=9,
+        one=1,
+        l=2,
+        g=2,
+    ),
 )

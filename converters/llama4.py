@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from ckptctl.planner.layouts import PRESENT, Drop, Family, Tie
 
-from . import llama4_text
+from . import _proofs, llama4_text
 
 VISION = """
 logical            axes              hf: vision_model.             meta: vision_embeddings.vision_encoder.  torchtune: encoders.vision.clip.
@@ -136,5 +136,5 @@ FAMILY: Family = replace(
     tiny=dict(llama4_text.FAMILY.tiny)
     | {"vd": 20, "vh": 4, "ve": 6, "vf": 12, "vc": 3, "ph": 2, "pw": 5, "vp": 9}
     | {"va": 16, "vs": 14, "vo": 10, "j": 2},
-    proofs={"hf": "transformers 5.23", "meta": "llama-models 0.3.0"},
+    proofs=_proofs.proven("hf", "meta"),
 )

@@ -13,6 +13,8 @@ from dataclasses import replace
 
 from ckptctl.planner.layouts import FACTS, PRESENT, Drop, Fact, Family, LayerKind, ParamsStyle, Tie
 
+from . import _proofs
+
 EMBED = """
 embed  v* d  embed_tokens.weight  tok_embeddings.weight
 """
@@ -158,10 +160,6 @@ FAMILY = Family(
     params_signs=({"moe_args": PRESENT},),
     params=STYLE,
     presets=(({"use_scaled_rope": True}, {"rope_scaling": SCALED}),),
-    proofs={
-        "hf": "transformers 5.23",
-        "meta": "llama-models 0.3.0",
-        "torchtitan@0.2": "torchtitan 0.2.2",
-    },
-    tiny={"v": 24, "d": 20, "f": 12, "m": 8, "s": 8, "h": 8, "k": 4, "e": 6, "x": 4, "i": 4},
+    proofs=_proofs.proven("hf", "meta", "torchtitan@0.2"),
+    tiny=dict(v=24, d=20, f=12, m=8, s=8, h=8, k=4, e=6, x=4, i=4),
 )

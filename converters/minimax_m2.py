@@ -7,7 +7,7 @@ The first part of each head rotates by halves: no axis moves.
 
 from ckptctl.planner.layouts import BLOCK_AXES, SIZES, Companion, Family, Tie
 
-from . import _hf
+from . import _hf, _proofs
 
 LAYER = """
 logical      axes     hf: model.layers.{i}.                     hf-v5: model.layers.{i}.
@@ -45,18 +45,7 @@ FAMILY = Family(
     free=BLOCK_AXES,
     pinned=("router_bias",),
     sizes={**SIZES, "x": ("num_local_experts", "")},
-    proofs={"hf": "transformers 5.23", "hf-v5": "transformers 5.23", "mlx": "mlx-lm 0.32.2"},
+    proofs=_proofs.proven("hf", "hf-v5", "mlx"),
     config_signs=({"model_type": "minimax_m2"},),
-    tiny={
-        "v": 24,
-        "d": 20,
-        "f": 12,
-        "h": 8,
-        "k": 4,
-        "e": 6,
-        "x": 4,
-        "i": 2,
-        "down": 4,
-        "across": 8,
-    },
+    tiny=dict(v=24, d=20, f=12, h=8, k=4, e=6, x=4, i=2, down=4, across=8),
 )

@@ -17,7 +17,7 @@ from ckptctl.planner.layouts import (
     facts_called,
 )
 
-from . import mistral
+from . import _proofs, mistral
 
 LENGTH = "rope.original_max_position_embeddings"
 TEXT = (
@@ -59,11 +59,7 @@ FAMILY: Family = replace(
     layouts=("hf", "mistral", "mlx"),
     architecture="Ministral3ForCausalLM",
     ties=(Tie("output", of="embed"),),
-    proofs={
-        "hf": "transformers 5.23",
-        "mistral": "mistral-inference 1.6.0",
-        "mlx": "mlx-lm 0.32.2",
-    },
+    proofs=_proofs.proven("hf", "mistral", "mlx"),
     sources={},
     config_signs=({"model_type": "ministral3"},),
     params_signs=({"hidden_dim": PRESENT, "yarn": PRESENT, "moe": None, "vision_encoder": None},),

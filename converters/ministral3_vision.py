@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from ckptctl.planner.layouts import PRESENT, Family, ParamsStyle
 
-from . import ministral3, mistral3
+from . import _proofs, ministral3, mistral3
 
 STYLE: ParamsStyle = replace(
     mistral3.STYLE,
@@ -23,7 +23,7 @@ FAMILY: Family = replace(
     title="Ministral 3 3B, 8B, 14B",
     aliases=("ministral_3_vision",),
     refines="mistral3",
-    proofs={"hf": "transformers 5.23", "hf-v5": "transformers 5.23", "mlx": "mlx-vlm 0.7.10"},
+    proofs=_proofs.proven("hf", "hf-v5", "mlx", mlx=_proofs.MLX_VLM),
     config_signs=({"model_type": "mistral3", "text_config.model_type": "ministral3"},),
     params_signs=({"vision_encoder": PRESENT, "yarn": PRESENT},),
     params=STYLE,

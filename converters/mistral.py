@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from ckptctl.planner.layouts import FACTS, PRESENT, Drop, Family, ParamsStyle, Rule, Tie
 
-from . import _megatron, llama2
+from . import _megatron, _proofs, llama2
 
 SILU = Rule("hidden_act", ("silu", "swish"), "Mistral's is always silu")
 UNSCALED = Rule(
@@ -54,13 +54,7 @@ FAMILY: Family = replace(
     drops=ROTARY,
     ties=(Tie("output", of="embed", stored_in=("mistral", "torchtune")),),
     repeated=(),
-    proofs={
-        "hf": "transformers 5.23",
-        "mistral": "mistral-inference 1.6.0",
-        "torchtune": "torchtune 0.6.1",
-        "mlx": "mlx-lm 0.32.2",
-        "mcore": "megatron-core 0.16.1 without Transformer Engine",
-    },
+    proofs=_proofs.proven("hf", "mistral", "torchtune", "mlx", "mcore"),
     sources={"gguf": "llama.cpp"},
     config_signs=({"model_type": "mistral"},),
     megatron=_megatron.MISTRAL,

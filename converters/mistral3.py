@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from ckptctl.planner.layouts import PRESENT, Fact, Family, ParamsStyle, Rule, Tie
 
-from . import mistral, pixtral
+from . import _proofs, mistral, pixtral
 
 MERGER = """
 logical      axes  hf: multi_modal_projector.         hf-v5: model.multi_modal_projector.  mistral
@@ -60,15 +60,10 @@ FAMILY: Family = replace(
     tables=(*pixtral.FAMILY.tables, MERGER, MLX, MLX_LAYER),
     architecture="Mistral3ForConditionalGeneration",
     ties=(Tie("output", of="embed"),),
-    proofs={
-        "hf": "transformers 5.23",
-        "hf-v5": "transformers 5.23",
-        "mistral": "mistral-inference 1.6.0",
-        "mlx": "mlx-vlm 0.7.10",
-    },
+    proofs=_proofs.proven("hf", "hf-v5", "mistral", "mlx", mlx=_proofs.MLX_VLM),
     config_signs=({"model_type": "mistral3"},),
     params_signs=({"vision_encoder": PRESENT, "yarn": None},),
     params=STYLE,
     presets=(({}, {"text_config": mistral.BEYOND_PARAMS | {"max_position_embeddings": 131072}}),),
-    tiny={**pixtral.FAMILY.tiny, "u": 80},
+    tiny=dict(pixtral.FAMILY.tiny, u=80),
 )

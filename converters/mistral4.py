@@ -10,7 +10,7 @@ Sources: transformers' ``modeling_mistral4.py`` and ``convert_mistral4_weight_to
 
 from ckptctl.planner.layouts import PRESENT, Family, ParamsStyle, Tie, facts_called
 
-from . import deepseek_v2, mistral, mixtral
+from . import _proofs, deepseek_v2, mistral, mixtral
 
 LAYER = """
 logical                   axes       hf: model.layers.{i}.                mistral: layers.{i}.
@@ -87,25 +87,10 @@ FAMILY = Family(
     sizes=SIZES,
     formulas=deepseek_v2.FAMILY.formulas,
     kinds=deepseek_v2.FAMILY.kinds,
-    proofs={"hf": "transformers 5.23", "mlx": "mlx-lm 0.32.2"},
+    proofs=_proofs.proven("hf", "mlx"),
     sources={"mistral": "transformers' convert_mistral4_weight_to_hf.py"},
     config_signs=({"model_type": "mistral4"},),
     params_signs=({"kv_lora_rank": PRESENT, "vision_encoder": None},),
     params=STYLE,
-    tiny={
-        "v": 24,
-        "d": 16,
-        "f": 12,
-        "m": 6,
-        "s": 8,
-        "h": 4,
-        "x": 4,
-        "qk": 6,
-        "ql": 10,
-        "kl": 5,
-        "kr": 7,
-        "kn": 9,
-        "ov": 3,
-        "i": 2,
-    },
+    tiny=dict(v=24, d=16, f=12, m=6, s=8, h=4, x=4, qk=6, ql=10, kl=5, kr=7, kn=9, ov=3, i=2),
 )

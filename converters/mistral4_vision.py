@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from ckptctl.planner.layouts import PRESENT, Family, ParamsStyle, Tie
 
-from . import mistral3, mistral4, pixtral
+from . import _proofs, mistral3, mistral4, pixtral
 
 PLAIN = "hf: model.layers"
 
@@ -49,21 +49,9 @@ FAMILY: Family = replace(
         **{axis: ("text_config." + n[0], n[1]) for axis, n in mistral4.SIZES.items()},
         **{axis: n for axis, n in pixtral.FAMILY.sizes.items() if axis not in (*"vdfhkei",)},
     },
-    proofs={"hf": "transformers 5.23", "hf-v5": "transformers 5.23"},
+    proofs=_proofs.proven("hf", "hf-v5"),
     config_signs=({"model_type": "mistral3", "text_config.model_type": "mistral4"},),
     params_signs=({"kv_lora_rank": PRESENT, "vision_encoder": PRESENT},),
     params=STYLE,
-    tiny={
-        **mistral4.FAMILY.tiny,
-        "vd": 20,
-        "vf": 28,
-        "vh": 2,
-        "ve": 10,
-        "vc": 3,
-        "ph": 5,
-        "pw": 5,
-        "j": 3,
-        "a": 18,
-        "u": 80,
-    },
+    tiny=dict(mistral4.FAMILY.tiny, vd=20, vf=28, vh=2, ve=10, vc=3, ph=5, pw=5, j=3, a=18, u=80),
 )

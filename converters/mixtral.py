@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from ckptctl.planner.layouts import FACTS, PRESENT, Family, ParamsStyle, Tie
 
-from . import _megatron, llama2, mistral, qwen2_moe
+from . import _megatron, _proofs, llama2, mistral, qwen2_moe
 
 BEFORE = """
 logical  axes  hf                         mistral
@@ -119,14 +119,7 @@ FAMILY = Family(
         **mistral.FAMILY.sizes,
         "x": ("num_local_experts", "moe.num_experts"),
     },
-    proofs={
-        "hf": "transformers 5.23",
-        "hf-v5": "transformers 5.23",
-        "mistral": "mistral-inference 1.6.0",
-        "mlx": "mlx-lm 0.32.2",
-        "mcore": "megatron-core 0.16.1 without Transformer Engine",
-        "mcore-local": "megatron-core 0.16.1",
-    },
+    proofs=_proofs.proven("hf", "hf-v5", "mistral", "mlx", "mcore", "mcore-local"),
     sources={"gguf": "llama.cpp"},
     config_signs=({"model_type": "mixtral"},),
     megatron=_megatron.MIXTRAL,
@@ -138,5 +131,5 @@ FAMILY = Family(
             mistral.BEYOND_PARAMS | {"model_type": "mixtral", "rope_theta": 1000000.0},
         ),
     ),
-    tiny={"v": 24, "d": 16, "f": 12, "h": 8, "k": 4, "e": 4, "x": 4, "i": 2},
+    tiny=dict(v=24, d=16, f=12, h=8, k=4, e=4, x=4, i=2),
 )

@@ -9,6 +9,8 @@ Sources: transformers' ``modeling_muse_glimmer.py``, torchtitan's ``models/muse_
 
 from ckptctl.planner.layouts import Family, Tie
 
+from . import _proofs
+
 BEFORE = """
 logical  axes  hf                                        torchtitan@0.3
 embed    v d   model.language_model.embed_tokens.weight  tok_embeddings.embedding.weight
@@ -107,29 +109,29 @@ FAMILY = Family(
         "a": ("projector_hidden_size", ""),
         "ao": ("projector_hidden_size", ""),
     },
-    proofs={"hf": "transformers 5.23", "torchtitan@0.3": "torchtitan 0.3.0"},
+    proofs=_proofs.proven("hf", "torchtitan@0.3"),
     config_signs=({"model_type": "muse_glimmer"},),
-    tiny={
-        "v": 24,
-        "d": 16,
-        "f": 12,
-        "h": 8,
-        "k": 4,
-        "e": 6,
-        "i": 2,
-        "vd": 20,
-        "vf": 28,
-        "vh": 2,
-        "ve": 10,
-        "vt": 2,
-        "vc": 3,
-        "ph": 5,
-        "pw": 5,
-        "gh": 7,
-        "gw": 3,
-        "u": 80,
-        "a": 18,
-        "ao": 18,
-        "j": 3,
-    },
+    tiny=dict(
+        v=24,
+        d=16,
+        f=12,
+        h=8,
+        k=4,
+        e=6,
+        i=2,
+        vd=20,
+        vf=28,
+        vh=2,
+        ve=10,
+        vt=2,
+        vc=3,
+        ph=5,
+        pw=5,
+        gh=7,
+        gw=3,
+        u=80,
+        a=18,
+        ao=18,
+        j=3,
+    ),
 )

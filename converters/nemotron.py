@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from ckptctl.planner.layouts import Family
 
-from . import _megatron, arcee
+from . import _megatron, _proofs, arcee
 
 NORMS = """
 logical      axes  hf: model.layers.{i}.
@@ -45,11 +45,7 @@ FAMILY: Family = replace(
     layouts=("hf", "mlx", "mcore"),
     tables=(*arcee.FAMILY.tables, NORMS, NORM, MCORE_LAYER, MCORE_NORM),
     architecture="NemotronForCausalLM",
-    proofs={
-        "hf": "transformers 5.23",
-        "mcore": "megatron-core 0.16.1 without Transformer Engine",
-        "mlx": "mlx-lm 0.32.2",
-    },
+    proofs=_proofs.proven("hf", "mcore", "mlx"),
     config_signs=({"model_type": "nemotron"},),
     megatron=_megatron.NEMOTRON,
 )

@@ -8,7 +8,9 @@ Sources: transformers' ``modeling_nemotron_h.py`` and ``conversion_mapping.py``,
 ``nemotron_h.py``; for ``mtp`` vLLM's ``nemotron_h_mtp.py``.
 """
 
-from ckptctl.planner.layouts import CHOSEN, Demand, Family, LayerKind
+from ckptctl.planner.layouts import CHOSEN, SIZES, Demand, Family, LayerKind
+
+from . import _proofs
 
 BEFORE = """
 logical  axes  hf, mlx: backbone.  hf-v5: model.
@@ -145,12 +147,7 @@ FAMILY = Family(
         )
     ),
     sizes={
-        "v": ("vocab_size", ""),
-        "d": ("hidden_size", ""),
-        "f": ("intermediate_size", ""),
-        "h": ("num_attention_heads", ""),
-        "k": ("num_key_value_heads", ""),
-        "e": ("head_dim", ""),
+        **{axis: SIZES[axis] for axis in "vdfhke"},
         "x": ("n_routed_experts", ""),
         "m": ("moe_intermediate_size", ""),
         "s": ("moe_shared_expert_intermediate_size", ""),
@@ -160,25 +157,25 @@ FAMILY = Family(
         "taps": ("conv_kernel", ""),
         "i": ("num_hidden_layers", ""),
     },
-    proofs={"hf": "transformers 5.23", "hf-v5": "transformers 5.23", "mlx": "mlx-lm 0.32.2"},
+    proofs=_proofs.proven("hf", "hf-v5", "mlx"),
     config_signs=({"model_type": "nemotron_h"},),
-    tiny={
-        "v": 24,
-        "d": 20,
-        "dd": 40,
-        "f": 12,
-        "h": 8,
-        "k": 4,
-        "e": 6,
-        "x": 4,
-        "m": 10,
-        "s": 14,
-        "l": 7,
-        "mp": 27,
-        "mc": 18,
-        "mh": 4,
-        "me": 3,
-        "taps": 5,
-        "i": 4,
-    },
+    tiny=dict(
+        v=24,
+        d=20,
+        dd=40,
+        f=12,
+        h=8,
+        k=4,
+        e=6,
+        x=4,
+        m=10,
+        s=14,
+        l=7,
+        mp=27,
+        mc=18,
+        mh=4,
+        me=3,
+        taps=5,
+        i=4,
+    ),
 )

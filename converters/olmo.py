@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from ckptctl.planner.layouts import Family
 
-from . import granite
+from . import _proofs, granite
 
 NO_NORMS = """
 logical  hf: model.layers.{i}.
@@ -29,5 +29,5 @@ FAMILY: Family = replace(
     layouts=("hf",),
     architecture="OlmoForCausalLM",
     config_signs=({"model_type": "olmo"},),
-    proofs={"hf": "transformers 5.23"},
+    proofs=_proofs.proven("hf"),
 )

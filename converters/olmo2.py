@@ -7,6 +7,8 @@ Sources: transformers' ``modeling_olmo2.py`` and ``convert_olmo2_weights_to_hf.p
 
 from ckptctl.planner.layouts import SIZES, Family, Tie
 
+from . import _proofs
+
 BEFORE = """
 logical  axes  hf                         olmo-core          olmo
 embed    v d   model.embed_tokens.weight  embeddings.weight  transformer.wte.weight
@@ -45,12 +47,7 @@ FAMILY = Family(
     architecture="Olmo2ForCausalLM",
     ties=(Tie("output", of="embed", stored_in=("olmo-core",)),),
     sizes=SIZES,
-    proofs={
-        "hf": "transformers 5.23",
-        "olmo-core": "OLMo-core 3.0.0",
-        "olmo": "OLMo 0.6.0",
-        "mlx": "mlx-lm 0.32.2",
-    },
+    proofs=_proofs.proven("hf", "olmo-core", "olmo", "mlx"),
     config_signs=({"model_type": "olmo2"},),
-    tiny={"v": 24, "d": 16, "f": 12, "h": 8, "k": 4, "e": 4, "i": 2},
+    tiny=dict(v=24, d=16, f=12, h=8, k=4, e=4, i=2),
 )

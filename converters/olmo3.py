@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from ckptctl.planner.layouts import Family
 
-from . import olmo2
+from . import _proofs, olmo2
 
 FAMILY: Family = replace(
     olmo2.FAMILY,
@@ -16,6 +16,6 @@ FAMILY: Family = replace(
     title="OLMo 3",
     layouts=("hf", "olmo-core", "mlx"),
     architecture="Olmo3ForCausalLM",
-    proofs={"hf": "transformers 5.23", "olmo-core": "OLMo-core 3.0.0", "mlx": "mlx-lm 0.32.2"},
+    proofs=_proofs.proven("hf", "olmo-core", "mlx"),
     config_signs=({"model_type": "olmo3"},),
 )

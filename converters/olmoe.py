@@ -9,7 +9,7 @@ heads together. All of them rotate halves: no axis moves.
 
 from ckptctl.planner.layouts import SIZES, Family, Tie
 
-from . import _megatron, mixtral, qwen2, qwen2_moe, qwen3_moe
+from . import _megatron, _proofs, mixtral, qwen2, qwen2_moe, qwen3_moe
 
 BEFORE = """
 logical  axes  hf, hf-v5                  olmo
@@ -72,14 +72,8 @@ FAMILY = Family(
     ties=(Tie("output", of="embed"),),
     composite={"h": ("k", "q")},
     sizes={**SIZES, "x": ("num_experts", "")},
-    proofs={
-        "hf": "transformers 5.23",
-        "hf-v5": "transformers 5.23",
-        "mlx": "mlx-lm 0.32.2",
-        "mcore": "megatron-core 0.16.1 without Transformer Engine",
-        "mcore-local": "megatron-core 0.16.1",
-    },
+    proofs=_proofs.proven("hf", "hf-v5", "mlx", "mcore", "mcore-local"),
     config_signs=({"model_type": "olmoe"},),
     megatron=_megatron.OLMOE,
-    tiny={"v": 24, "d": 16, "f": 12, "h": 8, "k": 4, "e": 4, "x": 4, "i": 2},
+    tiny=dict(v=24, d=16, f=12, h=8, k=4, e=4, x=4, i=2),
 )

@@ -6,7 +6,7 @@ Attention and feed-forward stand side by side behind one norm. Source: transform
 
 from ckptctl.planner.layouts import SIZES, Family, Tie
 
-from . import _hf
+from . import _hf, _proofs
 
 LAYER = """
 logical         axes     hf: model.layers.{i}.
@@ -47,7 +47,7 @@ FAMILY = Family(
     architecture="PhiForCausalLM",
     ties=(Tie("output", of="embed"),),
     sizes=SIZES,
-    proofs={"hf": "transformers 5.23", "mlx": "mlx-lm 0.32.2"},
+    proofs=_proofs.proven("hf", "mlx"),
     config_signs=({"model_type": "phi"},),
-    tiny={"v": 24, "d": 20, "f": 12, "h": 10, "k": 5, "e": 2, "i": 2},
+    tiny=dict(v=24, d=20, f=12, h=10, k=5, e=2, i=2),
 )

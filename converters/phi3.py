@@ -9,7 +9,7 @@ rotate halves: no axis moves.
 
 from ckptctl.planner.layouts import SIZES, Family, Tie
 
-from . import _megatron, llama2, qwen2
+from . import _megatron, _proofs, llama2, qwen2
 
 LAYER = """
 logical  axes   hf: model.layers.{i}.            torchtune: layers.{i}.
@@ -51,13 +51,8 @@ FAMILY = Family(
     ties=(Tie("output", of="embed", stored_in=("torchtune",)),),
     composite={"h": ("k", "q")},
     sizes=SIZES,
-    proofs={
-        "hf": "transformers 5.23",
-        "torchtune": "torchtune 0.6.1",
-        "mlx": "mlx-lm 0.32.2",
-        "mcore": "megatron-core 0.16.1 without Transformer Engine",
-    },
+    proofs=_proofs.proven("hf", "torchtune", "mlx", "mcore"),
     config_signs=({"model_type": "phi3"},),
     megatron=_megatron.PHI3,
-    tiny={"v": 24, "d": 16, "f": 12, "h": 8, "k": 4, "e": 4, "i": 2},
+    tiny=dict(v=24, d=16, f=12, h=8, k=4, e=4, i=2),
 )

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from ckptctl.planner.layouts import PRESENT, Fact, Family, ParamsStyle, Rule, Tie
 
-from . import mistral
+from . import _proofs, mistral
 
 BEFORE = """
 logical  axes  hf                                        hf-v5                                     mistral
@@ -124,31 +124,12 @@ FAMILY = Family(
         "ph": ("vision_config.patch_size", "vision_encoder.patch_size"),
         "j": ("vision_config.num_hidden_layers", "vision_encoder.num_hidden_layers"),
     },
-    proofs={
-        "hf": "transformers 5.23",
-        "hf-v5": "transformers 5.23",
-        "mistral": "mistral-inference 1.6.0",
-    },
+    proofs=_proofs.proven("hf", "hf-v5", "mistral"),
     config_signs=({"model_type": "llava"},),
     params_signs=({"vision_encoder": PRESENT},),
     params=STYLE,
     presets=(({}, {"text_config": mistral.BEYOND_PARAMS | {"max_position_embeddings": 1024000}}),),
-    tiny={
-        "v": 24,
-        "d": 16,
-        "f": 12,
-        "h": 8,
-        "k": 4,
-        "e": 4,
-        "i": 2,
-        "vd": 20,
-        "vf": 28,
-        "vh": 2,
-        "ve": 10,
-        "vc": 3,
-        "ph": 5,
-        "pw": 5,
-        "j": 3,
-        "a": 18,
-    },
+    tiny=dict(
+        v=24, d=16, f=12, h=8, k=4, e=4, i=2, vd=20, vf=28, vh=2, ve=10, vc=3, ph=5, pw=5, j=3, a=18
+    ),
 )

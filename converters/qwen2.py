@@ -6,7 +6,7 @@ Sources: transformers' ``modeling_qwen2.py``, torchtune's ``models/qwen2/_conver
 
 from ckptctl.planner.layouts import SIZES, Family, Tie
 
-from . import _megatron, llama2
+from . import _megatron, _proofs, llama2
 
 BEFORE = """
 logical  axes  hf                         torchtune
@@ -74,14 +74,8 @@ FAMILY = Family(
     ties=(Tie("output", of="embed"),),
     composite={"h": ("k", "q")},
     sizes=SIZES,
-    proofs={
-        "hf": "transformers 5.23",
-        "torchtune": "torchtune 0.6.1",
-        "mlx": "mlx-lm 0.32.2",
-        "gguf": "transformers 5.23, from GGUF",
-        "mcore": "megatron-core 0.16.1 without Transformer Engine",
-    },
+    proofs=_proofs.proven("hf", "torchtune", "mlx", "gguf", "mcore"),
     config_signs=({"model_type": "qwen2"},),
     megatron=_megatron.QWEN2,
-    tiny={"v": 24, "d": 16, "f": 12, "h": 8, "k": 4, "e": 2, "i": 2},
+    tiny=dict(v=24, d=16, f=12, h=8, k=4, e=2, i=2),
 )

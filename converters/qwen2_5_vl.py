@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from ckptctl.planner.layouts import Family, Tie
 
-from . import qwen2, qwen3_5, qwen3_5_text
+from . import _proofs, qwen2, qwen3_5, qwen3_5_text
 
 VISION = """
 vision_patch    vd vc vt ph pw  patch_embed.proj.weight
@@ -96,7 +96,7 @@ FAMILY: Family = replace(
         "vt": ("vision_config.temporal_patch_size", ""),
         "u": ("vision_config.depth", ""),
     },
-    proofs={"hf": "transformers 5.23", "hf-v5": "transformers 5.23", "mlx": "mlx-vlm 0.7.10"},
+    proofs=_proofs.proven("hf", "hf-v5", "mlx", mlx=_proofs.MLX_VLM),
     config_signs=({"model_type": "qwen2_5_vl"},),
     megatron=None,
     tiny={**qwen2.FAMILY.tiny, **VISION_TINY, "u": 2},

@@ -8,9 +8,9 @@ transformers 5 holds in memory); Megatron-Core's ``attention.py`` and ``moe/expe
 behind them, save before a router; ``mcore-local``: without it).
 """
 
-from ckptctl.planner.layouts import Family, LayerKind, Tie
+from ckptctl.planner.layouts import SIZES, Family, LayerKind, Tie
 
-from . import _hf, _megatron, llama2, qwen2
+from . import _hf, _megatron, _proofs, llama2, qwen2
 
 LAYER = """
 logical     axes     hf: model.layers.{i}.
@@ -115,25 +115,14 @@ FAMILY = Family(
     constants={"one": 1},
     composite={"h": ("k", "q")},
     sizes={
-        "v": ("vocab_size", ""),
-        "d": ("hidden_size", ""),
-        "f": ("intermediate_size", ""),
-        "h": ("num_attention_heads", ""),
-        "k": ("num_key_value_heads", ""),
-        "e": ("head_dim", ""),
+        **{axis: SIZES[axis] for axis in "vdfhke"},
         "x": ("num_experts", ""),
         "m": ("moe_intermediate_size", ""),
         "s": ("shared_expert_intermediate_size", ""),
         "i": ("num_hidden_layers", ""),
     },
-    proofs={
-        "hf": "transformers 5.23",
-        "hf-v5": "transformers 5.23",
-        "mlx": "mlx-lm 0.32.2",
-        "mcore": "megatron-core 0.16.1 without Transformer Engine",
-        "mcore-local": "megatron-core 0.16.1",
-    },
+    proofs=_proofs.proven("hf", "hf-v5", "mlx", "mcore", "mcore-local"),
     config_signs=({"model_type": "qwen2_moe"},),
     megatron=_megatron.QWEN2_MOE,
-    tiny={"v": 24, "d": 20, "f": 12, "h": 8, "k": 4, "e": 6, "x": 4, "m": 10, "s": 14, "i": 2},
+    tiny=dict(v=24, d=20, f=12, h=8, k=4, e=6, x=4, m=10, s=14, i=2),
 )

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from ckptctl.planner.layouts import Family, Tie
 
-from . import _megatron, llama2, qwen2
+from . import _megatron, _proofs, llama2, qwen2
 
 NORMS = """
 q_norm      e      self_attn.q_norm.weight  attn.q_norm.scale
@@ -102,15 +102,8 @@ FAMILY: Family = replace(
     # The head dimension follows from the norms; where config.json leaves it out, it is not d / h.
     formulas=(("e", "head_dim"),),
     sizes={axis: names for axis, names in qwen2.FAMILY.sizes.items() if axis != "e"},
-    proofs={
-        "hf": "transformers 5.23",
-        "torchtitan@0.3": "torchtitan 0.3.0",
-        "torchtitan@0.2": "torchtitan 0.2.2",
-        "mlx": "mlx-lm 0.32.2",
-        "gguf": "transformers 5.23, from GGUF",
-        "mcore": "megatron-core 0.16.1 without Transformer Engine",
-    },
+    proofs=_proofs.proven("hf", "torchtitan@0.3", "torchtitan@0.2", "mlx", "gguf", "mcore"),
     config_signs=({"model_type": "qwen3"},),
     megatron=_megatron.QWEN3,
-    tiny={"v": 24, "d": 20, "f": 12, "h": 8, "k": 4, "e": 6, "i": 2},
+    tiny=dict(v=24, d=20, f=12, h=8, k=4, e=6, i=2),
 )

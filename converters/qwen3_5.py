@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from ckptctl.planner.layouts import PRESENT, Family, Tie
 
-from . import qwen3, qwen3_5_text
+from . import _proofs, qwen3, qwen3_5_text
 
 VISION = """
 vision_patch       vd vc vt ph pw  patch_embed.proj.weight
@@ -199,11 +199,7 @@ FAMILY: Family = replace(
         **{axis: ("text_config." + n[0], "") for axis, n in qwen3_5_text.SIZES.items()},
         **VISION_SIZES,
     },
-    proofs={
-        "hf": "transformers 5.23",
-        "torchtitan@0.3": "torchtitan 0.3.0",
-        "mlx": "mlx-vlm 0.7.10",
-    },
+    proofs=_proofs.proven("hf", "torchtitan@0.3", "mlx", mlx=_proofs.MLX_VLM),
     config_signs=({"model_type": "qwen3_5", "vision_config": PRESENT},),
     tiny={**qwen3_5_text.FAMILY.tiny, **VISION_TINY},
 )

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from ckptctl.planner.layouts import PRESENT, Drop, Family, Tie
 
-from . import qwen3_5, qwen3_5_moe_text, qwen3_5_text
+from . import _proofs, qwen3_5, qwen3_5_moe_text, qwen3_5_text
 
 TITAN_EXPERTS = """
 logical      torchtitan@0.3: layers.{i}.
@@ -62,11 +62,7 @@ FAMILY: Family = replace(
         **{axis: ("text_config." + n[0], "") for axis, n in qwen3_5_moe_text.SIZES.items()},
         **qwen3_5.VISION_SIZES,
     },
-    proofs={
-        **dict.fromkeys(("hf", "hf-3.5", "hf-fresh"), "transformers 5.23"),
-        "torchtitan@0.3": "torchtitan 0.3.0",
-        "mlx": "mlx-vlm 0.7.10",
-    },
+    proofs=_proofs.proven("hf", "hf-3.5", "hf-fresh", "torchtitan@0.3", "mlx", mlx=_proofs.MLX_VLM),
     config_signs=({"model_type": "qwen3_5_moe", "vision_config": PRESENT},),
     tiny={**qwen3_5_moe_text.FAMILY.tiny, **qwen3_5.VISION_TINY},
 )

@@ -18,7 +18,7 @@ from dataclasses import replace
 
 from ckptctl.planner.layouts import Family
 
-from . import qwen2_moe, qwen3_5_text, qwen3_next
+from . import _proofs, qwen2_moe, qwen3_5_text, qwen3_next
 
 EXPERTS = """
 router       x d    mlp.gate.weight
@@ -89,10 +89,7 @@ FAMILY: Family = replace(
     architecture="Qwen3_5MoeForCausalLM",
     kinds=qwen3_5_text.FAMILY.kinds,
     sizes={axis: (f"{name}|text_config.{name}", "") for axis, (name, _) in SIZES.items()},
-    proofs={
-        **dict.fromkeys(("hf", "hf-3.5", "hf-fresh"), "transformers 5.23"),
-        "mlx": "mlx-lm 0.32.2",
-    },
+    proofs=_proofs.proven("hf", "hf-3.5", "hf-fresh", "mlx"),
     config_signs=(
         {"model_type": "qwen3_5_moe_text"},
         {"model_type": "qwen3_5_moe", "vision_config": None},

@@ -16,7 +16,7 @@ from dataclasses import replace
 
 from ckptctl.planner.layouts import Family, LayerKind, Tie
 
-from . import qwen3_next
+from . import _proofs, qwen3_next
 
 EMBED = """
 embed  v d  embed_tokens.weight
@@ -118,7 +118,7 @@ FAMILY: Family = replace(
         LayerKind("full", every="full_attention_interval"),
     ),
     sizes={axis: (f"{name}|text_config.{name}", "") for axis, (name, _) in SIZES.items()},
-    proofs={"hf": "transformers 5.23", "mlx": "mlx-lm 0.32.2"},
+    proofs=_proofs.proven("hf", "mlx"),
     shown_by=("linear_a_log",),
     config_signs=(
         {"model_type": "qwen3_5_text"},

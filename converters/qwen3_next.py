@@ -18,7 +18,7 @@ from dataclasses import replace
 
 from ckptctl.planner.layouts import Family, LayerKind
 
-from . import _hf, _megatron, deepseek_v3, qwen2, qwen2_moe, qwen3_moe
+from . import _hf, _megatron, _proofs, deepseek_v3, qwen2, qwen2_moe, qwen3_moe
 
 LINEAR = """
 logical                axes              hf: model.layers.{i}.
@@ -192,23 +192,8 @@ FAMILY: Family = replace(
         "le": ("linear_value_head_dim", ""),
         "taps": ("linear_conv_kernel_dim", ""),
     },
-    proofs={
-        "hf": "transformers 5.23",
-        "hf-v5": "transformers 5.23",
-        "mlx": "mlx-lm 0.32.2",
-        "mcore": "megatron-core 0.16.1 without Transformer Engine",
-    },
+    proofs=_proofs.proven("hf", "hf-v5", "mlx", "mcore"),
     config_signs=({"model_type": "qwen3_next"},),
     megatron=_megatron.QWEN3_NEXT,
-    tiny={
-        **qwen2_moe.FAMILY.tiny,
-        "lk": 2,
-        "ld": 5,
-        "lh": 4,
-        "le": 7,
-        "taps": 3,
-        "dd": 40,
-        "i": 4,
-        "j": 1,
-    },
+    tiny=dict(qwen2_moe.FAMILY.tiny, lk=2, ld=5, lh=4, le=7, taps=3, dd=40, i=4, j=1),
 )

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from ckptctl.planner.layouts import Family, Tie
 
-from . import qwen3, qwen3_5, qwen3_5_text
+from . import _proofs, qwen3, qwen3_5, qwen3_5_text
 
 DEEPSTACK = """
 deep_norm       vm     norm.weight
@@ -78,7 +78,7 @@ FAMILY: Family = replace(
         **{axis: ("text_config." + n[0], "") for axis, n in qwen3.FAMILY.sizes.items()},
         **qwen3_5.VISION_SIZES,
     },
-    proofs={"hf": "transformers 5.23", "mlx": "mlx-vlm 0.7.10"},
+    proofs=_proofs.proven("hf", "mlx", mlx=_proofs.MLX_VLM),
     config_signs=({"model_type": "qwen3_vl"},),
     megatron=None,
     tiny={**qwen3.FAMILY.tiny, **qwen3_5.VISION_TINY, "w": 2},

@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from ckptctl.planner.layouts import Family, Tie
 
-from . import qwen2_moe, qwen3_5, qwen3_5_text, qwen3_moe, qwen3_vl
+from . import _proofs, qwen2_moe, qwen3_5, qwen3_5_text, qwen3_moe, qwen3_vl
 
 FEED_FORWARD = """
 w1@dense       f d    mlp.gate_proj.weight
@@ -63,7 +63,7 @@ FAMILY: Family = replace(
         **{axis: ("text_config." + n[0], "") for axis, n in qwen3_moe.FAMILY.sizes.items()},
         **qwen3_5.VISION_SIZES,
     },
-    proofs={"hf": "transformers 5.23", "hf-v5": "transformers 5.23", "mlx": "mlx-vlm 0.7.10"},
+    proofs=_proofs.proven("hf", "hf-v5", "mlx", mlx=_proofs.MLX_VLM),
     config_signs=({"model_type": "qwen3_vl_moe"},),
     megatron=None,
     tiny={**qwen3_moe.FAMILY.tiny, **qwen3_5.VISION_TINY, "w": 2},

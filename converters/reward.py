@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from ckptctl.planner.layouts import SIZES, Drop, Family
 
-from . import llama2, mistral
+from . import _proofs, llama2, mistral
 
 SCORE = """
 logical  axes  hf            torchtune
@@ -31,12 +31,12 @@ FAMILY: Family = replace(
     ties=(),
     sizes=SIZES,
     repeated=(),
-    proofs={"hf": "transformers 5.23", "torchtune": "torchtune 0.6.1"},
+    proofs=_proofs.proven("hf", "torchtune"),
     config_signs=(
         {"model_type": "llama", "architectures": ["LlamaForSequenceClassification"]},
         {"model_type": "mistral", "architectures": ["MistralForSequenceClassification"]},
     ),
     params_signs=(),
     presets=(),
-    tiny={**llama2.FAMILY.tiny, "c": 3},
+    tiny=dict(llama2.FAMILY.tiny, c=3),
 )

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from ckptctl.planner.layouts import Family
 
-from . import granite
+from . import _proofs, granite
 
 FAMILY: Family = replace(
     granite.FAMILY,
@@ -16,5 +16,5 @@ FAMILY: Family = replace(
     aliases=("seedoss",),
     architecture="SeedOssForCausalLM",
     config_signs=({"model_type": "seed_oss"},),
-    proofs={"hf": "transformers 5.23", "mlx": "mlx-lm 0.32.2"},
+    proofs=_proofs.proven("hf", "mlx"),
 )

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from ckptctl.planner.layouts import Family
 
-from . import granite
+from . import _proofs, granite
 
 FAMILY: Family = replace(
     granite.FAMILY,
@@ -16,6 +16,6 @@ FAMILY: Family = replace(
     aliases=("smollm_3",),
     architecture="SmolLM3ForCausalLM",
     tied=True,
-    proofs={"hf": "transformers 5.23", "mlx": "mlx-lm 0.32.2"},
+    proofs=_proofs.proven("hf", "mlx"),
     config_signs=({"model_type": "smollm3"},),
 )

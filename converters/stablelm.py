@@ -5,7 +5,7 @@ Source: transformers' ``modeling_stablelm.py`` (``qk_layernorm``, ``use_parallel
 
 from ckptctl.planner.layouts import SIZES, UNCHOSEN, Demand, Family, Tie
 
-from . import _hf
+from . import _hf, _proofs
 
 LAYER = """
 logical             axes     hf: model.layers.{i}.
@@ -38,6 +38,6 @@ FAMILY = Family(
     demands=(Demand(("serial",), {"use_parallel_residual": UNCHOSEN}),),
     sizes=SIZES,
     config_signs=({"model_type": "stablelm"},),
-    proofs={"hf": "transformers 5.23", "mlx": "mlx-lm 0.32.2"},
-    tiny={"v": 24, "d": 16, "f": 12, "h": 8, "k": 4, "e": 2, "i": 2},
+    proofs=_proofs.proven("hf", "mlx"),
+    tiny=dict(v=24, d=16, f=12, h=8, k=4, e=2, i=2),
 )

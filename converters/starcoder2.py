@@ -6,7 +6,7 @@ model does not; NeMo's ``starcoder2.py`` (``mcore``).
 
 from ckptctl.planner.layouts import SIZES, Family, Tie
 
-from . import _hf, _megatron, llama2, qwen2
+from . import _hf, _megatron, _proofs, llama2, qwen2
 
 LAYER = """
 logical         axes     hf: model.layers.{i}.
@@ -60,12 +60,8 @@ FAMILY = Family(
     tied=True,
     composite={"h": ("k", "q")},
     sizes=SIZES,
-    proofs={
-        "hf": "transformers 5.23",
-        "mlx": "mlx-lm 0.32.2",
-        "mcore": "megatron-core 0.16.1 without Transformer Engine",
-    },
+    proofs=_proofs.proven("hf", "mlx", "mcore"),
     config_signs=({"model_type": "starcoder2"},),
     megatron=_megatron.STARCODER2,
-    tiny={"v": 24, "d": 16, "f": 12, "h": 8, "k": 4, "e": 4, "i": 2},
+    tiny=dict(v=24, d=16, f=12, h=8, k=4, e=4, i=2),
 )

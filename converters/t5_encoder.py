@@ -6,6 +6,8 @@ layer holds the relative positions of all.
 
 from ckptctl.planner.layouts import Family, Tie
 
+from . import _proofs
+
 BEFORE = """
 logical    axes  hf                                                                    torchtune
 shared     v d   shared.weight                                                         token_embedding.weight
@@ -49,7 +51,7 @@ FAMILY = Family(
         "n": ("relative_attention_num_buckets", ""),
         "i": ("num_layers", ""),
     },
-    proofs={"hf": "transformers 5.23", "torchtune": "torchtune 0.6.1"},
+    proofs=_proofs.proven("hf", "torchtune"),
     config_signs=({"model_type": "t5"},),
-    tiny={"v": 24, "d": 16, "f": 12, "h": 4, "e": 8, "n": 10, "i": 2},
+    tiny=dict(v=24, d=16, f=12, h=4, e=8, n=10, i=2),
 )

@@ -1,0 +1,28 @@
+"""The programs with which the layouts of families were compared, in the versions of the tests."""
+
+TRANSFORMERS = "transformers 5.23"
+MLX_VLM = "mlx-vlm 0.7.10"
+_PROGRAMS = {
+    "hf": TRANSFORMERS,
+    "hf-v5": TRANSFORMERS,
+    "hf-fresh": TRANSFORMERS,
+    "hf-3.5": TRANSFORMERS,
+    "torchtune": "torchtune 0.6.1",
+    "torchtitan@0.3": "torchtitan 0.3.0",
+    "torchtitan@0.2": "torchtitan 0.2.2",
+    "mlx": "mlx-lm 0.32.2",
+    "gguf": f"{TRANSFORMERS}, from GGUF",
+    "meta": "llama-models 0.3.0",
+    "mistral": "mistral-inference 1.6.0",
+    "deepseek": "a model reimplemented from DeepSeek's papers",
+    "olmo-core": "OLMo-core 3.0.0",
+    "olmo": "OLMo 0.6.0",
+    "openai": "gpt-oss 0.0.9",
+    "mcore": "megatron-core 0.16.1 without Transformer Engine",
+    "mcore-local": "megatron-core 0.16.1",
+}
+
+
+def proven(*layouts: str, **others: str) -> dict[str, str]:
+    """Return with what each of *layouts* was compared; *others* name a program of their own."""
+    return {layout: others.get(layout, _PROGRAMS.get(layout, "")) for layout in layouts}
