@@ -12,11 +12,11 @@ from pathlib import Path
 
 from ckptctl.catalog import Catalog
 from ckptctl.formats import dcp
-from ckptctl.formats.base import AS_IT_IS, Format, ReadOptions, Sniff
-from ckptctl.formats.dcp import METADATA
+from ckptctl.formats.base import AS_IT_IS, ReadOptions, Sniff
+from ckptctl.formats.dcp import METADATA, ItemFormat
 
 
-class ByteCheckpointFormat(Format):
+class ByteCheckpointFormat(ItemFormat):
     """One of ByteCheckpoint's directories: ``model/`` or ``optimizer/``."""
 
     name = "bytecheckpoint"
@@ -44,10 +44,6 @@ class ByteCheckpointFormat(Format):
         from ckptctl.formats.dcp.bytecheckpoint import read
 
         return read(path, asked, self.name)
-
-    def resolve(self, catalog: Catalog) -> Catalog:
-        """See :meth:`Format.resolve`."""
-        return dcp.FORMAT.resolve(catalog)
 
 
 FORMAT = ByteCheckpointFormat()

@@ -17,9 +17,8 @@ from typing import TYPE_CHECKING
 from ckptctl.catalog import Box, Catalog, Extent, Finding, TensorEntry
 from ckptctl.columns import boxes_of, vectors_of
 from ckptctl.errors import DamagedError, FormatError, listed
-from ckptctl.formats import dcp
-from ckptctl.formats.base import AS_IT_IS, Format, ReadOptions, Sniff, absent
-from ckptctl.formats.dcp import METADATA, metadata_name
+from ckptctl.formats.base import AS_IT_IS, ReadOptions, Sniff, absent
+from ckptctl.formats.dcp import METADATA, ItemFormat, metadata_name
 from ckptctl.formats.shared.findings import UNUSABLE, Faults
 from ckptctl.formats.shared.leaves import kept_apart
 from ckptctl.storage.files import SourceFiles, source_files
@@ -40,7 +39,7 @@ UNRECORDED = (
 )
 
 
-class DcpRankLocalFormat(Format):
+class DcpRankLocalFormat(ItemFormat):
     """A directory with one ``__N.metadata`` per rank."""
 
     name = "dcp-rank-local"
@@ -110,10 +109,6 @@ class DcpRankLocalFormat(Format):
             others = (one for one in of_values.findings if one.file not in known)
             catalog = replace(catalog, findings=(*catalog.findings, *others))
             return _with_replicas(joined.saved(catalog), asked.replicas)
-
-    def resolve(self, catalog: Catalog) -> Catalog:
-        """See :meth:`Format.resolve`."""
-        return dcp.FORMAT.resolve(catalog)
 
 
 def _with_replicas(catalog: Catalog, asked: bool) -> Catalog:

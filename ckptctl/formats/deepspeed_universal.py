@@ -13,7 +13,7 @@ from ckptctl.catalog import Catalog
 from ckptctl.formats import deepspeed, hf
 from ckptctl.formats.base import AS_IT_IS, Format, ReadOptions, Sniff, require_folder
 from ckptctl.formats.deepspeed.files import FP32, ZERO
-from ckptctl.formats.shared.tags import LATEST_UNIVERSAL, tag_folder, tags
+from ckptctl.formats.shared.tags import LATEST_UNIVERSAL, is_run, tag_folder
 from ckptctl.storage.files import source_files
 from ckptctl.units import counted
 
@@ -59,7 +59,7 @@ class DeepSpeedUniversalFormat(Format):
         if not path.is_dir() or hf.FORMAT.sniff(path) or deepspeed.FORMAT.sniff(path):
             return None
         here = _evidence(path)
-        if here is None and (path / LATEST_UNIVERSAL).is_file() and tags(path, _evidence):
+        if here is None and is_run(path, LATEST_UNIVERSAL, _evidence):
             here = f"`{LATEST_UNIVERSAL}`"
         return Sniff(here) if here else None
 

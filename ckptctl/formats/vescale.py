@@ -16,8 +16,8 @@ from ckptctl.catalog import Blob, Catalog, Finding, TensorEntry
 from ckptctl.catalog import Path as KeyPath
 from ckptctl.errors import CkptError, DamagedError, UnsupportedError
 from ckptctl.formats import dcp
-from ckptctl.formats.base import AS_IT_IS, Format, ReadOptions, Sniff, absent
-from ckptctl.formats.dcp import METADATA
+from ckptctl.formats.base import AS_IT_IS, ReadOptions, Sniff, absent
+from ckptctl.formats.dcp import METADATA, ItemFormat
 from ckptctl.formats.shared.findings import Faults
 from ckptctl.formats.shared.leaves import join
 from ckptctl.formats.sidecar_files import beside
@@ -26,7 +26,7 @@ MODEL, OPTIMIZER = "model", "optimizer"
 _STAGE = re.compile(r"pp_(\d{1,6})", re.ASCII)
 
 
-class VeScaleFormat(Format):
+class VeScaleFormat(ItemFormat):
     """The model and the optimizers of all pipeline stages in one folder."""
 
     name = "vescale"
@@ -70,10 +70,6 @@ class VeScaleFormat(Format):
             findings=tuple(faults.findings),
             lost=faults.lost,
         )
-
-    def resolve(self, catalog: Catalog) -> Catalog:
-        """See :meth:`Format.resolve`."""
-        return dcp.FORMAT.resolve(catalog)
 
 
 def _stages(path: Path) -> dict[int, str]:

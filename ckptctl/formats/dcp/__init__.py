@@ -15,6 +15,7 @@ from ckptctl.catalog import Blob, Catalog, TupleIndex
 from ckptctl.errors import listed
 from ckptctl.formats.base import (
     AS_IT_IS,
+    Format,
     Output,
     OutputRequest,
     OutputTensor,
@@ -32,7 +33,17 @@ DATA = ".distcp"
 BYTECHECKPOINT = b"bytecheckpoint."
 
 
-class DcpFormat(WritableFormat):
+class ItemFormat(Format):
+    """A format of items in data files: each has to be read to tell where its elements lie."""
+
+    def resolve(self, catalog: Catalog) -> Catalog:
+        """See :meth:`Format.resolve`."""
+        from ckptctl.formats.dcp.reader import resolve
+
+        return resolve(catalog)
+
+
+class DcpFormat(ItemFormat, WritableFormat):
     """A directory with a global ``.metadata``."""
 
     name = "dcp"
@@ -76,12 +87,6 @@ class DcpFormat(WritableFormat):
         from ckptctl.formats.dcp.reader import read
 
         return read(path, asked, self.name)
-
-    def resolve(self, catalog: Catalog) -> Catalog:
-        """See :meth:`Format.resolve`."""
-        from ckptctl.formats.dcp.reader import resolve
-
-        return resolve(catalog)
 
     def lay_out(self, request: OutputRequest) -> Output:
         """See :meth:`WritableFormat.lay_out`."""

@@ -18,18 +18,19 @@ from ckptctl.formats.base import (
     WritableFormat,
     require_folder,
 )
+from ckptctl.formats.dcp import ItemFormat
 from ckptctl.formats.mcore.files import (
     COMMON,
     MARK,
     evidence,
     inside,
-    is_run,
     only_save,
 )
 from ckptctl.formats.megatron.files import POINTER
+from ckptctl.formats.shared.tags import is_run
 
 
-class McoreFormat(WritableFormat):
+class McoreFormat(ItemFormat, WritableFormat):
     """A folder of one save, the run above it, or the folder that a trainer keeps it in."""
 
     name = "mcore"
@@ -72,7 +73,7 @@ class McoreFormat(WritableFormat):
 
     def sniff(self, path: Path) -> Sniff | None:
         """See :meth:`Format.sniff`."""
-        if is_run(path):
+        if is_run(path, POINTER, evidence):
             return Sniff(f"`{POINTER}` and saves of Megatron-Core")
         here = evidence(path)
         if here is None and path.is_dir() and (within := inside(path)):
@@ -85,12 +86,6 @@ class McoreFormat(WritableFormat):
         from ckptctl.formats.mcore.reader import read
 
         return read(path, asked, self.name)
-
-    def resolve(self, catalog: Catalog) -> Catalog:
-        """See :meth:`Format.resolve`."""
-        from ckptctl.formats import dcp
-
-        return dcp.FORMAT.resolve(catalog)
 
     def only_part(self, path: Path) -> Path | None:
         """See :meth:`Format.only_part`."""

@@ -22,7 +22,7 @@ from pathlib import Path
 
 from ckptctl.errors import DamagedError, UnsupportedError, spell_option
 from ckptctl.formats.megatron.files import POINTER, folder_named
-from ckptctl.formats.shared.tags import tag_folder, tags
+from ckptctl.formats.shared.tags import is_run, tag_folder
 from ckptctl.storage.files import SourceFiles, source_files
 from ckptctl.storage.json_reader import read_json
 from ckptctl.storage.paths import is_there
@@ -72,17 +72,13 @@ def backend_of(folder: Path) -> str | None:
         return find(str, _said(files), "sharded_backend")
 
 
-def is_run(path: Path) -> bool:
-    """Return whether *path* is a folder of saves with the file that names the latest."""
-    return path.is_dir() and (path / POINTER).is_file() and bool(tags(path, evidence))
-
-
 def only_save(path: Path) -> Path | None:
     """Return the save in a folder that holds what a conversion wrote there, and nothing else.
 
     An iteration is a run's, which goes on there.
     """
-    if not is_run(path) or {item.name for item in path.iterdir()} != {POINTER, RELEASE}:
+    run = is_run(path, POINTER, evidence)
+    if not run or {item.name for item in path.iterdir()} != {POINTER, RELEASE}:
         return None
     return path / RELEASE
 

@@ -11,7 +11,8 @@ from pathlib import Path
 
 from ckptctl.catalog import Catalog
 from ckptctl.formats.base import AS_IT_IS, Format, ReadOptions, Sniff, require_folder
-from ckptctl.formats.megatron.files import POINTER, evidence, is_run
+from ckptctl.formats.megatron.files import POINTER, evidence
+from ckptctl.formats.shared.tags import is_run
 
 
 class MegatronFormat(Format):
@@ -45,7 +46,7 @@ class MegatronFormat(Format):
 
     def sniff(self, path: Path) -> Sniff | None:
         """See :meth:`Format.sniff`."""
-        if is_run(path):
+        if is_run(path, POINTER, evidence):
             return Sniff(f"`{POINTER}` and saves of mp_rank_*")
         here = evidence(path)
         return Sniff(here) if here else None

@@ -20,7 +20,6 @@ from ckptctl.catalog import Path as KeyPath
 from ckptctl.errors import FormatError, UnsupportedError, listed
 from ckptctl.formats.shared.findings import mixed_saves
 from ckptctl.formats.shared.leaves import flatten, join
-from ckptctl.formats.shared.tags import tags
 from ckptctl.storage.files import SourceFiles
 from ckptctl.storage.pickles.inert import Inert
 from ckptctl.storage.schema import malformed, read_as
@@ -53,11 +52,6 @@ def numbers(name: str) -> Numbers | None:
     if found is None:
         return None
     return (int(found[1]), *map(int, found[2].split("_")[1:]))
-
-
-def is_run(path: Path) -> bool:
-    """Return whether *path* is a folder of saves with the file that names the latest."""
-    return path.is_dir() and (path / POINTER).is_file() and bool(tags(path, evidence))
 
 
 def folder_named(text: str) -> str:

@@ -25,6 +25,11 @@ def tags(root: Path, evidence: Evidence) -> list[str]:
     return natural([item.name for item in root.iterdir() if evidence(item)])
 
 
+def is_run(root: Path, pointer: str, evidence: Evidence) -> bool:
+    """Return whether *root* is a folder of saves with the file that names the latest."""
+    return root.is_dir() and (root / pointer).is_file() and bool(tags(root, evidence))
+
+
 def tag_folder(
     root: Path,
     tag: str | None,
