@@ -12,7 +12,7 @@ import re
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, TypeAlias
 
 from ckptctl import dtypes
 from ckptctl.catalog import Box, Catalog, TensorEntry
@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 METADATA = "metadata.pkl"
 VERSION = "2.0"
 MAX_METADATA = 1 << 30
-Keys = tuple[str | int, ...]
+Keys: TypeAlias = tuple[str | int, ...]
 NAME = re.compile(
     r"(?P<item>[a-zA-Z0-9_-]+)_(?P<rank>\d{1,7})\.(?P<kind>pt|json|bin|safetensors)", re.ASCII
 )
@@ -363,22 +363,18 @@ def _notes(found: _Found, merger: RankMerger) -> Iterator[str]:
 
 def _read_metadata(files: SourceFiles) -> Metadata:
     """Read ``metadata.pkl``."""
+    from ckptctl.formats.shared.rank_archive import MAX_WORLD
+
     where, content = str(files.root / METADATA), read_whole(files, METADATA, MAX_METADATA)
     root = loads(content, where=where, table={})
     with malformed("this is not the metadata of torch_checkpointing", where):
-        return _parsed(root, where)
-
-
-def _parsed(root: object, where: str) -> Metadata:
-    from ckptctl.formats.shared.rank_archive import MAX_WORLD
-
-    content = read_as(dict[str, object], root)
-    world, version = content.get("world_size"), str(content.get("version", "1.0"))
-    if type(world) is not int or not 0 < world <= MAX_WORLD:
-        raise MismatchError(f"an integer from 1 to {MAX_WORLD}", world, "world_size")
-    items = content.get("metadata") if version == VERSION else {}
-    found = read_as(dict[str, _Item], items, "metadata").items()
-    return Metadata(version, world, {name: _item(one, world, where) for name, one in found})
+        said = read_as(dict[str, object], root)
+        world, version = said.get("world_size"), str(said.get("version", "1.0"))
+        if type(world) is not int or not 0 < world <= MAX_WORLD:
+            raise MismatchError(f"an integer from 1 to {MAX_WORLD}", world, "world_size")
+        items = said.get("metadata") if version == VERSION else {}
+        found = read_as(dict[str, _Item], items, "metadata").items()
+        return Metadata(version, world, {name: _item(one, world, where) for name, one in found})
 
 
 def _item(item: _Item, world: int, where: str) -> ItemMetadata:
@@ -391,7 +387,9 @@ def _item(item: _Item, world: int, where: str) -> ItemMetadata:
         ]
         if any(one.kind != described[0].kind for one in described):
             raise MalformedError(f"`{path}` has several shapes or dtypes")
-        tensors[_keys(path, where)] = described[0]
+        # A path is written as compact JSON: ``["state",0,"exp_avg"]``.
+        keys = read_as(Keys, loads_json(path.encode(), where=where), path)
+        tensors[keys] = described[0]
         ranks.update(*(group.ranks for group in groups))
     layouts = item.rank_to_layout_info
     if max((*ranks, *layouts), default=0) >= world:
@@ -402,11 +400,6 @@ def _item(item: _Item, world: int, where: str) -> ItemMetadata:
         if layout is not None
     }
     return ItemMetadata(tensors, frozenset(ranks), files)
-
-
-def _keys(path: str, where: str) -> Keys:
-    """Return the keys of a path written as compact JSON: ``["state",0,"exp_avg"]``."""
-    return read_as(tuple[str | int, ...], loads_json(path.encode(), where=where), path)
 
 
 FORMAT = TorchCheckpointingFormat()

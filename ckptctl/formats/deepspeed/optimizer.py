@@ -203,16 +203,13 @@ def _add_states(save: Save, files: SourceFiles, found: Leaves) -> None:
     keys = dict.fromkeys(key for owner in owners for key in states[owner])
     for key in keys:
         having = {owner for owner in owners if key in states[owner]}
-        if all(_is_counter(key, states[owner][key]) for owner in having):
+        values = [states[owner][key] for owner in having]
+        if key == "step" or not any(isinstance(v, StoredTensor) and v.shape for v in values):
             for owner in sorted(having):
                 _require_same(save, owner, key, files)
             _add_counters(save, key, having, found, files.root)
         else:
             _add_moments(save, key, having, found)
-
-
-def _is_counter(key: str, value: object) -> bool:
-    return not isinstance(value, StoredTensor) or not value.shape or key == "step"
 
 
 def _require_same(save: Save, owner: int, key: str, files: SourceFiles) -> None:

@@ -110,6 +110,10 @@ def read(path: Path, asked: ReadOptions, name: str) -> Catalog:
         model = _weights(save, asked, faults)
         others = surroundings(save, files)
         tensors = faults.usable({**model.tensors, **others.tensors})
+        replicas = Replicas(files, tensors, asked=asked.replicas)
+        replicas.take(save.model.file, of_models(save.models, save.model))
+        if save.optims and asked.replicas:
+            replicas.take(save.optim.file, _of_counters(save))
         return catalog_of(
             name,
             faults,
@@ -117,7 +121,7 @@ def read(path: Path, asked: ReadOptions, name: str) -> Catalog:
             files={file: files.size(file) for file in save.files},
             blobs=model.blobs,
             others=others,
-            replicas=_replicas(save, files, tensors, asked.replicas),
+            replicas=replicas,
             notes=_notes(save),
         )
 
@@ -127,16 +131,6 @@ def _notes(save: Save) -> Iterator[str]:
         yield NO_CHECKSUMS
     if save.model.groups is not None and not save.optims:
         yield "the optimizer states of all ranks are missing"
-
-
-def _replicas(
-    save: Save, files: SourceFiles, tensors: Mapping[str, TensorEntry], asked: bool
-) -> Replicas:
-    replicas = Replicas(files, tensors, asked=asked)
-    replicas.take(save.model.file, of_models(save.models, save.model))
-    if save.optims and asked:
-        replicas.take(save.optim.file, _of_counters(save))
-    return replicas
 
 
 def _weights(save: Save, asked: ReadOptions, faults: Faults) -> Leaves:

@@ -8,7 +8,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import product
 from pathlib import Path
 
-from ckptctl.catalog import TensorEntry
 from ckptctl.errors import CkptError, DamagedError, FormatError, listed
 from ckptctl.formats.base import absent
 from ckptctl.formats.hf.shards import ReadShard, read_shard
@@ -163,15 +162,12 @@ def proven(files: SourceFiles, main: str, shards: Mapping[str, ReadShard]) -> Re
 def _candidates(shards: Mapping[str, ReadShard]) -> Iterator[tuple[ReadIndex, bytes]]:
     """Yield every index that a usual writer would have made of these shards, and its text."""
     weight_map: dict[str, object] = {key: name for name, one in shards.items() for key in one[0]}
+    tensors = [entry for one in shards.values() for entry in one[0].values()]
+    size: dict[str, object] = {"total_size": sum(entry.nbytes for entry in tensors)}
+    counted_too = {"total_parameters": sum(entry.numel for entry in tensors), **size}
     for order in (dict(sorted(weight_map.items())), weight_map):
         rest = json.dumps({"weight_map": order}, indent=2)[1:]
-        for metadata, end in product(_metadata(shards), ENDS):
+        for metadata, end in product((size, counted_too, {}), ENDS):
             first = json.dumps({"metadata": metadata}, indent=2)[: -len("\n}")]
             text = f"{first},{rest}{end}"
             yield {"metadata": metadata, "weight_map": order}, text.encode()
-
-
-def _metadata(shards: Mapping[str, ReadShard]) -> tuple[dict[str, object], ...]:
-    tensors: list[TensorEntry] = [entry for one in shards.values() for entry in one[0].values()]
-    size: dict[str, object] = {"total_size": sum(entry.nbytes for entry in tensors)}
-    return size, {"total_parameters": sum(entry.numel for entry in tensors), **size}, {}

@@ -61,7 +61,8 @@ def read(path: Path, asked: ReadOptions, name: str) -> Catalog:
         require_harmless(common.blobs.values(), str(folder / place))
         arguments = told(common.blobs)
         catalog = canonical(catalog, faults, arguments)
-        catalog = replace(catalog, documents={**_described(folder), **catalog.documents})
+        around = folder.parent / CONFIGURATION  # verl's
+        described = documents(around) if around.is_dir() else {}
         others = {file: why for file, why in catalog.others.items() if file not in OWN}
         blobs = {n: blob for n, blob in catalog.blobs.items() if blob is not inside}
         catalog = replace(catalog, blobs=canonical_objects(blobs), others=others)
@@ -76,10 +77,13 @@ def read(path: Path, asked: ReadOptions, name: str) -> Catalog:
     note = (
         f"the checkpoint contains two models; this is the actor. Pass `{other}` for the other one"
     )
+    documented: dict[str, Json] = {**described, **catalog.documents}
+    if stated := peft_words(told_of.get(RUN_CONFIG, {})):
+        documented[ADAPTER] = {**adapter_config(folder).get(ADAPTER, {}), **stated}
     return replace(
         catalog,
         records=told_of,
-        documents={**catalog.documents, **_adapter(folder, told_of.get(RUN_CONFIG, {}))},
+        documents=documented,
         findings=(*faults.findings, *beside),
         notes=(*catalog.notes, *((note,) * bool(other))),
     )
@@ -143,18 +147,6 @@ def _leaves(
     found = leaves_in(content, at[0])
     found.notes[:0] = () if archive.checksums or listed else (NO_CHECKSUMS,)
     return found
-
-
-def _described(folder: Path) -> dict[str, Mapping[str, object]]:
-    """Return the config.json that verl keeps in a folder beside the checkpoint."""
-    beside = folder.parent / CONFIGURATION
-    return documents(beside) if beside.is_dir() else {}
-
-
-def _adapter(folder: Path, record: Json) -> dict[str, Json]:
-    """Return PEFT's configuration of an adapter, beside it or of what Bridge records."""
-    stated = peft_words(record)
-    return {ADAPTER: {**adapter_config(folder).get(ADAPTER, {}), **stated}} if stated else {}
 
 
 def told(blobs: Mapping[str, Blob]) -> dict[str, object]:

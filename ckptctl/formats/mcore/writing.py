@@ -87,7 +87,10 @@ def lay_out(request: OutputRequest) -> Output:
             places.setdefault(tensor.name, []).append(Place(box, len(writer.records)))
             whole = layers.stored(tensor)
             whole = stored.setdefault(whole.name, whole)
-            writer.add_tensor(whole, _box(box, layers.place(tensor.name)[1]))
+            layer = layers.place(tensor.name)[1]
+            if layer is not None:
+                box = Box((layer, *box.offsets), (1, *box.sizes))
+            writer.add_tensor(whole, box)
         for one in () if position else objects:
             writer.add_blob(one)
         writer.finish()
@@ -134,11 +137,6 @@ def _with_tensors(
         places[tensor.name] = [Place(Box.whole(tensor.shape), len(records))]
         records.append(Record(tensor.name, COMMON, offset, tensor.nbytes))
     return OutputFile(COMMON, common.size, ZipFrame([(common, first, len(tensors))]))
-
-
-def _box(box: Box, layer: int | None) -> Box:
-    """Return a box of a tensor in what it is stored in."""
-    return box if layer is None else Box((layer, *box.offsets), (1, *box.sizes))
 
 
 class Described(NamedTuple):

@@ -78,14 +78,12 @@ class Mesh:
 
 
 def _coordinate(axes: tuple[Axis, ...], at: int) -> Integers:
-    return tuple(_along(axis, at) for axis in axes)
-
-
-def _along(axis: Axis, at: int) -> int:
-    found = 0
-    for size, stride in axis:
-        found = found * size + at // max(stride, 1) % max(size, 1)
-    return found
+    """Return where in a mesh the rank lies that is at that place of its list."""
+    found = [0] * len(axes)
+    for number, axis in enumerate(axes):
+        for size, stride in axis:
+            found[number] = found[number] * size + at // max(stride, 1) % max(size, 1)
+    return tuple(found)
 
 
 class Meshes:

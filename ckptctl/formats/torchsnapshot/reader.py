@@ -53,12 +53,12 @@ from ckptctl.units import counted
 
 _Sizes = Mapping[str, int]
 """Sizes of the files that entries lie in."""
-SHARDED = ("ShardedTensor", "ChunkedTensor", "DTensor")
+_SHARDED = ("ShardedTensor", "DTensor")
+SHARDED = (*_SHARDED, "ChunkedTensor")
 MAX_METADATA = 1 << 30
 PRIMITIVES = ("int", "str", "bool", "bytes", "float")
 _DICTS = ("dict", "OrderedDict")
 _YAML = re.compile(rb"[a-z_]+:")
-_SHARDED = ("ShardedTensor", "DTensor")
 Fields = Mapping[str, object]
 Sizes = Annotated[tuple[Natural, ...], sized(0, MAX_RANK)]
 
@@ -338,10 +338,8 @@ def primitive(fields: Fields) -> object:
     if kind == "str":
         return text
     raw = base64.b64decode(text, validate=True)
-    return raw if kind == "bytes" else _float(raw)
-
-
-def _float(raw: bytes) -> float:
+    if kind == "bytes":
+        return raw
     if len(raw) != 8:
         raise MalformedError("a float does not have 8 bytes")
     value: float = struct.unpack("<d", raw)[0]
