@@ -14,10 +14,9 @@ from ckptctl.ops.conversion.contents import in_checkpoint, main_dtype
 from ckptctl.ops.conversion.draft import Draft
 from ckptctl.ops.recognition.agreement import MEGATRON
 from ckptctl.ops.recognition.quantized import unsaid
-from ckptctl.planner.configs.alone import for_layout
-from ckptctl.planner.configs.earlier import with_earlier_spelling
 from ckptctl.planner.configs.facts import Json, plain
 from ckptctl.planner.configs.megatron import longest, megatron_to_config, merged
+from ckptctl.planner.configs.mlx import for_layout, with_earlier_spelling
 from ckptctl.planner.configs.params import assumed, config_to_params, params_to_config
 from ckptctl.planner.families.declarations import spelled
 from ckptctl.planner.layouts import BASE, HF, MLX
