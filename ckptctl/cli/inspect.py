@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from ckptctl.cli import listing, tables, tree
+from ckptctl.cli import listing, tables
 from ckptctl.cli.commands import Json, NoHeader, Quiet, command
 from ckptctl.cli.findings import grouped
 from ckptctl.cli.ls import show_run
@@ -131,12 +131,12 @@ def _branches(
     shown: Sequence[TensorInfo],
     options: InspectOptions,
     depth: int | None,
-    sort: tree.Order,
-) -> list[tree.Branch]:
+    sort: listing.Order,
+) -> list[listing.Branch]:
     """Return the tree: of a training checkpoint, unless it is asked for more, that of the model."""
     if depth or options.include:
-        return tree.tree(shown, sort, depth)
-    return tree.folded(shown, found.root, found.format, sort)
+        return listing.tree(shown, sort, depth)
+    return listing.folded(shown, found.root, found.format, sort)
 
 
 def _warn(output: Output, found: Inspection) -> None:
@@ -257,7 +257,7 @@ def _quantized(found: Inspection) -> Iterator[str]:
 
 def _leaves(found: Inspection) -> str:
     """Return the names of leaves beside the optimizer's, those first of which a value is known."""
-    from ckptctl.ops.recognition.parts import FOLDED, part_of
+    from ckptctl.ops.recognition.roots import FOLDED, part_of
 
     names = [*found.values, *(name for name in found.blobs if name not in found.values)]
     names = [name for name in names if part_of(name, found.root, found.format) not in FOLDED]

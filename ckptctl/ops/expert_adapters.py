@@ -22,8 +22,17 @@ from ckptctl import formats
 from ckptctl.catalog import Box, Catalog, Computed, Extent, Input, TensorEntry, computed_name
 from ckptctl.errors import MappingError, RefusedError, UnsupportedError, listed, spell_option
 from ckptctl.formats.peft import CONFIG
-from ckptctl.ops.adapter_targets import OF_EXPERTS, TARGETS, WEIGHT, as_parameter, patterns
-from ckptctl.ops.adapters import SINGLE, Settings, described, settings
+from ckptctl.ops.adapters import (
+    OF_EXPERTS,
+    SINGLE,
+    TARGETS,
+    WEIGHT,
+    Settings,
+    as_parameter,
+    described,
+    patterns,
+    settings,
+)
 from ckptctl.ops.conversion.adapter_files import under_other_names
 from ckptctl.ops.conversion.draft import Draft
 from ckptctl.ops.expert_stacks import STACKED, Part, Stack, family_of, stacks

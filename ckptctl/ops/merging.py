@@ -16,9 +16,9 @@ from ckptctl import families, formats
 from ckptctl.catalog import Catalog, Computed, Input, TensorEntry, computed_name
 from ckptctl.errors import MappingError, RefusedError, UsageError, spell_option
 from ckptctl.formats.base import WritableFormat
-from ckptctl.ops.adapter_targets import TARGETS
 from ckptctl.ops.adapters import (
     SINGLE,
+    TARGETS,
     Settings,
     check_magnitudes,
     described,

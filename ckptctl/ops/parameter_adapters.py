@@ -14,8 +14,7 @@ from dataclasses import dataclass, replace
 from ckptctl.catalog import Catalog, Input, TensorEntry
 from ckptctl.errors import MappingError, UnsupportedError, spell_option
 from ckptctl.formats.peft import CONFIG
-from ckptctl.ops.adapter_targets import TARGETS, WEIGHT
-from ckptctl.ops.adapters import Settings, matching
+from ckptctl.ops.adapters import TARGETS, WEIGHT, Settings, matching
 from ckptctl.planner.configs.facts import Json
 from ckptctl.planner.copying.views import transposed, view
 from ckptctl.planner.mapping.adapters import PREFIX

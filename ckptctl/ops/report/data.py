@@ -11,7 +11,7 @@ from ckptctl.catalog import Box, Finding
 from ckptctl.errors import CkptError
 from ckptctl.ops.comparison.result import Difference, Side
 from ckptctl.ops.inspection.result import Inspection, TensorInfo
-from ckptctl.ops.recognition.parts import Part
+from ckptctl.ops.recognition.roots import Part
 from ckptctl.ops.verification.result import Verification
 from ckptctl.results import Inline, JsonField, Result, count
 

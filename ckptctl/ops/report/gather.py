@@ -24,7 +24,7 @@ from ckptctl.ops.comparison.options import DiffOptions
 from ckptctl.ops.comparison.result import Difference
 from ckptctl.ops.inspection.inspect import describe, measured, select, stored
 from ckptctl.ops.inspection.result import Inspection, TensorInfo
-from ckptctl.ops.recognition.parts import part_of
+from ckptctl.ops.recognition.roots import part_of
 from ckptctl.ops.report.data import (
     Chunk,
     ChunkMap,
