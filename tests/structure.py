@@ -42,7 +42,7 @@ ROOMS = {
         *("ckptctl.ops.adapters", "ckptctl.ops.conversion.adapter_files"),
         "ckptctl.ops.expert_adapters",
         *("ckptctl.ops.expert_stacks", "ckptctl.ops.lora_extraction", "ckptctl.ops.merging"),
-        *("ckptctl.ops.parameter_adapters", "ckptctl.planner.mapping.adapters"),
+        "ckptctl.planner.mapping.adapters",
         *("ckptctl.planner.mapping.deltas", "ckptctl.storage.low_rank"),
     ),
     "facts": (

@@ -181,8 +181,11 @@ class Settings:
                 hint=f"pass {spell_option('--lora-alpha')}, or {spell_option('--scaling')} with "
                 "the factor itself (only `merge`)",
             )
-        divisor = math.sqrt(rank) if self.rslora else rank
-        return _factor("lora_alpha", alpha, alpha / divisor, key)
+        return _factor("lora_alpha", alpha, alpha / self.divisor(rank), key)
+
+    def divisor(self, rank: int) -> float:
+        """Return what alpha is divided by."""
+        return math.sqrt(rank) if self.rslora else rank
 
     def _target(self, module: str) -> str:
         """Return what PEFT calls a layer: its weight, where that is listed as a parameter."""
@@ -324,16 +327,16 @@ def settings(
     """
     config = config or {}
     _refuse(config, carries)
-    stated = _number(config, "lora_alpha")
+    stated, rank = config.get("lora_alpha"), config.get("r")
+    stated = None if stated is None else _number("lora_alpha", stated)
     if alpha is not None and stated not in (None, alpha):
         raise UsageError(
             f"{spell_option(f'--lora-alpha {alpha:g}')} contradicts {CONFIG}",
             why=f"it states {stated:g}",
         )
-    rank = _number(config, "r")
     return Settings(
         alpha=stated if alpha is None else alpha,
-        rank=None if rank is None else _rank("r", rank),
+        rank=None if rank is None else _rank("r", _number("r", rank)),
         rslora=_stated(config, "use_rslora") is True,
         ranks={key: _rank(key, n) for key, n in _pattern(config, "rank_pattern").items()},
         alphas=_pattern(config, "alpha_pattern"),
@@ -383,42 +386,35 @@ def _unsupported(name: str, what: str) -> RefusedError:
     return RefusedError(f"not supported in adapters: {what}", where=f"`{name}` in {CONFIG}")
 
 
+def _invalid(name: str, value: object, why: str | None = None) -> UnsupportedError:
+    return UnsupportedError(f"invalid `{name}`: {value!r}", where=CONFIG, why=why)
+
+
 def _stated(config: Json, name: str) -> bool | None:
     value = config.get(name)
     if value is None or isinstance(value, bool):
         return value
-    raise UnsupportedError(
-        f"invalid `{name}`: {value!r}", where=CONFIG, why="it must be true or false"
-    )
+    raise _invalid(name, value, "it must be true or false")
 
 
-def _number(config: Json, name: str) -> float | None:
-    value = config.get(name)
-    return None if value is None else _positive(name, value)
-
-
-def _positive(name: str, value: object) -> float:
+def _number(name: str, value: object) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
-        raise UnsupportedError(
-            f"invalid `{name}`: {value!r}", where=CONFIG, why="it must be a positive number"
-        )
+        raise _invalid(name, value, "it must be a positive number")
     return float(value)
 
 
 def _pattern(config: Json, name: str) -> dict[str, float]:
     found = config.get(name) or {}
     if not isinstance(found, Mapping):
-        raise UnsupportedError(f"invalid `{name}`: {found!r}", where=CONFIG)
+        raise _invalid(name, found)
     values = {str(key): value for key, value in found.items()}
     check_expressions(values, f"`{name}` in {CONFIG}")
-    return {key: _positive(key, value) for key, value in values.items()}
+    return {key: _number(key, value) for key, value in values.items()}
 
 
 def _rank(name: str, value: float) -> int:
     if value != int(value):
-        raise UnsupportedError(
-            f"invalid `{name}`: {value!r}", where=CONFIG, why="it must be an integer"
-        )
+        raise _invalid(name, value, "it must be an integer")
     return int(value)
 
 

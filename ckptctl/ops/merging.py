@@ -35,9 +35,8 @@ from ckptctl.ops.conversion.draft import Draft
 from ckptctl.ops.conversion.options import ConversionOptions, MergeOptions
 from ckptctl.ops.conversion.plan import ConversionPlan, ConversionResult
 from ckptctl.ops.destinations import replaceable, require_destination
-from ckptctl.ops.expert_adapters import has_stacks, with_experts
+from ckptctl.ops.expert_adapters import changes, has_stacks, targets, with_experts, without
 from ckptctl.ops.expert_stacks import stack_keys, stacked, stacks
-from ckptctl.ops.parameter_adapters import changes, targets, without
 from ckptctl.ops.recognition.layout_change import chosen_family
 from ckptctl.ops.recognition.model import Model, Request, require_one, understand
 from ckptctl.ops.recognition.roots import select
