@@ -20,7 +20,6 @@ from contextlib import suppress
 from itertools import groupby, pairwise
 from typing import Literal, TextIO, TypeVar
 
-from ckptctl import __version__
 from ckptctl.cli import tables
 from ckptctl.cli.tables import GAP, Column, Painted, style_of
 from ckptctl.cli.typed_paths import as_typed
@@ -28,6 +27,7 @@ from ckptctl.errors import SHOWN, CkptError, StorageError, listed
 from ckptctl.results import Result, schema_name
 from ckptctl.units import visible
 from ckptctl.verdict import Verdict
+from ckptctl.version import __version__
 
 Mode = Literal["human", "plain", "json", "quiet"]
 When = Literal["auto", "always", "never"]

@@ -24,7 +24,6 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Annotated, Literal
 
-import ckptctl
 from ckptctl import families, formats
 from ckptctl.errors import CkptError, SourceNotFoundError
 from ckptctl.installed import package_of
@@ -36,6 +35,7 @@ from ckptctl.storage import crc, file_system
 from ckptctl.storage.destinations import require_path
 from ckptctl.storage.paths import home_expanded, path_hint, real_path
 from ckptctl.units import counted, format_bytes, format_seconds
+from ckptctl.version import __version__
 
 Status = Literal["ok", "warn", "fail"]
 
@@ -142,9 +142,9 @@ def _start(seconds: float) -> Check:
 
 
 def _itself() -> Check:
-    found = f"{ckptctl.__version__} at {Path(ckptctl.__file__).parent}"
+    found = f"{__version__} at {Path(__file__).parents[1]}"
     installed = _version(NAME)
-    if installed in (None, ckptctl.__version__):
+    if installed in (None, __version__):
         return Check(NAME, found)
     hint = "reinstall it, or run from another directory"
     return Check(NAME, f"{found}, but {installed} is installed", "warn", hint)
