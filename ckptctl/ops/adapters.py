@@ -366,11 +366,11 @@ def _refuse(config: Json, carries: Collection[str]) -> None:
     kind = config.get("peft_type", "LORA")
     if kind != "LORA":
         raise RefusedError(f"this adapter is {kind}, not LoRA", where=CONFIG)
+    unsupported = {n: what for n, what in REFUSED.items() if config.get(n) and n not in carries}
     if config.get("bias") not in (None, "none", *(BIASES if "bias" in carries else ())):
-        raise _unsupported("bias", f"biases (`bias: {config['bias']}`)")
-    for name, what in REFUSED.items():
-        if config.get(name) and name not in carries:
-            raise _unsupported(name, what)
+        unsupported = {"bias": f"biases (`bias: {config['bias']}`)", **unsupported}
+    for name, what in unsupported.items():
+        raise RefusedError(f"not supported in adapters: {what}", where=f"`{name}` in {CONFIG}")
     start = config.get("init_lora_weights")
     if isinstance(start, str) and start.lower().startswith(MOVED):
         raise RefusedError(
@@ -380,10 +380,6 @@ def _refuse(config: Json, carries: Collection[str]) -> None:
             hint="save it as regular LoRA with `save_pretrained(..., "
             "path_initial_model_for_weight_conversion=...)`",
         )
-
-
-def _unsupported(name: str, what: str) -> RefusedError:
-    return RefusedError(f"not supported in adapters: {what}", where=f"`{name}` in {CONFIG}")
 
 
 def _invalid(name: str, value: object, why: str | None = None) -> UnsupportedError:

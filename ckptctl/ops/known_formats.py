@@ -106,23 +106,17 @@ def known_formats(name: str | None = None) -> tuple[KnownFormat, ...]:
 
 
 def _described(known: Format) -> KnownFormat:
-    written = _written(known) if isinstance(known, WritableFormat) else None
     package = None if known.name in formats.builtin() else formats.package_of(known.name)
-    return KnownFormat(known, package, _choices(known), written)
-
-
-def _choices(known: Format) -> tuple[Choice, ...]:
-    family = (FAMILY,) if isinstance(known, WritableFormat) and known.parallel else ()
-    asked = (OPTIONS[name] for name in sorted(known.choices))
-    return tuple(Choice(*texts) for texts in (*asked, *family))
-
-
-def _written(known: WritableFormat) -> Written:
-    return Written(
-        directory=not known.single_file,
-        leaves=known.nested,
-        ties=known.ties,
-        cut_by=known.cut_by,
-        side_files=not known.single_file,
-        lacks=tuple(name for name in dtypes.BY_NAME if not known.holds(name)),
-    )
+    choices = [OPTIONS[name] for name in sorted(known.choices)]
+    written = None
+    if isinstance(known, WritableFormat):
+        choices += [FAMILY] if known.parallel else []
+        written = Written(
+            directory=not known.single_file,
+            leaves=known.nested,
+            ties=known.ties,
+            cut_by=known.cut_by,
+            side_files=not known.single_file,
+            lacks=tuple(name for name in dtypes.BY_NAME if not known.holds(name)),
+        )
+    return KnownFormat(known, package, tuple(Choice(*texts) for texts in choices), written)

@@ -204,9 +204,16 @@ class Merging:
             saved = _region(whole.entry, of.origin, held[key].shape)
             made[key] = rearranged(whole.root, saved)
         for key, virtual in made.items():
-            name = computed_name(f"{base[held[key].name].name}+lora")
+            entry = base[held[key].name]
+            name = computed_name(f"{entry.name}+lora")
             computed[name] = virtual
-            tensors[held[key].name] = _virtual_entry(base[held[key].name], virtual, name)
+            tensors[held[key].name] = replace(
+                entry,
+                dtype=virtual.dtype,
+                shape=virtual.shape,
+                extents=(virtual.extent(name),),
+                alias_of=None,
+            )
         notes = (*catalog.notes, *(f"adapter: {note}" for note in self.adapter.notes))
         return replace(catalog, tensors=tensors, computed=computed, notes=notes)
 
@@ -398,8 +405,3 @@ def _region(entry: TensorEntry, origin: tuple[int, ...], shape: tuple[int, ...])
     for index in origin[:lead]:
         found = found.select(0, index)
     return found
-
-
-def _virtual_entry(entry: TensorEntry, virtual: Computed, file: str) -> TensorEntry:
-    extents = (virtual.extent(file),)
-    return replace(entry, dtype=virtual.dtype, shape=virtual.shape, extents=extents, alias_of=None)

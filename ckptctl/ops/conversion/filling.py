@@ -448,7 +448,9 @@ def as_part_of(
     own = {k: one for k, one in catalog.documents.items() if k == CONFIG} or {CONFIG: inner}
     known = understand(catalog, own, Request(None, options.from_layout, options.root))
     part = families.families().get(known.model_type or "")
-    if part is None or known.layout is None or part.name not in _described(inner):
+    if part is None or known.layout is None:
+        return None
+    if part.name not in configured(families.families(), inner):
         return None
     joint = with_names_of(part, known.layout, whole, HF)
     if joint is None:
@@ -461,11 +463,6 @@ def as_part_of(
     request = Request(whole.name, None, known.root.rstrip(".") or ".", options.sizes)
     found = understand(catalog, assets.documents, request)
     return catalog, replace(assets, described=described), replace(found, layout=HF), origins
-
-
-def _described(inner: Json) -> list[str]:
-    """Return the model types that a text model's configuration allows."""
-    return configured(families.families(), inner)
 
 
 def _nested(file: Description, config: Json, module: str) -> Description:

@@ -236,7 +236,7 @@ class _Groups:
         self._targets.update(targets)
         first = (1, targets[0])
         for node in (*((0, name) for name in sources), *((1, key) for key in targets[1:])):
-            self._join(first, node)
+            self._above[self._top(node)] = self._top(first)
 
     @property
     def used(self) -> set[str]:
@@ -278,6 +278,3 @@ class _Groups:
             self._above[node] = self._above.get(above, above)
             node = above
         return node
-
-    def _join(self, one: object, other: object) -> None:
-        self._above[self._top(other)] = self._top(one)

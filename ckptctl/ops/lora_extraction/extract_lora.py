@@ -43,6 +43,7 @@ from ckptctl.ops.extraction.options import OpenOptions
 from ckptctl.ops.lora_extraction.options import LoraExtractionOptions
 from ckptctl.ops.lora_extraction.result import ExtractedLayer, LoraExtraction
 from ckptctl.ops.recognition.model import Request, require_one, understand
+from ckptctl.ops.recognition.quantized import quantized
 from ckptctl.ops.sources import open_source
 from ckptctl.planner.layouts import HF, Family
 from ckptctl.planner.mapping.adapters import PREFIX, linear_keys
@@ -121,10 +122,11 @@ class Extraction:
         self._require_alike()
 
     def _opened(self, path: Path) -> LazyStateDict:
+        is_quantized = bool(quantized(open_source(path, OpenOptions())))
         asked = OpenOptions(
             model_type=self.options.model_type or self.family.name,
             layout=self.layout,
-            dequantize=self.options.dequantize if _is_quantized(path) else None,
+            dequantize=self.options.dequantize if is_quantized else None,
         )
         return LazyStateDict(path, asked)
 
@@ -387,12 +389,6 @@ def _family(
     tied = frozenset(leaves[tie.of].key.text for tie in ties if tie.of in leaves)
     copies = frozenset(leaves[tie.tensor].key.text for tie in ties if tie.tensor in leaves)
     return family, layout, tied, copies
-
-
-def _is_quantized(path: Path) -> bool:
-    from ckptctl.ops.recognition.quantized import quantized
-
-    return bool(quantized(open_source(path, OpenOptions())))
 
 
 def _require_floating(name: str, *handles: TensorHandle) -> None:

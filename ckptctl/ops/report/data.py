@@ -289,21 +289,17 @@ class Report(
         ),
     ]:
         """Return the difference with lists no longer than there is room for."""
-        return self.difference and _bounded(self.difference, self.differences)
+        found, limit = self.difference, self.differences
+        return found and replace(
+            found,
+            a=_bounded(found.a, limit),
+            b=_bounded(found.b, limit),
+            tensors=found.tensors[:limit],
+            leaves=found.leaves[:limit],
+        )
 
 
-def _bounded(found: Difference, limit: int) -> Difference:
-    """Return a difference with lists no longer than *limit*."""
-    return replace(
-        found,
-        a=_bounded_side(found.a, limit),
-        b=_bounded_side(found.b, limit),
-        tensors=found.tensors[:limit],
-        leaves=found.leaves[:limit],
-    )
-
-
-def _bounded_side(side: Side, limit: int) -> Side:
+def _bounded(side: Side, limit: int) -> Side:
     return replace(
         side,
         only=side.only[:limit],
