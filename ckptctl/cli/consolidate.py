@@ -32,12 +32,7 @@ if TYPE_CHECKING:
     "ckptctl.ops.consolidate_metadata:MetadataResult",
     without=NOT_CONSOLIDATED,
 )
-def consolidate(
-    src: Source,
-    *,
-    options: ConsolidationOptions,
-    run: RunOptions,
-) -> None:
+def consolidate(src: Source, *, options: ConsolidationOptions, run: RunOptions) -> None:
     """Merge per-rank shards into one checkpoint.
 
     The source format is detected. The training framework is not required, and its classes are never

@@ -51,8 +51,7 @@ def diff(
         Path, Argument("First checkpoint: directory, file or URL.", metavar="A", check=place)
     ],
     b: Annotated[
-        Path,
-        Argument("Second checkpoint, mapped to the layout of A.", metavar="B", check=place),
+        Path, Argument("Second checkpoint, mapped to the layout of A.", metavar="B", check=place)
     ],
     options: DiffOptions,
     no_header: NoHeader = False,

@@ -307,11 +307,7 @@ def _said(text: str) -> list[str]:
 def _wrapped(text: str, width: int, indent: str) -> list[str]:
     """Return *text* as lines; names and paths stay whole."""
     return textwrap.wrap(
-        text,
-        width,
-        subsequent_indent=indent,
-        break_long_words=False,
-        break_on_hyphens=False,
+        text, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
     ) or [""]
 
 

@@ -84,12 +84,7 @@ class _Lines:
     """One line now and then."""
 
     def __init__(
-        self,
-        output: Output,
-        verb: str,
-        total: int,
-        ending: str | None,
-        beginning: str = "",
+        self, output: Output, verb: str, total: int, ending: str | None, beginning: str = ""
     ) -> None:
         self.output = output
         self.verb = verb

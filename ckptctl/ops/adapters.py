@@ -40,8 +40,7 @@ MAMBA = frozenset({"falcon_h1", "falcon_mamba", "mamba", "mamba2", "nemotron_h"}
 UNWRAPPED = frozenset({"conv1d", "out_proj"})
 """Layers of such models that PEFT refuses (``_check_lora_target_modules_mamba``)."""
 _TOKEN = re.compile(
-    r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|\(\?(?:[:=!]|<[=!]|P<\w+>)|\(\??|\{\d*(?:,\d*)?\}|.",
-    re.DOTALL,
+    r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|\(\?(?:[:=!]|<[=!]|P<\w+>)|\(\??|\{\d*(?:,\d*)?\}|.", re.DOTALL
 )
 _RANK = re.compile(r"mp_rank_\d.*adapter\.pt\Z")
 _LENGTH = 64

@@ -48,13 +48,11 @@ class Check(Result, order="group name status found hint"):
     name: Annotated[str, JsonField("name of the check")]
     found: Annotated[str, JsonField("human-readable result of the check")]
     status: Annotated[
-        Status,
-        JsonField("`ok`, `warn` (slower, or a feature is unavailable) or `fail` (broken)"),
+        Status, JsonField("`ok`, `warn` (slower, or a feature is unavailable) or `fail` (broken)")
     ] = "ok"
     hint: Annotated[str | None, JsonField("suggested action")] = None
     group: Annotated[
-        str,
-        JsonField("`installation`, `plug-ins`, `file system` or `surroundings`"),
+        str, JsonField("`installation`, `plug-ins`, `file system` or `surroundings`")
     ] = ""
 
 

@@ -48,8 +48,7 @@ class Written:
 
 @dataclass(frozen=True, slots=True)
 class KnownFormat(
-    Result,
-    order="name title package layout other_layouts adapters recognized wholeness proof",
+    Result, order="name title package layout other_layouts adapters recognized wholeness proof"
 ):
     """A format."""
 
@@ -64,15 +63,9 @@ class KnownFormat(
             of="recognized",
             to=or_none,
         ),
+        JsonField("human-readable criteria for completeness", of="wholeness", to=or_none),
         JsonField(
-            "human-readable criteria for completeness",
-            of="wholeness",
-            to=or_none,
-        ),
-        JsonField(
-            "programs that the format was tested against, and the tests",
-            of="proof",
-            to=or_none,
+            "programs that the format was tested against, and the tests", of="proof", to=or_none
         ),
     ]
     package: Annotated[str | None, JsonField("package that adds it; null if built in")]

@@ -83,10 +83,7 @@ class MergePlan(Result):
 
 
 def plan_merge(
-    base: str | Path,
-    adapter: str | Path,
-    dst: str | Path,
-    options: MergeOptions,
+    base: str | Path, adapter: str | Path, dst: str | Path, options: MergeOptions
 ) -> MergePlan:
     """Decide everything about a merge; without ``to`` in *options* the model's format is kept."""
     with families.using(options.converter):
@@ -230,12 +227,7 @@ class Merging:
             alpha = self.options.lora_alpha
             self.settings = settings(self.config, alpha, scaling, carries=SINGLE)
 
-    def _deltas(
-        self,
-        layers: Catalog,
-        family: Family,
-        known: Model,
-    ) -> Deltas:
+    def _deltas(self, layers: Catalog, family: Family, known: Model) -> Deltas:
         adapter = understand(layers, known.documents, Request(family.name))
         require_one(adapter)
         self.layout, self.root = adapter.layout or "", adapter.root
@@ -317,10 +309,7 @@ class Merging:
         return Computed("dora_bias", dtype, bias.entry.shape, inputs, arguments=arguments)
 
     def _inputs(
-        self,
-        changes: Sequence[Delta],
-        factors: Mapping[str, Input],
-        computed: dict[str, Computed],
+        self, changes: Sequence[Delta], factors: Mapping[str, Input], computed: dict[str, Computed]
     ) -> tuple[dict[str, Input], tuple[Change, ...]]:
         """Return what *changes* read of the adapter, and what the kind has to know of them.
 

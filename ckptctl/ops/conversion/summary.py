@@ -63,8 +63,7 @@ class Summary(Result):
     written: Annotated[Amount, JsonField("output tensors", name="out")]
     dropped: Annotated[int, JsonField("number of source tensors in `dropped`")]
     left_out: Annotated[
-        int,
-        JsonField("number of source tensors in `left_out` or outside of the requested parts"),
+        int, JsonField("number of source tensors in `left_out` or outside of the requested parts")
     ]
     missing: Annotated[int, JsonField("number of incomplete source tensors")]
     taken: Annotated[int, JsonField("number of tensors from `--fill-from`")]
@@ -77,8 +76,7 @@ class Summary(Result):
     regrouped: Annotated[Regrouped, JsonField("several tensors into several others")]
     repeated: Annotated[Regrouped, JsonField("one tensor into several copies")]
     quantized: Annotated[
-        Regrouped,
-        JsonField("one tensor into several, by `--quantize`", name="quantized"),
+        Regrouped, JsonField("one tensor into several, by `--quantize`", name="quantized")
     ] = Regrouped()
 
     @property
@@ -138,8 +136,7 @@ def summarize(draft: Draft, output: Draft) -> Summary:
     made = output.quantization
     return Summary(
         Amount(
-            len(source.tensors) + len(inside),
-            source.nbytes + sum(entry.nbytes for entry in inside),
+            len(source.tensors) + len(inside), source.nbytes + sum(entry.nbytes for entry in inside)
         ),
         Amount(
             len(output.own_tensors),

@@ -28,14 +28,7 @@ from ckptctl.errors import (
 from ckptctl.formats.peft import CONFIG, WEIGHTS
 from ckptctl.installed import require_torch
 from ckptctl.notes import Notes
-from ckptctl.ops.adapters import (
-    TARGETS,
-    WEIGHT,
-    as_parameter,
-    is_refused,
-    patterns,
-    target_modules,
-)
+from ckptctl.ops.adapters import TARGETS, WEIGHT, as_parameter, is_refused, patterns, target_modules
 from ckptctl.ops.destinations import replaceable, require_destination
 from ckptctl.ops.expert_stacks import STACKED, stack_keys
 from ckptctl.ops.extraction.lazy import LazyStateDict, TensorHandle
@@ -141,10 +134,7 @@ class Extraction:
             for name in self.base.keys() & self.tuned.keys()
             if self.base[name].shape != self.tuned[name].shape
         ]
-        problems = {
-            "only in the base:": sorted(one),
-            "only in the other model:": sorted(other),
-        }
+        problems = {"only in the base:": sorted(one), "only in the other model:": sorted(other)}
         why = [f"{said} {listed(names)}" for said, names in problems.items() if names]
         if why or differ:
             raise MappingError(

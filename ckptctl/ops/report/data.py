@@ -81,10 +81,7 @@ class ListedTensor:
     """A tensor, and where its files stand in the list of files."""
 
     info: Annotated[TensorInfo, Inline()]
-    part: Annotated[
-        Part,
-        JsonField("`model`, `optimizer`, `scheduler`, `loader` or `rest`"),
-    ]
+    part: Annotated[Part, JsonField("`model`, `optimizer`, `scheduler`, `loader` or `rest`")]
     missing: Annotated[int, JsonField("number of missing boxes of the tensor")]
     missing_bytes: Annotated[
         int | None,
@@ -95,8 +92,7 @@ class ListedTensor:
         JsonField("stored boxes; `file` is null for boxes that are computed on read"),
     ]
     holes: Annotated[
-        list[ListedChunk],
-        JsonField("missing boxes; `file` is null if their file is unknown"),
+        list[ListedChunk], JsonField("missing boxes; `file` is null if their file is unknown")
     ]
 
 

@@ -94,13 +94,9 @@ class PrunePlan(
         JsonField("names of other entries, except hidden ones; they are not touched", of="others"),
     ]
     decisions: Annotated[
-        tuple[PruneDecision, ...],
-        JsonField("decision for each checkpoint, by series and step"),
+        tuple[PruneDecision, ...], JsonField("decision for each checkpoint, by series and step")
     ]
-    thin: Annotated[
-        bool,
-        JsonField("whether only optimizer state is removed"),
-    ] = False
+    thin: Annotated[bool, JsonField("whether only optimizer state is removed")] = False
     leftovers: Annotated[
         tuple[str, ...],
         JsonField("files that an earlier run left in the trash; they are also removed"),
