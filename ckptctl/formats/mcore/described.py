@@ -15,17 +15,11 @@ from ckptctl.formats.mcore.common_file import common_content, mark_file
 from ckptctl.formats.mcore.factors import halved
 from ckptctl.formats.mcore.files import COMMON, COMMON_STATE, MARK, RUN_CONFIG
 from ckptctl.formats.mcore.training import is_state
+from ckptctl.planner.configs import megatron_carried as carried
 from ckptctl.planner.configs.facts import read_sizes
 from ckptctl.planner.configs.megatron_adapter import SECTION, lacking, section
-from ckptctl.planner.configs.megatron_files import (
-    ONE_RANK,
-    Carried,
-    arguments_of,
-    carried_arguments,
-    carried_run_config,
-    container,
-    run_config,
-)
+from ckptctl.planner.configs.megatron_carried import Carried
+from ckptctl.planner.configs.megatron_files import ONE_RANK, arguments_of, container, run_config
 from ckptctl.storage.yaml_text import dumped
 
 EMBEDDING = "embedding.word_embeddings.weight"
@@ -51,9 +45,9 @@ def describe(request: OutputRequest, around: Mapping[str, object]) -> Described:
     if "args" not in around:
         what = f"the arguments in {COMMON}"
         said = COMMON_STATE if COMMON_STATE in request.records else COMMON
-        arguments = _told(request, arguments_of, carried_arguments, said, what)
+        arguments = _told(request, arguments_of, carried.arguments, said, what)
     what = f"{RUN_CONFIG} (for Megatron-Bridge)"
-    yaml = _told(request, run_config, carried_run_config, RUN_CONFIG, what)
+    yaml = _told(request, run_config, carried.run_config, RUN_CONFIG, what)
     if around:
         arguments = arguments and {**arguments, "no_save_optim": False}
         yaml = yaml and {**yaml, "checkpoint": {**_section(yaml), "save_optim": True}}
@@ -67,7 +61,7 @@ def describe(request: OutputRequest, around: Mapping[str, object]) -> Described:
 def _adapter(request: OutputRequest, stated: Mapping[str, object]) -> Described:
     """Return what describes low-rank factors, and the model that they change where it is known."""
     what = f"the model section of {RUN_CONFIG} (Megatron-Bridge reads the model from elsewhere)"
-    yaml = _told(request, run_config, carried_run_config, RUN_CONFIG, what)
+    yaml = _told(request, run_config, carried.run_config, RUN_CONFIG, what)
     yaml = yaml or container(ONE_RANK)
     shapes = {tensor.name: tensor.shape for tensor in request.tensors}
     yaml[SECTION] = section(shapes, stated, request.sizes.get("i"))

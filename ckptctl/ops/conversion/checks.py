@@ -22,7 +22,12 @@ from ckptctl.errors import (
 from ckptctl.formats.base import OutputTensor, WritableFormat
 from ckptctl.formats.sidecar_files import WEIGHTS
 from ckptctl.ops.conversion.options import ConversionOptions
-from ckptctl.ops.recognition.quantized import glanced, orphans, statement_of, understood
+from ckptctl.ops.recognition.quantized import (
+    glanced,
+    orphans,
+    statement_of,
+    understood,
+)
 from ckptctl.options import about, among
 from ckptctl.planner.layouts import is_base
 from ckptctl.planner.mapping.adapters import ADAPTER_LAYOUTS

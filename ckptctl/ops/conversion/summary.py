@@ -63,7 +63,8 @@ class Summary(Result):
     written: Annotated[Amount, JsonField("output tensors", name="out")]
     dropped: Annotated[int, JsonField("number of source tensors in `dropped`")]
     left_out: Annotated[
-        int, JsonField("number of source tensors in `left_out` or outside of the requested parts")
+        int,
+        JsonField("number of source tensors in `left_out` or outside of the requested parts"),
     ]
     missing: Annotated[int, JsonField("number of incomplete source tensors")]
     taken: Annotated[int, JsonField("number of tensors from `--fill-from`")]
@@ -76,7 +77,8 @@ class Summary(Result):
     regrouped: Annotated[Regrouped, JsonField("several tensors into several others")]
     repeated: Annotated[Regrouped, JsonField("one tensor into several copies")]
     quantized: Annotated[
-        Regrouped, JsonField("one tensor into several, by `--quantize`", name="quantized")
+        Regrouped,
+        JsonField("one tensor into several, by `--quantize`", name="quantized"),
     ] = Regrouped()
 
     @property
@@ -136,7 +138,8 @@ def summarize(draft: Draft, output: Draft) -> Summary:
     made = output.quantization
     return Summary(
         Amount(
-            len(source.tensors) + len(inside), source.nbytes + sum(entry.nbytes for entry in inside)
+            len(source.tensors) + len(inside),
+            source.nbytes + sum(entry.nbytes for entry in inside),
         ),
         Amount(
             len(output.own_tensors),
@@ -233,7 +236,7 @@ class _Groups:
         self._targets.update(targets)
         first = (1, targets[0])
         for node in (*((0, name) for name in sources), *((1, key) for key in targets[1:])):
-            self._above[self._top(node)] = self._top(first)
+            self._join(first, node)
 
     @property
     def used(self) -> set[str]:
@@ -275,3 +278,6 @@ class _Groups:
             self._above[node] = self._above.get(above, above)
             node = above
         return node
+
+    def _join(self, one: object, other: object) -> None:
+        self._above[self._top(other)] = self._top(one)

@@ -203,6 +203,70 @@ def unsaid(statements: Iterable[Statement], other: Iterable[Statement]) -> list[
     ]
 
 
+# -------------------------------------- what counts of one config.json admit of each other
+
+EXPERTS = ("n_routed_experts", "num_experts", "num_local_experts")
+
+
+@dataclass(frozen=True, slots=True)
+class Limit:
+    """What a count may be, beside another one.
+
+    Attributes:
+        of: The names of the other one; the first that is stated counts.
+        kind: ``at most``: not more than the other; ``a divisor of``: it divides the other.
+        defaults: Whether it is compared where only one of the two is stated.
+    """
+
+    name: str
+    of: tuple[str, ...]
+    kind: Literal["at most", "a divisor of"]
+    defaults: bool = True
+
+
+LIMITS = (
+    Limit("num_key_value_heads", ("num_attention_heads",), "a divisor of", defaults=False),
+    Limit("num_experts_per_tok", EXPERTS, "at most"),
+    Limit("n_group", EXPERTS, "a divisor of"),
+    Limit("topk_group", ("n_group",), "at most"),
+)
+LIMITED = frozenset(name for one in LIMITS for name in (one.name, *one.of))
+"""The facts that take part."""
+
+
+def exceeded(config: Json, source: str, prefix: str = "") -> Iterator[Contradiction]:
+    """Yield the counts in a config.json, and in the objects in it, that others do not admit."""
+    for limit in LIMITS:
+        value, stated = _count(config, limit.name)
+        for name in limit.of:
+            other, other_stated = _count(config, name)
+            if not other:
+                continue
+            said = stated or other_stated if limit.defaults else stated and other_stated
+            if value is None or not said:
+                break
+            at_most = limit.kind == "at most"
+            if value > other if at_most else value <= 0 or other % value:
+                own = Statement(prefix + limit.name, value, source, stated)
+                shown = f"must be {limit.kind} {other} (`{prefix}{name}`)"
+                theirs = Statement(prefix + limit.name, None, source, other_stated, shown=shown)
+                yield Contradiction(prefix + limit.name, (own, theirs))
+            break
+    for key, inner in config.items():
+        if isinstance(inner, Mapping):
+            yield from exceeded(inner, source, f"{prefix}{key}.")
+
+
+def _count(config: Json, name: str) -> tuple[int | None, bool]:
+    """Return a count, or its default where it is not stated, and whether it is stated."""
+    value = config.get(name) if name in config else default_of(config, name)
+    known = isinstance(value, int) and not isinstance(value, bool) and value >= 0
+    return (int(str(value)) if known else None), name in config
+
+
+# ------------------------------------------------------------- the names of what is stated
+
+
 def _at_odds(config: Json, source: str, prefix: str = "") -> Iterator[Statement]:
     """Yield what two spellings of the rotary frequencies in one config.json say in two ways."""
     spelled = [("rope_theta", "rope_theta", config.get("rope_theta"))]
@@ -288,67 +352,3 @@ def _number(value: object) -> object:
     except ValueError:
         return value
     return number if math.isfinite(number) else value
-
-
-# -------------------------------------- what counts of one config.json admit of each other
-
-EXPERTS = ("n_routed_experts", "num_experts", "num_local_experts")
-
-
-@dataclass(frozen=True, slots=True)
-class Limit:
-    """What a count may be, beside another one.
-
-    Attributes:
-        of: The names of the other one; the first that is stated counts.
-        kind: ``at most``: not more than the other; ``a divisor of``: it divides the other.
-        defaults: Whether it is compared where only one of the two is stated.
-    """
-
-    name: str
-    of: tuple[str, ...]
-    kind: Literal["at most", "a divisor of"]
-    defaults: bool = True
-
-    def admits(self, value: int, other: int) -> bool:
-        """Return whether *value* is possible beside *other*."""
-        if self.kind == "at most":
-            return value <= other
-        return value > 0 and other % value == 0
-
-
-LIMITS = (
-    Limit("num_key_value_heads", ("num_attention_heads",), "a divisor of", defaults=False),
-    Limit("num_experts_per_tok", EXPERTS, "at most"),
-    Limit("n_group", EXPERTS, "a divisor of"),
-    Limit("topk_group", ("n_group",), "at most"),
-)
-LIMITED = frozenset(name for one in LIMITS for name in (one.name, *one.of))
-"""The facts that take part."""
-
-
-def exceeded(config: Json, source: str, prefix: str = "") -> Iterator[Contradiction]:
-    """Yield the counts in a config.json, and in the objects in it, that others do not admit."""
-    for limit in LIMITS:
-        value, stated = _count(config, limit.name)
-        for name in limit.of:
-            other, other_stated = _count(config, name)
-            if not other:
-                continue
-            said = stated or other_stated if limit.defaults else stated and other_stated
-            if value is not None and said and not limit.admits(value, other):
-                own = Statement(prefix + limit.name, value, source, stated)
-                shown = f"must be {limit.kind} {other} (`{prefix}{name}`)"
-                theirs = Statement(prefix + limit.name, None, source, other_stated, shown=shown)
-                yield Contradiction(prefix + limit.name, (own, theirs))
-            break
-    for key, inner in config.items():
-        if isinstance(inner, Mapping):
-            yield from exceeded(inner, source, f"{prefix}{key}.")
-
-
-def _count(config: Json, name: str) -> tuple[int | None, bool]:
-    """Return a count, or its default where it is not stated, and whether it is stated."""
-    value = config.get(name) if name in config else default_of(config, name)
-    known = isinstance(value, int) and not isinstance(value, bool) and value >= 0
-    return (int(str(value)) if known else None), name in config
