@@ -10,7 +10,6 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
-from types import TracebackType
 from typing import TYPE_CHECKING
 
 from ckptctl.cli.output import colored
@@ -100,12 +99,7 @@ class _Lines:
     def __enter__(self) -> _Lines:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         return None
 
     def advance(self, nbytes: int) -> None:
@@ -164,12 +158,7 @@ class _Bar(_Lines):
         self.timer.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.timer.cancel()
         with self.lock:
             self.over = True
