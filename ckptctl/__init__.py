@@ -60,8 +60,7 @@ if TYPE_CHECKING:
     from ckptctl.ops.runs.removal import PrunePlan as PrunePlan
     from ckptctl.ops.runs.removal import PruneResult as PruneResult
     from ckptctl.ops.verification.result import Verification as Verification
-
-__version__ = "0.1.0"
+    from ckptctl.version import __version__ as __version__
 
 _HOME = {
     "AsyncSaver": "ckptctl.distributed.background.async_save",
@@ -92,6 +91,7 @@ _HOME = {
     "SaveFuture": "ckptctl.distributed.background.save_thread",
     "TensorHandle": "ckptctl.ops.extraction.lazy",
     "Verification": "ckptctl.ops.verification.result",
+    "__version__": "ckptctl.version",
     "async_save": "ckptctl.distributed.background.async_save",
     "consolidate": "ckptctl.api.conversion",
     "convert": "ckptctl.api.conversion",
@@ -117,7 +117,7 @@ _HOME = {
     "verify": "ckptctl.api.reading",
 }
 
-__all__ = ["__version__", *_HOME]
+__all__ = [*_HOME]
 
 
 def __getattr__(name: str) -> object:

@@ -39,10 +39,10 @@ ROOMS = {
         "ckptctl.storage.rounding",
     ),
     "adapters": (
-        *("ckptctl.ops.adapter_targets", "ckptctl.ops.adapters"),
-        *("ckptctl.ops.conversion.adapter_files", "ckptctl.ops.expert_adapters"),
+        *("ckptctl.ops.adapters", "ckptctl.ops.conversion.adapter_files"),
+        "ckptctl.ops.expert_adapters",
         *("ckptctl.ops.expert_stacks", "ckptctl.ops.lora_extraction", "ckptctl.ops.merging"),
-        *("ckptctl.ops.parameter_adapters", "ckptctl.planner.mapping.adapters"),
+        "ckptctl.planner.mapping.adapters",
         *("ckptctl.planner.mapping.deltas", "ckptctl.storage.low_rank"),
     ),
     "facts": (

@@ -13,7 +13,6 @@ from typing import Annotated, Any, NoReturn
 import typer
 from typer.core import TyperGroup
 
-from ckptctl import __version__
 from ckptctl.cli import completion
 from ckptctl.cli import output as printer
 from ckptctl.cli.commands import COLOR, PlainText, commands, epilog
@@ -24,6 +23,7 @@ from ckptctl.errors import CkptError, DamagedError, StorageError
 from ckptctl.ops.option_checks import tolerated
 from ckptctl.options import about, number
 from ckptctl.storage.threads import leave, terminable
+from ckptctl.version import __version__
 
 HELP = ("-h", "--help")
 EXAMPLES = (

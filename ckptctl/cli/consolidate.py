@@ -32,12 +32,7 @@ if TYPE_CHECKING:
     "ckptctl.ops.consolidate_metadata:MetadataResult",
     without=NOT_CONSOLIDATED,
 )
-def consolidate(
-    src: Source,
-    *,
-    options: ConsolidationOptions,
-    run: RunOptions,
-) -> None:
+def consolidate(src: Source, *, options: ConsolidationOptions, run: RunOptions) -> None:
     """Merge per-rank shards into one checkpoint.
 
     The source format is detected. The training framework is not required, and its classes are never
@@ -60,7 +55,12 @@ def _metadata(output: Output, src: Path, dry_run: bool) -> None:
     from ckptctl.ops.consolidate_metadata import plan_metadata, run_metadata
 
     plan = plan_metadata(src)
-    _state(output, plan)
+    output.statement(
+        f"dcp-rank-local · {counted(plan.ranks, 'rank')} · {counted(plan.tensors, 'tensor')} in "
+        f"{counted(plan.chunks, 'chunk')}, {format_bytes(plan.data_bytes)}"
+    )
+    for note in plan.notes:
+        output.note(note)
     if dry_run:
         _show(output, plan, plan, "would write")
         output.hint(f"run it with `{typed_again()}`")
@@ -68,15 +68,6 @@ def _metadata(output: Output, src: Path, dry_run: bool) -> None:
     done = run_metadata(plan)
     _show(output, plan, done, "wrote")
     output.hint(f"`{src}` can now be loaded with any world size")
-
-
-def _state(output: Output, plan: MetadataPlan) -> None:
-    output.statement(
-        f"dcp-rank-local · {counted(plan.ranks, 'rank')} · {counted(plan.tensors, 'tensor')} in "
-        f"{counted(plan.chunks, 'chunk')}, {format_bytes(plan.data_bytes)}"
-    )
-    for note in plan.notes:
-        output.note(note)
 
 
 def _show(output: Output, plan: MetadataPlan, printed: Result, verb: str) -> None:

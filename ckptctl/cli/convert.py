@@ -43,12 +43,7 @@ T = TypeVar("T")
     prints="ckptctl.ops.conversion.plan:ConversionPlan | "
     "ckptctl.ops.conversion.plan:ConversionResult",
 )
-def convert(
-    src: Source,
-    dst: Destination,
-    options: ConversionOptions,
-    run: RunOptions,
-) -> None:
+def convert(src: Source, dst: Destination, options: ConversionOptions, run: RunOptions) -> None:
     """Convert a checkpoint to another format, layout or dtype.
 
     SRC is never changed. DST is published atomically, either complete or not at all.

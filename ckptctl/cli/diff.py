@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from ckptctl.ops.comparison.result import Difference, Side, TensorDifference
 
 DIFFERENT = 1
+DIFFERS = ("tensor differs", "tensors differ")
+LEAF_DIFFERS = ("non-tensor value differs", "non-tensor values differ")
 COLUMNS = (
     tables.name("tensor"),
     Column("differs in"),
@@ -49,8 +51,7 @@ def diff(
         Path, Argument("First checkpoint: directory, file or URL.", metavar="A", check=place)
     ],
     b: Annotated[
-        Path,
-        Argument("Second checkpoint, mapped to the layout of A.", metavar="B", check=place),
+        Path, Argument("Second checkpoint, mapped to the layout of A.", metavar="B", check=place)
     ],
     options: DiffOptions,
     no_header: NoHeader = False,
@@ -132,10 +133,6 @@ def _equal_numbers(one: TensorDifference, found: Difference) -> bool:
     return one.kinds == ("dtype",) and compared and not one.has_several_dtypes
 
 
-def _in_short(value: float) -> str:
-    return f"{value:.3g}"
-
-
 def show(output: Output, found: Difference) -> None:
     """Print how two checkpoints differ: what explains it, then each kind with the worst first."""
     output.sentence(_headline(found), "bold")
@@ -150,15 +147,14 @@ def show(output: Output, found: Difference) -> None:
         others = counted(len(side.only_leaves), "non-tensor value")
         _names(output, f"{others} only in {letter}", side.only_leaves)
     for title, alike in _by_kind(found).items():
-        output.line(f"{counted(len(alike), 'tensor differs', 'tensors differ')} in {title}")
+        output.line(f"{counted(len(alike), *DIFFERS)} in {title}")
         rows = [_human_row(one, found) for one in alike[:SHOWN]]
         if not any(one.values and one.values.nonfinite for one in alike):
             rows = [(*row[:3], "", *row[4:]) for row in rows]
         output.table(rows, (tables.name("  tensor"), Column("shapes"), *COLUMNS[2:]))
         output.more(len(alike))
     if found.leaves:
-        count = counted(len(found.leaves), "non-tensor value differs", "non-tensor values differ")
-        output.line(count)
+        output.line(counted(len(found.leaves), *LEAF_DIFFERS))
         output.first_rows(found.leaves, lambda one: (one.name, one.a, one.b), LEAVES)
 
 
@@ -174,7 +170,7 @@ def _by_kind(found: Difference) -> dict[str, list[TensorDifference]]:
 
 def _human_row(one: TensorDifference, found: Difference) -> tuple[str, ...]:
     """Return a row below the title of its kind: of what differs only shapes are not said there."""
-    row = _row(one, found, _in_short)
+    row = _row(one, found, "{:.3g}".format)
     shapes = f"{list(one.shape_a)} {list(one.shape_b)}" if "shape" in one.kinds else ""
     return (f"  {row[0]}", shapes, *row[2:])
 
@@ -186,13 +182,8 @@ def _names(output: Output, title: str, names: tuple[str, ...]) -> None:
 
 
 def _headline(found: Difference) -> str:
-    parts = []
-    if found.tensors:
-        parts.append(counted(len(found.tensors), "tensor differs", "tensors differ"))
-    if found.leaves:
-        parts.append(
-            counted(len(found.leaves), "non-tensor value differs", "non-tensor values differ")
-        )
+    parts = [counted(len(found.tensors), *DIFFERS)] if found.tensors else []
+    parts += [counted(len(found.leaves), *LEAF_DIFFERS)] if found.leaves else []
     for side, letter in ((found.a, "A"), (found.b, "B")):
         if count := len(side.only) + len(side.only_leaves):
             parts.append(f"{count:,} only in {letter}")

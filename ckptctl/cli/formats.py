@@ -40,10 +40,7 @@ def formats(
     name: Annotated[
         str | None,
         Argument(
-            "Format to show in detail.",
-            metavar="NAME",
-            check=readable,
-            offers=readable_formats,
+            "Format to show in detail.", metavar="NAME", check=readable, offers=readable_formats
         ),
     ] = None,
     no_header: NoHeader = False,

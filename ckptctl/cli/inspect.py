@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from ckptctl.cli import listing, tables, tree
+from ckptctl.cli import listing, tables
 from ckptctl.cli.commands import Json, NoHeader, Quiet, command
 from ckptctl.cli.findings import grouped
 from ckptctl.cli.ls import show_run
@@ -95,7 +95,8 @@ def inspect(
     if json:
         output.document("inspect", replace(found, tensors=tuple(shown)))
     elif quiet:
-        _print_names(output, found, shown)
+        for name in [member.path for member in found.checkpoints] or [t.name for t in shown]:
+            output.line(name)
     elif found.checkpoints:
         _print_run(output, found)
     elif markdown:
@@ -131,12 +132,12 @@ def _branches(
     shown: Sequence[TensorInfo],
     options: InspectOptions,
     depth: int | None,
-    sort: tree.Order,
-) -> list[tree.Branch]:
+    sort: listing.Order,
+) -> list[listing.Branch]:
     """Return the tree: of a training checkpoint, unless it is asked for more, that of the model."""
     if depth or options.include:
-        return tree.tree(shown, sort, depth)
-    return tree.folded(shown, found.root, found.format, sort)
+        return listing.tree(shown, sort, depth)
+    return listing.folded(shown, found.root, found.format, sort)
 
 
 def _warn(output: Output, found: Inspection) -> None:
@@ -148,11 +149,6 @@ def _warn(output: Output, found: Inspection) -> None:
     count = counted(len(found.checkpoints), "checkpoint")
     verb = "is" if len(found.problems) == 1 else "are"
     output.warning(f"{len(found.problems):,} of {count} {verb} not complete")
-
-
-def _print_names(output: Output, found: Inspection, shown: Sequence[TensorInfo]) -> None:
-    for name in [member.path for member in found.checkpoints] or [t.name for t in shown]:
-        output.line(name)
 
 
 def _print_run(output: Output, found: Inspection) -> None:
@@ -197,7 +193,9 @@ def _print_summary(output: Output, found: Inspection) -> None:
         more = len(found.candidates) - CANDIDATES
         names = ", ".join(found.candidates[:CANDIDATES]) + (f" and {more} more" if more > 0 else "")
         output.sentence(f"  model type: one of {names} (set it with `-m NAME`)", "dim")
-    for note in (*_quantized(found), *found.notes):
+    for how, count in Counter(found.quantized.values()).items():
+        output.sentence(f"  quantized: {counted(count, 'tensor')}, {how}", "dim")
+    for note in found.notes:
         output.sentence(f"  {note}", "dim")
     if leaves := _leaves(found):
         output.sentence(f"  non-tensor values: {leaves}", "dim")
@@ -240,24 +238,15 @@ def _rows(found: Inspection) -> Iterator[Row]:
     yield "scope", found.scope
     for how, count in Counter(found.quantized.values()).items():
         yield "quantized", f"{how}: {counted(count, 'tensor')}"
-    for name, value in found.values.items():
-        yield "value", f"{name} = {value}"
-    for problem in found.problems:
-        yield "problem", problem
-    for name in found.lacks:
-        yield "lacks", name
-    for note in found.notes:
-        yield "note", note
-
-
-def _quantized(found: Inspection) -> Iterator[str]:
-    for how, count in Counter(found.quantized.values()).items():
-        yield f"quantized: {counted(count, 'tensor')}, {how}"
+    yield from (("value", f"{name} = {value}") for name, value in found.values.items())
+    yield from (("problem", problem) for problem in found.problems)
+    yield from (("lacks", name) for name in found.lacks)
+    yield from (("note", note) for note in found.notes)
 
 
 def _leaves(found: Inspection) -> str:
     """Return the names of leaves beside the optimizer's, those first of which a value is known."""
-    from ckptctl.ops.recognition.parts import FOLDED, part_of
+    from ckptctl.ops.recognition.roots import FOLDED, part_of
 
     names = [*found.values, *(name for name in found.blobs if name not in found.values)]
     names = [name for name in names if part_of(name, found.root, found.format) not in FOLDED]

@@ -43,10 +43,7 @@ COLUMNS = (
     bare=True,
 )
 def ls(
-    root: RootOrHere = Path(),
-    no_header: NoHeader = False,
-    json: Json = False,
-    quiet: Quiet = False,
+    root: RootOrHere = Path(), no_header: NoHeader = False, json: Json = False, quiet: Quiet = False
 ) -> None:
     """List the checkpoints of a training run and their verdicts.
 

@@ -32,10 +32,7 @@ TENSORS = (Column(), tables.name(), Column(), tables.prose())
     bare=True,
 )
 def models(
-    options: ModelsOptions,
-    no_header: NoHeader = False,
-    json: Json = False,
-    quiet: Quiet = False,
+    options: ModelsOptions, no_header: NoHeader = False, json: Json = False, quiet: Quiet = False
 ) -> None:
     """List the model types and their layouts, or show one.
 

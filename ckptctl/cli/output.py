@@ -20,7 +20,6 @@ from contextlib import suppress
 from itertools import groupby, pairwise
 from typing import Literal, TextIO, TypeVar
 
-from ckptctl import __version__
 from ckptctl.cli import tables
 from ckptctl.cli.tables import GAP, Column, Painted, style_of
 from ckptctl.cli.typed_paths import as_typed
@@ -28,6 +27,7 @@ from ckptctl.errors import SHOWN, CkptError, StorageError, listed
 from ckptctl.results import Result, schema_name
 from ckptctl.units import visible
 from ckptctl.verdict import Verdict
+from ckptctl.version import __version__
 
 Mode = Literal["human", "plain", "json", "quiet"]
 When = Literal["auto", "always", "never"]
@@ -307,11 +307,7 @@ def _said(text: str) -> list[str]:
 def _wrapped(text: str, width: int, indent: str) -> list[str]:
     """Return *text* as lines; names and paths stay whole."""
     return textwrap.wrap(
-        text,
-        width,
-        subsequent_indent=indent,
-        break_long_words=False,
-        break_on_hyphens=False,
+        text, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
     ) or [""]
 
 

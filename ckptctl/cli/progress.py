@@ -10,7 +10,6 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
-from types import TracebackType
 from typing import TYPE_CHECKING
 
 from ckptctl.cli.output import colored
@@ -84,12 +83,7 @@ class _Lines:
     """One line now and then."""
 
     def __init__(
-        self,
-        output: Output,
-        verb: str,
-        total: int,
-        ending: str | None,
-        beginning: str = "",
+        self, output: Output, verb: str, total: int, ending: str | None, beginning: str = ""
     ) -> None:
         self.output = output
         self.verb = verb
@@ -105,12 +99,7 @@ class _Lines:
     def __enter__(self) -> _Lines:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         return None
 
     def advance(self, nbytes: int) -> None:
@@ -169,12 +158,7 @@ class _Bar(_Lines):
         self.timer.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.timer.cancel()
         with self.lock:
             self.over = True

@@ -101,8 +101,7 @@ def _ask(output: Output, plan: PrunePlan, root: Path) -> None:
     if not output.asks:
         _print_plan(output, plan, root)
         raise RefusedError(
-            "nothing was removed: confirmation is required",
-            hint=f"run `{typed_again('--yes')}`",
+            "nothing was removed: confirmation is required", hint=f"run `{typed_again('--yes')}`"
         )
     _show_table(output, plan, root)
     question = f"{_verb(plan)} {_amount(plan)} ({format_bytes(plan.nbytes)})?"

@@ -49,7 +49,12 @@ def report(
     if target is None and not json:
         options = replace(options, output=_page_of(path, options.other))
     if target == STDOUT:
-        _require_text(json)
+        if json:
+            raise UsageError(
+                "`--json` conflicts with `-o -`",
+                why="both write to standard output",
+                hint="pass `-o FILE`",
+            )
         options = replace(options, output=None)
     found = op(path, options, partial(progress, output, "reading"))
     if json:
@@ -70,15 +75,6 @@ def _page_of(*paths: AnyPath | None) -> Path:
     """Return where the page goes if nothing says so: into the working directory."""
     names = [Path(path).name or Path(path).absolute().name for path in paths if path]
     return Path("-".join([*filter(None, names), "report"]) + ".html")
-
-
-def _require_text(json: bool) -> None:
-    if json:
-        raise UsageError(
-            "`--json` conflicts with `-o -`",
-            why="both write to standard output",
-            hint="pass `-o FILE`",
-        )
 
 
 def _print(output: Output, found: Report) -> None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 from ckptctl.cli import commands, tables
 from ckptctl.cli.commands import Json, NoHeader, Quiet
 from ckptctl.cli.output import Output
-from ckptctl.options import Argument, Given, among
+from ckptctl.options import Argument, among
 
 if TYPE_CHECKING:
     from ckptctl.documents import Document
@@ -30,10 +30,6 @@ def named(name: str) -> Document:
     return known[among(name, "schema", list(known))]
 
 
-def _names(_: Given) -> list[str]:
-    return list(documents())
-
-
 @commands.command(
     "ckptctl schema",
     "ckptctl schema inspect > inspect.schema.json",
@@ -47,7 +43,7 @@ def schema(
         Argument(
             "Command to print the JSON Schema of, or error for the schema of errors.",
             metavar="COMMAND",
-            offers=_names,
+            offers=lambda _: list(documents()),
         ),
     ] = None,
     no_header: NoHeader = False,

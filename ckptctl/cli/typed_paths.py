@@ -48,7 +48,9 @@ def _without_dry_run(word: str) -> str:
 def _typed() -> Mapping[str, str]:
     """Return the typed paths by the absolute paths that they may stand for, longest first."""
     found: dict[str, str] = {}
-    if (here := _here()) is None:
+    try:
+        here = str(Path.cwd())
+    except OSError:  # it was removed
         return found
     for word in (*_words[:MOST_WORDS], "."):
         text = word.partition("=")[2] if word.startswith("-") else word
@@ -92,10 +94,3 @@ def _absolute(text: str, here: str) -> set[str]:
         expanded = text
     plain = str(Path(here) / expanded)
     return {plain, os.path.normpath(plain), os.path.realpath(plain)}
-
-
-def _here() -> str | None:
-    try:
-        return str(Path.cwd())
-    except OSError:  # it was removed
-        return None

@@ -23,7 +23,6 @@ from ckptctl.units import counted, format_bytes, format_seconds
 from ckptctl.verdict import Verdict
 
 if TYPE_CHECKING:
-    from ckptctl.catalog import Finding
     from ckptctl.ops.verification.result import Verification
 
 
@@ -71,7 +70,15 @@ def verify(
 
 
 def _show(output: Output, found: Verification) -> None:
-    output.headline(found.path, *_headline(found))
+    output.headline(
+        found.path,
+        found.format,
+        counted(found.tensors, "tensor"),
+        f"{counted(len(found.files), 'file')}, {format_bytes(found.nbytes)}",
+        f"level {found.level}",
+        Painted(_verdict(found), VERDICTS[found.verdict]),
+        f"data {_data_check(found)}",
+    )
     groups = grouped(found.findings)
     for group in groups[:SHOWN]:
         one = group.first
@@ -90,17 +97,6 @@ def _show(output: Output, found: Verification) -> None:
     if found.verdict is Verdict.COMPLETE and unverifiable and "://" not in found.path:
         listing = suggested("verify", found.path, options=("--level", "full", "--manifest"))
         output.hint(f"run {listing} to record checksums of the current data")
-
-
-def _headline(found: Verification) -> tuple[object, ...]:
-    return (
-        found.format,
-        counted(found.tensors, "tensor"),
-        f"{counted(len(found.files), 'file')}, {format_bytes(found.nbytes)}",
-        f"level {found.level}",
-        Painted(_verdict(found), VERDICTS[found.verdict]),
-        f"data {_data_check(found)}",
-    )
 
 
 def _data_check(found: Verification) -> str:
@@ -156,16 +152,14 @@ def _rows(found: Verification) -> Iterator[Row]:
         yield "structure_only_bytes", found.structure_only_bytes
         yield "verified_tensors", found.verified_tensors
         yield "bytes_read", found.bytes_read
-    for name in found.checksum_lists:
-        yield "checksum_list", name
+    yield from (("checksum_list", name) for name in found.checksum_lists)
     yield "errors", len(found.errors)
     yield "unknown", len(found.unknown)
     yield "warnings", len(found.warnings)
     yield "seconds", f"{found.seconds:.3f}"
     if found.manifest:
         yield "manifest", found.manifest
-    for note in found.notes:
-        yield "note", note
+    yield from (("note", note) for note in found.notes)
     if found.findings:
         yield ("",)
     yield from ((f.severity, f.what, f.where, f.why or "") for f in found.findings)
@@ -173,7 +167,8 @@ def _rows(found: Verification) -> Iterator[Row]:
 
 def _problems(found: Verification) -> Iterator[str]:
     """Yield a line for each reason to fail."""
-    yield from map(_one_line, (*found.errors, *found.unknown))
+    for one in (*found.errors, *found.unknown):
+        yield ": ".join(filter(None, (one.where, one.what)))
     if _lacks_checksums(found):
         yield f"data {_data_check(found)}"
 
@@ -181,7 +176,3 @@ def _problems(found: Verification) -> Iterator[str]:
 def _lacks_checksums(found: Verification) -> bool:
     """Return whether a complete checkpoint fails because its data is not verified."""
     return found.verdict is Verdict.COMPLETE and found.exit_code != 0
-
-
-def _one_line(finding: Finding) -> str:
-    return ": ".join(filter(None, (finding.where, finding.what)))

@@ -1,4 +1,4 @@
-"""What an adapter's configuration says: how strong it is, and what it needs besides its tensors.
+"""What an adapter's configuration says: how strong it is, what it needs, which layers it changes.
 
 Sources: peft's ``LoraConfig`` and ``LoraLayer.update_layer``, torchtune's
 ``tune_to_peft_adapter_config``.
@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Collection, Mapping
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
@@ -24,22 +25,22 @@ from ckptctl.errors import (
     spell_option,
 )
 from ckptctl.formats.peft import CONFIG, adapter_config
-from ckptctl.ops.adapter_targets import TARGETS, WEIGHT
 from ckptctl.planner.configs.facts import Json
 from ckptctl.planner.copying.views import transposed
-from ckptctl.planner.mapping.adapters import (
-    PREFIX,
-    as_linear,
-    is_adapter,
-    is_factor,
-    module_of,
-)
+from ckptctl.planner.families.templates import skeleton
+from ckptctl.planner.mapping.adapters import PREFIX, as_linear, is_adapter, is_factor, module_of
 from ckptctl.storage.paths import path_at
 from ckptctl.units import counted
 
+TARGETS = "target_parameters"
+OF_EXPERTS = frozenset({"gate", "w1", "w2", "w3", "gate_proj", "up_proj", "down_proj"})
+"""What PEFT knows layers of single experts by (``_MOE_TARGET_MODULE_MAPPING``)."""
+WEIGHT = ".weight"
+MAMBA = frozenset({"falcon_h1", "falcon_mamba", "mamba", "mamba2", "nemotron_h"})
+UNWRAPPED = frozenset({"conv1d", "out_proj"})
+"""Layers of such models that PEFT refuses (``_check_lora_target_modules_mamba``)."""
 _TOKEN = re.compile(
-    r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|\(\?(?:[:=!]|<[=!]|P<\w+>)|\(\??|\{\d*(?:,\d*)?\}|.",
-    re.DOTALL,
+    r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|\(\?(?:[:=!]|<[=!]|P<\w+>)|\(\??|\{\d*(?:,\d*)?\}|.", re.DOTALL
 )
 _RANK = re.compile(r"mp_rank_\d.*adapter\.pt\Z")
 _LENGTH = 64
@@ -179,8 +180,11 @@ class Settings:
                 hint=f"pass {spell_option('--lora-alpha')}, or {spell_option('--scaling')} with "
                 "the factor itself (only `merge`)",
             )
-        divisor = math.sqrt(rank) if self.rslora else rank
-        return _factor("lora_alpha", alpha, alpha / divisor, key)
+        return _factor("lora_alpha", alpha, alpha / self.divisor(rank), key)
+
+    def divisor(self, rank: int) -> float:
+        """Return what alpha is divided by."""
+        return math.sqrt(rank) if self.rslora else rank
 
     def _target(self, module: str) -> str:
         """Return what PEFT calls a layer: its weight, where that is listed as a parameter."""
@@ -322,16 +326,16 @@ def settings(
     """
     config = config or {}
     _refuse(config, carries)
-    stated = _number(config, "lora_alpha")
+    stated, rank = config.get("lora_alpha"), config.get("r")
+    stated = None if stated is None else _number("lora_alpha", stated)
     if alpha is not None and stated not in (None, alpha):
         raise UsageError(
             f"{spell_option(f'--lora-alpha {alpha:g}')} contradicts {CONFIG}",
             why=f"it states {stated:g}",
         )
-    rank = _number(config, "r")
     return Settings(
         alpha=stated if alpha is None else alpha,
-        rank=None if rank is None else _rank("r", rank),
+        rank=None if rank is None else _rank("r", _number("r", rank)),
         rslora=_stated(config, "use_rslora") is True,
         ranks={key: _rank(key, n) for key, n in _pattern(config, "rank_pattern").items()},
         alphas=_pattern(config, "alpha_pattern"),
@@ -361,11 +365,11 @@ def _refuse(config: Json, carries: Collection[str]) -> None:
     kind = config.get("peft_type", "LORA")
     if kind != "LORA":
         raise RefusedError(f"this adapter is {kind}, not LoRA", where=CONFIG)
+    unsupported = {n: what for n, what in REFUSED.items() if config.get(n) and n not in carries}
     if config.get("bias") not in (None, "none", *(BIASES if "bias" in carries else ())):
-        raise _unsupported("bias", f"biases (`bias: {config['bias']}`)")
-    for name, what in REFUSED.items():
-        if config.get(name) and name not in carries:
-            raise _unsupported(name, what)
+        unsupported = {"bias": f"biases (`bias: {config['bias']}`)", **unsupported}
+    for name, what in unsupported.items():
+        raise RefusedError(f"not supported in adapters: {what}", where=f"`{name}` in {CONFIG}")
     start = config.get("init_lora_weights")
     if isinstance(start, str) and start.lower().startswith(MOVED):
         raise RefusedError(
@@ -377,44 +381,104 @@ def _refuse(config: Json, carries: Collection[str]) -> None:
         )
 
 
-def _unsupported(name: str, what: str) -> RefusedError:
-    return RefusedError(f"not supported in adapters: {what}", where=f"`{name}` in {CONFIG}")
+def _invalid(name: str, value: object, why: str | None = None) -> UnsupportedError:
+    return UnsupportedError(f"invalid `{name}`: {value!r}", where=CONFIG, why=why)
 
 
 def _stated(config: Json, name: str) -> bool | None:
     value = config.get(name)
     if value is None or isinstance(value, bool):
         return value
-    raise UnsupportedError(
-        f"invalid `{name}`: {value!r}", where=CONFIG, why="it must be true or false"
-    )
+    raise _invalid(name, value, "it must be true or false")
 
 
-def _number(config: Json, name: str) -> float | None:
-    value = config.get(name)
-    return None if value is None else _positive(name, value)
-
-
-def _positive(name: str, value: object) -> float:
+def _number(name: str, value: object) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
-        raise UnsupportedError(
-            f"invalid `{name}`: {value!r}", where=CONFIG, why="it must be a positive number"
-        )
+        raise _invalid(name, value, "it must be a positive number")
     return float(value)
 
 
 def _pattern(config: Json, name: str) -> dict[str, float]:
     found = config.get(name) or {}
     if not isinstance(found, Mapping):
-        raise UnsupportedError(f"invalid `{name}`: {found!r}", where=CONFIG)
+        raise _invalid(name, found)
     values = {str(key): value for key, value in found.items()}
     check_expressions(values, f"`{name}` in {CONFIG}")
-    return {key: _positive(key, value) for key, value in values.items()}
+    return {key: _number(key, value) for key, value in values.items()}
 
 
 def _rank(name: str, value: float) -> int:
     if value != int(value):
-        raise UnsupportedError(
-            f"invalid `{name}`: {value!r}", where=CONFIG, why="it must be an integer"
-        )
+        raise _invalid(name, value, "it must be an integer")
     return int(value)
+
+
+# ------------------------------------------------------------------ which layers PEFT is told of
+#
+# On transformers 5 PEFT takes every target that is called like a layer of one expert for the stack
+# of them, wherever it lies and however it is spelled: dense and shared layers too. A weight that is
+# listed as a parameter it takes for what it is, under the same names of tensors.
+#
+# Source: peft's ``utils/transformers_weight_conversion.py`` (``_convert_peft_config_moe``) and
+# ``tuners/tuners_utils.py`` (``_inject_parameters``).
+
+Strength = tuple[int, float]
+"""Rank and alpha."""
+
+
+def as_parameter(module: str) -> bool:
+    """Return whether PEFT finds a layer of a model with experts by its weight alone."""
+    return module.rpartition(".")[2] in OF_EXPERTS
+
+
+def is_refused(model_type: str, module: str) -> bool:
+    """Return whether PEFT gives a layer no factors although it is linear."""
+    return model_type in MAMBA and module.rpartition(".")[2] in UNWRAPPED
+
+
+def target_modules(chosen: Collection[str], keys: Iterable[str]) -> list[str]:
+    """Return PEFT's ``target_modules``: last names where these mean just *chosen*.
+
+    Args:
+        chosen: Modules.
+        keys: The tensors of the model, whose modules all have a last name.
+    """
+    steps = {tuple(key.split(".")) for key in keys}
+    modules = {one[:end] for one in steps for end in range(1, len(one))}
+    number = Counter(one[-1] for one in modules)
+    meant = Counter(module.rpartition(".")[2] for module in chosen)
+    last = ((module, module.rpartition(".")[2]) for module in chosen)
+    return sorted({name if meant[name] == number[name] else module for module, name in last})
+
+
+def target_modules_of_layers(modules: list[str], layers: int | None) -> list[str]:
+    """Return PEFT's ``target_modules`` for a model of which only the number of *layers* is known.
+
+    Last names are enough where they are of one module in each layer, or of the only one.
+    """
+    kinds: dict[str, list[str]] = {}
+    for module in modules:
+        kinds.setdefault(module.rpartition(".")[2], []).append(module)
+    return sorted(
+        name
+        for last, found in kinds.items()
+        for name in ([last] if _all_layers(found, layers) else found)
+    )
+
+
+def _all_layers(modules: list[str], layers: int | None) -> bool:
+    """Return whether *modules* are one of each layer, or the only one."""
+    alike = {skeleton(module) for module in modules}
+    numbered = {module for module in modules if module != skeleton(module)}
+    return len(alike) == 1 and len(modules) == (layers if numbered else 1)
+
+
+def patterns(
+    strengths: Mapping[str, Strength], usual: tuple[object, object]
+) -> dict[str, dict[str, float]]:
+    """Return the ranks and alphas of targets, by name, that have others than the *usual* ones."""
+    odd = {re.escape(name): one for name, one in strengths.items() if one != usual}
+    return {
+        "rank_pattern": {name: rank for name, (rank, _) in odd.items()},
+        "alpha_pattern": {name: alpha for name, (_, alpha) in odd.items()},
+    }

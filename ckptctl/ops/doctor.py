@@ -6,6 +6,7 @@ torch is not imported, nothing is changed and nothing is left behind. What is fo
 
 from __future__ import annotations
 
+import fcntl
 import os
 import platform
 import re
@@ -24,18 +25,18 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Annotated, Literal
 
-import ckptctl
 from ckptctl import families, formats
 from ckptctl.errors import CkptError, SourceNotFoundError
 from ckptctl.installed import package_of
-from ckptctl.ops import probes
 from ckptctl.ops.conversion import steps
 from ckptctl.ops.option_checks import STEPS
 from ckptctl.results import JsonField, Result
 from ckptctl.storage import crc, file_system
 from ckptctl.storage.destinations import require_path
+from ckptctl.storage.file_system import sync_directory
 from ckptctl.storage.paths import home_expanded, path_hint, real_path
 from ckptctl.units import counted, format_bytes, format_seconds
+from ckptctl.version import __version__
 
 Status = Literal["ok", "warn", "fail"]
 
@@ -47,13 +48,11 @@ class Check(Result, order="group name status found hint"):
     name: Annotated[str, JsonField("name of the check")]
     found: Annotated[str, JsonField("human-readable result of the check")]
     status: Annotated[
-        Status,
-        JsonField("`ok`, `warn` (slower, or a feature is unavailable) or `fail` (broken)"),
+        Status, JsonField("`ok`, `warn` (slower, or a feature is unavailable) or `fail` (broken)")
     ] = "ok"
     hint: Annotated[str | None, JsonField("suggested action")] = None
     group: Annotated[
-        str,
-        JsonField("`installation`, `plug-ins`, `file system` or `surroundings`"),
+        str, JsonField("`installation`, `plug-ins`, `file system` or `surroundings`")
     ] = ""
 
 
@@ -142,9 +141,9 @@ def _start(seconds: float) -> Check:
 
 
 def _itself() -> Check:
-    found = f"{ckptctl.__version__} at {Path(ckptctl.__file__).parent}"
+    found = f"{__version__} at {Path(__file__).parents[1]}"
     installed = _version(NAME)
-    if installed in (None, ckptctl.__version__):
+    if installed in (None, __version__):
         return Check(NAME, found)
     hint = "reinstall it, or run from another directory"
     return Check(NAME, f"{found}, but {installed} is installed", "warn", hint)
@@ -259,36 +258,144 @@ def _file_system(place: Path) -> Iterator[Check]:
 
 
 def _probed(folder: Path) -> Iterator[Check]:
-    missing = probes.missing_renames(folder)
+    missing = missing_renames(folder)
     found = f"no {' and no '.join(missing)}" if missing else "no-replace and exchange"
     hint = "outputs are published under a lock, and `--overwrite` is not supported here"
     yield _judged("atomic rename", found, not missing, hint)
-    problem = probes.large_file(folder, LARGE)
+    problem = large_file_problem(folder, LARGE)
     found = f"not above 4 GiB: {problem}" if problem else f"above {format_bytes(LARGE - 1)}"
     hint = "pass `--max-shard-size 4GB` to keep files below 4 GiB; check the limit with `ulimit -f`"
     yield _judged("large files", found, problem is None, hint)
     try:
-        seconds = probes.sync_seconds(folder)
+        seconds = sync_seconds(folder)
         hint = "syncing is slow, and each output file is synced once; use large shards here"
         found = f"{format_seconds(seconds)} for 1 MiB"
         yield _judged("sync", found, seconds <= SLOW_SYNC, hint)
     except OSError as error:
         hint = "files may be lost in a power failure; choose another file system"
         yield Check("sync", error.strerror or str(error), "fail", hint)
-    problem = probes.lock(folder)
+    problem = lock_problem(folder)
     hint = "two runs with the same destination cannot detect each other; enable file locks"
     yield _judged("locks", problem or "yes", problem is None, hint, "fail")
-    case = probes.tells_case(folder)
+    case = tells_case(folder)
     hint = "file names that differ only in case would collide"
     yield _judged("names", f"case-{'sensitive' if case else 'insensitive'}", case, hint)
-    ahead = probes.clock_ahead(folder)
+    ahead = clock_ahead(folder)
     found = f"{format_seconds(abs(ahead))} {'ahead of' if ahead > 0 else 'behind'} the local clock"
     agrees = abs(ahead) <= SKEW
     hint = "synchronize the clocks; `ls` and `prune` use times to detect unfinished saves"
     yield _judged("clock", "agrees with the local clock" if agrees else found, agrees, hint)
-    yield Check("copying", probes.copying(folder))
-    yield Check("hard links", "yes" if probes.hard_links(folder) else "no")
-    yield Check("unnamed files", "yes" if probes.unnamed_files(folder) else "no")
+    yield Check("copying", way_of_copying(folder))
+    yield Check("hard links", "yes" if hard_links(folder) else "no")
+    yield Check("unnamed files", "yes" if unnamed_files(folder) else "no")
+
+
+# ------------------------------------------ what only trying tells, in a folder that is empty
+
+FICLONE = 0x40049409
+"""``FICLONE`` of ``linux/fs.h`` (man 2 ioctl_ficlone)."""
+BLOCK = 1 << 20
+
+
+def missing_renames(folder: Path) -> list[str]:
+    """Return which of the renames that publishing relies on are not there (man 2 rename)."""
+    a, b = folder / "rename-a", folder / "rename-b"
+    a.touch()
+    missing = []
+    for flags, name in (
+        (file_system.NOREPLACE, "rename without replacing"),
+        (file_system.EXCHANGE, "exchange"),
+    ):
+        try:
+            file_system.rename(a, b, flags)
+        except (file_system.UnsupportedRenameError, OSError):
+            missing.append(name)
+        a.touch()
+        b.touch()
+    return missing
+
+
+def large_file_problem(folder: Path, nbytes: int) -> str | None:
+    """Return why a file cannot have *nbytes* bytes, all of them a hole; None: it can."""
+    path = folder / "large"
+    try:
+        with path.open("wb") as file:
+            file.truncate(nbytes)
+    except OSError as error:
+        return error.strerror or str(error)
+    finally:
+        path.unlink(missing_ok=True)
+    return None
+
+
+def sync_seconds(folder: Path) -> float:
+    """Return how long a MiB takes to reach the disk."""
+    begun = time.perf_counter()
+    with (folder / "sync").open("wb") as file:
+        file.write(bytes(BLOCK))
+        file.flush()
+        os.fsync(file.fileno())
+    sync_directory(folder)
+    return time.perf_counter() - begun
+
+
+def lock_problem(folder: Path) -> str | None:
+    """Return why a file cannot be locked (man 2 flock); None: it can."""
+    try:
+        with (folder / "lock").open("wb") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        return error.strerror or str(error)
+    return None
+
+
+def tells_case(folder: Path) -> bool:
+    """Return whether names that differ in case alone are two."""
+    (folder / "case").touch()
+    return not (folder / "CASE").exists()
+
+
+def clock_ahead(folder: Path) -> float:
+    """Return by how many seconds the file system's clock is ahead of this machine's."""
+    path = folder / "clock"
+    path.touch()
+    return path.stat().st_mtime - time.time()
+
+
+def way_of_copying(folder: Path) -> str:
+    """Return how bytes get from one file to another, for people."""
+    source, target = folder / "copy-a", folder / "copy-b"
+    source.write_bytes(bytes(4096))
+    with source.open("rb") as a, target.open("wb") as b:
+        try:
+            fcntl.ioctl(b.fileno(), FICLONE, a.fileno())
+            return "by reference (reflinks)"
+        except OSError:
+            pass
+        try:
+            os.copy_file_range(a.fileno(), b.fileno(), 4096, 0, 0)
+            return "in the kernel (copy_file_range)"
+        except OSError:
+            return "through memory"
+
+
+def hard_links(folder: Path) -> bool:
+    """Return whether a file may have two names."""
+    (folder / "link-a").touch()
+    try:
+        os.link(folder / "link-a", folder / "link-b")
+    except OSError:
+        return False
+    return True
+
+
+def unnamed_files(folder: Path) -> bool:
+    """Return whether a file may have no name (``O_TMPFILE``, man 2 open)."""
+    try:
+        os.close(os.open(folder, os.O_TMPFILE | os.O_RDWR, 0o600))
+    except OSError:
+        return False
+    return True
 
 
 # ----------------------------------------------------------------------------------- surroundings

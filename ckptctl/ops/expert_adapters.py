@@ -1,10 +1,11 @@
 """Factors of experts: each expert's own, or those of stacked ones, PEFT's ``target_parameters``.
 
 transformers 4, vLLM and most trainers name the layers of every expert; transformers 5 stacks
-them, and PEFT trains one A ``[E R, in]`` and one B ``[out, R E]`` for all (see
-:mod:`ckptctl.ops.parameter_adapters`). Of layers that the stack concatenates, gate and up, the
-parts of a stacked B share A; taken together, the ranks of their own factors add up, and B is block
-diagonal.
+them, and PEFT trains one A ``[E R, in]`` and one B ``[out, R E]`` for all E: expert e has R rows of
+A that follow each other, and every E-th column of B from the e-th on. The parameter is
+``[E, out, in]``, or ``[E, in, out]`` where its module says so: its shape tells. Of layers that the
+stack concatenates, gate and up, the parts of a stacked B share A; taken together, the ranks of
+their own factors add up, and B is block diagonal.
 
 Sources: peft's ``ParamWrapper`` and ``utils/transformers_weight_conversion.py``, vLLM's
 ``lora/model_manager.py`` (``_stack_moe_lora_weights``, ``_create_merged_loras_inplace``).
@@ -12,32 +13,177 @@ Sources: peft's ``ParamWrapper`` and ``utils/transformers_weight_conversion.py``
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from ckptctl import formats
 from ckptctl.catalog import Box, Catalog, Computed, Extent, Input, TensorEntry, computed_name
 from ckptctl.errors import MappingError, RefusedError, UnsupportedError, listed, spell_option
 from ckptctl.formats.peft import CONFIG
-from ckptctl.ops.adapter_targets import OF_EXPERTS, TARGETS, WEIGHT, as_parameter, patterns
-from ckptctl.ops.adapters import SINGLE, Settings, described, settings
+from ckptctl.ops.adapters import (
+    OF_EXPERTS,
+    SINGLE,
+    TARGETS,
+    WEIGHT,
+    Settings,
+    as_parameter,
+    described,
+    matching,
+    patterns,
+    settings,
+)
 from ckptctl.ops.conversion.adapter_files import under_other_names
 from ckptctl.ops.conversion.draft import Draft
 from ckptctl.ops.expert_stacks import STACKED, Part, Stack, family_of, stacks
-from ckptctl.ops.parameter_adapters import A, B, targets, without
 from ckptctl.ops.sources import located
 from ckptctl.planner.configs.facts import Json
-from ckptctl.planner.copying.views import view
+from ckptctl.planner.copying.views import transposed, view
 from ckptctl.planner.layouts import HF, Family
 from ckptctl.planner.mapping.adapters import PREFIX, is_factor, module_of
+from ckptctl.planner.mapping.deltas import Delta, Factor
 from ckptctl.planner.mapping.matching import match
 from ckptctl.planner.strided import Strided
 from ckptctl.units import counted
 
 Experts = Literal["apart", "stacked"]
+A, B = ".lora_A.weight", ".lora_B.weight"
+_NESTED = re.compile(r"(\.base_layer)+\Z")
+
+
+@dataclass(frozen=True, slots=True)
+class AdaptedParameter:
+    """A parameter of the model, and the factors that change it.
+
+    Attributes:
+        key: Its name in the model.
+        module: What the names of its factors begin with.
+        experts: How many matrices it consists of.
+        swapped: Whether these are ``[out, in]``.
+    """
+
+    key: str
+    module: str
+    experts: int
+    swapped: bool
+
+
+def targets(
+    adapter: Catalog, config: Json | None, known: Settings, held: Mapping[str, TensorEntry]
+) -> tuple[AdaptedParameter, ...]:
+    """Return the parameters of the model that factors of *adapter* are about."""
+    stated = (config or {}).get(TARGETS)
+    if not stated:
+        return ()
+    if not isinstance(stated, list) or not all(isinstance(one, str) for one in stated):
+        raise UnsupportedError(f"invalid `{TARGETS}`: {stated!r}", where=CONFIG)
+    modules = (name.removesuffix(A) for name in adapter.tensors if name.endswith(A))
+    return tuple(one for module in modules for one in _target(module, adapter, stated, known, held))
+
+
+def _target(
+    module: str,
+    adapter: Catalog,
+    stated: Sequence[str],
+    known: Settings,
+    held: Mapping[str, TensorEntry],
+) -> Iterator[AdaptedParameter]:
+    """Yield what the factors of one module change; nothing: it is a layer like others."""
+    inside = _NESTED.sub("", module).removeprefix(PREFIX)
+    called = [f"{inside}.{one.rpartition('.')[2]}" for one in stated if _ends(inside, one)]
+    if not called:
+        return
+    found = [name for name in called if name in held]
+    rank = matching(known.ranks, called[0], known.rank)
+    if not found and called == [inside + WEIGHT] and adapter.tensors[module + A].shape[0] == rank:
+        return  # The factors of a layer, whatever the model calls that.
+    if not found:
+        raise MappingError(
+            "the model is missing a parameter of the adapter",
+            where=f"tensor `{module}{A}`",
+            why=f"there is no `{called[0]}`",
+            hint="if the model has per-expert weights, convert it to a layout with stacked "
+            f"experts first, as in {spell_option('--to-layout hf-v5')}",
+        )
+    a, b = adapter.tensors[f"{module}{A}"].shape, _b(adapter, module).shape
+    fits = [one for name in found for one in _fitting(name, module, held[name].shape, a, b, known)]
+    if len(fits) != 1:
+        raise UnsupportedError(
+            f"the factors can be applied in {counted(len(fits), 'way')}, but exactly one is "
+            "required",
+            where=f"tensor `{module}{A}`",
+            why=f"A is {list(a)}, B is {list(b)}; "
+            + ", ".join(f"`{name}` is {list(held[name].shape)}" for name in found),
+        )
+    yield fits[0]
+
+
+def _ends(inside: str, stated: str) -> bool:
+    module = stated.rpartition(".")[0]
+    return f".{inside}".endswith(f".{module}") if module else True
+
+
+def _b(adapter: Catalog, module: str) -> TensorEntry:
+    try:
+        return adapter.tensors[f"{module}{B}"]
+    except KeyError:
+        what = f"`{module}{A}` has no matching `lora_b`"
+        raise UnsupportedError(what, where=f"{module}{A}") from None
+
+
+def _fitting(
+    name: str,
+    module: str,
+    shape: tuple[int, ...],
+    a: tuple[int, ...],
+    b: tuple[int, ...],
+    known: Settings,
+) -> Iterator[AdaptedParameter]:
+    """Yield the ways in which a parameter of *shape* can be changed by A and B."""
+    if len(shape) not in (2, 3):
+        return
+    experts, rows, columns = shape if len(shape) == 3 else (1, *shape)
+    rank = matching(known.ranks, name, known.rank)
+    if a[0] != b[1] or a[0] % experts or rank not in (None, a[0] // experts):
+        return
+    if (rows, columns) == (b[0], a[1]):
+        yield AdaptedParameter(name, module, experts, swapped=True)
+    if (rows, columns) == (a[1], b[0]) and len(shape) == 3:
+        yield AdaptedParameter(name, module, experts, swapped=False)
+
+
+def without(adapter: Catalog, found: Sequence[AdaptedParameter]) -> Catalog:
+    """Return an adapter without the factors of single parameters."""
+    own = {f"{one.module}{suffix}" for one in found for suffix in (A, B)}
+    rest = {name: entry for name, entry in adapter.tensors.items() if name not in own}
+    return replace(adapter, tensors=rest)
+
+
+def changes(
+    found: Sequence[AdaptedParameter], held: Mapping[str, TensorEntry], factors: dict[str, Input]
+) -> Iterator[Delta]:
+    """Yield what becomes of each expert; the views of its factors are added to *factors*."""
+    for one in found:
+        a, b = factors[f"{one.module}{A}"], factors[f"{one.module}{B}"]
+        rows = held[one.key].shape[-2]
+        rank = a.entry.shape[0] // one.experts
+        by_expert = Strided.whole(a.entry).split(0, (one.experts, rank))
+        across = Strided.whole(b.entry).split(1, (rank, one.experts))
+        for expert in range(one.experts):
+            left = view(b.entry, across.select(2, expert))
+            right = view(a.entry, by_expert.select(0, expert))
+            if not one.swapped:
+                left, right = transposed(right), transposed(left)
+            # Patterns of ranks and alphas are about the parameter, which these end with.
+            keys = [f"[{expert}].{one.key}{end}" for end in (A, B)]
+            factors |= zip(keys, (replace(a, entry=right), replace(a, entry=left)), strict=True)
+            start = expert * rows
+            first, second = (Factor(key, 0) for key in keys)
+            yield Delta(one.key, start, start + rows, rank, first, second, None)
+
+
+# --------------------------------------------------------------------------------- both ways
 
 
 def convert_experts(draft: Draft) -> Draft:
@@ -145,7 +291,7 @@ def _apart(catalog: Catalog, config: Json, stacks: Sequence[Stack]) -> Catalog:
     for one in found:
         a, b = held[f"{one.module}{A}"], held[f"{one.module}{B}"]
         rank = a.shape[0] // one.experts
-        alpha = known.scale(one.key, rank) * (math.sqrt(rank) if known.rslora else rank)
+        alpha = known.scale(one.key, rank) * known.divisor(rank)
         for part in by_key[one.key].parts:
             if known.ranks or known.alphas or (rank, alpha) != (known.rank, known.alpha):
                 ranks[_every(part)], alphas[_every(part)] = rank, alpha
@@ -305,7 +451,7 @@ def _strength(
             why=f"their scales are {listed([f'{scale:g}' for scale in scales])}",
         )
     (scale,) = scales
-    return scale * (math.sqrt(rank) if known.rslora else rank)
+    return scale * known.divisor(rank)
 
 
 def _stacked_config(
@@ -324,8 +470,7 @@ def _stacked_config(
     of_all = {**strengths}
     for name in single:
         rank = tensors[factors[name]].shape[0]
-        scale = known.scale(factors[name], rank)
-        of_all[name + WEIGHT] = rank, scale * (math.sqrt(rank) if known.rslora else rank)
+        of_all[name + WEIGHT] = rank, known.scale(factors[name], rank) * known.divisor(rank)
     odd = patterns(of_all, (known.rank, known.alpha))
     for field, stated in (("rank_pattern", known.ranks), ("alpha_pattern", known.alphas)):
         kept = {name: value for name, value in stated.items() if not _of(name, experts)}

@@ -48,8 +48,7 @@ class Written:
 
 @dataclass(frozen=True, slots=True)
 class KnownFormat(
-    Result,
-    order="name title package layout other_layouts adapters recognized wholeness proof",
+    Result, order="name title package layout other_layouts adapters recognized wholeness proof"
 ):
     """A format."""
 
@@ -64,15 +63,9 @@ class KnownFormat(
             of="recognized",
             to=or_none,
         ),
+        JsonField("human-readable criteria for completeness", of="wholeness", to=or_none),
         JsonField(
-            "human-readable criteria for completeness",
-            of="wholeness",
-            to=or_none,
-        ),
-        JsonField(
-            "programs that the format was tested against, and the tests",
-            of="proof",
-            to=or_none,
+            "programs that the format was tested against, and the tests", of="proof", to=or_none
         ),
     ]
     package: Annotated[str | None, JsonField("package that adds it; null if built in")]
@@ -106,23 +99,17 @@ def known_formats(name: str | None = None) -> tuple[KnownFormat, ...]:
 
 
 def _described(known: Format) -> KnownFormat:
-    written = _written(known) if isinstance(known, WritableFormat) else None
     package = None if known.name in formats.builtin() else formats.package_of(known.name)
-    return KnownFormat(known, package, _choices(known), written)
-
-
-def _choices(known: Format) -> tuple[Choice, ...]:
-    family = (FAMILY,) if isinstance(known, WritableFormat) and known.parallel else ()
-    asked = (OPTIONS[name] for name in sorted(known.choices))
-    return tuple(Choice(*texts) for texts in (*asked, *family))
-
-
-def _written(known: WritableFormat) -> Written:
-    return Written(
-        directory=not known.single_file,
-        leaves=known.nested,
-        ties=known.ties,
-        cut_by=known.cut_by,
-        side_files=not known.single_file,
-        lacks=tuple(name for name in dtypes.BY_NAME if not known.holds(name)),
-    )
+    choices = [OPTIONS[name] for name in sorted(known.choices)]
+    written = None
+    if isinstance(known, WritableFormat):
+        choices += [FAMILY] if known.parallel else []
+        written = Written(
+            directory=not known.single_file,
+            leaves=known.nested,
+            ties=known.ties,
+            cut_by=known.cut_by,
+            side_files=not known.single_file,
+            lacks=tuple(name for name in dtypes.BY_NAME if not known.holds(name)),
+        )
+    return KnownFormat(known, package, tuple(Choice(*texts) for texts in choices), written)

@@ -16,9 +16,9 @@ from ckptctl import families, formats
 from ckptctl.catalog import Catalog, Computed, Input, TensorEntry, computed_name
 from ckptctl.errors import MappingError, RefusedError, UsageError, spell_option
 from ckptctl.formats.base import WritableFormat
-from ckptctl.ops.adapter_targets import TARGETS
 from ckptctl.ops.adapters import (
     SINGLE,
+    TARGETS,
     Settings,
     check_magnitudes,
     described,
@@ -35,9 +35,8 @@ from ckptctl.ops.conversion.draft import Draft
 from ckptctl.ops.conversion.options import ConversionOptions, MergeOptions
 from ckptctl.ops.conversion.plan import ConversionPlan, ConversionResult
 from ckptctl.ops.destinations import replaceable, require_destination
-from ckptctl.ops.expert_adapters import has_stacks, with_experts
+from ckptctl.ops.expert_adapters import changes, has_stacks, targets, with_experts, without
 from ckptctl.ops.expert_stacks import stack_keys, stacked, stacks
-from ckptctl.ops.parameter_adapters import changes, targets, without
 from ckptctl.ops.recognition.layout_change import chosen_family
 from ckptctl.ops.recognition.model import Model, Request, require_one, understand
 from ckptctl.ops.recognition.roots import select
@@ -84,10 +83,7 @@ class MergePlan(Result):
 
 
 def plan_merge(
-    base: str | Path,
-    adapter: str | Path,
-    dst: str | Path,
-    options: MergeOptions,
+    base: str | Path, adapter: str | Path, dst: str | Path, options: MergeOptions
 ) -> MergePlan:
     """Decide everything about a merge; without ``to`` in *options* the model's format is kept."""
     with families.using(options.converter):
@@ -205,9 +201,16 @@ class Merging:
             saved = _region(whole.entry, of.origin, held[key].shape)
             made[key] = rearranged(whole.root, saved)
         for key, virtual in made.items():
-            name = computed_name(f"{base[held[key].name].name}+lora")
+            entry = base[held[key].name]
+            name = computed_name(f"{entry.name}+lora")
             computed[name] = virtual
-            tensors[held[key].name] = _virtual_entry(base[held[key].name], virtual, name)
+            tensors[held[key].name] = replace(
+                entry,
+                dtype=virtual.dtype,
+                shape=virtual.shape,
+                extents=(virtual.extent(name),),
+                alias_of=None,
+            )
         notes = (*catalog.notes, *(f"adapter: {note}" for note in self.adapter.notes))
         return replace(catalog, tensors=tensors, computed=computed, notes=notes)
 
@@ -224,12 +227,7 @@ class Merging:
             alpha = self.options.lora_alpha
             self.settings = settings(self.config, alpha, scaling, carries=SINGLE)
 
-    def _deltas(
-        self,
-        layers: Catalog,
-        family: Family,
-        known: Model,
-    ) -> Deltas:
+    def _deltas(self, layers: Catalog, family: Family, known: Model) -> Deltas:
         adapter = understand(layers, known.documents, Request(family.name))
         require_one(adapter)
         self.layout, self.root = adapter.layout or "", adapter.root
@@ -311,10 +309,7 @@ class Merging:
         return Computed("dora_bias", dtype, bias.entry.shape, inputs, arguments=arguments)
 
     def _inputs(
-        self,
-        changes: Sequence[Delta],
-        factors: Mapping[str, Input],
-        computed: dict[str, Computed],
+        self, changes: Sequence[Delta], factors: Mapping[str, Input], computed: dict[str, Computed]
     ) -> tuple[dict[str, Input], tuple[Change, ...]]:
         """Return what *changes* read of the adapter, and what the kind has to know of them.
 
@@ -399,8 +394,3 @@ def _region(entry: TensorEntry, origin: tuple[int, ...], shape: tuple[int, ...])
     for index in origin[:lead]:
         found = found.select(0, index)
     return found
-
-
-def _virtual_entry(entry: TensorEntry, virtual: Computed, file: str) -> TensorEntry:
-    extents = (virtual.extent(file),)
-    return replace(entry, dtype=virtual.dtype, shape=virtual.shape, extents=extents, alias_of=None)

@@ -10,7 +10,7 @@ from ckptctl import families
 from ckptctl.ops.options import ModelsOptions
 from ckptctl.options import among
 from ckptctl.planner.families.declarations import Signs, spellings
-from ckptctl.planner.families.tables import Leaf, Tensor, show_dims
+from ckptctl.planner.families.tables import Tensor, show_dims
 from ckptctl.planner.layouts import HF, Family, Layout
 from ckptctl.results import Inline, JsonField, Result, or_none
 
@@ -263,24 +263,21 @@ def _rows(family: Family, layout: Layout) -> Iterator[Row]:
         for logical, _ in stored.parts
     }
     for name, leaf in layout.leaves.items():
-        yield _row(family.tensors[name], leaf, parts[name])
-
-
-def _row(tensor: Tensor, leaf: Leaf, parts: tuple[str, ...]) -> Row:
-    return Row(
-        _plain(tensor),
-        leaf.key.text,
-        show_dims(leaf.dims),
-        leaf.part,
-        parts if leaf.part is not None else (),
-        leaf.along,
-        leaf.within,
-        leaf.plus,
-        leaf.spread,
-        tensor.split,
-        tensor.optional,
-        tensor.variant,
-    )
+        tensor = family.tensors[name]
+        yield Row(
+            _plain(tensor),
+            leaf.key.text,
+            show_dims(leaf.dims),
+            leaf.part,
+            parts[name] if leaf.part is not None else (),
+            leaf.along,
+            leaf.within,
+            leaf.plus,
+            leaf.spread,
+            tensor.split,
+            tensor.optional,
+            tensor.variant,
+        )
 
 
 def _plain(tensor: Tensor) -> str:

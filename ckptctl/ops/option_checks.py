@@ -238,8 +238,7 @@ def thread_count(value: int) -> int:
     """Refuse anything but a number of threads that a machine can start."""
     if positive(value) > MOST_THREADS:
         raise UsageError(
-            f"cannot use {counted(value, 'thread')}",
-            why=f"the maximum is {MOST_THREADS}",
+            f"cannot use {counted(value, 'thread')}", why=f"the maximum is {MOST_THREADS}"
         )
     return value
 

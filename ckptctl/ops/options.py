@@ -348,8 +348,7 @@ class ModelsOptions(Options):
     """Which model types are listed; see ``ckptctl models --help``."""
 
     family: Annotated[
-        str | None,
-        Argument("Model type to show in detail.", metavar="NAME", offers=model_types),
+        str | None, Argument("Model type to show in detail.", metavar="NAME", offers=model_types)
     ] = field(default=None, kw_only=False)
     layout: Annotated[str | None, layout("Show only model types and tables of this layout.")] = None
     converter: Converter = None

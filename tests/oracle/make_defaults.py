@@ -6,6 +6,7 @@ that follows from other facts, as the number of key/value heads does in many mod
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Iterator, Mapping
 from copy import deepcopy
 from pathlib import Path
@@ -15,8 +16,8 @@ import transformers
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from ckptctl.families import families
+from ckptctl.planner.configs.contradictions import LIMITED
 from ckptctl.planner.configs.formulas import names_in
-from ckptctl.planner.configs.limits import LIMITED
 from ckptctl.planner.families.declarations import spellings
 from tests.checkpoints.golden import Golden, family_of, names
 
@@ -31,6 +32,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+# One paragraph for each model type, as a table: formatted, it would have 800 lines.
+# fmt: off
 DEFAULTS: Mapping[str, Mapping[str, int]] = {{
 '''
 
@@ -96,15 +99,16 @@ def as_python(config: Config) -> dict[str, Any]:
 
 def text() -> str:
     """Return the module."""
-    lines = [HEAD.format(version=".".join(transformers.__version__.split(".")[:2]))]
+    blocks = [HEAD.format(version=".".join(transformers.__version__.split(".")[:2]))]
     for kind, own in found().items():
-        lines.append(f'    "{kind}": {{\n')
-        lines += [f'        "{name}": {value},\n' for name, value in own.items()]
-        lines.append("    },\n")
-    lines.append(
+        # No line is wrapped at such a blank: each name stays with its size.
+        entry = f"{kind!r}: {own},".replace("'", '"').replace(": ", ":\xa0")
+        lines = textwrap.fill(entry, 100, initial_indent=" " * 4, subsequent_indent=" " * 8)
+        blocks.append(lines.replace("\xa0", " ") + "\n")
+    blocks.append(
         '}\n"""Of those that differ from model type to model type, none follows from others."""\n'
     )
-    return "".join(lines)
+    return "".join(blocks)
 
 
 if __name__ == "__main__":

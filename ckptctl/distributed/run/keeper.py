@@ -15,14 +15,20 @@ from ckptctl.distributed.run.finals import Finals, Finished
 from ckptctl.distributed.saving.destination import sweep_left
 from ckptctl.errors import CkptError, RefusedError, listed
 from ckptctl.formats.sidecar_files import SIDECAR
-from ckptctl.ops.runs.discard import plan_delete, plan_discard
 from ckptctl.ops.runs.entries import RunEntry, entries, entry_at, is_run
 from ckptctl.ops.runs.health import Checkpoint, examine, metrics
 from ckptctl.ops.runs.listing import read_run
 from ckptctl.ops.runs.names import parse
 from ckptctl.ops.runs.newest import newest
 from ckptctl.ops.runs.notes import encoded, run_record
-from ckptctl.ops.runs.removal import PruneResult, Trainer, plan_prune, run_prune
+from ckptctl.ops.runs.removal import (
+    PruneResult,
+    Trainer,
+    plan_delete,
+    plan_discard,
+    plan_prune,
+    run_prune,
+)
 from ckptctl.planner.lineage import Lineage
 from ckptctl.planner.retention import Policy
 from ckptctl.storage.paths import real_path

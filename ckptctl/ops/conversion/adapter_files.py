@@ -10,8 +10,17 @@ from dataclasses import replace
 from ckptctl import families
 from ckptctl.errors import MappingError, RefusedError, UnsupportedError, UsageError, spell_option
 from ckptctl.formats.peft import CONFIG as ADAPTER_CONFIG
-from ckptctl.ops.adapter_targets import TARGETS, WEIGHT, target_modules_of_layers
-from ckptctl.ops.adapters import SINGLE, TRAINED, Settings, described, matching, settings
+from ckptctl.ops.adapters import (
+    SINGLE,
+    TARGETS,
+    TRAINED,
+    WEIGHT,
+    Settings,
+    described,
+    matching,
+    settings,
+    target_modules_of_layers,
+)
 from ckptctl.ops.conversion.assets import Assets
 from ckptctl.ops.conversion.config_files import dumped
 from ckptctl.ops.conversion.draft import Draft

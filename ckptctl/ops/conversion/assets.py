@@ -11,12 +11,7 @@ from ckptctl.catalog import Catalog
 from ckptctl.errors import CkptError, SourceNotFoundError, UsageError, listed, spell_option
 from ckptctl.formats.base import WritableFormat
 from ckptctl.formats.rank_files import CONFIGURATION
-from ckptctl.formats.sidecar_files import (
-    QUANTIZATION,
-    beside,
-    documents,
-    left_behind,
-)
+from ckptctl.formats.sidecar_files import QUANTIZATION, beside, documents, left_behind
 from ckptctl.notes import Notes
 from ckptctl.ops.recognition.agreement import of_checkpoint
 from ckptctl.ops.recognition.model import Description
@@ -142,11 +137,7 @@ def _existing(root: Path) -> Path:
     return root
 
 
-def gather(
-    catalog: Catalog,
-    directory: str | Path | None,
-    globs: Sequence[str] = (),
-) -> Assets:
+def gather(catalog: Catalog, directory: str | Path | None, globs: Sequence[str] = ()) -> Assets:
     """The checkpoint's side files, those of ``--assets`` instead where it has them."""
     assets, roots = _own(catalog), [path_at(catalog.root)]
     if directory is not None:

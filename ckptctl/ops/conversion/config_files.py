@@ -14,10 +14,9 @@ from ckptctl.ops.conversion.contents import in_checkpoint, main_dtype
 from ckptctl.ops.conversion.draft import Draft
 from ckptctl.ops.recognition.agreement import MEGATRON
 from ckptctl.ops.recognition.quantized import unsaid
-from ckptctl.planner.configs.alone import for_layout
-from ckptctl.planner.configs.earlier import with_earlier_spelling
 from ckptctl.planner.configs.facts import Json, plain
 from ckptctl.planner.configs.megatron import longest, megatron_to_config, merged
+from ckptctl.planner.configs.mlx import for_layout, with_earlier_spelling
 from ckptctl.planner.configs.params import assumed, config_to_params, params_to_config
 from ckptctl.planner.families.declarations import spelled
 from ckptctl.planner.layouts import BASE, HF, MLX
@@ -39,21 +38,21 @@ def config_files(draft: Draft) -> Draft:
     plain = draft.quantization.plain if draft.quantization else draft.tensors
     dtype = main_dtype([tensor for tensor in plain if tensor.name in own])
     written = _written(assets, target, change, draft.ranks, dtype, cast)
+    config = written.get(CONFIG, assets.documents.get(CONFIG))
     if options.to_layout == MLX:
-        written |= _for_mlx(written.get(CONFIG), assets.documents.get(CONFIG), change)
+        spelled_earlier = with_earlier_spelling(config or {}, change.family)
+        if spelled_earlier != (config or {}):
+            written[CONFIG] = config = spelled_earlier
     if draft.quantization:
-        known = json.loads(written[CONFIG]) if CONFIG in written else assets.documents.get(CONFIG)
-        written[CONFIG] = dumped(draft.quantization.described(known))
+        written[CONFIG] = draft.quantization.described(config)
     if target.name == "hf":
         draft.notes.add(*_about_transformers(draft, written))
         if not draft.quantization:
-            stated = (
-                json.loads(written[CONFIG]) if CONFIG in written else assets.documents.get(CONFIG)
-            )
-            draft.notes.add(*unsaid(draft.inputs, stated, assets.sizes))
+            draft.notes.add(*unsaid(draft.inputs, config, assets.sizes))
     if target.described and PARAMS not in written:
         raise _no_params(target.name, change)
-    return replace(draft, written=written, copies=tuple(assets.copies(written)))
+    contents = {name: dumped(document) for name, document in written.items()}
+    return replace(draft, written=contents, copies=tuple(assets.copies(written)))
 
 
 def _about_transformers(draft: Draft, written: Collection[str]) -> tuple[str, ...]:
@@ -127,41 +126,29 @@ def _written(
     ranks: int,
     dtype: str | None,
     cast: bool,
-) -> dict[str, bytes]:
+) -> dict[str, Json]:
+    """Return the documents that an output gets, those of the source aside that hold for it."""
     config, params = assets.documents.get(CONFIG), assets.documents.get(PARAMS)
-    written: dict[str, bytes] = {}
+    written: dict[str, Json] = {}
     if config is not None:
         changed = resized(_untied(_with_dtype(config, dtype) if cast else config, change), change)
         changed = for_layout(changed, change.family, change.target_layout)
         if changed != config or CONFIG not in assets.sizes or CONFIG in assets.changed:
-            written[CONFIG] = dumped(changed)
-    if target.name == "hf" and config is None and params is not None and change.family:
-        made = params_to_config(
-            change.family, params, change.sizes or {}, tied=change.tied, dtype=dtype
-        )
-        written[CONFIG] = dumped(made)
-    recorded = (
-        _recorded(assets) if target.name == "hf" and config is None and params is None else {}
-    )
-    if recorded and change.family and change.family.megatron:
-        made = megatron_to_config(
-            change.family, recorded, change.sizes or {}, tied=change.tied, dtype=dtype
-        )
-        written[CONFIG] = dumped(resized(made, change))
+            written[CONFIG] = changed
+    elif target.name == "hf" and change.family:
+        family, sizes, recorded = change.family, change.sizes or {}, _recorded(assets)
+        if params is not None:
+            written[CONFIG] = params_to_config(family, params, sizes, tied=change.tied, dtype=dtype)
+        elif recorded and family.megatron:
+            made = megatron_to_config(family, recorded, sizes, tied=change.tied, dtype=dtype)
+            written[CONFIG] = resized(made, change)
     if target.name == "dcp" and params is not None:
-        written[PARAMS] = dumped(params)
+        written[PARAMS] = params
     if target.described:
         found = _params(config, params, change, ranks)
         if found is not None:
-            written[PARAMS] = dumped(found)
+            written[PARAMS] = found
     return written
-
-
-def _for_mlx(written: bytes | None, config: Json | None, change: Change) -> dict[str, bytes]:
-    """Return config.json as mlx-lm's models read it, where that is not what there is."""
-    known: Json = json.loads(written) if written else config or {}
-    wanted = with_earlier_spelling(known, change.family)
-    return {CONFIG: dumped(wanted)} if wanted != known else {}
 
 
 def _recorded(assets: Assets) -> Json:

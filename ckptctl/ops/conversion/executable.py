@@ -14,7 +14,7 @@ from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 
-from ckptctl import __version__, dtypes
+from ckptctl import dtypes
 from ckptctl.catalog import MANIFEST, Computed, made_of
 from ckptctl.errors import RefusedError, spell_option
 from ckptctl.formats.base import Output, OutputTensor, Place, copied, document
@@ -32,6 +32,7 @@ from ckptctl.planner.plan import (
     Record,
     Transfer,
 )
+from ckptctl.version import __version__
 
 
 def build_plan(draft: Draft) -> Plan:

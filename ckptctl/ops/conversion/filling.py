@@ -11,7 +11,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from ckptctl import families, formats
-from ckptctl.catalog import Catalog, Computed, TensorEntry, computed_name, reached
+from ckptctl.catalog import Catalog, Computed, TensorEntry, computed_name, is_computed, reached
+from ckptctl.columns import files_of
 from ckptctl.errors import (
     CkptError,
     HomelessError,
@@ -23,13 +24,11 @@ from ckptctl.errors import (
 )
 from ckptctl.formats.sidecar_files import DOCUMENTS
 from ckptctl.notes import Notes
-from ckptctl.ops.conversion.assets import CONFIG
+from ckptctl.ops.conversion.assets import CONFIG, Assets
 from ckptctl.ops.conversion.contents import in_checkpoint, main_dtype
 from ckptctl.ops.conversion.draft import Draft
-from ckptctl.ops.conversion.inner_model import as_part_of
 from ckptctl.ops.conversion.leaves import container
 from ckptctl.ops.conversion.options import ConversionOptions
-from ckptctl.ops.conversion.renaming import in_layout, renamed, with_label
 from ckptctl.ops.destinations import replaceable, require_destination
 from ckptctl.ops.recognition.agreement import disagreements
 from ckptctl.ops.recognition.layout_change import (
@@ -41,14 +40,18 @@ from ckptctl.ops.recognition.layout_change import (
 from ckptctl.ops.recognition.model import Description, Model, Request, require_one, understand
 from ckptctl.ops.recognition.quantized import advised, dequantized, glanced, quantized
 from ckptctl.ops.recognition.roots import unwrapped
+from ckptctl.ops.sources import located
 from ckptctl.planner.configs.contradictions import switched
-from ckptctl.planner.configs.facts import Json, does_without, fact_of, is_tied
+from ckptctl.planner.configs.facts import Json, does_without, fact_of, is_tied, read_sizes
+from ckptctl.planner.copying.blocks import rearranged
 from ckptctl.planner.families.declarations import looked_up, spellings
 from ckptctl.planner.layouts import HF, Family, is_base
+from ckptctl.planner.mapping.detect import configured
+from ckptctl.planner.mapping.inner import ALONE, with_names_of
 from ckptctl.planner.mapping.mapped import MappedTensor, stored_shapes
 from ckptctl.planner.mapping.matching import Matched, match
-from ckptctl.planner.mapping.strided_views import by_target
-from ckptctl.planner.mapping.tensors import Change
+from ckptctl.planner.mapping.strided_views import as_strided, by_target
+from ckptctl.planner.mapping.tensors import Change, map_tensors
 from ckptctl.units import counted
 
 PREDICTED = (
@@ -421,3 +424,153 @@ def _quantized_parts(catalog: Catalog) -> dict[str, str]:
 def _file_of(key: str) -> str:
     """Return the virtual file of a tensor of the base, by its key in the source's layout."""
     return computed_name(f"fill/{key}")
+
+
+# ----------------------------------------- a text model as a part of the model that sees pictures
+
+
+def as_part_of(
+    catalog: Catalog, assets: Assets, options: ConversionOptions, whole: Family
+) -> tuple[Catalog, Assets, Model, dict[str, str]] | None:
+    """Return a text model under the names that it has in *whole*, and as what it is known then.
+
+    Returns:
+        The last are the names that its tensors had. None: it is no such part, or the configuration
+        that counts is not that of *whole*.
+    """
+    config = assets.documents.get(CONFIG)
+    module = spellings(whole.sizes.get("d", ("", ""))[0])[0].rpartition(".")[0]
+    inner = looked_up(config or {}, module) if module else None
+    if config is None or not isinstance(inner, dict):
+        return None
+    if whole.name not in configured(families.families(), config):
+        return None
+    own = {k: one for k, one in catalog.documents.items() if k == CONFIG} or {CONFIG: inner}
+    known = understand(catalog, own, Request(None, options.from_layout, options.root))
+    part = families.families().get(known.model_type or "")
+    if part is None or known.layout is None:
+        return None
+    if part.name not in configured(families.families(), inner):
+        return None
+    joint = with_names_of(part, known.layout, whole, HF)
+    if joint is None:
+        return None
+    shapes = {name: entry.shape for name, entry in known.tensors.items()}
+    sizes = read_sizes(part, inner)
+    change = map_tensors(joint, ALONE, HF, shapes, sizes, partial=True, tied=False)
+    catalog, origins = renamed(catalog, change, known.root)
+    described = tuple(_nested(one, config, module) for one in assets.described)
+    request = Request(whole.name, None, known.root.rstrip(".") or ".", options.sizes)
+    found = understand(catalog, assets.documents, request)
+    return catalog, replace(assets, described=described), replace(found, layout=HF), origins
+
+
+def _nested(file: Description, config: Json, module: str) -> Description:
+    """Return what the text model's own config.json says, as that of the whole would say it."""
+    if (
+        file.name != CONFIG
+        or file.assets
+        or file.content.get("model_type") == config.get("model_type")
+    ):
+        return file
+    return replace(file, content={**config, module: file.content})
+
+
+# --------------------------------------- other names and layouts, for which nothing is copied
+
+
+def renamed(catalog: Catalog, change: Change, root: str) -> tuple[Catalog, dict[str, str]]:
+    """Return *catalog* with its model called as *change* calls it; nothing is copied for that.
+
+    Returns:
+        What tensors that are the same under another name were called, beside the catalog.
+
+    Raises:
+        MappingError: The change leaves out or makes tensors, which has to be proven.
+    """
+    if change.must_be_zero or change.must_equal or change.zeros or change.dropped:
+        raise MappingError(
+            f"cannot rename the source for {spell_option('--fill-from')} without dropping or "
+            "adding tensors",
+            where=catalog.path,
+            why=f"converting {change.source_layout} to {change.target_layout} drops or adds "
+            f"{listed([*change.dropped, *change.must_be_zero, *(z.key for z in change.zeros)], 2)}",
+            hint=f"convert the source with {spell_option(f'--to-layout {change.target_layout}')} "
+            "first",
+        )
+    mapped = list(in_checkpoint(change.tensors, root, root))
+    parts, summed = by_target(mapped), with_sums(catalog, mapped)
+    files = in_layout(
+        summed, {key: some for key, some in parts.items() if not _keeps_bytes(catalog, some)}
+    )
+    entries: dict[str, TensorEntry] = {}
+    origins: dict[str, str] = {}
+    computed = dict(summed.computed)
+    for key, some in parts.items():
+        entry = catalog.tensors[some[0].sources[0].key]
+        head, prefix = container(entry.path, root)
+        path = (*head, key.removeprefix(prefix))
+        if key in files:
+            name = computed_name(f"{change.target_layout}/{key}")
+            computed[name] = files[key]
+            entries[key] = files[key].entry(key, path, name)
+        else:
+            entries[key] = replace(entry, name=key, path=path, alias_of=None)
+            origins[key] = entry.name
+    gone = {view.key for one in mapped for view in one.sources}
+    rest = {name: one for name, one in catalog.tensors.items() if name not in gone}
+    return replace(catalog, tensors={**entries, **rest}, computed=computed), origins
+
+
+def _keeps_bytes(catalog: Catalog, mapped: Sequence[MappedTensor]) -> bool:
+    """Return whether a tensor is one of the source's under another name."""
+    first, *others = mapped
+    return (
+        not others and first.renames and first.axes == catalog.tensors[first.sources[0].key].shape
+    )
+
+
+def in_layout(catalog: Catalog, parts: Mapping[str, Sequence[MappedTensor]]) -> dict[str, Computed]:
+    """Return virtual files with tensors of another layout, by key.
+
+    Args:
+        catalog: The source.
+        parts: What each tensor consists of.
+    """
+    names = dict.fromkeys(
+        view.key for some in parts.values() for one in some for view in one.sources
+    )
+    entries = located(catalog, names).tensors
+    return {
+        key: rearranged(catalog.root, as_strided(some, key, entries)) for key, some in parts.items()
+    }
+
+
+def with_label(catalog: Catalog, label: str) -> Catalog:
+    """Return *catalog* with a label in the names of its virtual files, so that no others have them.
+
+    Args:
+        catalog: No virtual file of it is a rearranged tensor.
+        label: What the names begin with.
+    """
+    if not catalog.computed:
+        return catalog
+
+    def labeled(entry: TensorEntry) -> TensorEntry:
+        if not any(map(is_computed, files_of(entry.extents))):
+            return entry
+        extents = (
+            replace(one, file=computed_name(label + one.file)) if is_computed(one.file) else one
+            for one in entry.extents
+        )
+        return replace(entry, extents=tuple(extents))
+
+    computed = {
+        computed_name(label + name): replace(
+            made,
+            inputs={r: replace(one, entry=labeled(one.entry)) for r, one in made.inputs.items()},
+        )
+        for name, made in catalog.computed.items()
+    }
+    tensors = {name: labeled(entry) for name, entry in catalog.tensors.items()}
+    return replace(catalog, tensors=tensors, computed=computed)

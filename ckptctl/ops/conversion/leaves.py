@@ -50,11 +50,7 @@ def inside_model(
 
 
 def _add(
-    blob: Blob,
-    path: Path,
-    leaf: object,
-    tensors: dict[str, TensorEntry],
-    blobs: dict[str, Blob],
+    blob: Blob, path: Path, leaf: object, tensors: dict[str, TensorEntry], blobs: dict[str, Blob]
 ) -> None:
     name = join(path)
     if name in tensors or name in blobs:

@@ -179,8 +179,7 @@ class WriteOptions(opt.ModelOptions, opt.SourceOptions, _From):
         bool, Option("Compare all copies of the same elements before writing.", panel="Safety")
     ] = False
     overwrite: Annotated[
-        bool,
-        Option("Replace the destination if it is a checkpoint.", panel="Safety", brief=True),
+        bool, Option("Replace the destination if it is a checkpoint.", panel="Safety", brief=True)
     ] = False
     resume: Annotated[
         bool,
@@ -272,9 +271,7 @@ class _MergedTo(Options):
     scaling: Annotated[
         float | None,
         Option(
-            "Scale of the adapter, instead of alpha / rank.",
-            metavar="FACTOR",
-            check=checks.factor,
+            "Scale of the adapter, instead of alpha / rank.", metavar="FACTOR", check=checks.factor
         ),
     ] = None
 

@@ -37,7 +37,7 @@ from ckptctl.ops.recognition.quantized import dequantized, glanced
 from ckptctl.ops.recognition.roots import unmatched, unwrapped
 from ckptctl.ops.sources import leaf_values, open_source
 from ckptctl.ops.verification.structure import is_about_unread, of_index
-from ckptctl.storage.paths import path_at, require_answers, shown
+from ckptctl.storage.paths import path_at, require_answers, shown, source_path
 from ckptctl.storage.remote.writing import UnfinishedError
 from ckptctl.storage.threads import Watch, unwatched
 from ckptctl.verdict import Verdict, decide_verdict, drop_structure_claim, worst_verdict
@@ -106,12 +106,34 @@ def _run(path: str | Path, *, recognized: bool) -> Inspection | None:
 
     Where *path* was recognized as a checkpoint, it is one of checkpoints only by their names.
     """
-    from ckptctl.ops.inspection.run import overview  # which verifies each
-
     if (found := overview(path)) or recognized:
         return found
     members = tuple(_member(one, path) for one in formats.list_run(formats.existing(path)))
     return Inspection.of_members(shown(path), members) if members else None
+
+
+def overview(path: str | Path) -> Inspection | None:
+    """Describe the run that *path* is.
+
+    None: it is a checkpoint itself, or none in it is named as in a run.
+    """
+    from ckptctl.ops.runs.entries import is_run
+    from ckptctl.ops.runs.listing import read_run  # which verifies each
+
+    root = source_path(path)
+    if not is_run(root) or formats.sniff(root):
+        return None
+    run = read_run(root)
+    members = []
+    for one in run.checkpoints:
+        problems = () if one.complete else (one.problem,)
+        size = 0, 0
+        with suppress(CkptError, OSError):
+            catalog = formats.open_checkpoint(one.path)
+            size = len(catalog.tensors), catalog.nbytes
+        told = one.verdict, one.read_failed
+        members.append(Member(str(one.path), one.format, *size, problems, *told))
+    return Inspection.of_members(shown(path), tuple(members), run)
 
 
 def require_one(found: Inspection, asked: Sequence[str]) -> None:

@@ -143,8 +143,7 @@ class Inspection(
         ),
     ] = field(default_factory=dict)
     assets: Annotated[
-        Mapping[str, int],
-        JsonField("sidecar files: configuration, tokenizer, ...", to=in_order),
+        Mapping[str, int], JsonField("sidecar files: configuration, tokenizer, ...", to=in_order)
     ] = field(default_factory=dict)
     metadata: Annotated[
         Mapping[str, str],
@@ -156,8 +155,7 @@ class Inspection(
         JsonField("quantized tensors, by dequantized name"),
     ] = field(default_factory=dict)
     dequantizable: Annotated[
-        bool,
-        JsonField("whether tensors are quantized and `--dequantize` supports all of them"),
+        bool, JsonField("whether tensors are quantized and `--dequantize` supports all of them")
     ] = False
     checkpoints: Annotated[
         tuple[Member, ...], JsonField("checkpoints of a run folder, in natural order")

@@ -24,8 +24,7 @@ class ExtractedLayer(Result):
         ),
     ]
     change: Annotated[
-        float,
-        JsonField("Frobenius norm of the change, divided by that of the base weight"),
+        float, JsonField("Frobenius norm of the change, divided by that of the base weight")
     ]
 
 

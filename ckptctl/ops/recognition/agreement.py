@@ -18,6 +18,7 @@ from ckptctl.planner.configs.contradictions import (
     Statement,
     contradictions,
     differences,
+    exceeded,
     of_config,
     of_sizes,
     of_tensors,
@@ -27,7 +28,6 @@ from ckptctl.planner.configs.contradictions import (
 from ckptctl.planner.configs.fact_names import TOLD
 from ckptctl.planner.configs.facts import Json, fact_of
 from ckptctl.planner.configs.layer_kinds import misfitting, misplaced, uncounted_kinds
-from ckptctl.planner.configs.limits import exceeded
 from ckptctl.planner.configs.params import of_params
 from ckptctl.planner.configs.rope import facts
 from ckptctl.planner.configs.tensor_facts import Tensors, of_shapes

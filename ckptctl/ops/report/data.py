@@ -11,7 +11,7 @@ from ckptctl.catalog import Box, Finding
 from ckptctl.errors import CkptError
 from ckptctl.ops.comparison.result import Difference, Side
 from ckptctl.ops.inspection.result import Inspection, TensorInfo
-from ckptctl.ops.recognition.parts import Part
+from ckptctl.ops.recognition.roots import Part
 from ckptctl.ops.verification.result import Verification
 from ckptctl.results import Inline, JsonField, Result, count
 
@@ -81,10 +81,7 @@ class ListedTensor:
     """A tensor, and where its files stand in the list of files."""
 
     info: Annotated[TensorInfo, Inline()]
-    part: Annotated[
-        Part,
-        JsonField("`model`, `optimizer`, `scheduler`, `loader` or `rest`"),
-    ]
+    part: Annotated[Part, JsonField("`model`, `optimizer`, `scheduler`, `loader` or `rest`")]
     missing: Annotated[int, JsonField("number of missing boxes of the tensor")]
     missing_bytes: Annotated[
         int | None,
@@ -95,8 +92,7 @@ class ListedTensor:
         JsonField("stored boxes; `file` is null for boxes that are computed on read"),
     ]
     holes: Annotated[
-        list[ListedChunk],
-        JsonField("missing boxes; `file` is null if their file is unknown"),
+        list[ListedChunk], JsonField("missing boxes; `file` is null if their file is unknown")
     ]
 
 
@@ -289,21 +285,17 @@ class Report(
         ),
     ]:
         """Return the difference with lists no longer than there is room for."""
-        return self.difference and _bounded(self.difference, self.differences)
+        found, limit = self.difference, self.differences
+        return found and replace(
+            found,
+            a=_bounded(found.a, limit),
+            b=_bounded(found.b, limit),
+            tensors=found.tensors[:limit],
+            leaves=found.leaves[:limit],
+        )
 
 
-def _bounded(found: Difference, limit: int) -> Difference:
-    """Return a difference with lists no longer than *limit*."""
-    return replace(
-        found,
-        a=_bounded_side(found.a, limit),
-        b=_bounded_side(found.b, limit),
-        tensors=found.tensors[:limit],
-        leaves=found.leaves[:limit],
-    )
-
-
-def _bounded_side(side: Side, limit: int) -> Side:
+def _bounded(side: Side, limit: int) -> Side:
     return replace(
         side,
         only=side.only[:limit],

@@ -24,7 +24,7 @@ from ckptctl.ops.comparison.options import DiffOptions
 from ckptctl.ops.comparison.result import Difference
 from ckptctl.ops.inspection.inspect import describe, measured, select, stored
 from ckptctl.ops.inspection.result import Inspection, TensorInfo
-from ckptctl.ops.recognition.parts import part_of
+from ckptctl.ops.recognition.roots import part_of
 from ckptctl.ops.report.data import (
     Chunk,
     ChunkMap,
@@ -79,10 +79,7 @@ def report(path: str | Path, options: ReportOptions, progress: Watch = unwatched
     if other is None:
         _require_no_comparison(options)
     sources = [one for one in (path, other) if one]
-    with (
-        families.using(options.converter),
-        written(output, sources, options.overwrite) as write,
-    ):
+    with families.using(options.converter), written(output, sources, options.overwrite) as write:
         gathered = _gathered(path, options, progress, paired=other is not None)
         if other is not None:
             gathered = _compared(gathered, str(other), options, progress)
@@ -369,10 +366,7 @@ def _compared(about: Report, other: str, options: ReportOptions, progress: Watch
 
 def _other(path: str, options: ReportOptions) -> Summary:
     asked = replace(
-        options,
-        format=options.format_other,
-        weights=options.weights_other,
-        tag=options.tag_other,
+        options, format=options.format_other, weights=options.weights_other, tag=options.tag_other
     )
     return _summarized(path, asked, paired=True)[0]
 

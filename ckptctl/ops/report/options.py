@@ -70,6 +70,5 @@ class ReportOptions(ComparisonOptions, opt.SourceOptions, opt.FormatOptions):
         ),
     ] = None
     overwrite: Annotated[
-        bool,
-        Option("Replace the file if it is a ckptctl report.", panel="Safety", brief=True),
+        bool, Option("Replace the file if it is a ckptctl report.", panel="Safety", brief=True)
     ] = False

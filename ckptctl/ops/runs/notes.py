@@ -64,9 +64,13 @@ def run_record(folder: Path) -> RunRecord:
     except CkptError as error:
         return RunRecord(error=error)
     except OSError as error:
-        return RunRecord(error=StorageError(str(error.strerror or error)))
+        return RunRecord(error=_failure(error))
     except ValueError as error:
         return RunRecord(error=FormatError(str(error)))
+
+
+def _failure(error: OSError) -> StorageError:
+    return StorageError(str(error.strerror or error))
 
 
 def _lineage(said: Mapping[str, object]) -> Lineage:
@@ -122,7 +126,7 @@ def noted(path: Path) -> Noted:
     try:
         return _noted(path / BESIDE if path.is_dir() else path)
     except OSError as error:
-        return Noted(error=StorageError(str(error.strerror or error)))
+        return Noted(error=_failure(error))
 
 
 def stated_step(path: Path) -> int | None:
@@ -146,7 +150,7 @@ def _noted(file: Path) -> Noted:
     except CkptError as error:
         return Noted(error=error)
     except OSError as error:
-        return Noted(error=StorageError(str(error.strerror or error)))
+        return Noted(error=_failure(error))
 
 
 @lru_cache(maxsize=1024)
@@ -222,7 +226,7 @@ def trainer_state(folder: Path) -> Noted:
     except CkptError as error:
         return Noted(there=True, error=error)
     except OSError as error:
-        return Noted(there=True, error=StorageError(str(error.strerror or error)))
+        return Noted(there=True, error=_failure(error))
     except _CutError as error:  # it is not remembered: another try may succeed
         return error.state
 
@@ -237,7 +241,7 @@ def _read_state(path: Path, _: FileIdentity) -> Noted:
             rated = _pass(path, said)[1]
         return Noted(_best(said), rated, there=bool(said))
     except OSError as error:
-        cut: CkptError = StorageError(str(error.strerror or error))
+        cut: CkptError = _failure(error)
     except (ValueError, RecursionError) as error:
         cut = FormatError(str(error)[:300])
     raise _CutError(Noted(_best(said), error=cut, there=True))

@@ -54,9 +54,7 @@ class KeepOptions(Options):
     keep_closest: Annotated[
         int | None,
         Option(
-            "Keep the step closest to each multiple of K.",
-            metavar="K",
-            check=checks.at_least(0),
+            "Keep the step closest to each multiple of K.", metavar="K", check=checks.at_least(0)
         ),
     ] = None
     keep_within: Annotated[
@@ -94,9 +92,7 @@ class KeepOptions(Options):
     keep: Annotated[
         str | Sequence[str],
         Option(
-            "Keep checkpoints with matching names. Repeatable.",
-            metavar="GLOB",
-            check=checks.globs,
+            "Keep checkpoints with matching names. Repeatable.", metavar="GLOB", check=checks.globs
         ),
     ] = ()
 
@@ -125,10 +121,7 @@ class PruneOptions(KeepOptions):
 
     thin: Annotated[
         Literal["optimizer"] | None,
-        Option(
-            "Remove only the given part: optimizer. The weights are kept.",
-            metavar="PART",
-        ),
+        Option("Remove only the given part: optimizer. The weights are kept.", metavar="PART"),
     ] = None
     include_incomplete: Annotated[
         bool, Option("Remove damaged checkpoints as well.", panel="Select", brief=True)

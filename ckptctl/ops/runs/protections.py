@@ -25,14 +25,7 @@ from ckptctl.ops.runs.entries import entry_at
 from ckptctl.ops.runs.health import Checkpoint, health
 from ckptctl.ops.runs.names import is_last, parse
 from ckptctl.ops.runs.notes import LAST, TRAINER, noted, trainer_state
-from ckptctl.ops.runs.references import (
-    alike,
-    decoded,
-    linked,
-    mentioned,
-    names_a_step,
-    understood,
-)
+from ckptctl.ops.runs.references import alike, decoded, linked, mentioned, names_a_step, understood
 from ckptctl.planner.retention import NOT_TORN, WRITING, left_in
 
 POINTERS = {

@@ -8,7 +8,7 @@ commands and the manager of the training library both come here.
 from __future__ import annotations
 
 import time as clock
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -94,13 +94,9 @@ class PrunePlan(
         JsonField("names of other entries, except hidden ones; they are not touched", of="others"),
     ]
     decisions: Annotated[
-        tuple[PruneDecision, ...],
-        JsonField("decision for each checkpoint, by series and step"),
+        tuple[PruneDecision, ...], JsonField("decision for each checkpoint, by series and step")
     ]
-    thin: Annotated[
-        bool,
-        JsonField("whether only optimizer state is removed"),
-    ] = False
+    thin: Annotated[bool, JsonField("whether only optimizer state is removed")] = False
     leftovers: Annotated[
         tuple[str, ...],
         JsonField("files that an earlier run left in the trash; they are also removed"),
@@ -371,3 +367,69 @@ def _require_unchanged(decision: PruneDecision, protected: Protected) -> None:
     new = [pin for pin in protected.pinned if pin not in decision.checkpoint.pinned]
     if new:
         raise RefusedError(f"{new[0]} now names the checkpoint", where=str(entry.path))
+
+
+# ------------------------------------------------------------ given steps, whatever rules say
+
+
+def plan_discard(root: Path, series: str, step: int, now: float | None = None) -> PrunePlan:
+    """Decide what goes so that the run goes on from *step* as if nothing had come after it.
+
+    That are checkpoints with a higher step that are complete or torn. What is protected stays, and
+    the decision says why; what the run left behind goes.
+    """
+    return _plan_removal(root, series, lambda other: other > step, f"after step {step}", (), now)
+
+
+def plan_delete(root: Path, series: str, step: int, in_use: Collection[str] = ()) -> PrunePlan:
+    """Plan to remove the checkpoint of *step*, whatever rules say; *in_use* as in `plan_prune`.
+
+    Raises:
+        RefusedError: It is protected, or no other one is complete.
+    """
+    plan = _plan_removal(root, series, lambda other: other == step, f"step {step}", in_use)
+    for decision in plan.of("skip"):
+        if decision.checkpoint.step == step:
+            raise RefusedError(
+                "this checkpoint cannot be removed",
+                where=str(decision.checkpoint.path),
+                why="; ".join(decision.reasons),
+            )
+    if not plan.of("keep") and any(one.checkpoint.complete for one in plan.of("remove")):
+        raise RefusedError(
+            "the newest complete checkpoint cannot be removed",
+            where=str(plan.of("remove")[0].checkpoint.path),
+            why="there is no other checkpoint to resume from",
+            hint="remove the folder yourself if you want to delete it",
+        )
+    return plan
+
+
+def _plan_removal(
+    root: Path,
+    series: str,
+    meant: Callable[[int], bool],
+    why: str,
+    in_use: Collection[str] = (),
+    now: float | None = None,
+) -> PrunePlan:
+    """Plan to remove those of *meant* steps that are complete or torn, and not protected."""
+    real = require_root(root)
+    require_pointers(real)
+    run = read_run(real, now, series, in_use=in_use, branches=False, model=False)
+    decisions = [
+        _discarded(one, why)
+        if meant(one.step)
+        else PruneDecision(one, "keep" if one.counts else "skip", (f"not {why}",))
+        for one in run.checkpoints
+    ]
+    return plan_of(real, Policy(), run, decisions)
+
+
+def _discarded(checkpoint: Checkpoint, why: str) -> PruneDecision:
+    if checkpoint.pinned or checkpoint.exempt:
+        named = (f"named by {pin}" for pin in checkpoint.pinned)
+        return PruneDecision(
+            checkpoint, "skip", tuple(filter(None, (*named, checkpoint.aside, checkpoint.problem)))
+        )
+    return priced(Decision(checkpoint, "remove", (why,)))

@@ -187,9 +187,7 @@ class ShardPattern:
 
 
 def tables(
-    held: Sequence[Packed],
-    structures: Mapping[bytes, Structure],
-    known: Mapping[str, TensorMeta],
+    held: Sequence[Packed], structures: Mapping[bytes, Structure], known: Mapping[str, TensorMeta]
 ) -> tuple[list[Sequence[int]], list[Sequence[int]]]:
     """Return for each rank, by tensor, which of its sets of boxes it has and its first chunk."""
     order = {name: index for index, name in enumerate(known)}

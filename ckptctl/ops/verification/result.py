@@ -54,8 +54,7 @@ class Verification(
     files: Mapping[str, int] = field(default_factory=dict)
     verified: Mapping[str, int] = field(default_factory=dict)
     verified_tensors: Annotated[
-        int | None,
-        JsonField("number of tensors fully verified by checksums; null below `full`"),
+        int | None, JsonField("number of tensors fully verified by checksums; null below `full`")
     ] = None
     bytes_read: Annotated[
         int,

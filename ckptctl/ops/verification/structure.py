@@ -66,10 +66,7 @@ def may_be_zip(files: SourceFiles, name: str) -> bool:
 
 
 def _tiling(
-    catalog: Catalog,
-    entry: TensorEntry,
-    lost: Sequence[tuple[Box, str]],
-    unread: Sequence[str],
+    catalog: Catalog, entry: TensorEntry, lost: Sequence[tuple[Box, str]], unread: Sequence[str]
 ) -> Iterator[Finding]:
     if entry.unsupported:
         yield Finding("a tensor cannot be read", entry.unsupported, "unknown", tensor=entry.name)

@@ -11,6 +11,7 @@ import math
 import sys
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Literal
 
 from ckptctl.errors import listed, spell_option
 from ckptctl.planner.configs.fact_names import (
@@ -27,6 +28,7 @@ from ckptctl.planner.configs.facts import (
     MODULES,
     Json,
     axis_called,
+    default_of,
     defaults,
     fact_of,
     read_sizes,
@@ -199,6 +201,70 @@ def unsaid(statements: Iterable[Statement], other: Iterable[Statement]) -> list[
         for one in statements
         if one.stated and one.value not in (None, "", [], {}) and one.fact not in known
     ]
+
+
+# -------------------------------------- what counts of one config.json admit of each other
+
+EXPERTS = ("n_routed_experts", "num_experts", "num_local_experts")
+
+
+@dataclass(frozen=True, slots=True)
+class Limit:
+    """What a count may be, beside another one.
+
+    Attributes:
+        of: The names of the other one; the first that is stated counts.
+        kind: ``at most``: not more than the other; ``a divisor of``: it divides the other.
+        defaults: Whether it is compared where only one of the two is stated.
+    """
+
+    name: str
+    of: tuple[str, ...]
+    kind: Literal["at most", "a divisor of"]
+    defaults: bool = True
+
+
+LIMITS = (
+    Limit("num_key_value_heads", ("num_attention_heads",), "a divisor of", defaults=False),
+    Limit("num_experts_per_tok", EXPERTS, "at most"),
+    Limit("n_group", EXPERTS, "a divisor of"),
+    Limit("topk_group", ("n_group",), "at most"),
+)
+LIMITED = frozenset(name for one in LIMITS for name in (one.name, *one.of))
+"""The facts that take part."""
+
+
+def exceeded(config: Json, source: str, prefix: str = "") -> Iterator[Contradiction]:
+    """Yield the counts in a config.json, and in the objects in it, that others do not admit."""
+    for limit in LIMITS:
+        value, stated = _count(config, limit.name)
+        for name in limit.of:
+            other, other_stated = _count(config, name)
+            if not other:
+                continue
+            said = stated or other_stated if limit.defaults else stated and other_stated
+            if value is None or not said:
+                break
+            at_most = limit.kind == "at most"
+            if value > other if at_most else value <= 0 or other % value:
+                own = Statement(prefix + limit.name, value, source, stated)
+                shown = f"must be {limit.kind} {other} (`{prefix}{name}`)"
+                theirs = Statement(prefix + limit.name, None, source, other_stated, shown=shown)
+                yield Contradiction(prefix + limit.name, (own, theirs))
+            break
+    for key, inner in config.items():
+        if isinstance(inner, Mapping):
+            yield from exceeded(inner, source, f"{prefix}{key}.")
+
+
+def _count(config: Json, name: str) -> tuple[int | None, bool]:
+    """Return a count, or its default where it is not stated, and whether it is stated."""
+    value = config.get(name) if name in config else default_of(config, name)
+    known = isinstance(value, int) and not isinstance(value, bool) and value >= 0
+    return (int(str(value)) if known else None), name in config
+
+
+# ------------------------------------------------------------- the names of what is stated
 
 
 def _at_odds(config: Json, source: str, prefix: str = "") -> Iterator[Statement]:

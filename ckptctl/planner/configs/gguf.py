@@ -109,10 +109,14 @@ def described(
     Returns:
         None where the architecture is not known, or something of it is not understood.
     """
+
+    def refused(why: str) -> tuple[None, tuple[str]]:
+        return None, (f"{why}; config.json is not written",)
+
     name = str(metadata.get("general.architecture", ""))
     known = _architecture(name, metadata)
     if known is None:
-        return None, (f"GGUF architecture `{name}` is not supported; config.json is not written",)
+        return refused(f"GGUF architecture `{name}` is not supported")
     said = {key.removeprefix(f"{name}."): _shown(value) for key, value in metadata.items()}
     stated = (*KEYS, *known.facts, *TOKENS)
     config: Json = {
@@ -128,20 +132,18 @@ def described(
     names = [fact.config for fact in stated]
     silent = [name for name in names if name not in config and name not in ASSUMED]
     if silent:
-        return None, (f"the GGUF file does not state `{silent[0]}`; config.json is not written",)
+        return refused(f"the GGUF file does not state `{silent[0]}`")
     config = {**_assumed(config, known, tensors), **config}
     if known.scores:
         config["query_pre_attn_scalar"] = _scores(config, known.scores)
     strange = [name for name in names if name in config and not _is_number(config[name])]
     if strange:
         value = config[strange[0]]
-        layers = isinstance(value, list)
-        why = "differs from layer to layer" if layers else f"is {value!r}"
-        return None, (f"`{strange[0]}` {why} in the GGUF file; config.json is not written",)
+        why = "differs from layer to layer" if isinstance(value, list) else f"is {value!r}"
+        return refused(f"`{strange[0]}` {why} in the GGUF file")
     scaling = rope_of_gguf(config, said, factors)
     if scaling is None:
-        why = "the scaling of rotary frequencies in the GGUF file is not supported"
-        return None, (f"{why}; config.json is not written",)
+        return refused("the scaling of rotary frequencies in the GGUF file is not supported")
     more = {"rope_scaling": scaling} if scaling else {}
     return {**config, **more}, ("config.json is generated from the GGUF metadata",)
 

@@ -219,10 +219,7 @@ KINDS: Mapping[str, FactKind] = {
     "optional": FactKind(count, write=_some, null=True),
     # A count or 0, which Megatron-Core states as none.
     "tally": FactKind(
-        count,
-        lambda value, name, others: _some(value, name, others) or 0,
-        _some,
-        neutral=0,
+        count, lambda value, name, others: _some(value, name, others) or 0, _some, neutral=0
     ),
     # A number of which none is 1.
     "factor": FactKind(

@@ -106,12 +106,7 @@ def run_config(
 ) -> dict[str, object]:
     """Return what ``run_config.yaml`` says, by which Megatron-Bridge builds the model.
 
-    Args:
-        family: The model type.
-        config: config.json.
-        sizes: Axis sizes, solved from the tensors: they win.
-        padded: The rows of the embedding as it is stored; None: as many as the vocabulary has.
-        dtype: The element type of the weights.
+    It takes what :func:`arguments_of` does.
 
     Raises:
         MappingError: Bridge has no provider for the family, or config.json says what it cannot.

@@ -14,11 +14,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ckptctl import __version__
 from ckptctl.errors import CkptError, RefusedError, spell_option
 from ckptctl.storage.crc import is_digest_of
 from ckptctl.storage.remote.hub import LOGIN, HubUrl, hub_errors, look, parse
 from ckptctl.storage.remote.store import RemoteEntry
+from ckptctl.version import __version__
 
 if TYPE_CHECKING:
     from huggingface_hub import CommitOperationAdd

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from ckptctl import formats
-from ckptctl.ops import doctor, probes
+from ckptctl.ops import doctor
 from ckptctl.storage import crc, file_system
 from tests.unit.cli.conftest import environment
 
@@ -57,7 +57,7 @@ def test_for_people(run, tmp_path, monkeypatch):
     from ckptctl.cli import output
 
     monkeypatch.setattr(output, "_tty", lambda stream: True)
-    monkeypatch.setattr(probes, "lock", lambda folder: "No locks available")
+    monkeypatch.setattr(doctor, "lock_problem", lambda folder: "No locks available")
     result = run("doctor", tmp_path, NO_COLOR="1")
     assert result.exit_code == 1
     lines = result.stdout.splitlines()
@@ -114,18 +114,18 @@ def test_a_slow_start(monkeypatch):
 @pytest.mark.parametrize(
     ("name", "attribute", "value", "status", "text"),
     [
-        ("large files", "large_file", "File too large", "warn", "--max-shard-size"),
+        ("large files", "large_file_problem", "File too large", "warn", "--max-shard-size"),
         ("names", "tells_case", False, "warn", "differ only in case"),
         ("clock", "clock_ahead", 3600.0, "warn", "synchronize the clocks"),
         ("clock", "clock_ahead", -3600.0, "warn", "synchronize the clocks"),
         ("sync", "sync_seconds", 2.0, "warn", "synced"),
-        ("locks", "lock", "No locks available", "fail", "enable file locks"),
+        ("locks", "lock_problem", "No locks available", "fail", "enable file locks"),
     ],
 )
 def test_a_file_system_that_cannot(
     run, tmp_path, monkeypatch, name, attribute, value, status, text
 ):
-    monkeypatch.setattr(probes, attribute, lambda *_: value)
+    monkeypatch.setattr(doctor, attribute, lambda *_: value)
     check = found(run, tmp_path)[name]
     assert check["status"] == status and text in check["hint"]
 

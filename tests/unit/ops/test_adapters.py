@@ -8,8 +8,7 @@ import re
 import pytest
 
 from ckptctl.errors import CkptError, RefusedError, UnsupportedError, UsageError
-from ckptctl.ops.adapter_targets import target_modules_of_layers
-from ckptctl.ops.adapters import check_expressions, matching, settings
+from ckptctl.ops.adapters import check_expressions, matching, settings, target_modules_of_layers
 from ckptctl.ops.conversion.adapter_files import adapter_config
 from ckptctl.ops.conversion.options import MergeOptions
 from tests import effort

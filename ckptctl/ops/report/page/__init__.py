@@ -19,11 +19,12 @@ from pathlib import Path
 from string import Template
 from typing import TYPE_CHECKING
 
-from ckptctl import __version__, formats
+from ckptctl import formats
 from ckptctl.ops.destinations import require_destination
 from ckptctl.storage.destinations import Replaceable, require_space
 from ckptctl.storage.file_system import write_file
 from ckptctl.storage.publish import staging
+from ckptctl.version import __version__
 
 if TYPE_CHECKING:
     from ckptctl.ops.report.data import Report

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ckptctl.ops.recognition.parts import part_of
+from ckptctl.ops.recognition.roots import part_of
 
 
 @pytest.mark.parametrize(

@@ -10,8 +10,7 @@ import pytest
 
 from ckptctl import formats
 from ckptctl.errors import FormatError
-from ckptctl.ops.inspection.inspect import inspect
-from ckptctl.ops.inspection.run import overview
+from ckptctl.ops.inspection.inspect import inspect, overview
 from ckptctl.ops.verification.options import VerifyOptions
 from ckptctl.ops.verification.verify import verify
 from tests.runs import START, age, save_step, tear

@@ -13,7 +13,7 @@ import ckptctl
 from ckptctl import formats
 from ckptctl.catalog import Box, Extent, TensorEntry
 from ckptctl.errors import RefusedError
-from ckptctl.ops.verification.proof import Proof
+from ckptctl.ops.verification.data import Proof
 from tests.conftest import DATA
 
 

@@ -9,6 +9,7 @@ import pytest
 
 from ckptctl import families
 from ckptctl.errors import MappingError
+from ckptctl.ops.recognition.recorded import possible
 from ckptctl.planner.configs.contradictions import contradictions, of_config
 from ckptctl.planner.configs.megatron import (
     config_to_fields,
@@ -17,7 +18,6 @@ from ckptctl.planner.configs.megatron import (
     of_megatron,
     silent,
 )
-from ckptctl.planner.configs.megatron_families import possible
 from ckptctl.planner.configs.megatron_files import arguments_of, run_config
 from ckptctl.planner.families.facts import Fact
 

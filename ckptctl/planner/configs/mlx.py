@@ -1,12 +1,18 @@
-"""config.json as versions of transformers before 5 wrote it.
+"""config.json as mlx-lm reads and writes it.
 
-Programs that read it by themselves, as mlx-lm's models do, look for ``rope_theta``,
+mlx-lm leaves out the vision tower of a model with pictures and ``vision_config`` of its
+config.json, whose ``model_type`` stays; the sizes may stand in ``text_config``. transformers has a
+model type for the text model alone, which mlx-lm does not know. A family says so by a sign of
+config.json with ``vision_config`` absent, beside its own.
+
+Its models read what versions of transformers before 5 wrote: they look for ``rope_theta``,
 ``rope_scaling``, ``sliding_window_pattern`` and ``global_head_dim`` and take defaults of their own
 where transformers 5 wrote ``rope_parameters``, ``layer_types`` and ``per_layer_config``. Towers had
 the model's ``model_type``, and some text models stood beside them instead of in ``text_config``.
 
-Sources: transformers' ``modeling_rope_utils.py`` (``standardize_rope_params``), the ``ModelArgs``
-in ``mlx_lm/models`` (0.32.2), the ``config.py`` in ``mlx_vlm/models`` (0.7.10).
+Sources: ``save_config`` and ``_get_classes`` of mlx-lm's ``utils.py`` and the ``ModelArgs`` in
+``mlx_lm/models`` (0.32.2); the ``config.py`` in ``mlx_vlm/models`` (0.7.10); transformers'
+``modeling_rope_utils.py`` (``standardize_rope_params``).
 """
 
 from __future__ import annotations
@@ -17,11 +23,31 @@ from ckptctl.planner.configs.fact_names import RENAMED
 from ckptctl.planner.configs.facts import Json
 from ckptctl.planner.configs.rope import FULL, LOCAL, PLAIN, normalized
 from ckptctl.planner.families.declarations import looked_up, spellings
-from ckptctl.planner.layouts import Family
+from ckptctl.planner.layouts import MLX, Family
 
-TEXT = "text_config"
+TYPE, TEXT, TOWER = "model_type", "text_config", "vision_config"
 UNKNOWN = "proportional"
 """A kind of scaling that versions before 5 did not have: ``rope_scaling`` would mean another."""
+
+
+def for_layout(config: Json, family: Family | None, layout: str | None) -> Json:
+    """Return *config* under the model type by which the programs of *layout* know *family*."""
+    signs = family.config_signs if family and MLX in family.layouts else ()
+    own = next((one.get(TYPE) for one in signs if TOWER not in one), None)
+    other = next((one.get(TYPE) for one in signs if TOWER in one and one[TOWER] is None), None)
+    if not other or config.get(TOWER) is not None or config.get(TYPE) not in (own, other):
+        return config
+    if layout == MLX:
+        return {**config, TYPE: other}
+    return _as_text(config, family, own) if config[TYPE] == other else config
+
+
+def _as_text(config: Json, family: Family | None, own: object) -> Json:
+    """Return *config* as that of the text model, what it says inside going before the outside."""
+    inner = config.get(TEXT)
+    outer = {name: value for name, value in config.items() if name != TEXT}
+    known = {**outer, **(inner if isinstance(inner, Mapping) else {}), TYPE: own}
+    return {**known, "architectures": [family.architecture]} if family else known
 
 
 def with_earlier_spelling(config: Json, family: Family | None) -> Json:

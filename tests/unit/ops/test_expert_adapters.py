@@ -11,7 +11,7 @@ from ckptctl import dtypes, formats
 from ckptctl.catalog import Box, Input, TensorEntry
 from ckptctl.errors import CkptError
 from ckptctl.ops.adapters import SINGLE, described, settings
-from ckptctl.ops.parameter_adapters import changes, targets, without
+from ckptctl.ops.expert_adapters import changes, targets, without
 from ckptctl.storage.compare import read_box
 from ckptctl.storage.files import source_files
 from tests.checkpoints.adapters import save_peft
