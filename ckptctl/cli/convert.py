@@ -127,8 +127,10 @@ def carry_out(
         output.note(line)
     if scheme_of(plan.plan.target) == HUB:
         _announce(output, plan, dst, options.yes)
-    beginning = "loading torch" if plan.arithmetic else ""
     ending = "verifying" if plan.options.verify else "syncing"
+
+    def beginning() -> str:
+        return "loading torch" if plan.arithmetic else ""
 
     def run(plan: ConversionPlan) -> ConversionResult:
         with (

@@ -43,16 +43,18 @@ def choose_part(draft: Draft) -> Draft:
     if draft.target.training:
         selection = _with_states_of_modules(selection, catalog)
     whole = tuple(selection.tensors)
-    outside = () if draft.everything else selection.rest
-    notes.explain("skipped", dict.fromkeys(outside, f"not part of the model ({draft.keep_hint})"))
+    if selection.rest and not draft.everything:
+        why = f"not part of the model ({draft.keep_hint})"
+        notes.explain("skipped", dict.fromkeys(selection.rest, why))
     lost = (name for name in names if name.startswith(root) and name not in catalog.blobs)
     there = dict.fromkeys((*whole, *(name.removeprefix(root) for name in lost)))
     lacking = lacks(draft.model, there, draft.layout)
     selection, unwanted = chosen(
         selection, options.include, options.exclude, draft.everything, lacking.names
     )
-    chosen_by = f"{spell_option('--include')}, {spell_option('--exclude')}"
-    notes.explain("skipped", dict.fromkeys(unwanted, f"not selected ({chosen_by})"))
+    if unwanted:
+        chosen_by = f"{spell_option('--include')}, {spell_option('--exclude')}"
+        notes.explain("skipped", dict.fromkeys(unwanted, f"not selected ({chosen_by})"))
     nothing = not catalog.tensors and (names or files)
     if not selection.tensors and not nothing and not (draft.everything and selection.rest):
         raise MappingError(

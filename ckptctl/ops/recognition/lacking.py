@@ -148,7 +148,8 @@ def lacks(model: Model, names: Collection[str], target: str | None = None) -> La
     """
     if not names or is_adapter(names):
         return Lacks((), False, model, UNKNOWN_ADAPTER if names else "")
-    model, names = _unquantized(model, names)
+    if not model.exact:
+        model, names = _unquantized(model, names)
     headless = target in (None, model.layout) or str(target).startswith(TRANSFORMERS)
     base = is_base(model.layout)
     if model.exact and not model.configured and not model.request.sizes and (headless or not base):
@@ -193,7 +194,7 @@ def _unquantized(model: Model, names: Collection[str]) -> tuple[Model, Collectio
     Its other tensors, and the layers that are quantized, are those of its family.
     """
     plain = plain_names(names)
-    if model.exact or plain is names:
+    if plain is names:
         return model, names
     model_type = model.request.model_type
     types = [model_type] if model_type else families.names()

@@ -42,6 +42,11 @@ class Survey:
     dropped: dict[str, str] = field(default_factory=dict)
 
     @property
+    def is_plain(self) -> bool:
+        """Return whether nothing is quantized, or may be."""
+        return self.whole and not (self.weights or self.dropped)
+
+    @property
     def whole(self) -> bool:
         """Return whether all that is quantized is understood."""
         return not (self.unfit or self.unknown or self.bare or self.lone)
