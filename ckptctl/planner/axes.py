@@ -77,18 +77,14 @@ class _Solver:
         self.products: dict[Axes, int] = {}
         self.origin: dict[str, str] = {}
         self.stated = known
-        self._configured()
-
-    def _configured(self) -> None:
-        for axis, size in self.stated.items():
-            parts = self.family.composite.get(axis)
-            self.origin[axis] = self.family.called(axis)
-            if parts is None:
-                self.sizes[axis] = size
-            else:
+        for axis, size in known.items():
+            self.origin[axis] = family.called(axis)
+            if axis in family.composite:
                 self.origin[axis] += f" = {size}"
+            else:
+                self.sizes[axis] = size
         self._compose()
-        for axis, parts in self.family.composite.items():
+        for axis, parts in family.composite.items():
             for part in parts:
                 self.origin.setdefault(part, self.origin.get(axis, ""))
 

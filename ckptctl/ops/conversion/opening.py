@@ -47,7 +47,7 @@ def open_draft(src: str | Path, dst: str | Path, options: ConversionOptions) -> 
         require_adapter(catalog, UsageError, f"the `{target.name}` format only stores adapters")
     assets = with_model_config(catalog, gather(catalog, options.assets, options.carry))
     asked = Request(options.model_type, options.from_layout, options.root, options.sizes)
-    model = Model.unknown(catalog, assets.documents, asked)
+    model = Model(catalog, asked, assets.documents)
     return Draft(options, target, destination, opened, assets, model, catalog)
 
 

@@ -78,9 +78,10 @@ def choose_part(draft: Draft) -> Draft:
                 why=f"`{name}`: {why} ({len(reasons):,} missing in total)",
                 hint=f"run {command('verify', catalog.path)} to list everything that is missing",
             )
-    lacking = lacking.only([name for name in lacking.names if _is_wanted(draft, root + name)])
-    if not options.allow_missing:
-        lacking.require_whole(catalog.path)
+    if lacking.names:
+        lacking = lacking.only([name for name in lacking.names if _is_wanted(draft, root + name)])
+        if not options.allow_missing:
+            lacking.require_whole(catalog.path)
     whole += lacking.names if lacking.certain else ()
     notes.add(*(drop_structure_claim(lacking.doubts) if missing else lacking.doubts))
     missing |= lacking.missing

@@ -172,8 +172,10 @@ def _compared(
             found += exceeded(file.content, file.place)
             found += uncounted_kinds(file.content, file.place)
             if family is not None and tensors is not None:
-                found += misplaced(family, file.content, file.place, tensors.matched)
-                found += misfitting(family, file.content, file.place, tensors)
+                if family.kinds:
+                    found += misplaced(family, file.content, file.place, tensors.matched)
+                if family.layer_sizes:
+                    found += misfitting(family, file.content, file.place, tensors)
     return by_file, tuple(found)
 
 
@@ -300,8 +302,8 @@ def _require_given(
 def rows_with_padding(
     layout: Layout, shapes: Mapping[str, tuple[int, ...]], sizes: Mapping[str, int]
 ) -> int | None:
-    """Return how many rows a vocabulary has that are more than *sizes* say; None: it has not."""
-    if layout.name not in PADDED_LAYOUTS or AXIS not in sizes:
+    """Return the rows of a vocabulary in a padded layout, or None if *sizes* admit no more."""
+    if AXIS not in sizes:
         return None
     found = {
         shape[dim]
@@ -316,9 +318,11 @@ def _of_tensors(
     family: Family, tensors: Tensors, statements: Sequence[Statement]
 ) -> Iterator[Statement]:
     """Yield what the tensors say of what *statements* switch on or off, and of sizes."""
-    size = next((one.value for one in statements if one.fact == fact_of(family, AXIS)), None)
-    sizes = {AXIS: size} if isinstance(size, int) else {}
-    rows = rows_with_padding(tensors.layout, tensors.shapes, sizes)
+    rows = None
+    if tensors.layout.name in PADDED_LAYOUTS:
+        size = next((one.value for one in statements if one.fact == fact_of(family, AXIS)), None)
+        sizes = {AXIS: size} if isinstance(size, int) else {}
+        rows = rows_with_padding(tensors.layout, tensors.shapes, sizes)
     yield from of_shapes(family, tensors, statements, {} if rows is None else {AXIS: rows})
     if not {one.fact for one in statements}.isdisjoint(switched(family)):
         yield from of_tensors(family, {name.partition(".")[0] for name in tensors.matched.held})

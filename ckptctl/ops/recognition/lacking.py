@@ -179,8 +179,9 @@ def lacks(model: Model, names: Collection[str], target: str | None = None) -> La
         totals.append(less.number)
         strange = strange or tuple(matched.unmatched)
         found = keys if found is None else {key: None for key in found if key in keys}
-        certain = certain and _certain(family, matched, model, less)
-        begins = begins and begins_only(family, family.layout(layout), matched, keys)
+        if found:  # else nobody asks
+            certain = certain and _certain(family, matched, model, less)
+            begins = begins and begins_only(family, family.layout(layout), matched, keys)
     more = min(numbers, default=0)
     if most and more > 0:  # the lists are cut, so that they have fewer keys in common
         more = min(totals) - len(found or ())
