@@ -148,7 +148,19 @@ def gather(
     globs: Sequence[str] = (),
 ) -> Assets:
     """The checkpoint's side files, those of ``--assets`` instead where it has them."""
-    assets, roots = _own(catalog), [path_at(catalog.root)]
+    root, inner = path_at(catalog.root), f"{CONFIGURATION}/"
+    places: dict[str, str] = {}
+    sizes: dict[str, int] = {}
+    # Those of verl's folder come to lie next to the others.
+    for name, size in sorted(catalog.assets.items(), key=lambda one: not one[0].startswith(inner)):
+        short = name.removeprefix(inner)
+        places[short] = str(root if short == name else root / CONFIGURATION)
+        sizes[short] = size
+    files = tuple(of_checkpoint(catalog, places))
+    assets, roots = (
+        Assets(places, sizes, catalog.documents, catalog.others, described=files),
+        [root],
+    )
     if directory is not None:
         root = _folder(directory)
         roots.append(root)
@@ -177,19 +189,6 @@ def _with_directory(catalog: Catalog, own: Assets, root: Path) -> Assets:
         {**own.others, **found.others},
         described=(*(own.described if str(root) != catalog.root else ()), *theirs),
     )
-
-
-def _own(catalog: Catalog) -> Assets:
-    """Return the checkpoint's side files; those of verl's folder come to lie beside the others."""
-    root, inner = path_at(catalog.root), f"{CONFIGURATION}/"
-    roots: dict[str, str] = {}
-    sizes: dict[str, int] = {}
-    for name, size in sorted(catalog.assets.items(), key=lambda one: not one[0].startswith(inner)):
-        short = name.removeprefix(inner)
-        roots[short] = str(root if short == name else root / CONFIGURATION)
-        sizes[short] = size
-    files = tuple(of_checkpoint(catalog, roots))
-    return Assets(roots, sizes, catalog.documents, catalog.others, described=files)
 
 
 def describe_plain(assets: Assets) -> Assets:

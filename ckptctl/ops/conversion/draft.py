@@ -178,17 +178,14 @@ class Draft:
 
         Transformers reads models without their head under either kind of names.
         """
-        headless = is_base(self.model.layout) and self.target.layout == HF
-        own = BASE if headless else self._adapter_layout or self.target.layout
-        return self.options.to_layout or own
-
-    @property
-    def _adapter_layout(self) -> str | None:
-        """Layout of adapters in the target, or None if it has none or this is no adapter."""
-        layouts, own = self.target.adapter_layouts, self.model.layout
-        if not layouts or not self.is_adapter:
-            return None
-        return own if own in layouts else layouts[0]
+        own, adapted = self.model.layout, self.target.adapter_layouts
+        if self.options.to_layout:
+            return self.options.to_layout
+        if is_base(own) and self.target.layout == HF:
+            return BASE
+        if adapted and self.is_adapter:
+            return own if own in adapted else adapted[0]
+        return self.target.layout
 
     @property
     def own_tensors(self) -> tuple[OutputTensor, ...]:

@@ -280,7 +280,7 @@ class ConversionPlan(
         """Return what determined the model type, in parentheses; empty if that is not one file."""
         if self.options.model_type:
             return " (from --model-type)"
-        if self.from_format in ("gguf", "mcore", "megatron"):
+        if self.source.format in ("gguf", "mcore", "megatron"):
             return ""
         files = ("config.json", "params.json")
         evidence = self.recognition.evidence
@@ -290,17 +290,15 @@ class ConversionPlan(
     @property
     def statement(self) -> str:
         """Return one line that says what was recognized and what becomes of it."""
-        layouts = (
-            f"{self.from_layout} → {self.to_layout}"
-            if self.from_layout != self.to_layout
-            else self.from_layout or "keys unchanged"
-        )
+        before, after = self.change.source_layout, self.change.target_layout
+        layouts = f"{before} → {after}" if before != after else before or "keys unchanged"
+        model_type = self.model_type
         nbytes = sum(tensor.nbytes for tensor in self.output)
         parts = [
-            f"{self.from_format} → {self.to_format}",
-            f"{self.model_type}{self._detected_by}" if self.model_type else self.recognition.named,
-            f"layout {layouts}" if self.from_layout else layouts,
-            f"{counted(self.tensors, 'tensor')}, {format_bytes(nbytes)}",
+            f"{self.source.format} → {self.options.to}",
+            f"{model_type}{self._detected_by}" if model_type else self.recognition.named,
+            f"layout {layouts}" if before else layouts,
+            f"{counted(len(self.output), 'tensor')}, {format_bytes(nbytes)}",
         ]
         if self.recognition.root:
             parts.insert(2, f"model under `{self.recognition.root.rstrip('.')}`")

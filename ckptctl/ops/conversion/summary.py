@@ -171,26 +171,24 @@ class _Origins:
 
     def of(self, key: str) -> frozenset[str]:
         """Return their names; of what is taken with a slash before."""
+        if key in self._taken:
+            return frozenset((f"/{key}",))
         if key not in self._known:
-            self._known[key] = frozenset(self._of(key))
+            name, entry = self._names.get(key, key), self._catalog.tensors[key]
+            # A tensor of no file of its own may be computed of others, or lie in a leaf.
+            found = {name}
+            if name not in self._source.tensors:
+                stored = (one for one in entry.extents if not is_computed(one.file))
+                found = {self._holder(one) or name for one in stored}
+            if self._catalog.computed:
+                found.update(self._inside(entry))
+            self._known[key] = frozenset(found)
         return self._known[key]
 
     def numel(self, name: str) -> int:
         """Return the elements of one of them."""
         own = self._catalog.tensors.get(name.removeprefix("/"))
         return self._source.tensors.get(name, own or _NOTHING).numel
-
-    def _of(self, key: str) -> Iterator[str]:
-        if key in self._taken:
-            yield f"/{key}"
-            return
-        name, entry = self._names.get(key, key), self._catalog.tensors[key]
-        # A tensor of no file of its own may be computed of others, or lie in a leaf of the source.
-        if name in self._source.tensors:
-            yield name
-        else:
-            yield from {self._holder(e) or name for e in entry.extents if not is_computed(e.file)}
-        yield from self._inside(entry)
 
     def _holder(self, extent: Extent) -> str | None:
         """Return the tensor of the source that has the bytes of *extent*."""
@@ -236,7 +234,7 @@ class _Groups:
         self._targets.update(targets)
         first = (1, targets[0])
         for node in (*((0, name) for name in sources), *((1, key) for key in targets[1:])):
-            self._join(first, node)
+            self._above[self._top(node)] = self._top(first)
 
     @property
     def used(self) -> set[str]:
@@ -278,6 +276,3 @@ class _Groups:
             self._above[node] = self._above.get(above, above)
             node = above
         return node
-
-    def _join(self, one: object, other: object) -> None:
-        self._above[self._top(other)] = self._top(one)
