@@ -142,7 +142,7 @@ def _plausible(family: Family, asked: _Question, share: float) -> list[str]:
     return [
         name
         for name, table in tables.items()
-        if sum(len(kind.keys) for kind in spelled if table.knows(kind.skeleton)) >= enough
+        if sum(len(kind.keys) for kind in spelled if table.entries(kind.skeleton)) >= enough
     ]
 
 
