@@ -125,7 +125,7 @@ def carry_out(
         return
     for line in (*told("dropped", plan.dropped), *told("skipped", plan.left_out)):
         output.note(line)
-    if scheme_of(plan.plan.target) == HUB:
+    if plan.upload and scheme_of(plan.plan.target) == HUB:
         _announce(output, plan, dst, options.yes)
     ending = "verifying" if plan.options.verify else "syncing"
 

@@ -157,10 +157,8 @@ def gather(
         places[short] = str(root if short == name else root / CONFIGURATION)
         sizes[short] = size
     files = tuple(of_checkpoint(catalog, places))
-    assets, roots = (
-        Assets(places, sizes, catalog.documents, catalog.others, described=files),
-        [root],
-    )
+    assets = Assets(places, sizes, catalog.documents, catalog.others, described=files)
+    roots = [root]
     if directory is not None:
         root = _folder(directory)
         roots.append(root)
