@@ -93,19 +93,17 @@ class _Solver:
         for axis, parts in self.family.composite.items():
             size = self.stated.get(axis)
             if size is not None and self.settle(parts, size) is False:
-                known = all(part in self.sizes for part in parts)
+                known = [self.sizes[part] for part in parts if part in self.sizes]
+                multiple = "" if len(known) == len(parts) else "a multiple of "
                 raise MappingError(
                     f"{self.family.called(axis)} = {size} conflicts with the tensors, the rest of "
                     "the configuration or the model type",
-                    why=f"it must be {'' if known else 'a multiple of '}{self._product(parts)}",
+                    why=f"it must be {multiple}{math.prod(known)}",
                 )
-
-    def _product(self, axes: Iterable[str]) -> int:
-        return math.prod(self.sizes[axis] for axis in axes if axis in self.sizes)
 
     def _known(self, axes: Axes) -> tuple[int, Axes]:
         """Return the product of those *axes* that are known, alone or together, and the others."""
-        product = self._product(axes)
+        product = math.prod(self.sizes[axis] for axis in axes if axis in self.sizes)
         unknown = tuple(axis for axis in axes if axis not in self.sizes)
         for parts in self.family.composite.values():
             rest = tuple(part for part in parts if part not in self.sizes)

@@ -24,6 +24,7 @@ from ckptctl.formats.sidecar_files import WEIGHTS
 from ckptctl.ops.conversion.options import ConversionOptions
 from ckptctl.ops.recognition.quantized import (
     glanced,
+    is_plain,
     orphans,
     statement_of,
     understood,
@@ -188,9 +189,9 @@ def keep_together(
     """
     if not renamed and dtype is None and catalog.tensors.keys() <= set(chosen):
         return
-    seen = glanced(catalog)
-    if seen.is_plain:
+    if is_plain(catalog):
         return
+    seen = glanced(catalog)
     for error in seen.unfit.values():
         if isinstance(error, DamagedError | UnsupportedError):
             raise error

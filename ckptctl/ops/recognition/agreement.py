@@ -324,8 +324,9 @@ def _of_tensors(
         sizes = {AXIS: size} if isinstance(size, int) else {}
         rows = rows_with_padding(tensors.layout, tensors.shapes, sizes)
     yield from of_shapes(family, tensors, statements, {} if rows is None else {AXIS: rows})
-    if not {one.fact for one in statements}.isdisjoint(switched(family)):
-        yield from of_tensors(family, {name.partition(".")[0] for name in tensors.matched.held})
+    switches = switched(family)
+    if not switches.keys().isdisjoint(one.fact for one in statements):
+        yield from of_tensors(switches, {name.partition(".")[0] for name in tensors.matched.held})
 
 
 def _contradiction(

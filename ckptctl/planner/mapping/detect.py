@@ -187,21 +187,18 @@ def _layouts(
             continue
         candidate = _candidate(family, name, matched, asked, tied, share, evidence)
         if asked.ranks == 1 or _ranks_fit(family, name, asked):
-            _add(found, candidate)
+            # Alike is what understands the same and lacks as many, whatever these are called: of
+            # what is there nothing tells them apart.
+            for place, old in enumerate(found):
+                lacks = old.unmatched, len(old.missing)
+                same = lacks == (candidate.unmatched, len(candidate.missing))
+                if same and old.matched.same_as(matched):
+                    alike = (*old.alike, name, *candidate.alike)
+                    found[place] = replace(old, alike=alike)
+                    break
+            else:
+                found.append(candidate)
     return found
-
-
-def _add(found: list[Candidate], new: Candidate) -> None:
-    """Add *new* to *found*, as alike to one that understands the same and lacks as much, if any.
-
-    They may call what lacks by different names: of what is there nothing tells them apart.
-    """
-    for place, old in enumerate(found):
-        same = old.unmatched == new.unmatched and len(old.missing) == len(new.missing)
-        if same and old.matched.same_as(new.matched):
-            found[place] = replace(old, alike=(*old.alike, new.layout, *new.alike))
-            return
-    found.append(new)
 
 
 def _candidate(
