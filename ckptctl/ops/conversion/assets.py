@@ -22,7 +22,6 @@ from ckptctl.ops.recognition.agreement import of_checkpoint
 from ckptctl.ops.recognition.model import Description
 from ckptctl.ops.recognition.quantized import statements_in
 from ckptctl.planner.configs.facts import Json
-from ckptctl.planner.mapping.adapters import is_adapter
 from ckptctl.planner.plan import RawCopy
 from ckptctl.planner.quantization.statement import Statement, without
 from ckptctl.storage.paths import (
@@ -60,17 +59,6 @@ class Assets:
     others: Mapping[str, str] = field(default_factory=dict)
     changed: frozenset[str] = frozenset()
     described: tuple[Description, ...] = ()
-
-    def not_carried(self, target: WritableFormat) -> dict[str, str]:
-        """Return the names of what an output of *target* does not get, and why."""
-        alone = f"a single {target.name} file has no sidecar files"
-        own = dict.fromkeys({**self.sizes, **self.documents}, alone) if target.single_file else {}
-        return {**own, **self.others}
-
-    def besides(self, written: Collection[str]) -> Assets:
-        """Return them for an output with files called *written*, which nothing of these is."""
-        others = {name: why for name, why in self.others.items() if name not in written}
-        return replace(self, others=others)
 
     def copies(self, without: Collection[str]) -> Iterator[RawCopy]:
         """Copies of all side files but those called *without*."""
@@ -120,14 +108,26 @@ def _note_meaning(given: str | Path, notes: Notes) -> None:
         notes.add(f"{spell_option(f'--assets {given}')} refers to the local folder; {other}")
 
 
-def file_notes(assets: Assets, directory: str | Path | None, target: WritableFormat) -> Notes:
-    """Say which folder ``--assets`` names, and which files an output of *target* does not get."""
+def file_notes(
+    assets: Assets,
+    directory: str | Path | None,
+    target: WritableFormat,
+    written: Collection[str],
+) -> Notes:
+    """Say which folder ``--assets`` names, and which files an output of *target* does not get.
+
+    The output has files called *written*.
+    """
     notes = Notes()
     if directory is not None:
         _note_meaning(directory, notes)
-    if not target.single_file:
-        notes.add(*left_behind(assets.others))
-    notes.explain("not copied", assets.not_carried(target))
+    others = {name: why for name, why in assets.others.items() if name not in written}
+    if target.single_file:
+        alone = f"a single {target.name} file has no sidecar files"
+        others = {**dict.fromkeys({**assets.sizes, **assets.documents}, alone), **others}
+    else:
+        notes.add(*left_behind(others))
+    notes.explain("not copied", others)
     return notes
 
 
@@ -164,13 +164,6 @@ def gather(
         roots.append(root)
         assets = _with_directory(catalog, assets, root)
     return carried(assets, roots, globs) if globs else assets
-
-
-def with_model_config(catalog: Catalog, assets: Assets) -> Assets:
-    """*assets*, for an adapter with the model's configuration that lies beside it."""
-    if assets.documents or not is_adapter(catalog.tensors):
-        return assets
-    return replace(assets, documents=documents(path_at(catalog.root)))
 
 
 def _with_directory(catalog: Catalog, own: Assets, root: Path) -> Assets:

@@ -229,11 +229,8 @@ def _tensor(
     return _indented({**members, "chunks": _indented(chunks, 4)}, 3)
 
 
+_text = json.JSONEncoder(ensure_ascii=False).encode
 # The text is that of ``json.dumps(indent=1)``, which takes ten times as long.
-
-
-def _text(value: str) -> str:
-    return json.dumps(value, ensure_ascii=False)
 
 
 @lru_cache(maxsize=4096)

@@ -315,7 +315,7 @@ def describe_plan(
     notes = Notes()
     notes.add(*draft.catalog.notes)
     notes += source_notes
-    notes += file_notes(draft.assets.besides(draft.written), options.assets, draft.target)
+    notes += file_notes(draft.assets, options.assets, draft.target, draft.written)
     notes += draft.notes
     return ConversionPlan(
         source=draft.inputs,

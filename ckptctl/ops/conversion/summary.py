@@ -44,9 +44,6 @@ class Regrouped(Result):
     tensors: Annotated[int, JsonField("number of input tensors")] = 0
     into: Annotated[int, JsonField(INTO)] = 0
 
-    def __add__(self, other: Regrouped) -> Regrouped:
-        return Regrouped(self.tensors + other.tensors, self.into + other.into)
-
     def __bool__(self) -> bool:
         return bool(self.tensors or self.into)
 
@@ -253,23 +250,20 @@ class _Groups:
             groups.setdefault(self._top((0, name)), ([], []))[0].append(name)
         for key in self._targets:
             groups.setdefault(self._top((1, key)), ([], []))[1].append(key)
-        counts = {kind: Regrouped() for kind in KINDS}
+        counts = dict.fromkeys(KINDS, (0, 0))
         for sources, targets in groups.values():
-            kind = self._kind(sources, targets)
-            counts[kind] += Regrouped(len(sources), len(targets))
-        return counts
-
-    def _kind(self, sources: list[str], targets: list[str]) -> str:
-        if not sources:
-            return "made"
-        if len(sources) == len(targets) == 1:
-            return "same"
-        if len(targets) == 1:
-            return "fused"
-        if len(sources) > 1:
-            return "regrouped"
-        written = sum(math.prod(self._written[key].shape) for key in targets)
-        return "repeated" if written > self._origins.numel(sources[0]) else "divided"
+            if not sources:
+                kind = "made"
+            elif len(targets) == 1:
+                kind = "same" if len(sources) == 1 else "fused"
+            elif len(sources) > 1:
+                kind = "regrouped"
+            else:
+                written = sum(math.prod(self._written[key].shape) for key in targets)
+                kind = "repeated" if written > self._origins.numel(sources[0]) else "divided"
+            before, after = counts[kind]
+            counts[kind] = before + len(sources), after + len(targets)
+        return {kind: Regrouped(*count) for kind, count in counts.items()}
 
     def _top(self, node: object) -> object:
         while (above := self._above.get(node, node)) != node:
