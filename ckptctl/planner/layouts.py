@@ -281,6 +281,7 @@ class Family:
     tiny: Mapping[str, int] = field(default_factory=dict)
     rows: tuple[Tensor, ...] = ()
     partial: bool = False
+    _compiled: dict[str, Layout] = field(default_factory=dict, init=False, repr=False)
 
     @cached_property
     def tensors(self) -> Mapping[str, Tensor]:
@@ -354,10 +355,6 @@ class Family:
     def shifts_in(self, layout: str) -> list[Shift]:
         """Return which layers *layout* numbers together."""
         return [shift for shift in self.shifts if shift.layout == layout.removesuffix(_BASE)]
-
-    @cached_property
-    def _compiled(self) -> dict[str, Layout]:
-        return {}
 
     def layout(self, name: str) -> Layout:
         """Return the layout called *name*.

@@ -59,20 +59,19 @@ class ContradictionError(MappingError):
 def of_checkpoint(
     catalog: Catalog, roots: Mapping[str, str] | None = None
 ) -> Iterator[Description]:
-    """Yield all that describes the model in a checkpoint; *roots*: where files lie, by name."""
+    """Yield all that describes the model in a checkpoint, and what the trainer was told.
+
+    Lightning keeps the arguments of a module as ``hyper_parameters``; a whole config.json may be
+    among them, or single sizes under its names.
+
+    Args:
+        catalog: The checkpoint.
+        roots: Where files lie, by name.
+    """
     for name, content in catalog.documents.items():
         if name in DOCUMENTS:
             home = path_at((roots or {}).get(name, catalog.root))
             yield Description(name, str(home / name), content)
-    yield from of_training(catalog)
-
-
-def of_training(catalog: Catalog) -> Iterator[Description]:
-    """Yield what the checkpoint itself records of the model, such as what the trainer was told.
-
-    Lightning keeps the arguments of a module as ``hyper_parameters``; a whole config.json may be
-    among them, or single sizes under its names.
-    """
     if catalog.arguments:
         place = f"the trainer's arguments in {catalog.path}"
         yield Description(ARGUMENTS, place, catalog.arguments)

@@ -103,7 +103,7 @@ def change_layout(known: Model, tensors: Mapping[str, TensorEntry], asked: Layou
             lists=read_lists(family, known.config),
             matched=matched,
             without=does_without(family, known.config, base=is_base(known.layout)),
-            demanded=demanded(family, known.config, matched),
+            demanded=demanded(family, known.config, matched) if family.demands else (),
             missing=asked.missing,
         )
     except SurplusError as error:

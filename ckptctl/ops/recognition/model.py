@@ -190,7 +190,8 @@ def understand(
     if layout is not None and not is_base(layout):
         among(layout, "layout", families.layouts(known.values()))
     prefixes = [checked_root(catalog, root)] if root is not None else roots(catalog)
-    prefer = layout or formats.get(catalog.format).layout
+    format = formats.get(catalog.format)
+    prefer = layout or format.layout
     told = bool(config or params or model_type)
     named = containers(catalog)
     tried: dict[str, Candidates] = {}
@@ -206,7 +207,9 @@ def understand(
         wrong = () if told else _denied(catalog, known, fitting)
         denied += wrong
         fitting = [one for one in fitting if one not in wrong]
-        tried[prefix] = fitting if layout else _of_format(fitting, catalog.format)
+        if not layout and not format.other_layouts:
+            fitting = [c for c in fitting if format.layout in (c.layout, *c.alike)] or fitting
+        tried[prefix] = fitting
     place = prefixes[0]
     if len(tried) > 1:
         place = max(tried, key=lambda prefix: _rank(tried[prefix]))
@@ -352,14 +355,6 @@ def _in_another_layout(layout: str, fitting: Candidates, where: str) -> MappingE
         if names
         else "no known model type has these keys in that layout",
     )
-
-
-def _of_format(fitting: Candidates, format: str) -> Candidates:
-    """Return the candidates in the layout that the format always has, where there are any."""
-    known = formats.get(format)
-    if known.other_layouts:
-        return fitting
-    return [c for c in fitting if known.layout in (c.layout, *c.alike)] or fitting
 
 
 def _perhaps_tied(found: Model, known: Mapping[str, Family]) -> Model:
