@@ -61,18 +61,13 @@ def map_layout(draft: Draft) -> Draft:
     keep_together(draft.catalog, names, renamed=not change.identity, dtype=options.dtype)
     draft.notes.extend(change.notes)
     draft = replace(draft, change=change)
-    _warn_of_names(draft)
-    return skip_parts(draft, change.left_out)
-
-
-def _warn_of_names(draft: Draft) -> None:
-    """Warn of names that become Hugging Face's only in that they are in its files."""
-    cut = bool(draft.root) and not draft.everything
-    new = draft.target.layout == HF and (cut or formats.get(draft.catalog.format).layout != HF)
-    known = draft.change.family or draft.model.candidates
-    if not known and new and not draft.is_adapter:
+    # Names become Hugging Face's only in that they are in its files.
+    cut = bool(root) and not draft.everything
+    new = target.layout == HF and (cut or formats.get(draft.catalog.format).layout != HF)
+    if new and not (change.family or draft.model.candidates or draft.is_adapter):
         hint = root_hint(draft.model)
         draft.notes.add(f"unknown model type; keys are copied unchanged ({hint})", kind="warning")
+    return skip_parts(draft, change.left_out)
 
 
 def collect_contents(draft: Draft) -> Draft:

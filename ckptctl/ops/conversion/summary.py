@@ -126,11 +126,12 @@ def summarize(draft: Draft, output: Draft) -> Summary:
     groups = _Groups(_Origins(draft), written)
     for item in draft.mapped:
         groups.add(item)
-    unused = source.tensors.keys() - groups.used
+    used = {name for name in groups.sources if not name.startswith("/")}
+    unused = source.tensors.keys() - used
     lost = unused & draft.missing.keys()
     apart = {origins.get(name, name) for name in skipped}
     left = (unused - lost) & (apart | (source.tensors.keys() - draft.catalog.tensors.keys()))
-    inside = [draft.inputs.tensors[name] for name in groups.used - source.tensors.keys()]
+    inside = [draft.inputs.tensors[name] for name in used - source.tensors.keys()]
     kinds = groups.kinds()
     made = output.quantization
     return Summary(
@@ -145,7 +146,7 @@ def summarize(draft: Draft, output: Draft) -> Summary:
         len(unused) - len(left) - len(lost),
         len(left),
         len(lost),
-        len(groups.taken),
+        len(groups.sources - used),
         kinds["made"].into,
         kinds["fused"],
         kinds["divided"],
@@ -213,12 +214,16 @@ class _Origins:
 
 
 class _Groups:
-    """Tensors of both sides that hang together: what is made of what."""
+    """Tensors of both sides that hang together: what is made of what.
+
+    Attributes:
+        sources: The tensors that go into the output; of another checkpoint with a slash before.
+    """
 
     def __init__(self, origins: _Origins, written: Mapping[str, OutputTensor]) -> None:
         self._origins, self._written = origins, written
         self._above: dict[object, object] = {}
-        self._sources: set[str] = set()
+        self.sources: set[str] = set()
         self._targets: set[str] = set()
 
     def add(self, item: MappedTensor) -> None:
@@ -227,26 +232,16 @@ class _Groups:
         if not targets:
             return
         sources = {name for view in item.sources for name in self._origins.of(view.key)}
-        self._sources |= sources
+        self.sources |= sources
         self._targets.update(targets)
         first = (1, targets[0])
         for node in (*((0, name) for name in sources), *((1, key) for key in targets[1:])):
             self._above[self._top(node)] = self._top(first)
 
-    @property
-    def used(self) -> set[str]:
-        """Return the tensors of the source that go into the output."""
-        return {name for name in self._sources if not name.startswith("/")}
-
-    @property
-    def taken(self) -> set[str]:
-        """Return those of another checkpoint that do."""
-        return {name for name in self._sources if name.startswith("/")}
-
     def kinds(self) -> dict[str, Regrouped]:
         """Return how many tensors become how many, in which way."""
         groups: dict[object, tuple[list[str], list[str]]] = {}
-        for name in self._sources:
+        for name in self.sources:
             groups.setdefault(self._top((0, name)), ([], []))[0].append(name)
         for key in self._targets:
             groups.setdefault(self._top((1, key)), ([], []))[1].append(key)
