@@ -107,14 +107,6 @@ def checked_index(index: object, where: str) -> tuple[dict[str, str], dict[str, 
     return weight_map, {key: value for key, value in strings.items() if isinstance(value, str)}
 
 
-def _keys_by_file(weight_map: Mapping[str, str]) -> dict[str, set[str]]:
-    """Return the tensors that an index places in each file."""
-    found: dict[str, set[str]] = {}
-    for key, file in weight_map.items():
-        found.setdefault(file, set()).add(key)
-    return found
-
-
 def _unnamed(
     weight_map: Mapping[str, str], found: Mapping[str, TensorEntry], name: str, where: str
 ) -> dict[str, TensorEntry]:
@@ -182,7 +174,10 @@ def read_shards(
 ) -> IndexedShards:
     """Read one shard after the other."""
     found = IndexedShards(metadata=HeaderStrings(strings))
-    shards, where = _keys_by_file(weight_map), str(files.root / main)
+    where = str(files.root / main)
+    shards: dict[str, set[str]] = {}
+    for key, file in weight_map.items():
+        shards.setdefault(file, set()).add(key)
     if not faults.partial:
         sizes_of(files, shards, "shards", where, "download them again")
     for name in heads_ahead(files, shards):
