@@ -40,9 +40,10 @@ class Observation:
     def equations(self, family: Family) -> Iterator[tuple[int, tuple[Axes, ...], int]]:
         """Yield ``(dimension, terms, size)``: the terms are products of axes and add up to it."""
         leaves = self.stored.leaves
+        joined = leaves[0].part is not None
         for dim, size in enumerate(self.shape):
             terms = tuple(family.expand(leaf.dims[dim]) for leaf in leaves)
-            if dim == self.stored.along and leaves[0].part is not None:
+            if joined and dim == self.stored.along:
                 yield dim, terms, size
             else:
                 yield from ((dim, (term,), size) for term in dict.fromkeys(terms))
@@ -77,16 +78,8 @@ class _Solver:
         self.products: dict[Axes, int] = {}
         self.origin: dict[str, str] = {}
         self.stated = known
-        for axis, size in known.items():
-            self.origin[axis] = family.called(axis)
-            if axis in family.composite:
-                self.origin[axis] += f" = {size}"
-            else:
-                self.sizes[axis] = size
+        self.sizes |= {axis: size for axis, size in known.items() if axis not in family.composite}
         self._compose()
-        for axis, parts in family.composite.items():
-            for part in parts:
-                self.origin.setdefault(part, self.origin.get(axis, ""))
 
     def _compose(self) -> None:
         """Use the sizes that were stated of axes that are made of others."""
@@ -168,10 +161,10 @@ class _Solver:
 
     def _contradiction(self, item: Observation, dim: int, terms: tuple[Axes, ...]) -> MappingError:
         known = [axis for term in terms for axis in term if axis in self.sizes]
+        origins = {axis: self._origin(axis) for axis in known}
         factors = ", ".join(
-            f"{axis} = {self.sizes[axis]}"
-            + (f" (from {self.origin[axis]})" if self.origin.get(axis) else "")
-            for axis in dict.fromkeys(known)
+            f"{axis} = {self.sizes[axis]}" + (f" (from {origin})" if origin else "")
+            for axis, origin in origins.items()
         )
         return MappingError(
             "a shape conflicts with the configuration or with other tensors",
@@ -180,6 +173,16 @@ class _Solver:
             f"dimension {dim} is {item.shape[dim]}, but {factors}",
             hint="check that the configuration and all files belong to the same model",
         )
+
+    def _origin(self, axis: str) -> str:
+        """Return the tensor or the configuration that shows the size of *axis*, if it is known."""
+        if axis in self.origin:
+            return self.origin[axis]
+        if axis in self.stated:
+            return self.family.called(axis)
+        wholes = (whole for whole, parts in self.family.composite.items() if axis in parts)
+        whole = next(wholes, "")
+        return f"{self.family.called(whole)} = {self.stated[whole]}" if whole in self.stated else ""
 
 
 def solve(
