@@ -22,6 +22,7 @@ from ckptctl.ops.recognition.agreement import of_checkpoint
 from ckptctl.ops.recognition.model import Description
 from ckptctl.ops.recognition.quantized import statements_in
 from ckptctl.planner.configs.facts import Json
+from ckptctl.planner.mapping.adapters import is_adapter
 from ckptctl.planner.plan import RawCopy
 from ckptctl.planner.quantization.statement import Statement, without
 from ckptctl.storage.paths import (
@@ -164,6 +165,13 @@ def gather(
         roots.append(root)
         assets = _with_directory(catalog, assets, root)
     return carried(assets, roots, globs) if globs else assets
+
+
+def with_model_config(catalog: Catalog, assets: Assets) -> Assets:
+    """*assets*, for an adapter with the model's configuration that lies beside it."""
+    if not is_adapter(catalog.tensors):
+        return assets
+    return replace(assets, documents=documents(path_at(catalog.root)))
 
 
 def _with_directory(catalog: Catalog, own: Assets, root: Path) -> Assets:

@@ -74,18 +74,17 @@ def collect_contents(draft: Draft) -> Draft:
     """Say what becomes of the selected part, and find its bytes, whose coverage is proven."""
     root, target, notes, change = draft.root, draft.target, draft.notes, draft.change
     apart = notes.reasons("skipped").keys() | draft.missing.keys()
-    parts: Parts = {}
-    catalog, parts = _with_values(draft, apart) if draft.catalog.blobs else (draft.catalog, parts)
+    catalog, parts = _with_values(draft, apart) if draft.catalog.blobs else (draft.catalog, {})
     outside = dict.fromkeys(leaf for n in draft.selection.rest for leaf in parts.get(n, (n,)))
     rest = follow(catalog, tuple(outside), root, change) if draft.everything else Rest()
     homeless: list[str] = []
-    if parts:
-        for item, path in inside_model(catalog, parts, outside, root, draft.everything):
-            if change.identity or draft.everything:
-                rest.tensors.append(item)
-                rest.paths[item.targets[0].key] = path
-            else:
-                homeless.append(item.sources[0].key)
+    packed = inside_model(catalog, parts, outside, root, draft.everything) if parts else ()
+    for item, path in packed:
+        if change.identity or draft.everything:
+            rest.tensors.append(item)
+            rest.paths[item.targets[0].key] = path
+        else:
+            homeless.append(item.sources[0].key)
     zeros: list[MappedTensor] = []
     if change.zeros:
         catalog, zeros = with_zeros(catalog, change.zeros, root, draft.kept_root)

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
+from typing import Literal
 
 from ckptctl import __version__, dtypes
 from ckptctl.catalog import MANIFEST, Computed, made_of
@@ -166,10 +167,7 @@ def manifest(
     """Return the manifest as an output file whose checksums are filled in at the end."""
     carried = head.get("carried")
     for name in carried if isinstance(carried, Mapping) else ():
-        try:
-            name.encode()
-        except UnicodeEncodeError:
-            raise _name_error(f"file `{name}`", "rename the file") from None
+        _encoded(name, "file", name)
 
     def content(crc_of: CrcOf) -> Iterator[bytes]:
         whole = {"schema": SCHEMA, "ckptctl": __version__, **head, "tensors": {}}
@@ -178,11 +176,7 @@ def manifest(
         begin = before + "{"
         for tensor in listed:
             found = _tensor(tensor, boxes.get(tensor.name, ()), records, crc_of)
-            try:
-                yield f"{begin}\n  {_text(tensor.name)}: {found}".encode()
-            except UnicodeEncodeError:
-                other = f"{spell_option('--exclude')} to skip the tensor"
-                raise _name_error(f"tensor `{tensor.name}`", other) from None
+            yield _encoded(f"{begin}\n  {_text(tensor.name)}: {found}", "tensor", tensor.name)
             begin = ","
         yield (("\n }" if listed else begin + "}") + after + "\n").encode()
 
@@ -192,13 +186,19 @@ def manifest(
     return OutputFile(MANIFEST, sum(map(len, content(lambda _: 0))), frame)
 
 
-def _name_error(where: str, other: str) -> RefusedError:
-    return RefusedError(
-        "the name is not valid text",
-        where=where,
-        why="it is not valid UTF-8, which the manifest requires",
-        hint=f"pass {spell_option('--no-checksum')} to write no manifest, or {other}",
-    )
+def _encoded(text: str, kind: Literal["file", "tensor"], name: str) -> bytes:
+    """Encode what a manifest says of a file or tensor called *name*."""
+    try:
+        return text.encode()
+    except UnicodeEncodeError:
+        other = f"{spell_option('--exclude')} to skip the tensor"
+        raise RefusedError(
+            "the name is not valid text",
+            where=f"{kind} `{name}`",
+            why="it is not valid UTF-8, which the manifest requires",
+            hint=f"pass {spell_option('--no-checksum')} to write no manifest, or "
+            f"{other if kind == 'tensor' else 'rename the file'}",
+        ) from None
 
 
 def _tensor(

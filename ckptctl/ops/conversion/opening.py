@@ -9,9 +9,8 @@ from pathlib import Path
 
 from ckptctl import formats
 from ckptctl.errors import UsageError
-from ckptctl.formats.sidecar_files import documents
 from ckptctl.ops.adapters import factors_only, require_adapter
-from ckptctl.ops.conversion.assets import gather, stated_in
+from ckptctl.ops.conversion.assets import gather, stated_in, with_model_config
 from ckptctl.ops.conversion.checks import existing_source, require_fitting_name, require_sense
 from ckptctl.ops.conversion.draft import Draft
 from ckptctl.ops.conversion.options import ConversionOptions
@@ -20,9 +19,8 @@ from ckptctl.ops.recognition.model import Model, Request, understand
 from ckptctl.ops.recognition.quantized import advised
 from ckptctl.ops.recognition.roots import unwrapped
 from ckptctl.ops.sources import open_source
-from ckptctl.planner.mapping.adapters import is_adapter
 from ckptctl.storage.destinations import Replaceable
-from ckptctl.storage.paths import named, path_at
+from ckptctl.storage.paths import named
 from ckptctl.storage.sources import blaming, require_unreplaced
 
 
@@ -48,9 +46,8 @@ def open_draft(src: str | Path, dst: str | Path, options: ConversionOptions) -> 
         catalog = factors_only(catalog)
         require_adapter(catalog, UsageError, f"the `{target.name}` format only stores adapters")
     assets = gather(catalog, options.assets, options.carry)
-    if not assets.documents and is_adapter(catalog.tensors):
-        # The model's configuration that lies next to an adapter.
-        assets = replace(assets, documents=documents(path_at(catalog.root)))
+    if not assets.documents:
+        assets = with_model_config(catalog, assets)
     asked = Request(options.model_type, options.from_layout, options.root, options.sizes)
     model = Model(catalog, asked, assets.documents)
     return Draft(options, target, destination, opened, assets, model, catalog)
