@@ -125,8 +125,6 @@ class _Solver:
 
     def add_up(self, terms: tuple[Axes, ...], value: int, key: str = "") -> bool | None:
         """Use ``sum of products == value``; returns what :meth:`settle` does."""
-        if len(terms) == 1:
-            return self.settle(terms[0], value, key)
         known = Sizes(self.sizes, self.products)
         sizes = [known.of(term) for term in terms]
         rest = value - sum(size for size in sizes if size is not None)
@@ -151,7 +149,9 @@ class _Solver:
             progress = False
             for (terms, size), (item, dim) in list(equations.items()):
                 before = len(self.sizes), len(self.products)
-                settled = self.add_up(terms, size, item.key)
+                one, *others = terms
+                add_up, settle = self.add_up, self.settle
+                settled = add_up(terms, size, item.key) if others else settle(one, size, item.key)
                 if settled is False:
                     raise self._contradiction(item, dim, terms)
                 if settled:
