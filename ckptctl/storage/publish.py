@@ -56,7 +56,7 @@ class Staging:
     ) -> None:
         self.target = target
         self.root = staging_directory(target)
-        self.data = data_directory(target)
+        self.data = self.root / DATA
         self.journal = self.root / JOURNAL
         self.notes: list[str] = []
         self.published = False

@@ -53,7 +53,7 @@ def map_layout(draft: Draft) -> Draft:
         missing={name.removeprefix(root) for name in draft.missing},
         trust_assets=options.trust_assets,
     )
-    if not draft.everything:
+    if draft.model.inside and not draft.everything:
         require_one_model(draft.model)
     tensors = draft.selection.tensors
     change = change_layout(draft.model, tensors, asked)
@@ -67,7 +67,7 @@ def map_layout(draft: Draft) -> Draft:
     if new and not (change.family or draft.model.candidates or draft.is_adapter):
         hint = root_hint(draft.model)
         draft.notes.add(f"unknown model type; keys are copied unchanged ({hint})", kind="warning")
-    return skip_parts(draft, change.left_out)
+    return skip_parts(draft, change.left_out) if change.left_out or draft.missing else draft
 
 
 def collect_contents(draft: Draft) -> Draft:

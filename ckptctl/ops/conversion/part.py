@@ -93,8 +93,6 @@ def skip_parts(draft: Draft, parts: Mapping[str, str]) -> Draft:
 
     The notes say then what is missing of all that was selected.
     """
-    if not parts and not draft.missing:
-        return draft
     root, selection = draft.root, draft.selection
     gone = {**draft.missing, **{root + name: why for name, why in parts.items()}}
     model = {root + name for name in (*selection.tensors, *parts)} | gone.keys()
