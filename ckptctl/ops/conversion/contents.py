@@ -203,7 +203,7 @@ def _paths(
                 where=f"{draft.catalog.root}/{entry.extents[0].file}",
                 why="tensors in a checkpoint must have names",
             )
-        head, prefix = container(old, draft.root)
+        head, prefix = container(old, draft.root) if draft.root else ((), "")
         for target in (view.key for view in item.targets):
             if draft.change.identity and not copied:
                 placed[target] = old if draft.everything else inside(old, draft.root)
@@ -279,7 +279,7 @@ def _dtype(
             )
             raise _mixed(item.targets[0].key, first.dtype, other, view.key, hint)
     kept = item.logical.partition(".")[0] in pinned
-    return first.dtype if kept else cast_to(first.dtype, dtype)
+    return first.dtype if kept or dtype is None else cast_to(first.dtype, dtype)
 
 
 def _mixed(target: str, one: str, other: str, source: str, hint: str) -> MappingError:

@@ -18,7 +18,7 @@ from ckptctl.ops.conversion.draft import Draft
 from ckptctl.ops.conversion.leaves import kept_strings, same_data, without_hashes
 from ckptctl.ops.recognition.quantized import weights
 from ckptctl.planner.axes import Sizes
-from ckptctl.planner.balance import shard_limit
+from ckptctl.planner.balance import LARGEST_SHARD, shard_limit
 from ckptctl.planner.mapping.adapters import is_adapter
 from ckptctl.planner.mapping.mapped import MappedTensor
 from ckptctl.planner.mapping.tensors import Change
@@ -59,9 +59,10 @@ def lay_out(draft: Draft) -> Draft:
         described = replace(draft.inputs, documents=documents)
         require_whole_blocks(described, draft.mapped, draft.tensors, shares, ranks)
     metadata = kept_strings(draft.catalog, draft.tensors, target, draft.notes)
+    shard_bytes = LARGEST_SHARD
     if options.max_shard_size is not None:
         shard_bytes = parse_bytes(options.max_shard_size)
-    else:
+    elif target.sharded or target.one_file:
         # Who has several files in that format expects several.
         several = draft.catalog.format == target.name and len(draft.catalog.files) > 1
         sizes = [(one.name, one.nbytes) for one in draft.tensors if one.alias_of is None]
