@@ -133,14 +133,10 @@ def names() -> tuple[str, ...]:
     return tuple(sorted({*built_in(), *_entry_points(), *([user.name] if user else [])}))
 
 
-def _named(name: str) -> Family:
-    user = _USER.get()
-    return user if user and user.name == name else _load(name)
-
-
 def families() -> dict[str, Family]:
     """Return all model families by name."""
-    return {name: _named(name) for name in names()}
+    user = _USER.get()
+    return {name: user if user and user.name == name else _load(name) for name in names()}
 
 
 def layouts(known: Iterable[Family]) -> list[str]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
+from contextlib import suppress
 from importlib.machinery import PathFinder
 from typing import TYPE_CHECKING, TypeVar
 
@@ -109,23 +110,18 @@ def mentioned(group: str) -> bool:
     others = (finder for finder in sys.meta_path if finder is not PathFinder)
     if any(hasattr(finder, "find_distributions") for finder in others):
         return True
-    return any(_mentioned(group.encode(), folder or ".") for folder in sys.path)
-
-
-def _mentioned(group: bytes, folder: str) -> bool:
-    if os.path.isfile(folder):  # noqa: PTH113  (a zip file)
-        return True
-    try:
-        names = os.listdir(folder)  # noqa: PTH208
-    except OSError:
-        return False
-    described = (name for name in names if name.lower().endswith(ENDINGS))
-    return any(group in _read(f"{folder}/{name}/entry_points.txt") for name in described)
-
-
-def _read(path: str) -> bytes:
-    try:
-        with open(path, "rb") as file:  # noqa: PTH123
-            return file.read()
-    except OSError:
-        return b""
+    for folder in (folder or "." for folder in sys.path):
+        if os.path.isfile(folder):  # noqa: PTH113  (a zip file)
+            return True
+        names: list[str] = []
+        with suppress(OSError):
+            names = os.listdir(folder)  # noqa: PTH208
+        for name in names:
+            if name.lower().endswith(ENDINGS):
+                with (
+                    suppress(OSError),
+                    open(f"{folder}/{name}/entry_points.txt", "rb") as file,  # noqa: PTH123
+                ):
+                    if group.encode() in file.read():
+                        return True
+    return False

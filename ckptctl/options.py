@@ -120,7 +120,6 @@ class Argument(Option):
     """What stands in ``Annotated`` beside the type of an argument; see :class:`Option`."""
 
 
-@dataclass(frozen=True, slots=True)
 class Declared:
     """One option of a command or function.
 
@@ -129,59 +128,30 @@ class Declared:
         option: What is declared of it.
         type: Its type.
         default: Its default; ``inspect.Parameter.empty``: it has to be given.
+        required: Whether it has to be given.
+        flag: Whether it takes no value.
+        optional: Whether it may be None.
+        repeated: Whether it may be given several times.
+        kinds: The types that a value may have, but None.
+        words: All that may be given, where that is a list; else empty.
+        spellings: What it is called on the command line, as Typer takes it.
+        shown: What errors on the command line call it.
     """
 
-    name: str
-    option: Option
-    type: Any
-    default: Any
-
-    @property
-    def required(self) -> bool:
-        """Return whether it has to be given."""
-        return self.default is inspect.Parameter.empty
-
-    @property
-    def flag(self) -> bool:
-        """Return whether it takes no value."""
-        return self.type is bool
-
-    @property
-    def optional(self) -> bool:
-        """Return whether it may be None."""
-        return NoneType in get_args(self.type)
-
-    @property
-    def kinds(self) -> tuple[Any, ...]:
-        """Return the types that a value may have, but None."""
-        union = get_origin(self.type) in (Union, UnionType)
-        return (
-            tuple(one for one in get_args(self.type) if one is not NoneType)
-            if union
-            else (self.type,)
-        )
-
-    @property
-    def repeated(self) -> bool:
-        """Return whether it may be given several times."""
-        return any(get_origin(one) in _MANY for one in self.kinds)
-
-    @property
-    def words(self) -> tuple[str, ...]:
-        """Return all that may be given; empty: that is not a list."""
-        literal = all(get_origin(one) is Literal for one in self.kinds)
-        return tuple(word for one in self.kinds for word in get_args(one)) if literal else ()
-
-    @property
-    def spellings(self) -> tuple[str, ...]:
-        """Return what it is called on the command line, as Typer takes it."""
-        return tuple(self.option.flags.split()) or (f"--{self.name.replace('_', '-')}",)
-
-    @property
-    def shown(self) -> str:
-        """Return what errors on the command line call it."""
-        argument = isinstance(self.option, Argument)
-        return self.option.metavar if argument else self.spellings[-1]
+    def __init__(self, name: str, option: Option, type: Any, default: Any) -> None:
+        self.name, self.option, self.type, self.default = name, option, type, default
+        self.required = default is inspect.Parameter.empty
+        self.flag = type is bool
+        union = get_args(type) if get_origin(type) in (Union, UnionType) else (type,)
+        self.optional = NoneType in union
+        self.kinds: tuple[Any, ...] = tuple(one for one in union if one is not NoneType)
+        origins = {get_origin(one) for one in self.kinds}
+        self.repeated = not origins.isdisjoint(_MANY)
+        literal = origins == {Literal}
+        words = (word for one in self.kinds for word in get_args(one)) if literal else ()
+        self.words: tuple[str, ...] = tuple(words)
+        self.spellings = tuple(option.flags.split()) or (f"--{name.replace('_', '-')}",)
+        self.shown = option.metavar if isinstance(option, Argument) else self.spellings[-1]
 
     def read(self, given: Any) -> Any:
         """Return what the command line means: a text, several, or whether a flag is set.

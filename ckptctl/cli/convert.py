@@ -96,7 +96,7 @@ def carry_out(
     from ckptctl.storage.unfinished import UnfinishedWorkError
 
     output.statement(plan.statement)
-    shortfall = _shortfall(plan, dst)
+    shortfall = _shortfall(plan, dst) if plan.missing else None
     if shortfall and ranks.rank == 0 and output.mode != "json":
         output.error(shortfall)
     for warning in plan.warnings:
@@ -120,10 +120,12 @@ def carry_out(
         return
     for line in (*told("dropped", plan.dropped), *told("skipped", plan.left_out)):
         output.note(line)
-    if scheme_of(plan.plan.target) == HUB:
+    if plan.upload and scheme_of(plan.plan.target) == HUB:
         _announce(output, plan, dst, options.yes)
-    beginning = "loading torch" if plan.arithmetic else ""
     ending = "verifying" if plan.options.verify else "syncing"
+
+    def beginning() -> str:
+        return "loading torch" if plan.arithmetic else ""
 
     def run(plan: ConversionPlan) -> ConversionResult:
         with (
@@ -210,10 +212,8 @@ def _ask_to_restart(output: Output, error: CkptError, ranks: Coordinator) -> Non
         raise error
 
 
-def _shortfall(plan: ConversionPlan, dst: Path) -> PartialError | None:
-    """Return the error about what is missing in the output; None: nothing is."""
-    if not plan.missing:
-        return None
+def _shortfall(plan: ConversionPlan, dst: Path) -> PartialError:
+    """Return the error about what is missing in the output."""
     found = [reason for reason, _ in by_reason(plan.missing)]
     what = "item" if any(name in plan.source.blobs for name in plan.missing) else "tensor"
     count = counted(len(plan.missing), f"{what} is", f"{what}s are")

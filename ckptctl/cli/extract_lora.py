@@ -48,8 +48,8 @@ def extract_lora(
     output = Output(json, quiet)
     extraction = Extraction(base, tuned, out, options)
     output.statement(extraction.statement)
-    beginning = "loading torch"
-    with progress(output, "comparing", extraction.nbytes, "syncing", beginning) as advance:
+    nbytes = extraction.nbytes
+    with progress(output, "comparing", nbytes, "syncing", lambda: "loading torch") as advance:
         found = extraction.run(advance or (lambda _: None))
     for note in found.notes:
         output.note(note)

@@ -32,13 +32,14 @@ def coordinator(single_process: bool, machine: bool) -> Coordinator:
         UsageError: The environment names several, but does not say how to reach them.
         StorageError: They do not answer.
     """
-    if single_process or _number("WORLD_SIZE", 1) < 2:
+    world = os.environ.get("WORLD_SIZE", "")
+    if single_process or not world.isdecimal() or int(world) < 2:
         return Alone()
     missing = [name for name in VARIABLES if not os.environ.get(name)]
     if missing:
         raise UsageError(
             "the environment does not specify how to reach the other ranks",
-            why=f"WORLD_SIZE is {os.environ['WORLD_SIZE']}, but {listed(missing, quote='')} "
+            why=f"WORLD_SIZE is {world}, but {listed(missing, quote='')} "
             f"{'is' if len(missing) == 1 else 'are'} not set",
             hint="start it with torchrun, or pass `--single-process` to run a single process",
         )
@@ -68,11 +69,6 @@ class Silent(Output):
 def output_of(ranks: Coordinator, machine: bool, quiet: bool) -> Output:
     """Return what prints on this rank; see :class:`Output`."""
     return Output(machine, quiet) if ranks.rank == 0 else Silent()
-
-
-def _number(name: str, default: int) -> int:
-    text = os.environ.get(name, "")
-    return int(text) if text.isdecimal() else default
 
 
 class _Ranks:

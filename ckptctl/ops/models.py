@@ -248,7 +248,7 @@ def _own_keys(layout: Layout, others: list[Family]) -> tuple[str, ...]:
         spoken = {template: words for template, words in own.items() if words <= other.words}
         for name in other.layouts if spoken else ():
             table = other.layout(name).table
-            own = {t: w for t, w in own.items() if not table.knows(t.skeleton)}
+            own = {t: w for t, w in own.items() if not table.entries(t.skeleton)}
     return tuple(template.text for template in own)[:SHOWN_KEYS]
 
 

@@ -172,6 +172,7 @@ Sizes = Annotated[
     ),
 ]
 FromLayout = Annotated[str | None, layout("Layout of the source.  [default: detected]")]
+ToLayout = Annotated[str | None, layout(f"Layout to write, e.g. {LAYOUTS}", brief=True)]
 DType = Annotated[
     str | None,
     Option(

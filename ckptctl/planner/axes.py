@@ -40,9 +40,10 @@ class Observation:
     def equations(self, family: Family) -> Iterator[tuple[int, tuple[Axes, ...], int]]:
         """Yield ``(dimension, terms, size)``: the terms are products of axes and add up to it."""
         leaves = self.stored.leaves
+        joined = leaves[0].part is not None
         for dim, size in enumerate(self.shape):
             terms = tuple(family.expand(leaf.dims[dim]) for leaf in leaves)
-            if dim == self.stored.along and leaves[0].part is not None:
+            if joined and dim == self.stored.along:
                 yield dim, terms, size
             else:
                 yield from ((dim, (term,), size) for term in dict.fromkeys(terms))
@@ -77,39 +78,25 @@ class _Solver:
         self.products: dict[Axes, int] = {}
         self.origin: dict[str, str] = {}
         self.stated = known
-        self._configured()
-
-    def _configured(self) -> None:
-        for axis, size in self.stated.items():
-            parts = self.family.composite.get(axis)
-            self.origin[axis] = self.family.called(axis)
-            if parts is None:
-                self.sizes[axis] = size
-            else:
-                self.origin[axis] += f" = {size}"
+        self.sizes |= {axis: size for axis, size in known.items() if axis not in family.composite}
         self._compose()
-        for axis, parts in self.family.composite.items():
-            for part in parts:
-                self.origin.setdefault(part, self.origin.get(axis, ""))
 
     def _compose(self) -> None:
         """Use the sizes that were stated of axes that are made of others."""
         for axis, parts in self.family.composite.items():
             size = self.stated.get(axis)
             if size is not None and self.settle(parts, size) is False:
-                known = all(part in self.sizes for part in parts)
+                known = [self.sizes[part] for part in parts if part in self.sizes]
+                multiple = "" if len(known) == len(parts) else "a multiple of "
                 raise MappingError(
                     f"{self.family.called(axis)} = {size} conflicts with the tensors, the rest of "
                     "the configuration or the model type",
-                    why=f"it must be {'' if known else 'a multiple of '}{self._product(parts)}",
+                    why=f"it must be {multiple}{math.prod(known)}",
                 )
-
-    def _product(self, axes: Iterable[str]) -> int:
-        return math.prod(self.sizes[axis] for axis in axes if axis in self.sizes)
 
     def _known(self, axes: Axes) -> tuple[int, Axes]:
         """Return the product of those *axes* that are known, alone or together, and the others."""
-        product = self._product(axes)
+        product = math.prod(self.sizes[axis] for axis in axes if axis in self.sizes)
         unknown = tuple(axis for axis in axes if axis not in self.sizes)
         for parts in self.family.composite.values():
             rest = tuple(part for part in parts if part not in self.sizes)
@@ -138,8 +125,6 @@ class _Solver:
 
     def add_up(self, terms: tuple[Axes, ...], value: int, key: str = "") -> bool | None:
         """Use ``sum of products == value``; returns what :meth:`settle` does."""
-        if len(terms) == 1:
-            return self.settle(terms[0], value, key)
         known = Sizes(self.sizes, self.products)
         sizes = [known.of(term) for term in terms]
         rest = value - sum(size for size in sizes if size is not None)
@@ -164,7 +149,9 @@ class _Solver:
             progress = False
             for (terms, size), (item, dim) in list(equations.items()):
                 before = len(self.sizes), len(self.products)
-                settled = self.add_up(terms, size, item.key)
+                one, *others = terms
+                add_up, settle = self.add_up, self.settle
+                settled = add_up(terms, size, item.key) if others else settle(one, size, item.key)
                 if settled is False:
                     raise self._contradiction(item, dim, terms)
                 if settled:
@@ -174,10 +161,10 @@ class _Solver:
 
     def _contradiction(self, item: Observation, dim: int, terms: tuple[Axes, ...]) -> MappingError:
         known = [axis for term in terms for axis in term if axis in self.sizes]
+        origins = {axis: self._origin(axis) for axis in known}
         factors = ", ".join(
-            f"{axis} = {self.sizes[axis]}"
-            + (f" (from {self.origin[axis]})" if self.origin.get(axis) else "")
-            for axis in dict.fromkeys(known)
+            f"{axis} = {self.sizes[axis]}" + (f" (from {origin})" if origin else "")
+            for axis, origin in origins.items()
         )
         return MappingError(
             "a shape conflicts with the configuration or with other tensors",
@@ -186,6 +173,16 @@ class _Solver:
             f"dimension {dim} is {item.shape[dim]}, but {factors}",
             hint="check that the configuration and all files belong to the same model",
         )
+
+    def _origin(self, axis: str) -> str:
+        """Return the tensor or the configuration that shows the size of *axis*, if it is known."""
+        if axis in self.origin:
+            return self.origin[axis]
+        if axis in self.stated:
+            return self.family.called(axis)
+        wholes = (whole for whole, parts in self.family.composite.items() if axis in parts)
+        whole = next(wholes, "")
+        return f"{self.family.called(whole)} = {self.stated[whole]}" if whole in self.stated else ""
 
 
 def solve(

@@ -281,6 +281,7 @@ class Family:
     tiny: Mapping[str, int] = field(default_factory=dict)
     rows: tuple[Tensor, ...] = ()
     partial: bool = False
+    _compiled: dict[str, Layout] = field(default_factory=dict, init=False, repr=False)
 
     @cached_property
     def tensors(self) -> Mapping[str, Tensor]:
@@ -290,7 +291,8 @@ class Family:
         """
         found: dict[str, Tensor] = {}
         parsed = (*parse_tables(self.tables, {**LIKE, **self.like}), *self.rows)
-        for tensor in with_companions(parsed, self.companions):
+        tensors = with_companions(parsed, self.companions) if self.companions else parsed
+        for tensor in tensors:
             leaves = {k: leaf for k, leaf in tensor.leaves.items() if k in self.layouts}
             if leaves:
                 found[tensor.name] = replace(tensor, leaves=leaves)
@@ -352,11 +354,7 @@ class Family:
 
     def shifts_in(self, layout: str) -> list[Shift]:
         """Return which layers *layout* numbers together."""
-        return [shift for shift in self.shifts if shift.layout == _table_of(layout)]
-
-    @cached_property
-    def _compiled(self) -> dict[str, Layout]:
-        return {}
+        return [shift for shift in self.shifts if shift.layout == layout.removesuffix(_BASE)]
 
     def layout(self, name: str) -> Layout:
         """Return the layout called *name*.
@@ -366,26 +364,12 @@ class Family:
         """
         if name not in (*self.layouts, *self.bases):
             raise self._unknown(name)
-        if name not in self._compiled:
-            self._compiled[name] = self._compile(name)
-        return self._compiled[name]
-
-    def _unknown(self, name: str) -> UsageError:
-        why = f"its layouts are {listed(self.layouts, len(self.layouts))}"
-        if close := nearest(name, self.layouts):
-            hint = f"did you mean `{close}`?"
-        elif self.partial:
-            why = f"no known program writes adapters with the keys of this layout; {why}"
-            hint = "use `ckptctl merge BASE ADAPTER DST` to write the merged model in any layout"
-        else:
-            hint = LIST_LAYOUTS
-        return UsageError(f"model type `{self.name}` has no layout `{name}`", why=why, hint=hint)
-
-    def _compile(self, name: str) -> Layout:
-        column = _table_of(name)
+        if name in self._compiled:
+            return self._compiled[name]
+        column = name.removesuffix(_BASE)
         leaves = {t.name: t.leaves[column] for t in self.tensors.values() if column in t.leaves}
         drops = [(Template.parse(d.key), d) for d in self.drops if d.layout == column]
-        if is_base(name):
+        if column != name:
             leaves = {n: self._unwrapped(leaf) for n, leaf in leaves.items()}
             drops = [(Template.parse(t.text.removeprefix(self.wrapper)), d) for t, d in drops]
         together: dict[object, list[tuple[Tensor, Leaf]]] = {}
@@ -398,7 +382,20 @@ class Family:
         ]
         entries: list[tuple[Template, Meaning]] = [(item.template, item) for item in stored]
         entries += drops
-        return Layout(name, leaves, tuple(stored), TemplateTable(entries))
+        layout = Layout(name, leaves, tuple(stored), TemplateTable(entries))
+        self._compiled[name] = layout
+        return layout
+
+    def _unknown(self, name: str) -> UsageError:
+        why = f"its layouts are {listed(self.layouts, len(self.layouts))}"
+        if close := nearest(name, self.layouts):
+            hint = f"did you mean `{close}`?"
+        elif self.partial:
+            why = f"no known program writes adapters with the keys of this layout; {why}"
+            hint = "use `ckptctl merge BASE ADAPTER DST` to write the merged model in any layout"
+        else:
+            hint = LIST_LAYOUTS
+        return UsageError(f"model type `{self.name}` has no layout `{name}`", why=why, hint=hint)
 
     def _unwrapped(self, leaf: Leaf) -> Leaf:
         return replace(leaf, key=Template.parse(leaf.key.text.removeprefix(self.wrapper)))
@@ -416,11 +413,6 @@ class Family:
         config, params = (spellings(name)[0] for name in names)
         other = f" (in params.json: `{params}`)" if params not in (None, "", config) else ""
         return f"`{config}`{other}"
-
-
-def _table_of(layout: str) -> str:
-    """Return the layout whose column of the tables says how *layout* keeps tensors."""
-    return layout.removesuffix(_BASE)
 
 
 def is_base(layout: str | None) -> bool:

@@ -88,7 +88,10 @@ def _lock(folder: Path, target: Path, doing: str, *, to_sweep: bool) -> int:
     flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
     while True:
         try:
-            _make(folder)
+            if folder.is_symlink():
+                raise RefusedError("the staging directory is a symbolic link", where=str(folder))
+            with storage_errors("create", folder):
+                folder.mkdir(exist_ok=True)
             descriptor = os.open(path, flags, 0o666)
         except FileNotFoundError:  # somebody removed the folder just now
             continue
@@ -127,13 +130,6 @@ def _remove_unused(folder: Path) -> None:
         if [item.name for item in folder.iterdir()] == [NAME] and holder(folder) is None:
             (folder / NAME).unlink()
         folder.rmdir()
-
-
-def _make(folder: Path) -> None:
-    if folder.is_symlink():
-        raise RefusedError("the staging directory is a symbolic link", where=str(folder))
-    with storage_errors("create", folder):
-        folder.mkdir(exist_ok=True)
 
 
 def _take(descriptor: int, target: Path, doing: str, *, wait: bool) -> None:

@@ -56,7 +56,7 @@ class Staging:
     ) -> None:
         self.target = target
         self.root = staging_directory(target)
-        self.data = data_directory(target)
+        self.data = self.root / DATA
         self.journal = self.root / JOURNAL
         self.notes: list[str] = []
         self.published = False
@@ -195,7 +195,12 @@ def staging(
         check_target(target, overwrite=overwrite, is_checkpoint=is_checkpoint)
     with ExitStack() as stack:
         stack.enter_context(terminable())
-        _make_parents(target.parent)
+        above = (target.parent, *target.parent.parents)
+        missing = [path for path in above if not path.exists()]
+        with storage_errors("create", target.parent):
+            for path in reversed(missing):
+                path.mkdir(exist_ok=True)
+                sync_directory(path.parent)
         _require_own(found.root)
         stack.enter_context(lock.held(found.root, found.target, DOING))
         left = left_in(found.root)
@@ -293,14 +298,6 @@ def _require_own(root: Path) -> None:
 def _inode(path: Path) -> tuple[int, int]:
     found = path.lstat()
     return found.st_dev, found.st_ino
-
-
-def _make_parents(parent: Path) -> None:
-    missing = [path for path in (parent, *parent.parents) if not path.exists()]
-    with storage_errors("create", parent):
-        for path in reversed(missing):
-            path.mkdir(exist_ok=True)
-            sync_directory(path.parent)
 
 
 def _prepare(found: Staging, *, resume: bool) -> None:

@@ -12,6 +12,8 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
+from operator import mul
 from typing import NoReturn
 
 from ckptctl import dtypes
@@ -144,33 +146,20 @@ def _tensor(key: str, entry: object) -> Span:
         if end < begin:
             raise MalformedError(f"`{key}` has {counted(end - begin, 'byte')}")
         return code, tuple(shape), begin, end
-    sizes = _torch_shape(found.name, shape)
-    if sizes is None or end < begin or math.prod(sizes) * found.itemsize != end - begin:
+    sizes, odd = tuple(shape), False
+    if found.name == PACKED:  # torch counts two 4-bit elements as one
+        odd = not shape or shape[-1] % 2 != 0
+        sizes = sizes if odd else (*sizes[:-1], sizes[-1] // 2)
+    if odd or end < begin or math.prod(sizes) * found.itemsize != end - begin:
         raise MalformedError(f"`{key}` is {code} {shape}, but has {counted(end - begin, 'byte')}")
-    if any(size.bit_length() > 63 for size in (*shape, *_partial(shape))):
+    # The reference reader computes the running products in 64 bits.
+    if any(size.bit_length() > 63 for size in (*shape, *accumulate(shape, mul))):
         raise MalformedError(f"the shape of `{key}` overflows")
     return found.name, sizes, begin, end
 
 
 def _integers(value: object) -> bool:
     return isinstance(value, list) and all(type(item) is int for item in value)
-
-
-def _partial(shape: Sequence[int]) -> list[int]:
-    """Return the running products, which the reference reader computes in 64 bits."""
-    products = [1]
-    for size in shape:
-        products.append(products[-1] * size)
-    return products
-
-
-def _torch_shape(dtype: str, shape: Sequence[int]) -> tuple[int, ...] | None:
-    """Return the shape as torch counts it: two 4-bit elements are one; None: an odd number."""
-    if dtype != PACKED:
-        return tuple(shape)
-    if not shape or shape[-1] % 2:
-        return None
-    return (*shape[:-1], shape[-1] // 2)
 
 
 def _check_spans(tensors: Mapping[str, Span], nbytes: int, where: str) -> None:

@@ -42,6 +42,7 @@ from ckptctl.formats.hf.files import (
 )
 from ckptctl.formats.hf.shards import (
     HeaderStrings,
+    ReadShard,
     checked_index,
     merge,
     read_bin,
@@ -137,8 +138,12 @@ class HfFormat(WritableFormat):
         self, files: SourceFiles, path: Path, main: str, partial: bool = False
     ) -> Catalog:
         faults = Faults(files.root, partial)
-        known = {} if partial else shards_of(files, main)
-        index = proven(files, main, known) or read_json(files, main)
+        known: dict[str, ReadShard] = {}
+        index: object = None
+        if not partial and files.digest(main):  # by which the shards may prove what it says
+            known = shards_of(files, main)
+            index = proven(files, main, known)
+        index = index or read_json(files, main)
         weight_map, strings = checked_index(index, str(files.root / main))
         found = read_shards(files, weight_map, strings, main, known, faults)
         ordered = {name: found.tensors[name] for name in weight_map if name in found.tensors}
@@ -165,12 +170,18 @@ class HfFormat(WritableFormat):
     ) -> Catalog:
         root = files.root
         used = {*names, index} if index else set(names)
+        # Tensors that a writer dropped as shared, and recorded as ``{dropped: kept}``.
+        aliases = {
+            dropped: replace(tensors[kept], name=dropped, path=(dropped,), alias_of=kept)
+            for dropped, kept in metadata.items()
+            if kept in tensors and dropped not in tensors and dropped != "format"
+        }
         around = beside(root, {*used, *self.described_in}, alone=path.is_file())
         return replace(
             around.catalog(root, self.name),
             path=str(path),
             files={name: files.size(name) for name in names},
-            tensors=_with_aliases(tensors, metadata),
+            tensors=tensors | aliases,
             metadata=dict(metadata),
             notes=(*notes, *torch_consolidated(root)),
         )
@@ -277,18 +288,6 @@ def _index(
         "weight_map": {name: file for file, shard in shards for name in shard},
     }
     return document(f"{stem}{INDEX}", json.dumps(content, indent=2).encode() + b"\n")
-
-
-def _with_aliases(
-    tensors: dict[str, TensorEntry], metadata: Mapping[str, str]
-) -> dict[str, TensorEntry]:
-    """Add the tensors that a writer dropped as shared and recorded as ``{dropped: kept}``."""
-    aliases = {
-        dropped: replace(tensors[kept], name=dropped, path=(dropped,), alias_of=kept)
-        for dropped, kept in metadata.items()
-        if kept in tensors and dropped not in tensors and dropped != "format"
-    }
-    return tensors | aliases
 
 
 FORMAT = HfFormat()

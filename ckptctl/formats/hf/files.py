@@ -140,8 +140,8 @@ def torch_consolidated(root: Path) -> tuple[str, ...]:
 
 
 def shards_of(files: SourceFiles, main: str) -> dict[str, ReadShard]:
-    """Return the set of shards beside an index; nothing where that cannot prove the index."""
-    names = _shards_beside(files.root, main) if files.digest(main) else []
+    """Return the set of shards next to an index, or nothing if they cannot be read."""
+    names = _shards_beside(files.root, main)
     try:
         return {name: read_shard(files, name) for name in heads_ahead(files, names)}
     except CkptError:

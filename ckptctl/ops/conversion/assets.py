@@ -56,17 +56,6 @@ class Assets:
     changed: frozenset[str] = frozenset()
     described: tuple[Description, ...] = ()
 
-    def not_carried(self, target: WritableFormat) -> dict[str, str]:
-        """Return the names of what an output of *target* does not get, and why."""
-        alone = f"a single {target.name} file has no sidecar files"
-        own = dict.fromkeys({**self.sizes, **self.documents}, alone) if target.single_file else {}
-        return {**own, **self.others}
-
-    def besides(self, written: Collection[str]) -> Assets:
-        """Return them for an output with files called *written*, which nothing of these is."""
-        others = {name: why for name, why in self.others.items() if name not in written}
-        return replace(self, others=others)
-
     def copies(self, without: Collection[str]) -> Iterator[RawCopy]:
         """Copies of all side files but those called *without*."""
         for name, size in self.sizes.items():
@@ -115,14 +104,26 @@ def _note_meaning(given: str | Path, notes: Notes) -> None:
         notes.add(f"{spell_option(f'--assets {given}')} refers to the local folder; {other}")
 
 
-def file_notes(assets: Assets, directory: str | Path | None, target: WritableFormat) -> Notes:
-    """Say which folder ``--assets`` names, and which files an output of *target* does not get."""
+def file_notes(
+    assets: Assets,
+    directory: str | Path | None,
+    target: WritableFormat,
+    written: Collection[str],
+) -> Notes:
+    """Say which folder ``--assets`` names, and which files an output of *target* does not get.
+
+    The output has files called *written*.
+    """
     notes = Notes()
     if directory is not None:
         _note_meaning(directory, notes)
-    if not target.single_file:
-        notes.add(*left_behind(assets.others))
-    notes.explain("not copied", assets.not_carried(target))
+    others = {name: why for name, why in assets.others.items() if name not in written}
+    if target.single_file:
+        alone = f"a single {target.name} file has no sidecar files"
+        others = {**dict.fromkeys({**assets.sizes, **assets.documents}, alone), **others}
+    else:
+        notes.add(*left_behind(others))
+    notes.explain("not copied", others)
     return notes
 
 
@@ -139,7 +140,17 @@ def _existing(root: Path) -> Path:
 
 def gather(catalog: Catalog, directory: str | Path | None, globs: Sequence[str] = ()) -> Assets:
     """The checkpoint's side files, those of ``--assets`` instead where it has them."""
-    assets, roots = _own(catalog), [path_at(catalog.root)]
+    root, inner = path_at(catalog.root), f"{CONFIGURATION}/"
+    places: dict[str, str] = {}
+    sizes: dict[str, int] = {}
+    # Those of verl's folder come to lie next to the others.
+    for name, size in sorted(catalog.assets.items(), key=lambda one: not one[0].startswith(inner)):
+        short = name.removeprefix(inner)
+        places[short] = str(root if short == name else root / CONFIGURATION)
+        sizes[short] = size
+    files = tuple(of_checkpoint(catalog, places))
+    assets = Assets(places, sizes, catalog.documents, catalog.others, described=files)
+    roots = [root]
     if directory is not None:
         root = _folder(directory)
         roots.append(root)
@@ -149,7 +160,7 @@ def gather(catalog: Catalog, directory: str | Path | None, globs: Sequence[str] 
 
 def with_model_config(catalog: Catalog, assets: Assets) -> Assets:
     """*assets*, for an adapter with the model's configuration that lies beside it."""
-    if assets.documents or not is_adapter(catalog.tensors):
+    if not is_adapter(catalog.tensors):
         return assets
     return replace(assets, documents=documents(path_at(catalog.root)))
 
@@ -168,19 +179,6 @@ def _with_directory(catalog: Catalog, own: Assets, root: Path) -> Assets:
         {**own.others, **found.others},
         described=(*(own.described if str(root) != catalog.root else ()), *theirs),
     )
-
-
-def _own(catalog: Catalog) -> Assets:
-    """Return the checkpoint's side files; those of verl's folder come to lie beside the others."""
-    root, inner = path_at(catalog.root), f"{CONFIGURATION}/"
-    roots: dict[str, str] = {}
-    sizes: dict[str, int] = {}
-    for name, size in sorted(catalog.assets.items(), key=lambda one: not one[0].startswith(inner)):
-        short = name.removeprefix(inner)
-        roots[short] = str(root if short == name else root / CONFIGURATION)
-        sizes[short] = size
-    files = tuple(of_checkpoint(catalog, roots))
-    return Assets(roots, sizes, catalog.documents, catalog.others, described=files)
 
 
 def describe_plain(assets: Assets) -> Assets:

@@ -24,6 +24,7 @@ from ckptctl.formats.sidecar_files import WEIGHTS
 from ckptctl.ops.conversion.options import ConversionOptions
 from ckptctl.ops.recognition.quantized import (
     glanced,
+    is_plain,
     orphans,
     statement_of,
     understood,
@@ -43,18 +44,20 @@ from ckptctl.units import counted, format_bytes
 
 def require_sense(asked: ConversionOptions, target: WritableFormat) -> None:
     """Refuse options that have no meaning for the target, or not together."""
-    threads, to = asked.execution().threads, spell_option(f"--to {target.name}")
-    least = LEAST * threads
-    if asked.memory is not None and asked.execution().memory < least:
-        raise UsageError(
-            f"{spell_option('--memory')} must be at least {format_bytes(least)} for "
-            f"{counted(threads, 'thread')}"
-        )
+    if asked.memory is not None:
+        threads = asked.execution().threads
+        least = LEAST * threads
+        if asked.execution().memory < least:
+            raise UsageError(
+                f"{spell_option('--memory')} must be at least {format_bytes(least)} for "
+                f"{counted(threads, 'thread')}"
+            )
     _require_option_of(asked, target)
     if asked.only == "all" and not target.nested:
         raise UsageError(
-            f"{to} cannot store training state ({spell_option('--only all')}, "
-            f"{spell_option('--optimizer')}); use dcp, mcore or torch"
+            f"{spell_option(f'--to {target.name}')} cannot store training state "
+            f"({spell_option('--only all')}, {spell_option('--optimizer')}); use dcp, mcore or "
+            "torch"
         )
     if asked.dequantize is not None and asked.dtype not in (None, asked.dequantize):
         raise UsageError(
@@ -69,8 +72,8 @@ def require_sense(asked: ConversionOptions, target: WritableFormat) -> None:
     others = (None, target.layout, *target.adapter_layouts)
     if target.layout is not None and not target.other_layouts and asked.to_layout not in others:
         raise UsageError(
-            f"{spell_option('--to-layout')} is not supported with {to} (always layout "
-            f"{target.layout})"
+            f"{spell_option('--to-layout')} is not supported with "
+            f"{spell_option(f'--to {target.name}')} (always layout {target.layout})"
         )
     for option, layout in (("--from-layout", asked.from_layout), ("--to-layout", asked.to_layout)):
         if layout not in (None, target.layout) and not is_base(layout):
@@ -152,7 +155,8 @@ def require_scaled(
     """Refuse to cast weights to float8: without scales most of them leave its range."""
     if asked.allow_overflow:
         return
-    float8 = {one.name: one.dtype for one in tensors if _is_float8(one.dtype)}
+    narrow = {name for name, one in dtypes.BY_NAME.items() if one.floating and one.itemsize == 1}
+    float8 = {one.name: one.dtype for one in tensors if one.dtype in narrow}
     cast = [
         view.key
         for item in mapped
@@ -167,10 +171,6 @@ def require_scaled(
             "the dtype; no loader supports such a model",
             hint=f"pass {spell_option('--allow-overflow')} to write them anyway",
         )
-
-
-def _is_float8(dtype: str) -> bool:
-    return dtypes.BY_NAME[dtype].floating and dtypes.itemsize(dtype) == 1
 
 
 def _made(catalog: Catalog, name: str, dtype: str) -> bool:
@@ -188,6 +188,8 @@ def keep_together(
     A copy of everything under the same names is not looked at: it loses nothing.
     """
     if not renamed and dtype is None and catalog.tensors.keys() <= set(chosen):
+        return
+    if is_plain(catalog):
         return
     seen = glanced(catalog)
     for error in seen.unfit.values():

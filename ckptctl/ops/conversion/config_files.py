@@ -33,10 +33,12 @@ def config_files(draft: Draft) -> Draft:
             draft.notes.add(f"a single {target.name} file has no sidecar files; {behind}")
         return draft
     cast = (options.dtype or options.dequantize) is not None
-    model = in_checkpoint(change.tensors, draft.root, draft.kept_root)
-    own = {view.key for item in model for view in item.targets}
-    plain = draft.quantization.plain if draft.quantization else draft.tensors
-    dtype = main_dtype([tensor for tensor in plain if tensor.name in own])
+    dtype = None
+    if cast or CONFIG not in assets.documents:
+        model = in_checkpoint(change.tensors, draft.root, draft.kept_root)
+        own = {view.key for item in model for view in item.targets}
+        plain = draft.quantization.plain if draft.quantization else draft.tensors
+        dtype = main_dtype([tensor for tensor in plain if tensor.name in own])
     written = _written(assets, target, change, draft.ranks, dtype, cast)
     config = written.get(CONFIG, assets.documents.get(CONFIG))
     if options.to_layout == MLX:

@@ -32,16 +32,20 @@ from ckptctl.ops.recognition.model import require_one_model, root_hint
 from ckptctl.ops.sources import located
 from ckptctl.planner.configs.facts import tying
 from ckptctl.planner.layouts import HF
-from ckptctl.planner.mapping.mapped import MappedTensor, View
+from ckptctl.planner.mapping.mapped import MappedTensor
 
 
 def map_layout(draft: Draft) -> Draft:
     """Say what the model's tensors become, and what a user should know of it."""
     options, target, root = draft.options, draft.target, draft.root
+    # To copy what is tied is content where nothing is.
+    shared = any(entry.alias_of for entry in draft.catalog.tensors.values())
+    known = draft.model.exact and draft.model.model_type is not None
+    untie = options.untie or (options.tied == "copy" and (shared or known))
     asked = LayoutRequest(
         draft.layout,
         described=target.parallel or target.described,
-        untie=should_untie(draft),
+        untie=untie,
         partial=bool(options.include or options.exclude or draft.missing),
         vocab=options.vocab_size,
         pads=target.pads,
@@ -49,7 +53,7 @@ def map_layout(draft: Draft) -> Draft:
         missing={name.removeprefix(root) for name in draft.missing},
         trust_assets=options.trust_assets,
     )
-    if not draft.everything:
+    if draft.model.inside and not draft.everything:
         require_one_model(draft.model)
     tensors = draft.selection.tensors
     change = change_layout(draft.model, tensors, asked)
@@ -57,40 +61,40 @@ def map_layout(draft: Draft) -> Draft:
     keep_together(draft.catalog, names, renamed=not change.identity, dtype=options.dtype)
     draft.notes.extend(change.notes)
     draft = replace(draft, change=change)
-    _warn_of_names(draft)
-    return skip_parts(draft, change.left_out)
-
-
-def _warn_of_names(draft: Draft) -> None:
-    """Warn of names that become Hugging Face's only in that they are in its files."""
-    cut = bool(draft.root) and not draft.everything
-    new = draft.target.layout == HF and (cut or formats.get(draft.catalog.format).layout != HF)
-    known = draft.change.family or draft.model.candidates
-    if not known and new and not draft.is_adapter:
+    # Names become Hugging Face's only in that they are in its files.
+    cut = bool(root) and not draft.everything
+    new = target.layout == HF and (cut or formats.get(draft.catalog.format).layout != HF)
+    if new and not (change.family or draft.model.candidates or draft.is_adapter):
         hint = root_hint(draft.model)
         draft.notes.add(f"unknown model type; keys are copied unchanged ({hint})", kind="warning")
+    return skip_parts(draft, change.left_out) if change.left_out or draft.missing else draft
 
 
 def collect_contents(draft: Draft) -> Draft:
     """Say what becomes of the selected part, and find its bytes, whose coverage is proven."""
     root, target, notes, change = draft.root, draft.target, draft.notes, draft.change
     apart = notes.reasons("skipped").keys() | draft.missing.keys()
-    catalog, parts = _with_values(draft, apart)
+    catalog, parts = _with_values(draft, apart) if draft.catalog.blobs else (draft.catalog, {})
     outside = dict.fromkeys(leaf for n in draft.selection.rest for leaf in parts.get(n, (n,)))
     rest = follow(catalog, tuple(outside), root, change) if draft.everything else Rest()
     homeless: list[str] = []
-    for item, path in inside_model(catalog, parts, outside, root, draft.everything):
+    packed = inside_model(catalog, parts, outside, root, draft.everything) if parts else ()
+    for item, path in packed:
         if change.identity or draft.everything:
             rest.tensors.append(item)
             rest.paths[item.targets[0].key] = path
         else:
             homeless.append(item.sources[0].key)
-    catalog, zeros = with_zeros(catalog, change.zeros, root, draft.kept_root)
-    catalog, filled = with_zeros(catalog, rest.zeros, "", "")
-    rest.tensors += filled
+    zeros: list[MappedTensor] = []
+    if change.zeros:
+        catalog, zeros = with_zeros(catalog, change.zeros, root, draft.kept_root)
+    if rest.zeros:
+        catalog, filled = with_zeros(catalog, rest.zeros, "", "")
+        rest.tensors += filled
     model = [*in_checkpoint(change.tensors, root, draft.kept_root), *zeros]
     mapped = [*model, *rest.tensors]
-    catalog = with_sums(catalog, mapped)
+    if any(item.plus for item in mapped):
+        catalog = with_sums(catalog, mapped)
     equal = [(root + kept, root + dropped) for kept, dropped in change.must_equal]
     equal += rest.must_equal
     read = {view.key for item in mapped for view in item.sources}
@@ -199,7 +203,7 @@ def _paths(
                 where=f"{draft.catalog.root}/{entry.extents[0].file}",
                 why="tensors in a checkpoint must have names",
             )
-        head, prefix = container(old, draft.root)
+        head, prefix = container(old, draft.root) if draft.root else ((), "")
         for target in (view.key for view in item.targets):
             if draft.change.identity and not copied:
                 placed[target] = old if draft.everything else inside(old, draft.root)
@@ -231,7 +235,12 @@ def output_tensors(
             if kinds.setdefault(view.key, kind) != kind:
                 hint = f"pass {spell_option('--dtype')} to cast all of them to one dtype"
                 raise _mixed(view.key, kinds[view.key], kind, source.name, hint)
-            memories.setdefault(view.key, []).append(_memory(item, view, source))
+            # The same for targets, or parts of them, that are copies of the same memory.
+            memory: object = view.key
+            if len(item.sources) == len(item.targets) == 1:
+                name = source.alias_of or source.name
+                memory = name, item.axes, item.sources[0].place, view.place
+            memories.setdefault(view.key, []).append(memory)
     first: dict[object, str] = {}
     original = {key: first.setdefault(tuple(parts), key) for key, parts in memories.items()}
     gradient = {
@@ -253,14 +262,6 @@ def output_tensors(
     )
 
 
-def _memory(item: MappedTensor, target: View, source: TensorEntry) -> object:
-    """Return what is the same for targets, or parts of them, that are the same memory's copies."""
-    if not len(item.sources) == len(item.targets) == 1:
-        return target.key
-    name = source.alias_of or source.name
-    return name, item.axes, item.sources[0].place, target.place
-
-
 def _dtype(
     item: MappedTensor,
     entries: Mapping[str, TensorEntry],
@@ -278,7 +279,7 @@ def _dtype(
             )
             raise _mixed(item.targets[0].key, first.dtype, other, view.key, hint)
     kept = item.logical.partition(".")[0] in pinned
-    return first.dtype if kept else cast_to(first.dtype, dtype)
+    return first.dtype if kept or dtype is None else cast_to(first.dtype, dtype)
 
 
 def _mixed(target: str, one: str, other: str, source: str, hint: str) -> MappingError:
@@ -302,13 +303,6 @@ def main_dtype(tensors: Iterable[OutputTensor | TensorEntry]) -> str | None:
         if dtypes.BY_NAME[tensor.dtype].floating:
             total[tensor.dtype] = total.get(tensor.dtype, 0) + tensor.nbytes
     return max(total, key=lambda name: total[name], default=None)
-
-
-def should_untie(draft: Draft) -> bool:
-    """Return whether tied tensors are written in full; `copy` is content if none are tied."""
-    shared = any(entry.alias_of for entry in draft.catalog.tensors.values())
-    family = draft.model.exact and draft.model.model_type is not None
-    return draft.options.untie or (draft.options.tied == "copy" and (shared or family))
 
 
 def _shares_memory(draft: Draft, catalog: Catalog, mapped: Sequence[MappedTensor]) -> bool:

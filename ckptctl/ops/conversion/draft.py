@@ -14,7 +14,6 @@ from ckptctl.ops.conversion.options import ConversionOptions
 from ckptctl.ops.destinations import Destination
 from ckptctl.ops.recognition.model import Model
 from ckptctl.ops.recognition.roots import Selection
-from ckptctl.planner.balance import shard_limit
 from ckptctl.planner.layouts import BASE, HF, is_base
 from ckptctl.planner.mapping.adapters import is_adapter
 from ckptctl.planner.mapping.mapped import MappedTensor
@@ -22,7 +21,6 @@ from ckptctl.planner.mapping.tensors import Change
 from ckptctl.planner.plan import RawCopy
 from ckptctl.planner.quantization.recipes import WEIGHT, Recipe
 from ckptctl.planner.quantization.statement import QUANTIZATION
-from ckptctl.units import parse_bytes
 
 HEAD = "lm_head"
 
@@ -178,17 +176,14 @@ class Draft:
 
         Transformers reads models without their head under either kind of names.
         """
-        headless = is_base(self.model.layout) and self.target.layout == HF
-        own = BASE if headless else self._adapter_layout or self.target.layout
-        return self.options.to_layout or own
-
-    @property
-    def _adapter_layout(self) -> str | None:
-        """Layout of adapters in the target, or None if it has none or this is no adapter."""
-        layouts, own = self.target.adapter_layouts, self.model.layout
-        if not layouts or not self.is_adapter:
-            return None
-        return own if own in layouts else layouts[0]
+        own, adapted = self.model.layout, self.target.adapter_layouts
+        if self.options.to_layout:
+            return self.options.to_layout
+        if is_base(own) and self.target.layout == HF:
+            return BASE
+        if adapted and self.is_adapter:
+            return own if own in adapted else adapted[0]
+        return self.target.layout
 
     @property
     def own_tensors(self) -> tuple[OutputTensor, ...]:
@@ -201,16 +196,6 @@ class Draft:
     def ranks(self) -> int:
         """Number of model-parallel ranks that the output is divided among."""
         return len(self.like.files) if self.like and self.target.parallel else self.options.mp
-
-    @property
-    def shard_bytes(self) -> int:
-        """How many bytes of tensors go into a file."""
-        if self.options.max_shard_size is not None:
-            return parse_bytes(self.options.max_shard_size)
-        # Who has several files in that format expects several.
-        several = self.catalog.format == self.target.name and len(self.catalog.files) > 1
-        sizes = [(one.name, one.nbytes) for one in self.tensors if one.alias_of is None]
-        return shard_limit(sizes, 0 if several else self.target.one_file)
 
     @property
     def keep_hint(self) -> str:

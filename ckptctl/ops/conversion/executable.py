@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
+from typing import Literal
 
 from ckptctl import dtypes
 from ckptctl.catalog import MANIFEST, Computed, made_of
@@ -43,10 +44,13 @@ def build_plan(draft: Draft) -> Plan:
     beside += tuple(copied(copy.target, copy.nbytes) for copy in draft.copies)
     _require_apart(output, beside)
     by_name = {tensor.name: tensor.dtype for tensor in draft.tensors}
-    records = tuple(_record_in(output.folder, one) for one in output.records)
-    placed = replace(output, records=records)
-    copies = tuple(transfers(draft.mapped, catalog.tensors, placed, by_name))
-    raw = tuple(_copy_in(output.folder, one) for one in (*output.raw_copies, *draft.copies))
+    raw = (*output.raw_copies, *draft.copies)
+    folder = f"{output.folder}/" if output.folder else ""
+    if folder:
+        records = tuple(replace(one, file=folder + one.file) for one in output.records)
+        output = replace(output, records=records)
+        raw = tuple(replace(one, target=folder + one.target) for one in raw)
+    copies = tuple(transfers(draft.mapped, catalog.tensors, output, by_name))
     own = tuple(document(name, content) for name, content in output.contents.items())
     files = (*output.files, *own, *beside)
     computed, sources = sources_of(root, copies, catalog.computed, output.raw_copies)
@@ -58,13 +62,14 @@ def build_plan(draft: Draft) -> Plan:
         "__metadata__": repr(sorted(draft.strings.items())).encode(),
         **{f"__above__/{name}": content for name, content in output.above.items()},
     }
-    digest = digest_of(checksum, files, records, copies, raw, written, computed, checks)
+    digest = digest_of(checksum, files, output.records, copies, raw, written, computed, checks)
     if checksum and not single_file:
         names = {copy.target: copy.nbytes for copy in draft.copies if not kind_of(copy.target)}
         head = {"source": provenance(draft), "plan": digest}
         head |= {"carried": names} if names else {}
-        files = (*files, manifest(head, draft.tensors, output.boxes, output.records))
-    files = tuple(_file_in(output.folder, one) for one in files)
+        files = (*files, manifest(head, draft.tensors, output.boxes, draft.output.records))
+    if folder:
+        files = tuple(replace(one, path=folder + one.path) for one in files)
     files += tuple(document(name, content) for name, content in output.above.items())
     elsewhere = [(place, file) for place, file in sorted(made_of(computed)) if place != root]
     return Plan(
@@ -73,7 +78,7 @@ def build_plan(draft: Draft) -> Plan:
         target=str(draft.destination.path),
         single_file=single_file,
         files=files,
-        records=records,
+        records=output.records,
         transfers=copies,
         raw_copies=raw,
         digest=digest,
@@ -82,18 +87,6 @@ def build_plan(draft: Draft) -> Plan:
         checks=checks,
         opened=catalog.opened,
     )
-
-
-def _file_in(folder: str, file: OutputFile) -> OutputFile:
-    return replace(file, path=f"{folder}/{file.path}") if folder else file
-
-
-def _record_in(folder: str, record: Record) -> Record:
-    return replace(record, file=f"{folder}/{record.file}") if folder else record
-
-
-def _copy_in(folder: str, copy: RawCopy) -> RawCopy:
-    return replace(copy, target=f"{folder}/{copy.target}") if folder else copy
 
 
 def _require_apart(output: Output, beside: Sequence[OutputFile]) -> None:
@@ -175,11 +168,7 @@ def manifest(
     """Return the manifest as an output file whose checksums are filled in at the end."""
     carried = head.get("carried")
     for name in carried if isinstance(carried, Mapping) else ():
-        _encoded(
-            name,
-            f"file `{name}`",
-            f"pass {spell_option('--no-checksum')} to write no manifest, or rename the file",
-        )
+        _encoded(name, "file", name)
 
     def content(crc_of: CrcOf) -> Iterator[bytes]:
         whole = {"schema": SCHEMA, "ckptctl": __version__, **head, "tensors": {}}
@@ -188,12 +177,7 @@ def manifest(
         begin = before + "{"
         for tensor in listed:
             found = _tensor(tensor, boxes.get(tensor.name, ()), records, crc_of)
-            yield _encoded(
-                f"{begin}\n  {_text(tensor.name)}: {found}",
-                f"tensor `{tensor.name}`",
-                f"pass {spell_option('--no-checksum')} to write no manifest, or "
-                f"{spell_option('--exclude')} to skip the tensor",
-            )
+            yield _encoded(f"{begin}\n  {_text(tensor.name)}: {found}", "tensor", tensor.name)
             begin = ","
         yield (("\n }" if listed else begin + "}") + after + "\n").encode()
 
@@ -203,15 +187,18 @@ def manifest(
     return OutputFile(MANIFEST, sum(map(len, content(lambda _: 0))), frame)
 
 
-def _encoded(text: str, where: str, hint: str) -> bytes:
+def _encoded(text: str, kind: Literal["file", "tensor"], name: str) -> bytes:
+    """Encode what a manifest says of a file or tensor called *name*."""
     try:
         return text.encode()
     except UnicodeEncodeError:
+        other = f"{spell_option('--exclude')} to skip the tensor"
         raise RefusedError(
             "the name is not valid text",
-            where=where,
+            where=f"{kind} `{name}`",
             why="it is not valid UTF-8, which the manifest requires",
-            hint=hint,
+            hint=f"pass {spell_option('--no-checksum')} to write no manifest, or "
+            f"{other if kind == 'tensor' else 'rename the file'}",
         ) from None
 
 
@@ -225,50 +212,38 @@ def _tensor(
         "dtype": _text(tensor.dtype),
         "shape": _numbers(tensor.shape, 4),
         **({"alias_of": _text(tensor.alias_of)} if tensor.alias_of else {}),
-        "chunks": _indented(
-            "[",
-            [
-                _chunk(place, records[place.record], dtypes.itemsize(tensor.dtype), crc_of)
-                for place in boxes
-            ],
-            "]",
-            4,
-        ),
     }
-    return _members(members, 3)
+    chunks = []
+    itemsize = dtypes.itemsize(tensor.dtype)
+    for place in boxes:
+        record, box = records[place.record], place.box
+        # Where a record holds several boxes, its checksum is that of none of them.
+        whole = record.nbytes == box.numel * itemsize
+        chunk = {
+            "offsets": _numbers(box.offsets, 6),
+            "sizes": _numbers(box.sizes, 6),
+            "file": _text(record.file),
+            "offset": str(record.offset + place.start * itemsize),
+            **({"crc32": f'"{crc_of(place.record):08x}"'} if whole else {}),
+        }
+        chunks.append(_indented(chunk, 5))
+    return _indented({**members, "chunks": _indented(chunks, 4)}, 3)
 
 
-def _chunk(place: Place, record: Record, itemsize: int, crc_of: CrcOf) -> str:
-    """Describe one box; where a record holds several, its checksum is that of none of them."""
-    box = place.box
-    whole = record.nbytes == box.numel * itemsize
-    members = {
-        "offsets": _numbers(box.offsets, 6),
-        "sizes": _numbers(box.sizes, 6),
-        "file": _text(record.file),
-        "offset": str(record.offset + place.start * itemsize),
-        **({"crc32": f'"{crc_of(place.record):08x}"'} if whole else {}),
-    }
-    return _members(members, 5)
-
-
+_text = json.JSONEncoder(ensure_ascii=False).encode
 # The text is that of ``json.dumps(indent=1)``, which takes ten times as long.
-
-
-def _text(value: str) -> str:
-    return json.dumps(value, ensure_ascii=False)
 
 
 @lru_cache(maxsize=4096)
 def _numbers(values: tuple[int, ...], depth: int) -> str:
-    return _indented("[", [str(value) for value in values], "]", depth)
+    return _indented([str(value) for value in values], depth)
 
 
-def _members(found: Mapping[str, str], depth: int) -> str:
-    return _indented("{", [f'"{name}": {value}' for name, value in found.items()], "}", depth)
-
-
-def _indented(begin: str, items: Sequence[str], end: str, depth: int) -> str:
+def _indented(values: Mapping[str, str] | Sequence[str], depth: int) -> str:
+    """Return an object or array of *values*, which are JSON already."""
+    begin, end, items = "[", "]", values
+    if isinstance(values, Mapping):
+        begin, end, items = "{", "}", [f'"{name}": {value}' for name, value in values.items()]
     if not items:
         return begin + end
     line = "\n" + " " * depth

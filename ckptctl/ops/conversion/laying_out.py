@@ -18,13 +18,14 @@ from ckptctl.ops.conversion.draft import Draft
 from ckptctl.ops.conversion.leaves import kept_strings, same_data, without_hashes
 from ckptctl.ops.recognition.quantized import weights
 from ckptctl.planner.axes import Sizes
+from ckptctl.planner.balance import LARGEST_SHARD, shard_limit
 from ckptctl.planner.mapping.adapters import is_adapter
 from ckptctl.planner.mapping.mapped import MappedTensor
 from ckptctl.planner.mapping.tensors import Change
 from ckptctl.planner.model_parallel import RankShard
 from ckptctl.planner.model_parallel import divide as divided
 from ckptctl.planner.quantization.scheme import QuantizedWeight
-from ckptctl.units import counted
+from ckptctl.units import counted, parse_bytes
 
 
 def open_reference(path: str | Path, target: WritableFormat) -> Catalog:
@@ -58,11 +59,19 @@ def lay_out(draft: Draft) -> Draft:
         described = replace(draft.inputs, documents=documents)
         require_whole_blocks(described, draft.mapped, draft.tensors, shares, ranks)
     metadata = kept_strings(draft.catalog, draft.tensors, target, draft.notes)
+    shard_bytes = LARGEST_SHARD
+    if options.max_shard_size is not None:
+        shard_bytes = parse_bytes(options.max_shard_size)
+    elif target.sharded or target.one_file:
+        # Who has several files in that format expects several.
+        several = draft.catalog.format == target.name and len(draft.catalog.files) > 1
+        sizes = [(one.name, one.nbytes) for one in draft.tensors if one.alias_of is None]
+        shard_bytes = shard_limit(sizes, 0 if several else target.one_file)
     request = OutputRequest(
         name=draft.destination.path.name,
         tensors=draft.tensors,
         blobs=draft.blobs,
-        max_shard_size=draft.shard_bytes,
+        max_shard_size=shard_bytes,
         mp=ranks,
         rank_boxes=(lambda tensor: shares(tensor, ranks)) if shares else None,
         checksum=options.checksum,

@@ -45,9 +45,11 @@ def open_draft(src: str | Path, dst: str | Path, options: ConversionOptions) -> 
     if target.adapters:
         catalog = factors_only(catalog)
         require_adapter(catalog, UsageError, f"the `{target.name}` format only stores adapters")
-    assets = with_model_config(catalog, gather(catalog, options.assets, options.carry))
+    assets = gather(catalog, options.assets, options.carry)
+    if not assets.documents:
+        assets = with_model_config(catalog, assets)
     asked = Request(options.model_type, options.from_layout, options.root, options.sizes)
-    model = Model.unknown(catalog, assets.documents, asked)
+    model = Model(catalog, asked, assets.documents)
     return Draft(options, target, destination, opened, assets, model, catalog)
 
 

@@ -36,9 +36,7 @@ class WriteOptions(opt.ModelOptions, opt.SourceOptions, _From):
 
     sizes: opt.Sizes = None
     from_layout: opt.FromLayout = None
-    to_layout: Annotated[
-        str | None, opt.layout(f"Layout to write, e.g. {opt.LAYOUTS}", brief=True)
-    ] = None
+    to_layout: opt.ToLayout = None
     dtype: opt.DType = None
     dequantize: opt.Dequantize = None
     quantize: opt.Quantize = None

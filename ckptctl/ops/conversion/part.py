@@ -43,16 +43,18 @@ def choose_part(draft: Draft) -> Draft:
     if draft.target.training:
         selection = _with_states_of_modules(selection, catalog)
     whole = tuple(selection.tensors)
-    outside = () if draft.everything else selection.rest
-    notes.explain("skipped", dict.fromkeys(outside, f"not part of the model ({draft.keep_hint})"))
+    if selection.rest and not draft.everything:
+        why = f"not part of the model ({draft.keep_hint})"
+        notes.explain("skipped", dict.fromkeys(selection.rest, why))
     lost = (name for name in names if name.startswith(root) and name not in catalog.blobs)
     there = dict.fromkeys((*whole, *(name.removeprefix(root) for name in lost)))
     lacking = lacks(draft.model, there, draft.layout)
     selection, unwanted = chosen(
         selection, options.include, options.exclude, draft.everything, lacking.names
     )
-    chosen_by = f"{spell_option('--include')}, {spell_option('--exclude')}"
-    notes.explain("skipped", dict.fromkeys(unwanted, f"not selected ({chosen_by})"))
+    if unwanted:
+        chosen_by = f"{spell_option('--include')}, {spell_option('--exclude')}"
+        notes.explain("skipped", dict.fromkeys(unwanted, f"not selected ({chosen_by})"))
     nothing = not catalog.tensors and (names or files)
     if not selection.tensors and not nothing and not (draft.everything and selection.rest):
         raise MappingError(
@@ -76,9 +78,10 @@ def choose_part(draft: Draft) -> Draft:
                 why=f"`{name}`: {why} ({len(reasons):,} missing in total)",
                 hint=f"run {command('verify', catalog.path)} to list everything that is missing",
             )
-    lacking = lacking.only([name for name in lacking.names if _is_wanted(draft, root + name)])
-    if not options.allow_missing:
-        lacking.require_whole(catalog.path)
+    if lacking.names:
+        lacking = lacking.only([name for name in lacking.names if _is_wanted(draft, root + name)])
+        if not options.allow_missing:
+            lacking.require_whole(catalog.path)
     whole += lacking.names if lacking.certain else ()
     notes.add(*(drop_structure_claim(lacking.doubts) if missing else lacking.doubts))
     missing |= lacking.missing
@@ -90,8 +93,6 @@ def skip_parts(draft: Draft, parts: Mapping[str, str]) -> Draft:
 
     The notes say then what is missing of all that was selected.
     """
-    if not parts and not draft.missing:
-        return draft
     root, selection = draft.root, draft.selection
     gone = {**draft.missing, **{root + name: why for name, why in parts.items()}}
     model = {root + name for name in (*selection.tensors, *parts)} | gone.keys()

@@ -276,31 +276,25 @@ class ConversionPlan(
         return START_UP + index + buffers + (TORCH if self.arithmetic else 0)
 
     @property
-    def _detected_by(self) -> str:
-        """Return what determined the model type, in parentheses; empty if that is not one file."""
-        if self.options.model_type:
-            return " (from --model-type)"
-        if self.from_format in ("gguf", "mcore", "megatron"):
-            return ""
-        files = ("config.json", "params.json")
-        evidence = self.recognition.evidence
-        stated = (file for file in files for one in evidence if f"{file}:" in one)
-        return f" (from {next(stated, 'keys')})"
-
-    @property
     def statement(self) -> str:
         """Return one line that says what was recognized and what becomes of it."""
-        layouts = (
-            f"{self.from_layout} → {self.to_layout}"
-            if self.from_layout != self.to_layout
-            else self.from_layout or "keys unchanged"
-        )
+        before, after = self.change.source_layout, self.change.target_layout
+        layouts = f"{before} → {after}" if before != after else before or "keys unchanged"
+        model_type, evidence = self.model_type, self.recognition.evidence
+        if not model_type:
+            model_type = self.recognition.named
+        elif self.options.model_type:
+            model_type += " (from --model-type)"
+        elif self.source.format not in ("gguf", "mcore", "megatron"):  # which state it themselves
+            files = ("config.json", "params.json")
+            stated = (file for file in files for one in evidence if f"{file}:" in one)
+            model_type += f" (from {next(stated, 'keys')})"
         nbytes = sum(tensor.nbytes for tensor in self.output)
         parts = [
-            f"{self.from_format} → {self.to_format}",
-            f"{self.model_type}{self._detected_by}" if self.model_type else self.recognition.named,
-            f"layout {layouts}" if self.from_layout else layouts,
-            f"{counted(self.tensors, 'tensor')}, {format_bytes(nbytes)}",
+            f"{self.source.format} → {self.options.to}",
+            model_type,
+            f"layout {layouts}" if before else layouts,
+            f"{counted(len(self.output), 'tensor')}, {format_bytes(nbytes)}",
         ]
         if self.recognition.root:
             parts.insert(2, f"model under `{self.recognition.root.rstrip('.')}`")
@@ -317,7 +311,7 @@ def describe_plan(
     notes = Notes()
     notes.add(*draft.catalog.notes)
     notes += source_notes
-    notes += file_notes(draft.assets.besides(draft.written), options.assets, draft.target)
+    notes += file_notes(draft.assets, options.assets, draft.target, draft.written)
     notes += draft.notes
     return ConversionPlan(
         source=draft.inputs,

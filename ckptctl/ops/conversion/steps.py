@@ -42,12 +42,6 @@ class Step:
     apply: Callable[[Draft], Draft]
     option: str = ""
 
-    def is_asked_for(self, options: ConversionOptions) -> bool:
-        """Return whether *options* ask for this step."""
-        field, _, value = self.option.partition("=")
-        given = getattr(options, field)
-        return bool(given == value if value else given)
-
 
 def _late(module: str, function: str) -> Callable[[Draft], Draft]:
     """Return a step's function that imports its module when it is called."""
@@ -82,8 +76,13 @@ def load_added(name: str) -> Step:
 
 def steps_for(options: ConversionOptions) -> list[Step]:
     """Return the steps that *options* ask for."""
-    added = (load_added(one.partition("=")[0]) for one in options.step)
-    return [*(step for step in BUILT_IN if step.is_asked_for(options)), *added]
+    steps = []
+    for step in BUILT_IN:
+        field, _, value = step.option.partition("=")
+        given = getattr(options, field)
+        if given == value if value else given:
+            steps.append(step)
+    return [*steps, *(load_added(one.partition("=")[0]) for one in options.step)]
 
 
 def apply_steps(steps: Iterable[Step], place: Place, draft: Draft) -> Draft:

@@ -44,9 +44,6 @@ class Regrouped(Result):
     tensors: Annotated[int, JsonField("number of input tensors")] = 0
     into: Annotated[int, JsonField(INTO)] = 0
 
-    def __add__(self, other: Regrouped) -> Regrouped:
-        return Regrouped(self.tensors + other.tensors, self.into + other.into)
-
     def __bool__(self) -> bool:
         return bool(self.tensors or self.into)
 
@@ -129,11 +126,12 @@ def summarize(draft: Draft, output: Draft) -> Summary:
     groups = _Groups(_Origins(draft), written)
     for item in draft.mapped:
         groups.add(item)
-    unused = source.tensors.keys() - groups.used
+    used = {name for name in groups.sources if not name.startswith("/")}
+    unused = source.tensors.keys() - used
     lost = unused & draft.missing.keys()
     apart = {origins.get(name, name) for name in skipped}
     left = (unused - lost) & (apart | (source.tensors.keys() - draft.catalog.tensors.keys()))
-    inside = [draft.inputs.tensors[name] for name in groups.used - source.tensors.keys()]
+    inside = [draft.inputs.tensors[name] for name in used - source.tensors.keys()]
     kinds = groups.kinds()
     made = output.quantization
     return Summary(
@@ -148,7 +146,7 @@ def summarize(draft: Draft, output: Draft) -> Summary:
         len(unused) - len(left) - len(lost),
         len(left),
         len(lost),
-        len(groups.taken),
+        len(groups.sources - used),
         kinds["made"].into,
         kinds["fused"],
         kinds["divided"],
@@ -171,26 +169,24 @@ class _Origins:
 
     def of(self, key: str) -> frozenset[str]:
         """Return their names; of what is taken with a slash before."""
+        if key in self._taken:
+            return frozenset((f"/{key}",))
         if key not in self._known:
-            self._known[key] = frozenset(self._of(key))
+            name, entry = self._names.get(key, key), self._catalog.tensors[key]
+            # A tensor of no file of its own may be computed of others, or lie in a leaf.
+            found = {name}
+            if name not in self._source.tensors:
+                stored = (one for one in entry.extents if not is_computed(one.file))
+                found = {self._holder(one) or name for one in stored}
+            if self._catalog.computed:
+                found.update(self._inside(entry))
+            self._known[key] = frozenset(found)
         return self._known[key]
 
     def numel(self, name: str) -> int:
         """Return the elements of one of them."""
         own = self._catalog.tensors.get(name.removeprefix("/"))
         return self._source.tensors.get(name, own or _NOTHING).numel
-
-    def _of(self, key: str) -> Iterator[str]:
-        if key in self._taken:
-            yield f"/{key}"
-            return
-        name, entry = self._names.get(key, key), self._catalog.tensors[key]
-        # A tensor of no file of its own may be computed of others, or lie in a leaf of the source.
-        if name in self._source.tensors:
-            yield name
-        else:
-            yield from {self._holder(e) or name for e in entry.extents if not is_computed(e.file)}
-        yield from self._inside(entry)
 
     def _holder(self, extent: Extent) -> str | None:
         """Return the tensor of the source that has the bytes of *extent*."""
@@ -218,12 +214,16 @@ class _Origins:
 
 
 class _Groups:
-    """Tensors of both sides that hang together: what is made of what."""
+    """Tensors of both sides that hang together: what is made of what.
+
+    Attributes:
+        sources: The tensors that go into the output; of another checkpoint with a slash before.
+    """
 
     def __init__(self, origins: _Origins, written: Mapping[str, OutputTensor]) -> None:
         self._origins, self._written = origins, written
         self._above: dict[object, object] = {}
-        self._sources: set[str] = set()
+        self.sources: set[str] = set()
         self._targets: set[str] = set()
 
     def add(self, item: MappedTensor) -> None:
@@ -232,52 +232,36 @@ class _Groups:
         if not targets:
             return
         sources = {name for view in item.sources for name in self._origins.of(view.key)}
-        self._sources |= sources
+        self.sources |= sources
         self._targets.update(targets)
         first = (1, targets[0])
         for node in (*((0, name) for name in sources), *((1, key) for key in targets[1:])):
-            self._join(first, node)
-
-    @property
-    def used(self) -> set[str]:
-        """Return the tensors of the source that go into the output."""
-        return {name for name in self._sources if not name.startswith("/")}
-
-    @property
-    def taken(self) -> set[str]:
-        """Return those of another checkpoint that do."""
-        return {name for name in self._sources if name.startswith("/")}
+            self._above[self._top(node)] = self._top(first)
 
     def kinds(self) -> dict[str, Regrouped]:
         """Return how many tensors become how many, in which way."""
         groups: dict[object, tuple[list[str], list[str]]] = {}
-        for name in self._sources:
+        for name in self.sources:
             groups.setdefault(self._top((0, name)), ([], []))[0].append(name)
         for key in self._targets:
             groups.setdefault(self._top((1, key)), ([], []))[1].append(key)
-        counts = {kind: Regrouped() for kind in KINDS}
+        counts = dict.fromkeys(KINDS, (0, 0))
         for sources, targets in groups.values():
-            kind = self._kind(sources, targets)
-            counts[kind] += Regrouped(len(sources), len(targets))
-        return counts
-
-    def _kind(self, sources: list[str], targets: list[str]) -> str:
-        if not sources:
-            return "made"
-        if len(sources) == len(targets) == 1:
-            return "same"
-        if len(targets) == 1:
-            return "fused"
-        if len(sources) > 1:
-            return "regrouped"
-        written = sum(math.prod(self._written[key].shape) for key in targets)
-        return "repeated" if written > self._origins.numel(sources[0]) else "divided"
+            if not sources:
+                kind = "made"
+            elif len(targets) == 1:
+                kind = "same" if len(sources) == 1 else "fused"
+            elif len(sources) > 1:
+                kind = "regrouped"
+            else:
+                written = sum(math.prod(self._written[key].shape) for key in targets)
+                kind = "repeated" if written > self._origins.numel(sources[0]) else "divided"
+            before, after = counts[kind]
+            counts[kind] = before + len(sources), after + len(targets)
+        return {kind: Regrouped(*count) for kind, count in counts.items()}
 
     def _top(self, node: object) -> object:
         while (above := self._above.get(node, node)) != node:
             self._above[node] = self._above.get(above, above)
             node = above
         return node
-
-    def _join(self, one: object, other: object) -> None:
-        self._above[self._top(other)] = self._top(one)

@@ -25,7 +25,8 @@ from ckptctl.storage.threads import Advance
 
 def require_ready(plan: ConversionPlan, ranks: Coordinator) -> None:
     """Prove that all ranks made the same plan, and that what it drops is not lost."""
-    _require_same(plan, ranks)
+    if ranks.world > 1:
+        _require_same(plan, ranks)
     require_torch_for(plan.plan, "this conversion")
     together(ranks, lambda: require_equal(plan, ranks))
 
@@ -33,13 +34,12 @@ def require_ready(plan: ConversionPlan, ranks: Coordinator) -> None:
 def write_output(
     plan: ConversionPlan, progress: Advance, ranks: Coordinator, notes: Notes
 ) -> Execution:
-    """Write the output and publish it, whole or not at all."""
-    write = _upload if plan.upload else _write
-    return write(plan, progress, ranks, notes)
+    """Write the output and publish it, whole or not at all: next to its destination, or to a URL.
 
-
-def _write(plan: ConversionPlan, progress: Advance, ranks: Coordinator, notes: Notes) -> Execution:
-    """Write the output beside its destination and publish it there."""
+    Nothing is uploaded before it is complete.
+    """
+    if plan.upload:
+        return _upload(plan, progress, ranks, notes)
     options, single_file = plan.options, plan.plan.single_file
 
     def begin() -> AbstractContextManager[Staging]:
@@ -106,8 +106,6 @@ def _require_in_range(plan: ConversionPlan, done: Execution) -> None:
 
 def _require_same(plan: ConversionPlan, ranks: Coordinator) -> None:
     """Prove that all ranks made the same plan, of the same source."""
-    if ranks.world == 1:
-        return
     options = plan.options
     buffers = f"{spell_option('--jobs')}, {spell_option('--memory')}"
     asked = {f"option `{one.name}`": getattr(options, one.name) for one in fields(options)}

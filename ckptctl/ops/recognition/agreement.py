@@ -59,20 +59,19 @@ class ContradictionError(MappingError):
 def of_checkpoint(
     catalog: Catalog, roots: Mapping[str, str] | None = None
 ) -> Iterator[Description]:
-    """Yield all that describes the model in a checkpoint; *roots*: where files lie, by name."""
+    """Yield all that describes the model in a checkpoint, and what the trainer was told.
+
+    Lightning keeps the arguments of a module as ``hyper_parameters``; a whole config.json may be
+    among them, or single sizes under its names.
+
+    Args:
+        catalog: The checkpoint.
+        roots: Where files lie, by name.
+    """
     for name, content in catalog.documents.items():
         if name in DOCUMENTS:
             home = path_at((roots or {}).get(name, catalog.root))
             yield Description(name, str(home / name), content)
-    yield from of_training(catalog)
-
-
-def of_training(catalog: Catalog) -> Iterator[Description]:
-    """Yield what the checkpoint itself records of the model, such as what the trainer was told.
-
-    Lightning keeps the arguments of a module as ``hyper_parameters``; a whole config.json may be
-    among them, or single sizes under its names.
-    """
     if catalog.arguments:
         place = f"the trainer's arguments in {catalog.path}"
         yield Description(ARGUMENTS, place, catalog.arguments)
@@ -172,8 +171,10 @@ def _compared(
             found += exceeded(file.content, file.place)
             found += uncounted_kinds(file.content, file.place)
             if family is not None and tensors is not None:
-                found += misplaced(family, file.content, file.place, tensors.matched)
-                found += misfitting(family, file.content, file.place, tensors)
+                if family.kinds:
+                    found += misplaced(family, file.content, file.place, tensors.matched)
+                if family.layer_sizes:
+                    found += misfitting(family, file.content, file.place, tensors)
     return by_file, tuple(found)
 
 
@@ -300,8 +301,8 @@ def _require_given(
 def rows_with_padding(
     layout: Layout, shapes: Mapping[str, tuple[int, ...]], sizes: Mapping[str, int]
 ) -> int | None:
-    """Return how many rows a vocabulary has that are more than *sizes* say; None: it has not."""
-    if layout.name not in PADDED_LAYOUTS or AXIS not in sizes:
+    """Return the rows of a vocabulary in a padded layout, or None if *sizes* admit no more."""
+    if AXIS not in sizes:
         return None
     found = {
         shape[dim]
@@ -316,12 +317,15 @@ def _of_tensors(
     family: Family, tensors: Tensors, statements: Sequence[Statement]
 ) -> Iterator[Statement]:
     """Yield what the tensors say of what *statements* switch on or off, and of sizes."""
-    size = next((one.value for one in statements if one.fact == fact_of(family, AXIS)), None)
-    sizes = {AXIS: size} if isinstance(size, int) else {}
-    rows = rows_with_padding(tensors.layout, tensors.shapes, sizes)
+    rows = None
+    if tensors.layout.name in PADDED_LAYOUTS:
+        size = next((one.value for one in statements if one.fact == fact_of(family, AXIS)), None)
+        sizes = {AXIS: size} if isinstance(size, int) else {}
+        rows = rows_with_padding(tensors.layout, tensors.shapes, sizes)
     yield from of_shapes(family, tensors, statements, {} if rows is None else {AXIS: rows})
-    if not {one.fact for one in statements}.isdisjoint(switched(family)):
-        yield from of_tensors(family, {name.partition(".")[0] for name in tensors.matched.held})
+    switches = switched(family)
+    if not switches.keys().isdisjoint(one.fact for one in statements):
+        yield from of_tensors(switches, {name.partition(".")[0] for name in tensors.matched.held})
 
 
 def _contradiction(

@@ -148,7 +148,8 @@ def lacks(model: Model, names: Collection[str], target: str | None = None) -> La
     """
     if not names or is_adapter(names):
         return Lacks((), False, model, UNKNOWN_ADAPTER if names else "")
-    model, names = _unquantized(model, names)
+    if not model.exact:
+        model, names = _unquantized(model, names)
     headless = target in (None, model.layout) or str(target).startswith(TRANSFORMERS)
     base = is_base(model.layout)
     if model.exact and not model.configured and not model.request.sizes and (headless or not base):
@@ -170,7 +171,7 @@ def lacks(model: Model, names: Collection[str], target: str | None = None) -> La
             sizes,
             tied=model.is_tied(family),
             without=does_without(family, model.config, base=base) if headless else (),
-            demanded=demanded(family, model.config, matched),
+            demanded=demanded(family, model.config, matched) if family.demands else (),
             most=most,
         )
         keys = dict.fromkeys(absent.key for absent in less.listed)
@@ -178,8 +179,9 @@ def lacks(model: Model, names: Collection[str], target: str | None = None) -> La
         totals.append(less.number)
         strange = strange or tuple(matched.unmatched)
         found = keys if found is None else {key: None for key in found if key in keys}
-        certain = certain and _certain(family, matched, model, less)
-        begins = begins and begins_only(family, family.layout(layout), matched, keys)
+        if found:  # else nobody asks
+            certain = certain and _certain(family, matched, model, less)
+            begins = begins and begins_only(family, family.layout(layout), matched, keys)
     more = min(numbers, default=0)
     if most and more > 0:  # the lists are cut, so that they have fewer keys in common
         more = min(totals) - len(found or ())
@@ -193,7 +195,7 @@ def _unquantized(model: Model, names: Collection[str]) -> tuple[Model, Collectio
     Its other tensors, and the layers that are quantized, are those of its family.
     """
     plain = plain_names(names)
-    if model.exact or plain is names:
+    if plain is names:
         return model, names
     model_type = model.request.model_type
     types = [model_type] if model_type else families.names()

@@ -11,6 +11,7 @@ from ckptctl.errors import MappingError, UsageError, listed, spell_option
 from ckptctl.notes import Notes
 from ckptctl.ops.recognition.agreement import (
     AXIS,
+    PADDED_LAYOUTS,
     agree,
     rows_with_padding,
     tensors_compared,
@@ -87,7 +88,8 @@ def change_layout(known: Model, tensors: Mapping[str, TensorEntry], asked: Layou
     there = Tensors(family.layout(source), matched, shapes) if matched is not None else None
     agreed = _agreement(family, known, there, asked)
     sizes = known.sizes(family, implied=known.configured)
-    rows = rows_with_padding(family.layout(source), shapes, sizes) if source else None
+    padded = source in PADDED_LAYOUTS
+    rows = rows_with_padding(family.layout(source), shapes, sizes) if padded else None
     try:
         change = map_tensors(
             family,
@@ -101,7 +103,7 @@ def change_layout(known: Model, tensors: Mapping[str, TensorEntry], asked: Layou
             lists=read_lists(family, known.config),
             matched=matched,
             without=does_without(family, known.config, base=is_base(known.layout)),
-            demanded=demanded(family, known.config, matched),
+            demanded=demanded(family, known.config, matched) if family.demands else (),
             missing=asked.missing,
         )
     except SurplusError as error:
@@ -119,7 +121,7 @@ def change_layout(known: Model, tensors: Mapping[str, TensorEntry], asked: Layou
         change = without_padding(change, family, sizes[AXIS], known.catalog)
     elif asked.pads and not same:
         change = with_padding(change, family)
-    elif not same:
+    elif padded and not same:
         change = with_unstated_padding(change, sizes)
     if same:
         place = {name: position for position, name in enumerate(tensors)}

@@ -103,25 +103,20 @@ class Model:
     catalog: Catalog = field(repr=False, compare=False)
     request: Request
     documents: Mapping[str, Json] = field(repr=False, compare=False)
-    model_type: str | None
-    candidates: tuple[str, ...]
-    layout: str | None
-    alike: tuple[str, ...]
-    evidence: tuple[str, ...]
-    root: str
-    exact: bool
-    config: Json | None
-    params: Json | None
+    model_type: str | None = None
+    candidates: tuple[str, ...] = ()
+    layout: str | None = None
+    alike: tuple[str, ...] = ()
+    evidence: tuple[str, ...] = ()
+    root: str = ""
+    exact: bool = False
+    config: Json | None = None
+    params: Json | None = None
     inside: tuple[tuple[str, tuple[str, ...]], ...] = ()
     pairs: tuple[tuple[str, str], ...] = ()
     matched: Mapping[Layout, Matched] = field(default_factory=dict, repr=False, compare=False)
     denied: tuple[str, ...] = ()
     described: tuple[Description, ...] = field(default=(), repr=False, compare=False)
-
-    @classmethod
-    def unknown(cls, catalog: Catalog, documents: Mapping[str, Json], request: Request) -> Model:
-        """Return a model of which nothing is known, before anyone tries to understand it."""
-        return cls(catalog, request, documents, None, (), None, (), (), "", False, None, None)
 
     @cached_property
     def selection(self) -> Selection:
@@ -195,7 +190,8 @@ def understand(
     if layout is not None and not is_base(layout):
         among(layout, "layout", families.layouts(known.values()))
     prefixes = [checked_root(catalog, root)] if root is not None else roots(catalog)
-    prefer = layout or formats.get(catalog.format).layout
+    format = formats.get(catalog.format)
+    prefer = layout or format.layout
     told = bool(config or params or model_type)
     named = containers(catalog)
     tried: dict[str, Candidates] = {}
@@ -203,7 +199,7 @@ def understand(
     for prefix in prefixes:
         if prefix not in named and any(map(_exact, tried.values())):
             break
-        shapes = _shapes(catalog, prefix)
+        shapes = {name: entry.shape for name, entry in select(catalog, prefix).tensors.items()}
         fitting = () if told else _described(catalog, known, shapes, prefix)
         fitting = fitting or detect(
             shapes, known, config, params, prefer=prefer, named=bool(model_type), root=prefix
@@ -211,9 +207,13 @@ def understand(
         wrong = () if told else _denied(catalog, known, fitting)
         denied += wrong
         fitting = [one for one in fitting if one not in wrong]
-        tried[prefix] = fitting if layout else _of_format(fitting, catalog.format)
-    place = max(tried, key=lambda prefix: _rank(tried[prefix]))
-    _require_one_root(place, tried, named, catalog.path)
+        if not layout and not format.other_layouts:
+            fitting = [c for c in fitting if format.layout in (c.layout, *c.alike)] or fitting
+        tried[prefix] = fitting
+    place = prefixes[0]
+    if len(tried) > 1:
+        place = max(tried, key=lambda prefix: _rank(tried[prefix]))
+        _require_one_root(place, tried, named, catalog.path)
     inside = {} if root is not None or tried[place] else _inside(catalog, known, tried)
     if len(inside) == 1 and covers(catalog, next(iter(inside))):
         place = next(iter(inside))
@@ -287,10 +287,6 @@ def _same_table(one: Family, other: Family) -> bool:
     )
 
 
-def _shapes(catalog: Catalog, root: str) -> dict[str, tuple[int, ...]]:
-    return {name: entry.shape for name, entry in select(catalog, root).tensors.items()}
-
-
 def _exact(fitting: Candidates) -> bool:
     return any(candidate.exact for candidate in fitting)
 
@@ -343,7 +339,8 @@ def _inside(
     for prefix in subtrees(catalog):
         if prefix in tried or any(prefix.startswith(outer) for outer in models):
             continue
-        fitting = detect(_shapes(catalog, prefix), known, least=1.0, root=prefix)
+        shapes = {name: entry.shape for name, entry in select(catalog, prefix).tensors.items()}
+        fitting = detect(shapes, known, least=1.0, root=prefix)
         if _exact(fitting):
             models[prefix] = fitting
     return models
@@ -358,14 +355,6 @@ def _in_another_layout(layout: str, fitting: Candidates, where: str) -> MappingE
         if names
         else "no known model type has these keys in that layout",
     )
-
-
-def _of_format(fitting: Candidates, format: str) -> Candidates:
-    """Return the candidates in the layout that the format always has, where there are any."""
-    known = formats.get(format)
-    if known.other_layouts:
-        return fitting
-    return [c for c in fitting if known.layout in (c.layout, *c.alike)] or fitting
 
 
 def _perhaps_tied(found: Model, known: Mapping[str, Family]) -> Model:

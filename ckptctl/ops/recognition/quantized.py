@@ -47,7 +47,7 @@ from ckptctl.planner.quantization.statement import (
     require_agreement,
     without,
 )
-from ckptctl.planner.quantization.survey import Survey, survey
+from ckptctl.planner.quantization.survey import Survey, look_plain, survey
 from ckptctl.storage.files import source_files
 from ckptctl.storage.json_reader import read_json
 from ckptctl.units import counted
@@ -87,6 +87,11 @@ def _beside(root: str, names: Collection[str]) -> Iterator[Statement]:
             if not isinstance(content, dict):
                 raise UnsupportedError(f"`{name}` is not a JSON object", where=root)
             yield of_file(name, content)
+
+
+def is_plain(catalog: Catalog) -> bool:
+    """Return whether neither a tensor nor a file of a checkpoint tells of quantization."""
+    return look_plain(catalog.tensors) and not statement_of(catalog).method
 
 
 def surveyed(catalog: Catalog, more: Iterable[Statement] = ()) -> Survey:

@@ -55,19 +55,16 @@ def roots(catalog: Catalog) -> list[str]:
     trainer's own.
     """
     inside = _walk(catalog)
-    named = containers(catalog)
+    named = containers(catalog, inside)
     top = [""] if _own(catalog, "") else []
     return list(dict.fromkeys([*named, *top, *inside])) or [""]
 
 
-def containers(catalog: Catalog) -> list[str]:
+def containers(catalog: Catalog, among: Sequence[str] | None = None) -> list[str]:
     """Return the prefixes of dictionaries that are called as models are, the innermost first."""
-    held = _dictionaries(catalog)
-    named = (
-        root
-        for root in _walk(catalog)
-        if root in held and root.split(".")[-2].lower() not in PASSED
-    )
+    inside = _walk(catalog) if among is None else among
+    held = _dictionaries(catalog) if inside else ()
+    named = (root for root in inside if root in held and root.split(".")[-2].lower() not in PASSED)
     return sorted(named, key=lambda root: -root.count("."))
 
 
@@ -98,7 +95,10 @@ def unwrapped(catalog: Catalog) -> Catalog:
     ``layers.0._orig_mod.wq.weight`` is ``layers.0.wq.weight``; what stands before the model's
     names is a root and stays. Where two names would become one, all stay.
     """
-    names = {name: _plain(name) for name in (*catalog.tensors, *catalog.blobs)}
+    leaves = (*catalog.tensors, *catalog.blobs)
+    if not any(word in name for name in leaves for word in WRAPPED):
+        return catalog
+    names = {name: _plain(name) for name in leaves}
     if all(name == plain for name, plain in names.items()):
         return catalog
     if len(set(names.values())) < len(names):
@@ -203,8 +203,6 @@ def _dictionaries(catalog: Catalog) -> frozenset[str]:
 
 def _plain(name: str) -> str:
     """Return *name* without the wrappers of layers in it."""
-    if not any(word in name for word in WRAPPED):
-        return name
     parts = name.split(".")
     first = next((n for n, part in enumerate(parts) if part.lower() not in ROOTS), len(parts))
     return ".".join((*parts[:first], *(part for part in parts[first:] if part not in WRAPPED)))
@@ -274,6 +272,8 @@ def chosen(
     Returns:
         What is wanted, and the names that are not.
     """
+    if not (include or exclude):
+        return selection, ()
     inner = [*selection.tensors, *selection.blobs]
     names = [*inner, *(selection.rest if everything else ())]
     for pattern in (*include, *exclude):

@@ -15,7 +15,7 @@ from dataclasses import replace
 
 from ckptctl.catalog import Catalog
 from ckptctl.errors import spell_option
-from ckptctl.ops.recognition.agreement import AXIS, PADDED_LAYOUTS
+from ckptctl.ops.recognition.agreement import AXIS
 from ckptctl.planner.configs.megatron import merged
 from ckptctl.planner.layouts import Family, Layout
 from ckptctl.planner.mapping.mapped import Region
@@ -29,9 +29,9 @@ READ = "they must be zero, which is checked before writing"
 
 
 def with_unstated_padding(change: Change, sizes: Mapping[str, int]) -> Change:
-    """Return *change*, which says so where *sizes* do not state what of a vocabulary is padding."""
+    """Return *change* of a padded layout, with a note if *sizes* do not state the padding."""
     rows = change.sizes.get(AXIS)
-    if change.source_layout not in PADDED_LAYOUTS or AXIS in sizes or not rows:
+    if AXIS in sizes or not rows:
         return change
     note = (
         f"no file states whether some of the {counted(rows, 'row')} of the vocabulary are "

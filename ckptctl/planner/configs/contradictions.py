@@ -172,10 +172,17 @@ def switched(family: Family) -> Mapping[str, set[str]]:
     return {name: tensors for name, tensors in both.items() if tensors}
 
 
-def of_tensors(family: Family, present: Collection[str]) -> Iterator[Statement]:
-    """Yield what the logical tensors that are there, by name without indices, say of switches."""
-    for name, tensors in switched(family).items():
-        on = not tensors.isdisjoint(present)
+def of_tensors(
+    switches: Mapping[str, Collection[str]], present: Collection[str]
+) -> Iterator[Statement]:
+    """Yield what the logical tensors that are there, by name without indices, say of switches.
+
+    Args:
+        switches: See :func:`switched`.
+        present: Names of the tensors.
+    """
+    for name, tensors in switches.items():
+        on = any(tensor in present for tensor in tensors)
         source = f"the tensors ({'with' if on else 'without any'} {listed(sorted(tensors))})"
         yield Statement(name, on, source, shows=True)
 
@@ -336,7 +343,7 @@ def _defaults(family: Family | None, config: Json) -> dict[str, object]:
 
 def _equal(one: object, other: object) -> bool:
     """Return whether two values are the same, whatever a number is spelled like."""
-    one, other = _number(one), _number(other)
+    one, other = (_number(value) if isinstance(value, str) else value for value in (one, other))
     if isinstance(one, bool) or isinstance(other, bool):
         return one is other
     if isinstance(one, (int, float)) and isinstance(other, (int, float)):
@@ -345,10 +352,10 @@ def _equal(one: object, other: object) -> bool:
     return one == other
 
 
-def _number(value: object) -> object:
-    """Return the number that a text spells, as YAML reads ``1e-05``; else the value itself."""
+def _number(text: str) -> object:
+    """Return the number that a text spells, as YAML reads ``1e-05``; else the text itself."""
     try:
-        number = float(value) if isinstance(value, str) else math.inf
+        number = float(text)
     except ValueError:
-        return value
-    return number if math.isfinite(number) else value
+        return text
+    return number if math.isfinite(number) else text

@@ -101,7 +101,18 @@ def read_sizes(
         silent = defaults(family, config)
         by_axis = {axis: silent.get(fact_of(family, axis)) for axis in family.sizes}
         sizes = {**{axis: size for axis, size in by_axis.items() if size}, **sizes}
-    return _implied(family, sizes) if implied else sizes
+    if implied and "h" in sizes and "k" in family.sizes:
+        sizes.setdefault("k", sizes["h"])
+    if implied and {"d", "h"} <= sizes.keys() and "e" in family.sizes and "e" not in sizes:
+        size, rest = divmod(sizes["d"], sizes["h"])
+        if rest:
+            raise MappingError(
+                f"{family.called('d')} = {sizes['d']} is not divisible by "
+                f"{family.called('h')} = {sizes['h']}",
+                hint=f"set {family.called('e')}",
+            )
+        sizes["e"] = size
+    return sizes
 
 
 class Translated(dict[str, object]):
@@ -183,18 +194,3 @@ def read_lists(family: Family, config: Json | None) -> dict[str, list[int]]:
             raise MappingError(f"`{name}` is not a list of layers", why=f"it is {value!r}")
         found[name] = sorted({int(n) for n in value})
     return found
-
-
-def _implied(family: Family, sizes: dict[str, int]) -> dict[str, int]:
-    if "h" in sizes and "k" in family.sizes:
-        sizes.setdefault("k", sizes["h"])
-    if {"d", "h"} <= sizes.keys() and "e" in family.sizes and "e" not in sizes:
-        size, rest = divmod(sizes["d"], sizes["h"])
-        if rest:
-            raise MappingError(
-                f"{family.called('d')} = {sizes['d']} is not divisible by "
-                f"{family.called('h')} = {sizes['h']}",
-                hint=f"set {family.called('e')}",
-            )
-        sizes["e"] = size
-    return sizes

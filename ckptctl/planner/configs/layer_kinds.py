@@ -52,10 +52,10 @@ def misfitting(
 ) -> Iterator[Contradiction]:
     """Yield the sizes, stated for each layer, that the shapes of that layer contradict."""
     by_axis = {one.axis: one for one in family.layer_sizes}
-    fixed = {**family.constants, **read_sizes(family, config)} if by_axis else {}
+    fixed = {**family.constants, **read_sizes(family, config)}
     total = tensors.matched.counts().get("i", 0)
     seen: set[str] = set()
-    for (name, values), keys in tensors.matched.keys.items() if by_axis else ():
+    for (name, values), keys in tensors.matched.keys.items():
         tensor, leaf = family.tensors[name], tensors.layout.leaves[name]
         groups = [group for group in leaf.dims if not by_axis.keys().isdisjoint(group)]
         if not groups or leaf.part is not None or tensor.indices[-1:] != ("i",):

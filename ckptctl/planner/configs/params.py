@@ -304,7 +304,15 @@ def _derived(
     found: dict[str, object] = {"multiple_of": multiple}
     found |= {} if factor is None else {"ffn_dim_multiplier": factor}
     found |= {"n_kv_heads": max(known["k"], ranks)} if "k" in family.repeated else {}
-    return found | ({SCALED: True} if _is_scaled(family, values) else {})
+    scaling = rope(values)[1]
+    if scaling is None:
+        return found
+    known_scaling = preset(family, {SCALED: True}).get("rope_scaling")
+    if scaling != known_scaling:  # Meta knows one way to scale the rotary frequencies
+        means = f"`{SCALED}` means {known_scaling}"
+        means = means if known_scaling else "the frequencies are not scaled"
+        raise _unsaid("rope_scaling", dict(scaling), f"in `{family.name}` {means}")
+    return {**found, SCALED: True}
 
 
 def ffn_params(dim: int, size: int) -> tuple[int, float | None]:
@@ -318,18 +326,6 @@ def ffn_params(dim: int, size: int) -> tuple[int, float | None]:
             f"params.json cannot express feed-forward size {size} with model dimension {dim}"
         )
     return 1, factor
-
-
-def _is_scaled(family: Family, values: Json) -> bool:
-    """Return whether the rotary frequencies are scaled in the one way that Meta knows."""
-    scaling = rope(values)[1]
-    if scaling is None:
-        return False
-    known = preset(family, {SCALED: True}).get("rope_scaling")
-    if scaling != known:
-        means = f"`{SCALED}` means {known}" if known else "the frequencies are not scaled"
-        raise _unsaid("rope_scaling", dict(scaling), f"in `{family.name}` {means}")
-    return True
 
 
 def _expressible(style: ParamsStyle, values: Json) -> None:

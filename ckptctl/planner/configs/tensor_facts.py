@@ -64,7 +64,7 @@ def of_shapes(
         if wrong:
             source = f"the indices in the tensor names ({_called(tensors, axis)})"
             yield Statement(statement.fact, counts[axis], source, shows=True)
-    pairs = [*said.items(), *_formulas(family, stated)]
+    pairs = [*said.items(), *(_formulas(family, stated) if family.formulas else ())]
     for axis, one in pairs:
         if axis in indices and axis not in said and counts.get(axis, 0) != _size(one):
             source = "the indices in the tensor names"

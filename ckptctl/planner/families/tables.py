@@ -179,9 +179,6 @@ class _Row(NamedTuple):
     cells: Mapping[str, _Cell | None]
     block: int = 0
 
-    def amended(self, other: _Row) -> _Row:
-        return self._replace(axes=other.axes or self.axes, cells={**self.cells, **other.cells})
-
     def tensor(self, like: Mapping[str, str]) -> Tensor:
         others = {
             layout: self.cells.get(like[layout]) for layout in like if layout not in self.cells
@@ -222,8 +219,11 @@ def parse_tables(tables: Sequence[str], like: Mapping[str, str]) -> tuple[Tensor
     rows: dict[str, _Row] = {}
     for block, table in enumerate(tables):
         for row in _rows(table):
-            known = rows.get(row.name)
-            rows[row.name] = known.amended(row) if known else row._replace(block=block)
+            if known := rows.get(row.name):
+                cells = {**known.cells, **row.cells}
+                rows[row.name] = known._replace(axes=row.axes or known.axes, cells=cells)
+            else:
+                rows[row.name] = row._replace(block=block)
     return tuple(row.tensor(like) for row in rows.values())
 
 

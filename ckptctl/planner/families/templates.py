@@ -57,14 +57,33 @@ class Template:
     words: tuple[str, ...] = ()
     fixed: tuple[tuple[str, int], ...] = ()
 
-    @classmethod
-    def parse(cls, text: str) -> Template:
+    @staticmethod
+    @lru_cache(maxsize=16384)
+    def parse(text: str) -> Template:
         """Return the template written as *text*.
 
         Raises:
             ValueError: An index does not fill a whole part of the key.
         """
-        return _parse(text)
+        slots, shown, indices = [], [], []
+        words: dict[str, tuple[str, ...]] = {}
+        for part in text.split("."):
+            index = _INDEX.match(part)
+            if index:
+                indices.append(index[1])
+            if index and index[2]:
+                words[index[1]] = tuple(index[2].split("|"))
+                part = words[index[1]][0]
+            elif index or _NUMBER.match(part):
+                slots.append(index[1] if index else part)
+                part = "#"
+            elif "{" in part or "}" in part or part in ("", "#"):
+                raise ValueError(f"invalid part `{part}` in the key template `{text}`")
+            shown.append(part)
+        if len(words) > 1 or any(slot in words for slot in slots):
+            raise ValueError(f"unsupported mix of indices and words in the key template `{text}`")
+        known = tuple(dict.fromkeys(indices))
+        return Template(text, ".".join(shown), tuple(slots), known, *next(iter(words.items()), ()))
 
     @property
     def plain(self) -> bool:
@@ -81,7 +100,7 @@ class Template:
         """Return a template for each of its words; itself, where it has none."""
         if not self.words:
             return (self,)
-        spelled = (_parse(self.text.replace(self.written, word)) for word in self.words)
+        spelled = (Template.parse(self.text.replace(self.written, word)) for word in self.words)
         return tuple(replace(one, fixed=((self.worded, n),)) for n, one in enumerate(spelled))
 
     def read(self, numbers: tuple[int, ...]) -> dict[str, int] | None:
@@ -106,29 +125,6 @@ class Template:
         return f"{before}{word}{after}"
 
 
-@lru_cache(maxsize=16384)
-def _parse(text: str) -> Template:
-    slots, shown, indices = [], [], []
-    words: dict[str, tuple[str, ...]] = {}
-    for part in text.split("."):
-        index = _INDEX.match(part)
-        if index:
-            indices.append(index[1])
-        if index and index[2]:
-            words[index[1]] = tuple(index[2].split("|"))
-            part = words[index[1]][0]
-        elif index or _NUMBER.match(part):
-            slots.append(index[1] if index else part)
-            part = "#"
-        elif "{" in part or "}" in part or part in ("", "#"):
-            raise ValueError(f"invalid part `{part}` in the key template `{text}`")
-        shown.append(part)
-    if len(words) > 1 or any(slot in words for slot in slots):
-        raise ValueError(f"unsupported mix of indices and words in the key template `{text}`")
-    known = tuple(dict.fromkeys(indices))
-    return Template(text, ".".join(shown), tuple(slots), known, *next(iter(words.items()), ()))
-
-
 def skeleton(key: str) -> str:
     """Return *key* with ``#`` for each number in it: what a template is looked up by."""
     return taken_apart(key)[0]
@@ -140,12 +136,8 @@ class TemplateTable(Generic[T]):
     def __init__(self, entries: Iterable[tuple[Template, T]]) -> None:
         self._by_skeleton: dict[str, list[tuple[Template, T]]] = {}
         for template, meaning in entries:
-            for one in template.spellings:
+            for one in template.spellings if template.words else (template,):
                 self._by_skeleton.setdefault(one.skeleton, []).append((one, meaning))
-
-    def knows(self, skeleton: str) -> bool:
-        """Return whether a key of this :func:`skeleton` may match."""
-        return skeleton in self._by_skeleton
 
     def entries(self, skeleton: str) -> Sequence[tuple[Template, T]]:
         """Return the templates of this :func:`skeleton` and their meanings, the first to win."""
@@ -165,15 +157,15 @@ class TemplateTable(Generic[T]):
 
 
 class KeyKind:
-    """Keys that differ in their numbers alone."""
+    """Keys that differ in their numbers alone.
+
+    Attributes:
+        words: The parts of the keys that are no numbers.
+    """
 
     def __init__(self, skeleton: str, keys: list[str], numbers: list[tuple[int, ...]]) -> None:
         self.skeleton, self.keys, self.numbers = skeleton, keys, numbers
-
-    @cached_property
-    def words(self) -> frozenset[str]:
-        """Return the parts of the keys that are no numbers."""
-        return frozenset(self.skeleton.split(".")) - {"#"}
+        self.words = frozenset(skeleton.split(".")) - {"#"}
 
     @cached_property
     def columns(self) -> tuple[tuple[int, ...], ...]:

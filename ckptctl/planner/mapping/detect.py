@@ -97,7 +97,12 @@ def detect(
     # The most keys known, of those the least missed: exact ones, where there are any.
     ranked = [(c.exact, c.share, -len(c.missing)) for c in candidates]
     best = [c for c, rank in zip(candidates, ranked, strict=True) if rank == max(ranked)]
-    best = _originals(_by_shapes(best, families, asked))
+    # Layouts may have the same keys for tensors whose axes are in another order; to find that out
+    # takes every key.
+    if len({one.layout for one in best}) > 1:
+        fitting = [one for one in best if _ranks_fit(families[one.family], one.layout, asked)]
+        best = fitting or best
+    best = _originals(best)
     if named:
         return tuple(best)
     described = known != (None, None)
@@ -142,7 +147,7 @@ def _plausible(family: Family, asked: _Question, share: float) -> list[str]:
     return [
         name
         for name, table in tables.items()
-        if sum(len(kind.keys) for kind in spelled if table.knows(kind.skeleton)) >= enough
+        if sum(len(kind.keys) for kind in spelled if table.entries(kind.skeleton)) >= enough
     ]
 
 
@@ -187,21 +192,18 @@ def _layouts(
             continue
         candidate = _candidate(family, name, matched, asked, tied, share, evidence)
         if asked.ranks == 1 or _ranks_fit(family, name, asked):
-            _add(found, candidate)
+            # Alike is what understands the same and lacks as many, whatever these are called: of
+            # what is there nothing tells them apart.
+            for place, old in enumerate(found):
+                lacks = old.unmatched, len(old.missing)
+                same = lacks == (candidate.unmatched, len(candidate.missing))
+                if same and old.matched.same_as(matched):
+                    alike = (*old.alike, name, *candidate.alike)
+                    found[place] = replace(old, alike=alike)
+                    break
+            else:
+                found.append(candidate)
     return found
-
-
-def _add(found: list[Candidate], new: Candidate) -> None:
-    """Add *new* to *found*, as alike to one that understands the same and lacks as much, if any.
-
-    They may call what lacks by different names: of what is there nothing tells them apart.
-    """
-    for place, old in enumerate(found):
-        same = old.unmatched == new.unmatched and len(old.missing) == len(new.missing)
-        if same and old.matched.same_as(new.matched):
-            found[place] = replace(old, alike=(*old.alike, new.layout, *new.alike))
-            return
-    found.append(new)
 
 
 def _candidate(
@@ -236,40 +238,24 @@ def _candidate(
     )
 
 
-def _originals(candidates: Iterable[Candidate]) -> list[Candidate]:
+def _originals(candidates: Sequence[Candidate]) -> list[Candidate]:
     """Return *candidates* without families that another program spells as others are called.
 
     What is left are those that fit as they are published. Where one family alone fits, and does so
     both ways, nothing tells which.
     """
-    found, fitting = list(candidates), dict[str, set[str]]()
-    for one in found:
+    fitting: dict[str, set[str]] = {}
+    for one in candidates:
         fitting.setdefault(one.layout, set()).add(one.family)
-
-    def is_published(one: Candidate) -> bool:
-        return not fitting.get(LIKE.get(one.layout, ""), set()) - {one.family}
-
-    return list(filter(is_published, found))
+    published = (LIKE.get(one.layout, "") for one in candidates)
+    others = (fitting.get(layout, set()) for layout in published)
+    return [one for one, names in zip(candidates, others, strict=True) if names <= {one.family}]
 
 
 def _ranks_fit(family: Family, layout: str, asked: _Question) -> bool:
     from ckptctl.planner.model_parallel import ranks_fit  # which one rank does without
 
     return ranks_fit(family, layout, asked.shapes, asked.ranks)
-
-
-def _by_shapes(
-    candidates: list[Candidate], families: Mapping[str, Family], asked: _Question
-) -> list[Candidate]:
-    """Return *candidates* without those that shapes alone exclude, unless they exclude all.
-
-    Layouts may have the same keys for tensors whose axes are in another order. Where all have one
-    layout that is not looked for: it takes every key.
-    """
-    if len({one.layout for one in candidates}) < 2:
-        return candidates
-    fitting = [one for one in candidates if _ranks_fit(families[one.family], one.layout, asked)]
-    return fitting or candidates
 
 
 def _shown(candidates: list[Candidate], families: Mapping[str, Family]) -> list[Candidate]:

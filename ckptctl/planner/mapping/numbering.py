@@ -79,7 +79,7 @@ def observed(family: Family, layout: str, kinds: Iterable[KeyKind]) -> Numbering
         return Numbering()
     table = _own(family.layout(layout), tuple(shifts))
     found: dict[str, set[int]] = {shift.index: set() for shift in shifts}
-    for key in (key for kind in kinds if table.knows(kind.skeleton) for key in kind.keys):
+    for key in (key for kind in kinds if table.entries(kind.skeleton) for key in kind.keys):
         match = table.find(key)
         if match:
             found[match[0].index].add(match[1][match[0].index])

@@ -98,7 +98,10 @@ def of_config(config: Json) -> Statement | None:
 
 def all_of_config(config: Json) -> Iterator[Statement]:
     """Yield all that config.json says, wherever it does."""
-    for name, part in _parts(config):
+    inner = {f"{key}.": part for key, part in config.items() if key.endswith("_config")}
+    for name, part in {"": config, **inner}.items():
+        if name.removesuffix(".") in KEYS or not isinstance(part, Mapping):
+            continue
         for key, default in KEYS.items():
             content = part.get(key)
             if isinstance(content, Mapping):
@@ -136,17 +139,5 @@ def _plain(value: object) -> object:
 def without(config: Json) -> dict[str, object]:
     """Return config.json without what it says of quantization."""
     kept = {key: value for key, value in config.items() if key not in KEYS}
-    inner = {key: value for key, value in kept.items() if _is_part(key, value)}
-    return kept | {key: without(value) for key, value in inner.items() if isinstance(value, dict)}
-
-
-def _parts(config: Json) -> Iterator[tuple[str, Json]]:
-    """Yield config.json, and the configurations that it contains, each with its name and a dot."""
-    yield "", config
-    for key, value in config.items():
-        if isinstance(value, Mapping) and _is_part(key, value):
-            yield f"{key}.", value
-
-
-def _is_part(key: str, value: object) -> bool:
-    return key.endswith("_config") and key not in KEYS and isinstance(value, Mapping)
+    parts = {key: value for key, value in kept.items() if key.endswith("_config")}
+    return kept | {key: without(value) for key, value in parts.items() if isinstance(value, dict)}

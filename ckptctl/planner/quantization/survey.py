@@ -61,6 +61,11 @@ class Survey:
         return {**{weight.key: weight.how for weight in self.weights}, **unfit, **self.unknown}
 
 
+def look_plain(tensors: Tensors) -> bool:
+    """Return whether no name and no dtype of *tensors* is one of a scheme."""
+    return all(n.endswith(PLAIN_NAMES) and e.dtype in PLAIN_DTYPES for n, e in tensors.items())
+
+
 def survey(tensors: Tensors, statement: Statement, values: Values) -> Survey:
     """Return what of *tensors* is quantized.
 
@@ -69,8 +74,7 @@ def survey(tensors: Tensors, statement: Statement, values: Values) -> Survey:
         statement: What its files say.
         values: Returns the bytes of a tensor of a few elements; called where shapes do not tell.
     """
-    plain = (name.endswith(PLAIN_NAMES) and e.dtype in PLAIN_DTYPES for name, e in tensors.items())
-    if not statement.method and all(plain):
+    if not statement.method and look_plain(tensors):
         return Survey()
     chosen = [one for one in _schemes() if one.fits(statement)]
     chosen.sort(key=lambda one: statement.method not in one.methods)

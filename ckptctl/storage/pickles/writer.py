@@ -10,6 +10,7 @@ import struct
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 from ckptctl import dtypes
 from ckptctl.errors import RefusedError
@@ -207,23 +208,14 @@ class _PickleWriter:
         self.set_items(obj.items())
 
     def set_items(self, items: Iterable[tuple[object, object]]) -> None:
-        batch: list[tuple[object, object]] = []
-        for pair in items:
-            batch.append(pair)
-            if len(batch) == BATCH:
-                self.set_batch(batch)
-                batch = []
-        if batch:
-            self.set_batch(batch)
-
-    def set_batch(self, batch: Sequence[tuple[object, object]]) -> None:
-        if len(batch) > 1:
-            self.emit(b"(")
-        save = self.save
-        for key, value in batch:
-            save(key)
-            save(value)
-        self.emit(b"u" if len(batch) > 1 else b"s")
+        left, save = iter(items), self.save
+        while batch := tuple(islice(left, BATCH)):
+            if len(batch) > 1:
+                self.emit(b"(")
+            for key, value in batch:
+                save(key)
+                save(value)
+            self.emit(b"u" if len(batch) > 1 else b"s")
 
     def call(self, obj: object, target: Global, args: tuple[object, ...], op: bytes = b"R") -> None:
         """Write a call and remember its result as *obj*."""

@@ -61,8 +61,8 @@ def is_url(path: str | os.PathLike[str]) -> bool:
 
     A path with a colon is none: ``a:b/c`` has no ``://``, and ``./a://b`` does not begin with it.
     """
-    text = normal(path_text(path))
-    return SCHEME.match(text) is not None and not text.startswith(LOCAL)
+    text = path_text(path)
+    return SCHEME.match(text) is not None and not normal(text).startswith(LOCAL)
 
 
 def local_path(path: str | os.PathLike[str]) -> str:
@@ -71,6 +71,8 @@ def local_path(path: str | os.PathLike[str]) -> str:
     The host is empty or ``localhost``, the path absolute, and ``%20`` a space.
     """
     text = os.fspath(path)
+    if not SCHEME.match(text):
+        return text
     scheme = next((scheme for scheme in LOCAL if normal(text).startswith(scheme)), None)
     if scheme is None:
         return text

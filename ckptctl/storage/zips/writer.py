@@ -141,25 +141,11 @@ class _Builder:
             self.pieces.append(bytearray())
         else:
             self.append(content)
-        self.describe(header, nbytes, crc)
-        self.list(raw, flags, crc, nbytes, header)
-        return data
-
-    def append(self, content: bytes) -> None:
-        self.pieces[-1] += content
-        self.position += len(content)
-
-    def describe(self, header: int, nbytes: int, crc: int) -> None:
-        """Append the data descriptor, of which empty records have none."""
         place = (len(self.pieces) - 1, len(self.pieces[-1]) + 4) if nbytes else None
         self.marks.append((place, len(self.directory) + 16))
-        if nbytes:
-            wide = header >= _BIG or nbytes >= _BIG
-            form = _DESCRIPTOR64 if wide else _DESCRIPTOR
+        if nbytes:  # an empty record has no data descriptor
+            form = _DESCRIPTOR64 if header >= _BIG or nbytes >= _BIG else _DESCRIPTOR
             self.append(form.pack(b"PK\7\x08", crc, nbytes, nbytes))
-
-    def list(self, raw: bytes, flags: int, crc: int, nbytes: int, header: int) -> None:
-        """Add the entry of the central directory."""
         wide = [nbytes, nbytes] if nbytes >= _BIG else []
         wide += [header] if header >= _BIG else []
         extra = _zip64_extra(wide)
@@ -170,6 +156,11 @@ class _Builder:
         )
         self.directory += raw + extra
         self.entries += 1
+        return data
+
+    def append(self, content: bytes) -> None:
+        self.pieces[-1] += content
+        self.position += len(content)
 
     def finish(self) -> int:
         """Append central directory and end records; return the directory's place in the piece."""
