@@ -262,7 +262,7 @@ def dequantized(catalog: Catalog, dtype: str, more: Sequence[Statement] | None =
         if name in made:
             weight = made[name]
             made_of = {role: inputs[name] for role, name in weight.inputs.items()}
-            virtual = Computed(weight.kind, dtype, weight.shape, made_of, weight.parameters)
+            virtual = Computed(weight.kind, dtype, weight.shape, made_of, weight.arguments)
             computed[computed_name(weight.key)] = virtual
             tensors[weight.key] = _entry(weight, inputs[weight.lead].entry, virtual)
         elif name not in gone:

@@ -164,8 +164,7 @@ def rearranged(root: str, tensor: Strided) -> Computed:
     """
     entries = {id(part.of): part.of for part in tensor.parts}
     inputs = {str(number): Input(root, entry) for number, entry in enumerate(entries.values())}
-    arguments = (BlockReader(tensor),)
-    return Computed("rearranged", tensor.dtype, tensor.shape, inputs, arguments=arguments)
+    return Computed("rearranged", tensor.dtype, tensor.shape, inputs, BlockReader(tensor))
 
 
 def reads(blocks: Blocks) -> Iterator[Read]:

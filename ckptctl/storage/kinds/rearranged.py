@@ -46,7 +46,7 @@ def _plain(computed: Computed) -> bool:
 
 
 def _reader(computed: Computed) -> BlockReader:
-    return typed(BlockReader, computed.arguments[0])
+    return typed(BlockReader, computed.arguments)
 
 
 KINDS = {"rearranged": Kind(_rearranged, plain=_plain)}
