@@ -94,8 +94,8 @@ def surveyed(catalog: Catalog, more: Iterable[Statement] = ()) -> Survey:
 
     def values(entry: TensorEntry) -> bytes:
         # which only few schemes need
-        from ckptctl.storage.compare import read_box
         from ckptctl.storage.computed import open_reader
+        from ckptctl.storage.tensor_reader import TensorReader
 
         if entry.nbytes > SMALL:
             raise UnsupportedError(
@@ -106,7 +106,7 @@ def surveyed(catalog: Catalog, more: Iterable[Statement] = ()) -> Survey:
             )
         whole = located(catalog, [entry.name])
         with open_reader(whole) as reader:
-            return bytes(read_box(reader, whole.tensors[entry.name], Box.whole(entry.shape)))
+            return bytes(TensorReader(reader, whole.tensors[entry.name]).read())
 
     return survey(catalog.tensors, statement_of(catalog, more), values)
 

@@ -135,6 +135,11 @@ class Part:
     forbidden: Reason = never
     uniform: Callable[[Group], bool | None] | None = None
 
+    @property
+    def essential(self) -> bool:
+        """Return whether it has to be there whatever the configuration says."""
+        return self.required is always
+
 
 @dataclass(frozen=True, slots=True)
 class Form:
