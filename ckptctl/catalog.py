@@ -198,16 +198,14 @@ class Computed:
         dtype: torch's name of the dtype of its elements.
         shape: Their number along each dimension.
         inputs: What they are made of, by the names that the kind gives them.
-        parameters: What else the kind wants to know.
-        arguments: Records of its own that it wants to know, as of each of several changes.
+        arguments: What else the kind has to know; a type of the kind's own.
     """
 
     kind: str
     dtype: str
     shape: tuple[int, ...]
     inputs: Mapping[str, Input] = field(default_factory=dict)
-    parameters: Mapping[str, float | int | str] = field(default_factory=dict)
-    arguments: tuple[object, ...] = ()
+    arguments: object = None
 
     def extent(self, name: str) -> Extent:
         """Return all of it as an extent of the virtual file called *name*."""

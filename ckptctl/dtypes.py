@@ -6,7 +6,9 @@ specification (``Dtype`` in ``safetensors/src/tensor.rs``) for its codes.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Literal
 
 LARGEST_FLOAT32 = (2 - 2.0**-23) * 2.0**127
 SMALLEST_FLOAT32 = 2.0**-126
@@ -64,6 +66,8 @@ BY_SAFETENSORS = {t.safetensors: t for t in _TABLE if t.safetensors}
 BY_STORAGE = {t.storage: t for t in _TABLE if t.storage}
 UNMEASURED = frozenset({"float4_e2m1fn_x2"})
 """Dtypes that torch itself cannot turn into numbers."""
+WORDS: Mapping[int, Literal["B", "H", "I", "Q"]] = {1: "B", 2: "H", 4: "I", 8: "Q", 16: "Q"}
+"""How elements of a size are read as integers; those of 16 bytes are two of them."""
 _SPELLINGS = {t.short: t.name for t in _TABLE} | {
     "fp64": "float64",
     "fp32": "float32",

@@ -422,7 +422,7 @@ def _joined(
             inputs[f"b{number}.{expert}"] = Input(root, b)
     shape = (stack.outputs, sum(ranks) * stack.experts)
     starts = tuple(part.start for part in parts)
-    virtual = Computed("experts_b", first.dtype, shape, inputs, arguments=starts)
+    virtual = Computed("experts_b", first.dtype, shape, inputs, starts)
     file = computed_name(module + B)
     return (
         TensorEntry(module + A, first.dtype, (at, stack.inputs), tuple(extents), (module + A,)),

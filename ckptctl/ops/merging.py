@@ -290,7 +290,7 @@ class Merging:
         inputs["base"] = factors[beneath] if beneath else wide
         pinned = changes[0].key in self.found.pinned
         dtype = base.dtype if pinned else cast_to(base.dtype, self.options.dtype)
-        return Computed("lora", dtype, base.shape, inputs, arguments=arguments)
+        return Computed("lora", dtype, base.shape, inputs, arguments)
 
     def _scaled(
         self,
@@ -306,7 +306,7 @@ class Merging:
         inputs["bias"] = bias
         inputs |= {f"weight{number}": weights[one.key] for number, one in enumerate(changes)}
         dtype = cast_to(bias.entry.dtype, self.options.dtype)
-        return Computed("dora_bias", dtype, bias.entry.shape, inputs, arguments=arguments)
+        return Computed("dora_bias", dtype, bias.entry.shape, inputs, arguments)
 
     def _inputs(
         self, changes: Sequence[Delta], factors: Mapping[str, Input], computed: dict[str, Computed]

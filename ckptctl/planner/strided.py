@@ -209,6 +209,11 @@ class Strided:
         shape = (*self.shape[:dim], math.prod(sizes), *rest)
         return replace(self, shape=shape, parts=_renumbered(self.parts, dims, len(shape)))
 
+    def as_matrix(self) -> Strided:
+        """Return the tensor with all dimensions but the last one merged."""
+        found = self if self.shape else self.merge(0, 0)
+        return found.merge(0, len(found.shape) - 1)
+
     def permute(self, order: Sequence[int]) -> Strided:
         """Return the tensor with its dimensions in another order."""
         dims = [(order.index(dim), 1) for dim in range(len(self.shape))]

@@ -1,6 +1,6 @@
 """Whether two stored tensors hold the same bytes, and how far their elements are apart.
 
-They are read in pieces of a few megabytes. Equal bytes need no numbers. Where they differ, torch
+Equal bytes need no numbers. Where they differ, torch
 turns both pieces into float64; it is imported then and not before. Without torch, elements that
 differ are counted, whatever they mean.
 """
@@ -8,37 +8,28 @@ differ are counted, whatever they mean.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from itertools import compress, count, groupby, product
+from itertools import compress, count, groupby
 from operator import ne
-from typing import TYPE_CHECKING, Annotated, Literal, Protocol
+from typing import TYPE_CHECKING, Annotated
 
 from ckptctl import dtypes
-from ckptctl.catalog import Box, Extent, TensorEntry, row_major
-from ckptctl.planner.boxes import intersect
+from ckptctl.catalog import Box, Extent, TensorEntry
 from ckptctl.results import JsonField
 from ckptctl.storage.arithmetic import import_torch
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from ckptctl.storage.files import Readable
+
 WINDOW = 8 << 20
+"""Bytes of a tensor that are read at a time."""
 WIDE = frozenset({"int64", "uint64"})
 """Dtypes whose numbers float64 cannot tell apart."""
-WORDS: dict[int, Literal["B", "H", "I", "Q"]] = {1: "B", 2: "H", 4: "I", 8: "Q", 16: "Q"}
-"""How elements of a size are read as integers; those of 16 bytes are two of them."""
-BETWEEN = 512
-"""Elements that lie this near to each other in a file are read with all that lies between them."""
 NEAR = 2.0**62
 """Numbers less than this apart can be subtracted as int64."""
-
-
-class Readable(Protocol):
-    """Files that can be read by position."""
-
-    def readv(self, name: str, views: Sequence[memoryview], offset: int) -> None:
-        """Fill *views*, one after the other, from *offset* of the file *name* on."""
 
 
 def equal(files: Readable, a: TensorEntry, b: TensorEntry) -> bool:
@@ -47,7 +38,8 @@ def equal(files: Readable, a: TensorEntry, b: TensorEntry) -> bool:
         return False
     if a.extents == b.extents:
         return True
-    return all(read_box(files, a, box) == read_box(files, b, box) for box in _windows(a))
+    pairs = zip(_windows(files, a), _windows(files, b), strict=True)
+    return all(x == y for x, y in pairs)
 
 
 def same_elements(
@@ -76,103 +68,13 @@ def has_same_checksum(one: Extent, other: Extent) -> bool:
 
 def all_zero(files: Readable, entry: TensorEntry) -> bool:
     """Return whether every byte of *entry* is 0."""
-    return all(not any(read_box(files, entry, box)) for box in _windows(entry))
+    return not any(map(any, _windows(files, entry)))
 
 
-def parts(shape: tuple[int, ...], limit: int) -> Iterator[Box]:
-    """Yield boxes of at most *limit* elements that tile a tensor; none where it is empty."""
-    if not shape:
-        yield Box((), ())
-        return
-    inner, dim = 1, len(shape)
-    while dim > 1 and inner * shape[dim - 1] <= limit:
-        dim -= 1
-        inner *= shape[dim]
-    rest = shape[dim:]
-    step = max(1, limit // max(inner, 1))
-    for lead in product(*(range(size) for size in shape[: dim - 1])):
-        for start in range(0, shape[dim - 1] if inner else 0, step):
-            size = min(step, shape[dim - 1] - start)
-            ones = (1,) * len(lead)
-            yield Box((*lead, start, *(0,) * len(rest)), (*ones, size, *rest))
+def _windows(files: Readable, entry: TensorEntry) -> Iterator[bytearray]:
+    from ckptctl.storage.tensor_reader import TensorReader  # which few readers of formats need
 
-
-def _windows(entry: TensorEntry) -> Iterator[Box]:
-    return parts(entry.shape, WINDOW // dtypes.itemsize(entry.dtype))
-
-
-def read_box(files: Readable, entry: TensorEntry, box: Box) -> bytearray:
-    """Return the elements of *box* in row-major order."""
-    buffer = bytearray(box.numel * dtypes.itemsize(entry.dtype))
-    fill_box(files, entry, box, memoryview(buffer))
-    return buffer
-
-
-def fill_box(files: Readable, entry: TensorEntry, box: Box, view: memoryview) -> None:
-    """Fill *view* with the elements of *box* in row-major order."""
-    itemsize = dtypes.itemsize(entry.dtype)
-    for extent in entry.extents:
-        part = intersect(extent.box, box) if box.offsets else box
-        if part is not None:
-            _read_part(files, extent, part, box, itemsize, view)
-
-
-def _read_part(
-    files: Readable, extent: Extent, part: Box, box: Box, itemsize: int, view: memoryview
-) -> None:
-    steps = extent.strides or row_major(extent.box.sizes)
-    target = row_major(box.sizes)
-    inner = _dense(part.sizes, steps, target)
-    near = [d for d, n in enumerate(part.sizes) if n > 1 and 1 <= steps[d] <= BETWEEN]
-    across = min(near, key=steps.__getitem__, default=None)
-    if inner == len(part.sizes) and across is not None and itemsize <= 8:
-        _read_across(files, extent, part, box, itemsize, view, across)
-        return
-    outer = [range(o, o + s) for o, s in zip(part.offsets[:inner], part.sizes[:inner], strict=True)]
-    run = itemsize
-    for size in part.sizes[inner:]:
-        run *= size
-    for index in product(*outer):
-        position = (*index, *part.offsets[inner:])
-        start = _distance(position, extent.box.offsets, steps) * itemsize
-        to = _distance(position, box.offsets, target) * itemsize
-        files.readv(extent.file, [view[to : to + run]], extent.offset + start)
-
-
-def _read_across(
-    files: Readable,
-    extent: Extent,
-    part: Box,
-    box: Box,
-    itemsize: int,
-    view: memoryview,
-    across: int,
-) -> None:
-    """Read what lies near each other in the file and not in the box, as of a transposed matrix."""
-    steps, target = extent.strides or row_major(extent.box.sizes), row_major(box.sizes)
-    word, count, every = WORDS[itemsize], part.sizes[across], steps[across]
-    run = memoryview(bytearray(((count - 1) * every + 1) * itemsize))
-    words, places, step = run.cast(word)[::every], view.cast(word), target[across]
-    spans = [range(o, o + s) for o, s in zip(part.offsets, part.sizes, strict=True)]
-    spans[across] = spans[across][:1]
-    for position in product(*spans):
-        start = _distance(position, extent.box.offsets, steps) * itemsize
-        files.readv(extent.file, [run], extent.offset + start)
-        first = _distance(position, box.offsets, target)
-        places[first : first + step * (count - 1) + 1 : step] = words
-
-
-def _distance(index: tuple[int, ...], origin: tuple[int, ...], steps: tuple[int, ...]) -> int:
-    return sum((i - o) * step for i, o, step in zip(index, origin, steps, strict=True))
-
-
-def _dense(sizes: tuple[int, ...], steps: tuple[int, ...], target: tuple[int, ...]) -> int:
-    """The first dimension from which a part is one run of bytes on both sides."""
-    inner, run = len(sizes), 1
-    while inner and steps[inner - 1] == target[inner - 1] == run:
-        inner -= 1
-        run *= sizes[inner]
-    return inner
+    return TensorReader(files, entry).windows(nbytes=WINDOW)
 
 
 @dataclass(frozen=True, slots=True)
@@ -274,7 +176,7 @@ def _bits(a: bytearray, b: bytearray, dtype_a: str, dtype_b: str) -> tuple[Error
     if dtype_a != dtype_b:
         return Errors(differing=len(a)), None
     itemsize = dtypes.itemsize(dtype_a)
-    words = [memoryview(each).cast(WORDS[itemsize]) for each in (a, b)]
+    words = [memoryview(each).cast(dtypes.WORDS[itemsize]) for each in (a, b)]
     per_element = itemsize // words[0].itemsize
     different = (word // per_element for word in compress(count(), map(ne, *words)))
     positions = (position for position, _ in groupby(different))

@@ -15,6 +15,7 @@ from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Protocol
 
 from ckptctl.errors import (
     DamagedError,
@@ -33,6 +34,13 @@ MAX_OFFSET = (1 << 63) - 1 - AT_ONCE
 """The last byte from which so many can be asked for: ``off_t`` is signed."""
 MAX_OPEN = 256
 IOV_MAX = 1024
+
+
+class Readable(Protocol):
+    """Files that can be read by position."""
+
+    def readv(self, name: str, views: Sequence[memoryview], offset: int) -> None:
+        """Fill *views*, one after the other, from *offset* of the file *name* on."""
 
 
 def source_files(root: str | os.PathLike[str]) -> SourceFiles:

@@ -1,7 +1,7 @@
 """What the values of a tensor look like, read in pieces of a megabyte.
 
-The order of elements does not matter here, so an extent is read in windows of its byte range,
-whatever its strides; only a window is ever in memory.
+The order of elements does not matter here, so they are read as they are stored; only a window is
+ever in memory.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from threading import Event
 from typing import TYPE_CHECKING, Annotated, TypeVar
 
 from ckptctl import dtypes
-from ckptctl.catalog import Extent, TensorEntry
+from ckptctl.catalog import TensorEntry
 from ckptctl.errors import CkptError
 from ckptctl.results import JsonField
 from ckptctl.storage.threads import default_threads, one_of_many, thread_pool
@@ -21,15 +21,13 @@ from ckptctl.storage.threads import default_threads, one_of_many, thread_pool
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from ckptctl.storage.compare import Readable
+    from ckptctl.storage.files import Readable
     from ckptctl.storage.threads import Advance
 
 WINDOW = 1 << 20
 """Bytes of a tensor that a thread holds at a time."""
 T = TypeVar("T")
 BINS = 10
-Window = tuple[int, tuple[int, ...], tuple[int, ...]]
-"""First element, sizes, strides."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,52 +209,17 @@ def _histogram(
 
 def _values(files: Readable, entry: TensorEntry, seen: Advance) -> Iterator[Tensor]:
     """Yield every element once: as float32, as float64 where that loses some, else as it is."""
-    size = dtypes.itemsize(entry.dtype)
-    for extent in entry.extents:
-        for part in windows(extent, max(1, WINDOW // size)):
-            yield _load(files, extent, part, entry.dtype)
-            seen(math.prod(part[1]) * size)
-
-
-def _load(files: Readable, extent: Extent, part: Window, dtype: str) -> Tensor:
     import torch
 
-    start, sizes, strides = part
-    size = dtypes.itemsize(dtype)
-    buffer = bytearray(size * (_span(sizes, strides) + 1))
-    files.readv(extent.file, [memoryview(buffer)], extent.offset + start * size)
-    raw = torch.frombuffer(buffer, dtype=torch.uint8).view(getattr(torch, dtype))
-    values = raw.as_strided(sizes, strides)
-    if values.is_complex():
-        values = torch.view_as_real(values)
-    if values.dtype in (torch.int64, torch.uint64):
-        return values.reshape(-1)
-    exact = values.dtype.itemsize < 4 or values.dtype == torch.float32
-    return values.to(torch.float32 if exact else torch.float64).reshape(-1)
+    from ckptctl.storage.tensor_reader import windows_as_stored  # which results do without
 
-
-def windows(extent: Extent, limit: int) -> Iterator[Window]:
-    """Cut *extent* into ``(first element, sizes, strides)`` that span *limit* elements or less.
-
-    Elements are counted in storage, from ``extent.offset``. A window may skip elements that lie
-    between its own; none is yielded for an empty box.
-    """
-    flat: Window = (0, (extent.box.numel,), (1,))
-    whole = flat if extent.strides is None else (0, extent.box.sizes, extent.strides)
-    pending = [whole] if extent.box.numel else []
-    while pending:
-        start, sizes, strides = pending.pop()
-        # An expanded dimension (stride 0) spans nothing however long it is: it counts too.
-        if math.prod(sizes) <= limit and _span(sizes, strides) < limit:
-            yield start, sizes, strides
-            continue
-        dim = max(range(len(sizes)), key=lambda d: (sizes[d] > 1, (sizes[d] - 1) * strides[d]))
-        half = sizes[dim] // 2
-        before, after = sizes[:dim], sizes[dim + 1 :]
-        tail = (*before, sizes[dim] - half, *after)
-        pending.append((start + half * strides[dim], tail, strides))
-        pending.append((start, (*before, half, *after), strides))
-
-
-def _span(sizes: tuple[int, ...], strides: tuple[int, ...]) -> int:
-    return sum((size - 1) * stride for size, stride in zip(sizes, strides, strict=True))
+    dtype = getattr(torch, entry.dtype)
+    for window in windows_as_stored(files, entry, WINDOW):
+        values = torch.frombuffer(window, dtype=torch.uint8).view(dtype)
+        if values.is_complex():
+            values = torch.view_as_real(values).view(-1)
+        if values.dtype not in (torch.int64, torch.uint64):
+            exact = values.dtype.itemsize < 4 or values.dtype == torch.float32
+            values = values.to(torch.float32 if exact else torch.float64)
+        yield values
+        seen(len(window))

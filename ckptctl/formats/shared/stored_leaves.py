@@ -123,8 +123,8 @@ def _mirrored(
     key: str, place: KeyPath, leaf: StoredTensor, stored: TensorEntry, root: str
 ) -> tuple[TensorEntry, Computed]:
     """Return a conjugate or negative view, and the virtual file that its elements lie in."""
-    flags = dict.fromkeys(sorted(leaf.flags), 1)
-    computed = Computed("mirrored", leaf.dtype, leaf.shape, {"base": Input(root, stored)}, flags)
+    flags, inputs = tuple(sorted(leaf.flags)), {"base": Input(root, stored)}
+    computed = Computed("mirrored", leaf.dtype, leaf.shape, inputs, flags)
     extents = (computed.extent(computed_name(key)),)
     grad = leaf.requires_grad
     return TensorEntry(key, leaf.dtype, leaf.shape, extents, place, requires_grad=grad), computed

@@ -15,9 +15,10 @@ from ckptctl.ops.comparison.result import LeafDifference
 from ckptctl.ops.loading.reading import Reading, fill
 from ckptctl.ops.loading.state_mapping import StateMapping, Target, Wanted, keep_names
 from ckptctl.planner.plan import Plan
-from ckptctl.storage.compare import Errors, Tolerance, errors_between, parts
+from ckptctl.storage.compare import Errors, Tolerance, errors_between
 from ckptctl.storage.kinds import require_torch_for
 from ckptctl.storage.pickles.inert import DictRecord, Inert
+from ckptctl.storage.tensor_reader import boxes_within
 from ckptctl.storage.threads import Advance
 
 WINDOW = 1 << 20
@@ -161,7 +162,7 @@ def _batches(pairs: Sequence[Pair]) -> Iterator[list[tuple[Pair, Box]]]:
     nbytes = 0
     for pair in pairs:
         itemsize = max(dtypes.itemsize(pair.entry.dtype), dtypes.itemsize(pair.dtype))
-        for box in parts(pair.entry.shape, WINDOW):
+        for box in boxes_within(pair.entry.shape, WINDOW):
             batch.append((pair, box))
             nbytes += box.numel * itemsize
             if nbytes >= BATCH or len(batch) >= MANY:

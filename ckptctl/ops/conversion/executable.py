@@ -150,10 +150,8 @@ def digest_of(
         found.update(repr((name, len(content))).encode() + content)
     for virtual, one in computed.items():
         inputs = [(key, made_of.entry) for key, made_of in one.inputs.items()]
-        how = (virtual, one.kind, one.dtype, one.shape, inputs, list(one.parameters.items()))
+        how = (virtual, one.kind, one.dtype, one.shape, inputs, one.arguments)
         found.update(repr(how).encode())
-        if one.arguments:
-            found.update(repr(one.arguments).encode())
     for check in checks:
         found.update(repr((check.file, check.offset, check.nbytes, check.crc32)).encode())
     return found.hexdigest()

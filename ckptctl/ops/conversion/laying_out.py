@@ -190,9 +190,8 @@ def _blocks(
     targets = {item.sources[0].key: item.targets[0].key for item in mapped}
     for weight in quantized:
         tensor = by_name.get(targets.get(weight.lead, ""))
-        if tensor is not None and {"block_rows", "block_columns"} <= weight.parameters.keys():
-            down, across = (weight.parameters[f"block_{side}"] for side in ("rows", "columns"))
-            yield tensor, (int(down), int(across))
+        if tensor is not None and weight.scale_blocks:
+            yield tensor, weight.scale_blocks
 
 
 def _cut(shares: Sequence[RankShard | None], shape: tuple[int, ...], block: Block) -> bool:

@@ -5,10 +5,8 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from operator import add
 from pathlib import Path
 
-from ckptctl import dtypes
 from ckptctl.catalog import Box, Catalog
 from ckptctl.errors import CkptError, MappingError, StorageError, spell_option
 from ckptctl.ops.conversion.plan import ConversionPlan
@@ -21,12 +19,13 @@ from ckptctl.planner.mapping.adapters import ADAPTER_LAYOUTS, CANONICAL
 from ckptctl.planner.mapping.mapped import Region
 from ckptctl.planner.mapping.resizing import Padding, Tiling
 from ckptctl.planner.plan import Plan, RawCopy
-from ckptctl.storage.compare import Readable, all_zero, equal, parts, read_box
+from ckptctl.storage.compare import all_zero, equal
 from ckptctl.storage.computed import open_reader
 from ckptctl.storage.crc import crc_of
-from ckptctl.storage.files import SourceFiles, source_files
+from ckptctl.storage.files import Readable, SourceFiles, source_files
 from ckptctl.storage.paths import path_at
 from ckptctl.storage.publish import Staging
+from ckptctl.storage.tensor_reader import TensorReader
 from ckptctl.units import counted
 
 Proof = tuple[int, Callable[[], None]]
@@ -122,14 +121,13 @@ def not_padding(files: Readable, catalog: Catalog, root: str, padding: Padding) 
     """Yield the tensors that have something in rows that are to be left out."""
     for part in padding.empty:
         entry = catalog.tensors[root + part.key]
-        pieces = parts(part.sizes, WINDOW // dtypes.itemsize(entry.dtype))
-        boxes = (Box(tuple(map(add, part.origin, one.offsets)), one.sizes) for one in pieces)
-        if any(any(read_box(files, entry, box)) for box in boxes):
+        if any(map(any, TensorReader(files, entry).windows(Box(part.origin, part.sizes)))):
             yield entry.name
 
 
 def _read(files: Readable, catalog: Catalog, root: str, part: Region) -> bytearray:
-    return read_box(files, catalog.tensors[root + part.key], Box(part.origin, part.sizes))
+    reader = TensorReader(files, catalog.tensors[root + part.key])
+    return reader.read(Box(part.origin, part.sizes))
 
 
 def _irregular(catalog: Catalog, root: str, part: Region, why: str) -> MappingError:

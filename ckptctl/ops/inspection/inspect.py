@@ -43,7 +43,7 @@ from ckptctl.storage.threads import Watch, unwatched
 from ckptctl.verdict import Verdict, decide_verdict, drop_structure_claim, worst_verdict
 
 if TYPE_CHECKING:
-    from ckptctl.storage.compare import Readable
+    from ckptctl.storage.files import Readable
     from ckptctl.storage.statistics import Statistics
 
 PASSES = 2

@@ -99,8 +99,8 @@ def surveyed(catalog: Catalog, more: Iterable[Statement] = ()) -> Survey:
 
     def values(entry: TensorEntry) -> bytes:
         # which only few schemes need
-        from ckptctl.storage.compare import read_box
         from ckptctl.storage.computed import open_reader
+        from ckptctl.storage.tensor_reader import TensorReader
 
         if entry.nbytes > SMALL:
             raise UnsupportedError(
@@ -111,7 +111,7 @@ def surveyed(catalog: Catalog, more: Iterable[Statement] = ()) -> Survey:
             )
         whole = located(catalog, [entry.name])
         with open_reader(whole) as reader:
-            return bytes(read_box(reader, whole.tensors[entry.name], Box.whole(entry.shape)))
+            return bytes(TensorReader(reader, whole.tensors[entry.name]).read())
 
     return survey(catalog.tensors, statement_of(catalog, more), values)
 
@@ -267,7 +267,7 @@ def dequantized(catalog: Catalog, dtype: str, more: Sequence[Statement] | None =
         if name in made:
             weight = made[name]
             made_of = {role: inputs[name] for role, name in weight.inputs.items()}
-            virtual = Computed(weight.kind, dtype, weight.shape, made_of, weight.parameters)
+            virtual = Computed(weight.kind, dtype, weight.shape, made_of, weight.arguments)
             computed[computed_name(weight.key)] = virtual
             tensors[weight.key] = _entry(weight, inputs[weight.lead].entry, virtual)
         elif name not in gone:

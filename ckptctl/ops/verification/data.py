@@ -24,10 +24,9 @@ from ckptctl.ops.ranks.coordinator import Coordinator, require_same, together
 from ckptctl.ops.ranks.sharing import portion
 from ckptctl.ops.verification import digest_lists, surroundings
 from ckptctl.ops.verification.structure import may_be_zip
-from ckptctl.storage.compare import Readable
 from ckptctl.storage.computed import open_reader
 from ckptctl.storage.crc import combine, crc_of
-from ckptctl.storage.files import SourceFiles, source_files
+from ckptctl.storage.files import Readable, SourceFiles, source_files
 from ckptctl.storage.paths import path_at
 from ckptctl.storage.threads import Advance, ByteCount, Watch, default_threads, thread_pool
 from ckptctl.storage.zips.directory import FileRange, read_directory

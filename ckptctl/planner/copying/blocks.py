@@ -164,8 +164,8 @@ def rearranged(root: str, tensor: Strided) -> Computed:
     """
     entries = {id(part.of): part.of for part in tensor.parts}
     inputs = {str(number): Input(root, entry) for number, entry in enumerate(entries.values())}
-    arguments = (BlockReader(tensor),)
-    return Computed("rearranged", tensor.dtype, tensor.shape, inputs, arguments=arguments)
+    matrix = BlockReader(tensor.as_matrix())
+    return Computed("rearranged", tensor.dtype, tensor.shape, inputs, matrix)
 
 
 def reads(blocks: Blocks) -> Iterator[Read]:

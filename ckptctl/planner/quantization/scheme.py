@@ -17,6 +17,7 @@ from typing import Any, TypeAlias
 from ckptctl.catalog import TensorEntry
 from ckptctl.errors import DamagedError, MappingError, UnsupportedError, listed
 from ckptctl.planner.quantization import schemes as modules
+from ckptctl.planner.quantization.formulas import Blocks
 from ckptctl.planner.quantization.statement import Statement
 
 
@@ -31,7 +32,7 @@ class QuantizedWeight:
         how: For people, as in ``fp8 blocks of 128x128``.
         kind: What computes it: a kind in ``ckptctl/storage/kinds``.
         shape: Its shape, as the kind computes it.
-        parameters: What else the kind wants to know.
+        arguments: What else the kind has to know; see :class:`~ckptctl.catalog.Computed`.
         transposed: Whether the plain tensor has the last two dimensions in the other order.
         others: Tensors that belong to it as well, and that nothing is computed from.
     """
@@ -42,7 +43,7 @@ class QuantizedWeight:
     how: str
     kind: str
     shape: tuple[int, ...]
-    parameters: Mapping[str, float | int | str] = field(default_factory=dict)
+    arguments: object = None
     transposed: bool = False
     others: tuple[str, ...] = ()
 
@@ -50,6 +51,11 @@ class QuantizedWeight:
     def names(self) -> tuple[str, ...]:
         """Return all tensors that stand for the plain one, the lead first."""
         return tuple(dict.fromkeys((self.lead, *self.inputs.values(), *self.others)))
+
+    @property
+    def scale_blocks(self) -> Blocks | None:
+        """Return the blocks of rows and columns that share a scale, or None if groups do."""
+        return self.arguments if isinstance(self.arguments, Blocks) else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,6 +134,11 @@ class Part:
     required: Reason = never
     forbidden: Reason = never
     uniform: Callable[[Group], bool | None] | None = None
+
+    @property
+    def essential(self) -> bool:
+        """Return whether it has to be there whatever the configuration says."""
+        return self.required is always
 
 
 @dataclass(frozen=True, slots=True)

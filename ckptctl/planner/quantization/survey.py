@@ -139,8 +139,6 @@ def _form(forms: Iterable[Form], name: str, tensors: Tensors) -> tuple[Form, Ten
 
     Where none has all of its tensors, that of which most are there; None: none is.
     """
-    from ckptctl.planner.quantization.scheme import always
-
     best: tuple[Form, Tensors] | None = None
     for form in forms:
         if not name.endswith(form.lead):
@@ -148,7 +146,7 @@ def _form(forms: Iterable[Form], name: str, tensors: Tensors) -> tuple[Form, Ten
         stem = name.removesuffix(form.lead)
         names = {role: f"{stem}{part.ending}" for role, part in form.parts.items()}
         there = {role: tensors[part] for role, part in names.items() if part in tensors}
-        needed = {role for role, part in form.parts.items() if part.required is always}
+        needed = {role for role, part in form.parts.items() if part.essential}
         if needed <= there.keys() and (there or not form.parts):
             return form, there
         if there and (best is None or len(there) > len(best[1])):
@@ -188,10 +186,8 @@ def _add_unpaired(found: Survey, forms: Iterable[Form], tensors: Tensors, used: 
 
     Their names alone would not tell it.
     """
-    from ckptctl.planner.quantization.scheme import always
-
     for form in (form for form in forms if form.lead):
-        ends = tuple(part.ending for part in form.parts.values() if part.required is always)
+        ends = tuple(part.ending for part in form.parts.values() if part.essential)
         for name, entry in tensors.items():
             if name in used or entry.dtype in PLAIN_DTYPES:
                 continue

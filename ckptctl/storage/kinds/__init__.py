@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 import math
 import pkgutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING
@@ -18,10 +18,10 @@ from ckptctl import dtypes
 from ckptctl.catalog import Box, Computed, TensorEntry
 from ckptctl.installed import has_torch, require_package, require_torch
 from ckptctl.planner.copying.copies import permutes
-from ckptctl.planner.copying.runs import product_boxes
 from ckptctl.planner.plan import Plan
+from ckptctl.planner.strided import Strided
 from ckptctl.storage.arithmetic import elements
-from ckptctl.storage.compare import fill_box
+from ckptctl.storage.tensor_reader import TensorReader
 
 if TYPE_CHECKING:
     import torch
@@ -46,6 +46,7 @@ class Inputs:
         self.opened = opened
         self._name = name
         self._computed = computed
+        self._readers: dict[str, TensorReader] = {}
 
     def entry(self, key: str) -> TensorEntry:
         """Return the tensor called *key* in the definition."""
@@ -159,15 +160,14 @@ class Inputs:
         self, key: str, rows: range, columns: range, room: memoryview | None = None
     ) -> memoryview:
         """Fill *room*, or that of *key*, with consecutive columns of consecutive rows."""
-        entry, at = self.entry(key), 0
-        item = dtypes.itemsize(entry.dtype)
-        reader = self.opened.reader(self._computed.inputs[key].root)
         if room is None:
-            room = self.room(key, len(rows) * len(columns) * item)
-        for box in boxes_of(entry.shape, rows, columns):
-            nbytes = box.numel * item
-            fill_box(reader, entry, box, room[at : at + nbytes])
-            at += nbytes
+            room = self.room(key, len(rows) * len(columns) * dtypes.itemsize(self.entry(key).dtype))
+        reader = self._readers.get(key)
+        if reader is None:
+            files = self.opened.reader(self._computed.inputs[key].root)
+            matrix = Strided.whole(self.entry(key)).as_matrix()
+            reader = self._readers[key] = TensorReader(files, matrix)
+        reader.fill(rectangle(rows, columns), room)
         return room
 
 
@@ -244,10 +244,6 @@ def last_of(shape: tuple[int, ...]) -> int:
     return shape[-1] if shape else 1
 
 
-def boxes_of(shape: tuple[int, ...], rows: range, columns: range) -> Iterator[Box]:
-    """Yield the boxes that hold consecutive columns of consecutive rows of a tensor of *shape*."""
-    if not shape:
-        yield Box((), ())
-        return
-    for offsets, sizes in product_boxes(rows.start, rows.stop, shape[:-1]):
-        yield Box((*offsets, columns.start), (*sizes, len(columns)))
+def rectangle(rows: range, columns: range) -> Box:
+    """Return a box of a matrix."""
+    return Box((rows.start, columns.start), (len(rows), len(columns)))

@@ -6,8 +6,7 @@ table, times the scale of its block of consecutive elements of the whole tensor.
 ``dequantize_4bit`` in ``bitsandbytes/functional.py``. Inputs: ``weight``, bytes
 ``[elements / 2, 1]``; ``table``, float32 ``[16]``; ``absmax``, float32 ``[blocks]``, or where it is
 quantized itself uint8 ``[blocks]`` with ``nested``, float32 ``[blocks / nested_block]``, and
-``nested_table``, float32 ``[256]``. Parameters: ``block``, elements that share a scale, and then
-``nested_block`` and ``offset``.
+``nested_table``, float32 ``[256]``.
 
 ``bnb_int8``: int8 times the largest of a row, times 1 / 127. Source: ``int8_vectorwise_dequant``
 there. Inputs: ``weight``, int8 ``[rows, columns]``, and ``scale``, float32 ``[rows]``.
@@ -18,8 +17,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from math import prod
 from typing import TYPE_CHECKING
+from typing import cast as typed
 
 from ckptctl.catalog import Computed
+from ckptctl.planner.quantization.formulas import CodeBlocks
 from ckptctl.storage.arithmetic import elements
 from ckptctl.storage.kinds import Inputs, Kind
 from ckptctl.storage.kinds.fp4 import nibbles
@@ -53,7 +54,7 @@ def _numbers(inputs: Inputs, computed: Computed, first: int, last: int) -> torch
     """Return consecutive elements."""
     import torch
 
-    block = int(computed.parameters["block"])
+    block = typed(CodeBlocks, computed.arguments).block
     blocks = range(first // block, -(-last // block))
     end = min(blocks.stop * block, prod(computed.shape))
     raw = inputs.tensor("weight", range(blocks.start * block // 2, -(-end // 2)))
@@ -71,15 +72,15 @@ def _absmax(inputs: Inputs, computed: Computed, blocks: range) -> torch.Tensor:
     import torch
 
     found = inputs.block("absmax", range(1), blocks).view(-1)
-    if "nested" not in computed.inputs:
+    _, each, offset = typed(CodeBlocks, computed.arguments)
+    if not each:
         return found.to(torch.float32)
-    each = int(computed.parameters["nested_block"])
     outer = range(blocks.start // each, -(-blocks.stop // each))
     scale = inputs.block("nested", range(1), outer).view(-1)
     which = torch.arange(blocks.start, blocks.stop).div_(each, rounding_mode="floor")
     table = inputs.whole("nested_table").view(-1)
     scaled = table.index_select(0, found.int()).mul_(scale.index_select(0, which - outer.start))
-    return scaled.add_(float(computed.parameters["offset"]))
+    return scaled.add_(offset)
 
 
 def _bnb_int8(

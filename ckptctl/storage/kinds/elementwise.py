@@ -1,16 +1,17 @@
 """Kinds that need no scales: constants, sums, and views that are conjugate or negative.
 
-``constant``: elements that are all the same, what a model type adds and no file holds; the
-parameter ``value`` is the element, 0 where it is not given. ``added``: elements as another tensor
-has them, each plus the number that the parameter ``plus`` is, rounded once to the dtype.
-``mirrored``: elements of a view that is lazily conjugate or negative, as torch saves it, with a
-flag; the parameters ``conj`` and ``neg`` are 1 where it is. The last two have an input ``base`` of
-the same dtype and shape.
+``constant``: elements that are all the same, what a model type adds and no file holds; the argument
+is the element, None for 0. ``added``: elements as another tensor has them, each plus the number
+that the argument is, rounded once to the dtype. ``mirrored``: elements of a view that is lazily
+conjugate or negative, as torch saves it; the arguments are ``conj``, ``neg`` or both. The last two
+have an input ``base`` of the same dtype and shape.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
+from typing import cast as typed
 
 from ckptctl.catalog import Computed
 from ckptctl.storage.arithmetic import elements
@@ -23,22 +24,27 @@ def _constant(
     if _is_zero(computed):
         out[:] = bytes(len(out))
         return
-    elements(out, computed.dtype, len(columns)).fill_(float(computed.parameters.get("value", 0)))
+    elements(out, computed.dtype, len(columns)).fill_(_value(computed))
 
 
 def _is_zero(computed: Computed) -> bool:
     """Return whether no arithmetic is needed: zero is zero bytes in every dtype that has one."""
-    value = computed.parameters.get("value", 0)
-    return value == 0 and math.copysign(1, float(value)) > 0
+    value = _value(computed)
+    return value == 0 and math.copysign(1, value) > 0
+
+
+def _value(computed: Computed) -> float:
+    return 0.0 if computed.arguments is None else float(typed(float, computed.arguments))
 
 
 def _mirrored(
     inputs: Inputs, computed: Computed, rows: range, columns: range, out: memoryview
 ) -> None:
     found = inputs.tensor("base", rows)[:, columns.start : columns.stop]
-    if "conj" in computed.parameters:
+    flags = typed(Collection[str], computed.arguments)
+    if "conj" in flags:
         found = found.conj()
-    if "neg" in computed.parameters:
+    if "neg" in flags:
         found = found.neg()
     elements(out, computed.dtype, len(columns)).copy_(found)
 
@@ -48,7 +54,7 @@ def _added(
 ) -> None:
     # torch adds narrow elements in float32 and rounds the sum.
     found = inputs.tensor("base", rows)[:, columns.start : columns.stop]
-    elements(out, computed.dtype, len(columns)).copy_(found + float(computed.parameters["plus"]))
+    elements(out, computed.dtype, len(columns)).copy_(found + _value(computed))
 
 
 KINDS = {

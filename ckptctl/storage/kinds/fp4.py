@@ -13,16 +13,17 @@ of NVFP4 another one for the whole matrix. Sources: ``nvfp4`` and ``mxfp4`` in c
 ``compressors``; ``NVFP4QTensor`` in ModelOpt's ``torch/quantization/qtensor``; ``Fp8Dequantize`` in
 ``transformers``' ``integrations/finegrained_fp8.py``. Inputs: ``weight``, bytes ``[..., rows,
 columns / 2]``; ``scale``, floating or E8M0 in uint8, ``[..., rows, columns / group]``; ``global``,
-float32, one for each matrix or one, optional. Parameters: ``group``; ``divided``, 1 where the scale
-is divided by the global one and not multiplied. A scale of 255 in uint8 is NaN here.
+float32, one for each matrix or one, optional. A scale of 255 in uint8 is NaN here.
 """
 
 from __future__ import annotations
 
 from functools import cache, lru_cache
 from typing import TYPE_CHECKING
+from typing import cast as typed
 
 from ckptctl.catalog import Computed
+from ckptctl.planner.quantization.formulas import Fp4Groups
 from ckptctl.storage.arithmetic import elements
 from ckptctl.storage.kinds import Inputs, Kind
 from ckptctl.storage.kinds.quantized import factors, times
@@ -65,7 +66,7 @@ def _fp4_groups(
 ) -> None:
     import torch
 
-    group = int(computed.parameters["group"])
+    group, divided = typed(Fp4Groups, computed.arguments)
     some = range(columns.start // group, -(-columns.stop // group))
     packed = inputs.tensor("weight", rows).view(torch.uint8)
     packed = packed[:, some.start * group // 2 : some.stop * group // 2]
@@ -84,7 +85,7 @@ def _fp4_groups(
     else:
         if "global" in computed.inputs:
             whole = _global(inputs, computed, rows)
-            scale = scale.div_(whole) if "divided" in computed.parameters else scale.mul_(whole)
+            scale = scale.div_(whole) if divided else scale.mul_(whole)
         values.view(len(rows), -1).copy_(_halves(inputs, packed))
         values, scale = times(OF_HALVES, values, scale)
     values.view(len(rows), len(some), group).mul_(scale[..., None])

@@ -1,13 +1,16 @@
 """A kind that has llama.cpp's own package compute what GGUF files hold.
 
 ``gguf``: blocks of quantized elements, as ``gguf.quants.dequantize`` computes them in float32,
-rounded once. Input: ``blocks``, uint8 ``[..., blocks of a row * nbytes]``. Parameters: ``type``, a
-name of ``GGMLQuantizationType``; ``elements`` and ``nbytes`` of a block.
+rounded once. Input: ``blocks``, uint8 ``[..., blocks of a row * nbytes]``. The arguments
+are a :class:`~ckptctl.planner.quantization.ggml.BlockType`.
 """
 
 from __future__ import annotations
 
+from typing import cast as typed
+
 from ckptctl.catalog import Computed
+from ckptctl.planner.quantization.ggml import BlockType
 from ckptctl.storage.arithmetic import elements
 from ckptctl.storage.kinds import Inputs, Kind
 
@@ -19,10 +22,10 @@ def _blocks(
     from gguf.constants import GGMLQuantizationType
     from gguf.quants import dequantize
 
-    size, nbytes = int(computed.parameters["elements"]), int(computed.parameters["nbytes"])
+    name, size, nbytes, _ = typed(BlockType, computed.arguments)
     first, last = columns.start // size, -(-columns.stop // size)
     blocks = inputs.tensor("blocks", rows)[:, first * nbytes : last * nbytes].contiguous()
-    kind = GGMLQuantizationType[str(computed.parameters["type"])]
+    kind = GGMLQuantizationType[name]
     values = torch.from_numpy(dequantize(blocks.numpy(), kind))
     start = columns.start - first * size
     elements(out, computed.dtype, len(columns)).copy_(values[:, start : start + len(columns)])

@@ -5,19 +5,22 @@ Elements of a row lie in its uint32 from the lowest bits on, so in its bytes one
 ``mlx_affine``: integers times the scale of their group, plus its bias, both rounded to the dtype of
 the scales: what ``mlx.core.dequantize`` returns (0.32.4, on the CPU) is cast. Inputs: ``weight``,
 uint32 ``[..., columns * bits / 32]``, ``scales`` and ``biases``, floating ``[..., columns /
-group]``. Parameters: ``bits`` and ``group``.
+group]``.
 
 ``mlx_float``: E2M1 or E4M3 numbers times the scale of their group, in float32, rounded once.
-Inputs: ``weight`` as above, ``scales``, uint8. Parameters: ``bits``, ``group`` and ``mode``:
-``nvfp4`` has E4M3 as scales, others have E8M0, whose 255 MLX takes for infinite.
+Inputs: ``weight`` as above, ``scales``, uint8. The mode ``nvfp4`` has E4M3 as scales, others have
+E8M0, whose 255 MLX takes for infinite. The arguments of both are
+:class:`~ckptctl.planner.quantization.formulas.MlxGroups`.
 """
 
 from __future__ import annotations
 
 from functools import cache
 from typing import TYPE_CHECKING
+from typing import cast as typed
 
 from ckptctl.catalog import Computed
+from ckptctl.planner.quantization.formulas import MlxGroups
 from ckptctl.storage.arithmetic import elements
 from ckptctl.storage.kinds import Inputs, Kind
 
@@ -32,8 +35,7 @@ TOGETHER = 8
 def _affine(
     inputs: Inputs, computed: Computed, rows: range, columns: range, out: memoryview
 ) -> None:
-
-    bits, group = int(computed.parameters["bits"]), int(computed.parameters["group"])
+    group, bits, _ = typed(MlxGroups, computed.arguments)
     first, last = columns.start // group, -(-columns.stop // group)
     packed = _packed(inputs, rows, first * group * bits // 8, last * group * bits // 8)
     scales = inputs.tensor("scales", rows)[:, first:last, None]
@@ -49,11 +51,11 @@ def _affine(
 def _float(
     inputs: Inputs, computed: Computed, rows: range, columns: range, out: memoryview
 ) -> None:
-    bits, group = int(computed.parameters["bits"]), int(computed.parameters["group"])
+    group, bits, mode = typed(MlxGroups, computed.arguments)
     first, last = columns.start // group, -(-columns.stop // group)
     packed = _packed(inputs, rows, first * group * bits // 8, last * group * bits // 8)
     scales = inputs.tensor("scales", rows)[:, first:last, None]
-    factors = _factors(computed.parameters["mode"] == "nvfp4")[scales.int()]
+    factors = _factors(mode == "nvfp4")[scales.int()]
     numbers = _looked_up(_floats(bits), packed)
     values = numbers.view(len(rows), last - first, group).mul_(factors)
     _write(values, first * group, computed, columns, out)

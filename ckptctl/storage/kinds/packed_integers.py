@@ -11,19 +11,15 @@ along the columns, int32 ``[..., rows, words]``; ``scale``, floating ``[..., row
 there is one group or one scale anything that has as many elements; ``zero``, likewise int8, or
 centred and packed along the rows, int32 ``[..., words, groups]``; ``order``, the group of each
 column, ``[columns]``; ``shape``, the sizes that the weight has to have. The last three are
-optional. Parameters: ``bits``, of packed integers; ``group``, columns of a group. GPTQ's, with the
-parameter ``turned``, lie transposed, and are not centred: ``weight``, int32 ``[words, rows]``;
-``scale``, ``[groups, rows]``; ``zero``, ``[groups, words]``. Its groups need not divide a row;
-``plus`` is added to its zero points, modulo the number of codes.
-
-With the parameter ``symmetric`` all zero points have to be the middle of the codes, which is 0 of
-what is centred.
+optional. GPTQ's lie transposed, and are not centred: ``weight``, int32 ``[words, rows]``;
+``scale``, ``[groups, rows]``; ``zero``, ``[groups, words]``. Its groups need not divide a row.
 
 ``int_rows``: groups of consecutive rows of 4-bit integers, as AWQ has them; the matrix is the
 weight transposed. Source: ``convert_awq_file`` in GPTQModel's ``utils/model_dequant.py``. Inputs:
 ``weight``, 8 columns in a word in an order of its own, int32 ``[rows, words]``; ``scale``, floating
-``[groups, columns]``; ``zero``, packed likewise, int32 ``[groups, words]``. Parameter: ``group``,
-rows of a group.
+``[groups, columns]``; ``zero``, packed likewise, int32 ``[groups, words]``.
+
+The arguments of both are :class:`~ckptctl.planner.quantization.formulas.IntegerGroups`.
 """
 
 from __future__ import annotations
@@ -32,9 +28,11 @@ from collections.abc import Callable, Iterator
 from functools import lru_cache
 from math import lcm, prod
 from typing import TYPE_CHECKING
+from typing import cast as typed
 
 from ckptctl.catalog import Computed
 from ckptctl.errors import UnsupportedError
+from ckptctl.planner.quantization.formulas import IntegerGroups
 from ckptctl.storage.arithmetic import elements
 from ckptctl.storage.kinds import Inputs, Kind
 
@@ -109,6 +107,10 @@ def _padded(words: torch.Tensor, each: int, dim: int) -> torch.Tensor:
     return torch.cat((words, torch.zeros(shape, dtype=words.dtype)), dim=dim)
 
 
+def _arguments(computed: Computed) -> IntegerGroups:
+    return typed(IntegerGroups, computed.arguments)
+
+
 def _int_groups(
     inputs: Inputs, computed: Computed, rows: range, columns: range, out: memoryview
 ) -> None:
@@ -118,15 +120,15 @@ def _int_groups(
             why = f"it contains {said}, but the scales fit {list(computed.shape)}"
             raise UnsupportedError(f"`{name}` does not match the scales", where=name, why=why)
     target = elements(out, computed.dtype, len(columns))
-    width, group = computed.shape[-1], int(computed.parameters["group"])
+    width, (group, _, transposed, _, _) = computed.shape[-1], _arguments(computed)
     which = _order(inputs, computed)
     unit = lcm(group, WORD) if which is None else width
     place = range(columns.start // unit * unit, min(-(-columns.stop // unit) * unit, width))
-    turned = "turned" in computed.parameters
-    for some in _stretches(inputs, rows) if turned else (rows,):
-        integers, factors, zeros = (_turned if turned else _straight)(inputs, computed, some, place)
+    for some in _stretches(inputs, rows) if transposed else (rows,):
+        read = _transposed if transposed else _straight
+        integers, factors, zeros = read(inputs, computed, some, place)
         if zeros is not None:
-            _require_middle(inputs, computed, zeros, centred=not turned)
+            _require_middle(inputs, computed, zeros, centred=not transposed)
         straight = len(place) == len(columns) and computed.dtype == "float32"
         into = target[some.start - rows.start : some.stop - rows.start]
         if not straight:
@@ -164,9 +166,10 @@ def _require_middle(
     inputs: Inputs, computed: Computed, zeros: torch.Tensor, *, centred: bool
 ) -> None:
     """Refuse zero points of a weight that is said to be symmetric, unless they change nothing."""
-    if "symmetric" not in computed.parameters:
+    _, bits, _, _, symmetric = _arguments(computed)
+    if not symmetric:
         return
-    middle = 0 if centred else 1 << (int(computed.parameters.get("bits", FOUR)) - 1)
+    middle = 0 if centred else 1 << (bits - 1)
     other = zeros[zeros != middle]
     if other.numel():
         name = inputs.entry("zero").name
@@ -195,18 +198,18 @@ def _stretches(inputs: Inputs, rows: range) -> Iterator[range]:
         start = stop
 
 
-def _turned(
+def _transposed(
     inputs: Inputs, computed: Computed, rows: range, place: range
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """Return the same of what lies transposed."""
     import torch
 
-    bits, plus = (int(computed.parameters.get(key, 0)) for key in ("bits", "plus"))
+    _, bits, _, offset, _ = _arguments(computed)
     every = _stretch(inputs, rows.start)
     own, words = slice(rows.start - every.start, rows.stop - every.start), _words(place, bits)
 
     def zeros(packed: torch.Tensor) -> torch.Tensor:
-        found = unpacked(packed, bits, 1)[:, : len(every)].add(plus)
+        found = unpacked(packed, bits, 1)[:, : len(every)].add(offset)
         return found.bitwise_and_((1 << bits) - 1).to(torch.float32)
 
     packed = inputs.turned("weight", every, "int32", lambda found: found)[own]
@@ -223,7 +226,7 @@ def per_group(inputs: Inputs, key: str, computed: Computed, rows: range) -> torc
     """
     import torch
 
-    width, group = computed.shape[-1], int(computed.parameters["group"])
+    width, group = computed.shape[-1], _arguments(computed).group
     if group < width:
         return inputs.tensor(key, rows)
     found = inputs.whole(key).view(-1, 1)
@@ -238,7 +241,7 @@ def _integers(inputs: Inputs, computed: Computed, rows: range, place: range) -> 
     """Return the integers of some columns, from one on that begins a word, int8."""
     import torch
 
-    bits = int(computed.parameters.get("bits", 0))
+    bits = _arguments(computed).bits
     if not bits:
         return inputs.tensor("weight", rows)[:, place.start : place.stop]
     words = _words(place, bits)
@@ -252,7 +255,7 @@ def _zeros(inputs: Inputs, computed: Computed, rows: range) -> torch.Tensor:
     """Return the zero points of rows, ``[rows, groups]``."""
     import torch
 
-    entry, bits = inputs.entry("zero"), int(computed.parameters.get("bits", 0))
+    entry, bits = inputs.entry("zero"), _arguments(computed).bits
     if entry.dtype != "int32":
         return per_group(inputs, "zero", computed, rows)
     words, parts = entry.shape[-2], []
@@ -279,7 +282,7 @@ def _order(inputs: Inputs, computed: Computed) -> torch.Tensor | None:
     """Return which group each column is of; None: one after the other, and all are whole."""
     import torch
 
-    width, group = computed.shape[-1], int(computed.parameters["group"])
+    width, group = computed.shape[-1], _arguments(computed).group
     if "order" not in computed.inputs:
         return None if width % group == 0 else _in_a_row(width, group)
     found, groups = inputs.whole("order").view(-1), -(-width // group)
@@ -306,7 +309,7 @@ def _int_rows(
     inputs: Inputs, computed: Computed, rows: range, columns: range, out: memoryview
 ) -> None:
     place = range(columns.start // EACH * EACH, -(-columns.stop // EACH) * EACH)
-    words, group = _words(place, FOUR), int(computed.parameters["group"])
+    words, group = _words(place, FOUR), _arguments(computed).group
     codes = _interleaved(inputs.block("weight", rows, words), inputs.scratch)
     some = slice(columns.start - place.start, columns.stop - place.start)
     target = elements(out, computed.dtype, len(columns))

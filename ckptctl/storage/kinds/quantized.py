@@ -4,7 +4,7 @@
 in DeepSeek-V3's ``inference/kernel.py``. The last block of a row or column may be smaller than the
 others. Inputs: ``weight``, float8 ``[..., rows, columns]``, and ``scale``, floating or E8M0 in
 uint8, ``[..., ceil(rows / block_rows), ceil(columns / block_columns)]``, or of any shape where
-there is one block across. Parameters: ``block_rows`` and ``block_columns``, the sizes of a block.
+there is one block across.
 """
 
 from __future__ import annotations
@@ -12,8 +12,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import cache, lru_cache
 from typing import TYPE_CHECKING
+from typing import cast as typed
 
 from ckptctl.catalog import Computed
+from ckptctl.planner.quantization.formulas import Blocks
 from ckptctl.storage.arithmetic import elements
 from ckptctl.storage.kinds import Inputs, Kind
 
@@ -37,8 +39,7 @@ def _block_fp8(
 ) -> None:
     import torch
 
-    height, down = computed.shape[-2], int(computed.parameters["block_rows"])
-    across = int(computed.parameters["block_columns"])
+    height, (down, across) = computed.shape[-2], typed(Blocks, computed.arguments)
     weight = inputs.tensor("weight", rows).view(torch.uint8)[:, columns.start : columns.stop]
     dtype = inputs.entry("weight").dtype
     groups = list(_groups(rows, height, down))

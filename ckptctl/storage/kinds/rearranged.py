@@ -1,7 +1,7 @@
 """A kind that puts elements in another order and dtype than the source's.
 
-``rearranged``: the argument is a :class:`~ckptctl.planner.copying.blocks.BlockReader` of a tensor
-that consists of elements of the inputs, all of them below one root.
+``rearranged``: the argument is a :class:`~ckptctl.planner.copying.blocks.BlockReader` of a tensor,
+seen as a matrix, that consists of elements of the inputs, all of them below one root.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from ckptctl.planner.copying.tile import MIB, Limits
 from ckptctl.planner.plan import Operand, Record
 from ckptctl.storage.byte_files import HostMemory
 from ckptctl.storage.execution.tile_engine import TileEngine
-from ckptctl.storage.kinds import Inputs, Kind, boxes_of
+from ckptctl.storage.kinds import Inputs, Kind, rectangle
 
 LIMITS = Limits(tile=MIB, widest=MIB, flat=MIB, arithmetic=4 * MIB, check=False)
 RECORDS = (Record("", "", 0, 0),)
@@ -26,16 +26,13 @@ RECORDS = (Record("", "", 0, 0),)
 def _rearranged(
     inputs: Inputs, computed: Computed, rows: range, columns: range, out: memoryview
 ) -> None:
-    reader, item, start = _reader(computed), dtypes.itemsize(computed.dtype), 0
-    targets: list[Operand] = []
-    for box in boxes_of(computed.shape, rows, columns):
-        strides, nbytes = dense(box.sizes, range(len(box.sizes)), item), box.numel * item
-        targets.append(Operand("", start, box.offsets, box.sizes, strides, nbytes, record=0))
-        start += nbytes
+    reader, box = _reader(computed), rectangle(rows, columns)
+    strides = dense(box.sizes, (0, 1), dtypes.itemsize(computed.dtype))
+    target = Operand("", 0, box.offsets, box.sizes, strides, len(out), record=0)
     sink, unchecked = HostMemory(out), list[int]()
     engine = TileEngine(inputs.opened, lambda _: sink, inputs.opened.buffers, checksum=False)
     kinds = reader.tensor.stored_dtype, computed.dtype
-    for tile in tiles(reader, targets, RECORDS, LIMITS):
+    for tile in tiles(reader, (target,), RECORDS, LIMITS):
         engine.copy(inputs.files("0"), tile, 0, kinds, unchecked, unchecked)
 
 
@@ -46,7 +43,7 @@ def _plain(computed: Computed) -> bool:
 
 
 def _reader(computed: Computed) -> BlockReader:
-    return typed(BlockReader, computed.arguments[0])
+    return typed(BlockReader, computed.arguments)
 
 
 KINDS = {"rearranged": Kind(_rearranged, plain=_plain)}

@@ -13,14 +13,14 @@ from collections import OrderedDict
 from dataclasses import dataclass, field
 from weakref import WeakKeyDictionary
 
-from ckptctl import dtypes
 from ckptctl.catalog import Box, Computed, Extent, TensorEntry
 from ckptctl.errors import DamagedError, UnsupportedError
-from ckptctl.storage.compare import fill_box
+from ckptctl.planner.strided import Strided
 from ckptctl.storage.crc import crc_of
 from ckptctl.storage.files import SourceFiles
-from ckptctl.storage.kinds import Inputs, Kind, boxes_of
+from ckptctl.storage.kinds import Inputs, Kind, rectangle
 from ckptctl.storage.temporary import TemporaryFile
+from ckptctl.storage.tensor_reader import TensorReader
 from ckptctl.storage.zips.items import read_item_tensor, require_chunk
 from ckptctl.storage.zstd import decompressed
 from ckptctl.units import counted
@@ -81,11 +81,8 @@ def _unpacked(
         if item.entry is None:
             item.files, item.entry = _read(files, inputs.entry("item"), computed)
     assert item.files
-    at = 0
-    for box in boxes_of(computed.shape, rows, columns):
-        nbytes = box.numel * dtypes.itemsize(computed.dtype)
-        fill_box(item.files, item.entry, box, out[at : at + nbytes])
-        at += nbytes
+    matrix = Strided.whole(item.entry).as_matrix()
+    TensorReader(item.files, matrix).fill(rectangle(rows, columns), out)
 
 
 def _read(

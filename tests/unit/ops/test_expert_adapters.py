@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from ckptctl import dtypes, formats
-from ckptctl.catalog import Box, Input, TensorEntry
+from ckptctl.catalog import Input, TensorEntry
 from ckptctl.errors import CkptError
 from ckptctl.ops.adapters import SINGLE, described, settings
 from ckptctl.ops.expert_adapters import changes, targets, without
-from ckptctl.storage.compare import read_box
 from ckptctl.storage.files import source_files
+from ckptctl.storage.tensor_reader import TensorReader
 from tests.checkpoints.adapters import save_peft
 
 EXPERTS, RANK = 3, 2
@@ -44,7 +44,7 @@ def delta(adapter: dict[str, torch.Tensor], module: str, order: str) -> torch.Te
 
 def read(one: Input) -> torch.Tensor:
     with source_files(one.root) as files:
-        data = read_box(files, one.entry, Box.whole(one.entry.shape))
+        data = TensorReader(files, one.entry).read()
     return torch.frombuffer(data, dtype=getattr(torch, one.entry.dtype)).view(one.entry.shape)
 
 

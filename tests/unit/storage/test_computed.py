@@ -10,6 +10,7 @@ import torch
 from ckptctl.catalog import Box, Catalog, Computed, Extent, Input, TensorEntry, computed_name
 from ckptctl.errors import DamagedError
 from ckptctl.planner.copying.blocks import rearranged
+from ckptctl.planner.quantization.formulas import Blocks
 from ckptctl.planner.strided import Strided, stack
 from ckptctl.storage.compare import equal
 from ckptctl.storage.computed import OpenFiles, open_reader, rectangles
@@ -66,7 +67,7 @@ def same_everywhere(files, computed, expected):
 
 def fp8(files, weight, scale, dtype, block=(128, 128)):
     inputs = {"weight": stored(files, "weight", weight), "scale": stored(files, "scale", scale)}
-    sizes = {"block_rows": block[0], "block_columns": block[1]}
+    sizes = Blocks(*block)
     return Computed("block_fp8", dtype, tuple(weight.shape), inputs, sizes)
 
 
@@ -146,7 +147,7 @@ def test_every_pair_of_byte_and_scale_of_mxfp4(files, dtype):
 
 @pytest.mark.parametrize("shape", [(), (9,), (4, 6)])
 def test_constants(files, shape):
-    ones = Computed("constant", "bfloat16", shape, parameters={"value": 1.0})
+    ones = Computed("constant", "bfloat16", shape, arguments=1.0)
     expected = raw_bytes(torch.ones(shape, dtype=torch.bfloat16))
     assert read(files, ones, [(0, len(expected))]) == expected
     zeros = Computed("constant", "float32", shape)
@@ -159,9 +160,9 @@ def test_a_virtual_file_may_be_made_of_another(files):
     whole = Extent(Box((0, 0), (1, 1)), inner, 0, 4)
     scale = Input("", TensorEntry("scale", "float32", (1, 1), (whole,), ("scale",)))
     inputs = {"weight": stored(files, "w", weight), "scale": scale}
-    sizes = {"block_rows": 128, "block_columns": 128}
+    sizes = Blocks(128, 128)
     computed = Computed("block_fp8", "float32", (8, 8), inputs, sizes)
-    constant = Computed("constant", "float32", (1, 1), parameters={"value": 2.5})
+    constant = Computed("constant", "float32", (1, 1), arguments=2.5)
     found = read(files, computed, [(0, 256)], {inner: constant}.items())
     assert found == raw_bytes(torch.full((8, 8), 2.5))
 
@@ -184,9 +185,9 @@ def test_what_is_computed_of_what_is_computed_has_memory_of_its_own(files):
     base = torch.randn(1024, 1024, generator=torch.Generator().manual_seed(2))
     inner, shape = computed_name("inner"), tuple(base.shape)
     whole = {"base": stored(files, "base", base)}
-    same = Computed("added", "float32", shape, whole, {"plus": 0})
+    same = Computed("added", "float32", shape, whole, 0)
     given = Input("", same.entry("inner", ("inner",), inner))
-    computed = Computed("lora", "bfloat16", shape, {"base": given}, {"changes": 0})
+    computed = Computed("lora", "bfloat16", shape, {"base": given}, ())
     found = read(files, computed, [(0, base.nbytes // 2)], {inner: same}.items())
     assert found == raw_bytes(base.bfloat16())
 
@@ -194,9 +195,9 @@ def test_what_is_computed_of_what_is_computed_has_memory_of_its_own(files):
 def test_computed_tensors_can_be_compared(files):
     stored(files, "real", torch.full((3, 4), 2.0))
     made = {
-        computed_name("a"): Computed("constant", "float32", (3, 4), parameters={"value": 2}),
-        computed_name("b"): Computed("constant", "float32", (4, 3), parameters={"value": 2}),
-        computed_name("c"): Computed("constant", "float32", (3, 4), parameters={"value": 3}),
+        computed_name("a"): Computed("constant", "float32", (3, 4), arguments=2),
+        computed_name("b"): Computed("constant", "float32", (4, 3), arguments=2),
+        computed_name("c"): Computed("constant", "float32", (3, 4), arguments=3),
     }
     places = {"real": "real", **{name[2:]: name for name in made}}
     entries = {
@@ -270,7 +271,7 @@ def test_a_row_beyond_the_limit_is_cut():
     ],
 )
 def test_a_range_is_cut_where_rows_are_computed_together(width, offset, step):
-    computed = Computed("lora", "bfloat16", (4096, width // 2), {}, {})
+    computed = Computed("lora", "bfloat16", (4096, width // 2), {}, ())
     found = OpenFiles({NAME: computed}, lambda _: pytest.fail("nothing is read")).computed(NAME)
     assert found.best_step(offset, 1 << 20) == step
 

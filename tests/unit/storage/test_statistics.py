@@ -8,14 +8,14 @@ from unittest import mock
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from ckptctl.catalog import Box, Extent, TensorEntry
 from ckptctl.errors import DamagedError
 from ckptctl.storage import statistics as measuring
 from ckptctl.storage.files import source_files
-from ckptctl.storage.statistics import BINS, Statistics, measure, merge, windows
+from ckptctl.storage.statistics import BINS, Statistics, measure, merge
 
 
 def stored(folder, tensor, prefix=b""):
@@ -157,33 +157,6 @@ def test_merging_equals_one_pass(parts):
     assert total.mean == pytest.approx(oracle.fmean(values), abs=1e-6)
     assert total.std == pytest.approx(oracle.pstdev(values), abs=1e-5)
     assert (total.count, total.minimum, total.maximum) == (len(values), min(values), max(values))
-
-
-@settings(max_examples=60)
-@given(
-    st.lists(st.tuples(st.integers(0, 7), st.integers(0, 9)), max_size=4),
-    st.integers(1, 40),
-    st.booleans(),
-)
-def test_windows_hold_every_element_once(dims, limit, plain):
-    sizes = tuple(size for size, _ in dims)
-    strides = tuple(stride for _, stride in dims)
-    extent = Extent(Box.whole(sizes), "f", 0, 0, strides=None if plain else strides)
-
-    def elements(start, sizes, strides):
-        found = [start]
-        for size, stride in zip(sizes, strides, strict=True):
-            found = [at + i * stride for at in found for i in range(size)]
-        return found
-
-    cut = list(windows(extent, limit))
-    together = sorted(at for part in cut for at in elements(*part))
-    whole = range(math.prod(sizes)) if plain else elements(0, sizes, strides)
-    assert together == sorted(whole)
-    for part in cut:
-        places = elements(*part)
-        assert len(places) <= limit
-        assert max(places) - min(places) < limit
 
 
 @pytest.mark.parametrize("jobs", [1, 5])

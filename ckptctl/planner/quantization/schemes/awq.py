@@ -13,6 +13,7 @@ Source: ``dequantize_gemm`` in AutoAWQ's ``utils/packing_utils.py``, in GPTQMode
 from __future__ import annotations
 
 from ckptctl.errors import MappingError
+from ckptctl.planner.quantization.formulas import IntegerGroups
 from ckptctl.planner.quantization.scheme import (
     Form,
     Group,
@@ -47,10 +48,7 @@ def _weight(group: Group) -> QuantizedWeight:
         f"AWQ INT{BITS} with groups of {rows // count}",
         "int_rows",
         (rows, columns),
-        {
-            "group": rows // count,
-            **({"symmetric": 1} if group.statement.flag("zero_point") is False else {}),
-        },
+        IntegerGroups(rows // count, BITS, symmetric=group.statement.flag("zero_point") is False),
         transposed=True,
     )
 

@@ -13,6 +13,7 @@ import math
 from collections.abc import Mapping
 
 from ckptctl.dtypes import LARGEST_FLOAT32
+from ckptctl.planner.quantization.formulas import CodeBlocks
 from ckptctl.planner.quantization.scheme import (
     Form,
     Group,
@@ -44,7 +45,7 @@ def _four_bits(group: Group) -> QuantizedWeight:
     _require(group, "map", "float32", CODES)
     blocks = -(-count // block)
     _require(group, "absmax", "uint8" if nested else "float32", blocks)
-    parameters: dict[str, float | int | str] = {"block": block}
+    formula = CodeBlocks(block)
     if nested:
         outer = _whole(group, state.get("nested_blocksize"))
         _require(group, "nested_absmax", "float32", -(-blocks // outer))
@@ -52,7 +53,7 @@ def _four_bits(group: Group) -> QuantizedWeight:
         offset = state.get("nested_offset")
         if not isinstance(offset, float) or not abs(offset) <= LARGEST_FLOAT32:
             raise group.unfit(f"its `nested_offset` is {offset!r}", "state")
-        parameters |= {"nested_block": outer, "offset": offset}
+        formula = CodeBlocks(block, outer, offset)
     names = {"table": "map", "absmax": "absmax", "nested": "nested_absmax"}
     return QuantizedWeight(
         group.key,
@@ -61,7 +62,7 @@ def _four_bits(group: Group) -> QuantizedWeight:
         f"bitsandbytes {kind} with blocks of {block}",
         "bnb_4bit",
         shape,
-        parameters,
+        formula,
         others=(group.parts["state"].name,),
     )
 

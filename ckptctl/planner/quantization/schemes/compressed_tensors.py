@@ -15,6 +15,7 @@ import struct
 from collections.abc import Mapping
 
 from ckptctl.planner.quantization.config_groups import Arguments, arguments
+from ckptctl.planner.quantization.formulas import Fp4Groups, IntegerGroups
 from ckptctl.planner.quantization.scheme import (
     Form,
     Group,
@@ -53,7 +54,7 @@ def _packed_weight(group: Group) -> QuantizedWeight:
         raise group.unfit(
             f"{counted(columns, 'number')} of {said.bits} bits do not fill {counted(words, 'word')}"
         )
-    return _integers(group, said, (*lead, rows, columns), {"bits": said.bits})
+    return _integers(group, said, (*lead, rows, columns), said.bits)
 
 
 def _columns(group: Group, said: Arguments, words: int) -> int:
@@ -73,7 +74,7 @@ def _columns(group: Group, said: Arguments, words: int) -> int:
 
 
 def _integers(
-    group: Group, said: Arguments, shape: tuple[int, ...], parameters: Mapping[str, int]
+    group: Group, said: Arguments, shape: tuple[int, ...], bits: int = 0
 ) -> QuantizedWeight:
     """Return a weight of integers with scales of tensors, channels or groups of columns."""
     width, count = _groups(group, said, shape)
@@ -92,11 +93,7 @@ def _integers(
         how + ("" if said.symmetric else " and zero points"),
         "int_groups",
         shape,
-        {
-            **parameters,
-            "group": width,
-            **({"symmetric": 1} if said.symmetric and "zero" in group.parts else {}),
-        },
+        IntegerGroups(width, bits, symmetric=said.symmetric),
         others=tuple(part.name for part in group.parts.values()),
     )
 
@@ -140,7 +137,7 @@ def _plain_weight(group: Group) -> QuantizedWeight:
         raise group.unfit(f"the configuration declares `{said.kind}` with {said.bits} bits")
     if group.lead.dtype == FP8:
         return _fp8(group, said)
-    return _integers(group, said, group.lead.shape, {})
+    return _integers(group, said, group.lead.shape)
 
 
 def _fp8(group: Group, said: Arguments) -> QuantizedWeight:
@@ -187,7 +184,7 @@ def _fp4(group: Group, said: Arguments) -> QuantizedWeight:
         f"{NAME} {'NVFP4' if whole else 'MXFP4'} with blocks of {width}",
         "fp4_groups",
         shape,
-        {"group": width, **({"divided": 1} if whole else {})},
+        Fp4Groups(width, divided=whole is not None),
         others=tuple(part.name for part in group.parts.values()),
     )
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 
+from ckptctl.planner.quantization.formulas import Blocks, Fp4Groups
 from ckptctl.planner.quantization.scheme import (
     Form,
     Group,
@@ -41,7 +42,7 @@ def scaled(group: Group, how: str, block: tuple[int, int]) -> QuantizedWeight:
         how,
         "block_fp8",
         group.lead.shape,
-        {"block_rows": down, "block_columns": across},
+        Blocks(down, across),
     )
 
 
@@ -121,7 +122,7 @@ def _fp4(group: Group) -> QuantizedWeight:
         f"MXFP4 with blocks of {MX}",
         "fp4_groups",
         (*weight.shape[:-1], columns),
-        {"group": MX},
+        Fp4Groups(MX),
     )
 
 

@@ -30,7 +30,7 @@ def _weight(kind: BlockType, group: Group) -> QuantizedWeight:
         f"GGUF {kind.name}",
         "gguf",
         (*rows, width // kind.nbytes * kind.elements),
-        {"type": kind.name, "elements": kind.elements, "nbytes": kind.nbytes},
+        kind,
     )
 
 

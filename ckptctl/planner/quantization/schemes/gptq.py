@@ -17,6 +17,7 @@ Source: ``convert_gptq_file`` in GPTQModel's ``utils/model_dequant.py``; AutoGPT
 from __future__ import annotations
 
 from ckptctl.errors import MappingError
+from ckptctl.planner.quantization.formulas import IntegerGroups
 from ckptctl.planner.quantization.scheme import (
     Form,
     Group,
@@ -54,13 +55,13 @@ def _weight(group: Group) -> QuantizedWeight:
         f"GPTQ INT{bits} with groups of {width}{' in activation order' if ordered else ''}",
         "int_groups",
         (columns, rows),
-        {
-            "bits": bits,
-            "group": width,
-            "turned": 1,
-            **({"plus": 1} if _stored(group) == V1 else {}),
-            **({"symmetric": 1} if group.statement.flag("sym") else {}),
-        },
+        IntegerGroups(
+            width,
+            bits,
+            transposed=True,
+            offset=int(_stored(group) == V1),
+            symmetric=bool(group.statement.flag("sym")),
+        ),
     )
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
+from ckptctl.planner.quantization.formulas import MlxGroups
 from ckptctl.planner.quantization.scheme import (
     Form,
     Group,
@@ -54,7 +55,7 @@ def _weight(group: Group) -> QuantizedWeight:
         f"MLX {shown} with groups of {size}",
         kind,
         (*lead, groups * size),
-        {"bits": bits, "group": size, "mode": mode},
+        MlxGroups(size, bits, mode),
     )
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from ckptctl.errors import MappingError
+from ckptctl.planner.quantization.formulas import Fp4Groups
 from ckptctl.planner.quantization.scheme import (
     Form,
     Group,
@@ -64,7 +65,7 @@ def _nvfp4(group: Group) -> QuantizedWeight:
         f"ModelOpt NVFP4 with blocks of {width}",
         "fp4_groups",
         shape,
-        {"group": width},
+        Fp4Groups(width),
     )
 
 

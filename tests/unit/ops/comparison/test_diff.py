@@ -21,7 +21,8 @@ from ckptctl.errors import (
     UsageError,
 )
 from ckptctl.ops.comparison import values as diff_values
-from ckptctl.storage.compare import Tolerance, errors_between, parts
+from ckptctl.storage.compare import Tolerance, errors_between
+from ckptctl.storage.tensor_reader import boxes_within
 
 
 def saved(folder, name, state):
@@ -234,7 +235,7 @@ def test_what_was_compared_does_not_wait_to_be_collected(tmp_path, monkeypatch):
 @pytest.mark.parametrize("limit", [1, 2, 5, 100])
 def test_parts_tile(shape, limit):
     seen = np.zeros(shape, int)
-    for box in parts(shape, limit):
+    for box in boxes_within(shape, limit):
         assert box.numel <= limit
         seen[tuple(slice(o, o + s) for o, s in zip(box.offsets, box.sizes, strict=True))] += 1
     assert (seen == 1).all()

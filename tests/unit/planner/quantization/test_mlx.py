@@ -33,7 +33,7 @@ def test_all_layers_alike():
 
 def test_one_layer_is_said_to_be_otherwise():
     (weight,) = seen(PLAIN | {"a": {"group_size": 32, "bits": 8}}, scales=("float32", 6, 2)).weights
-    assert (weight.shape, weight.parameters["bits"]) == ((6, 64), 8)
+    assert (weight.shape, weight.arguments.bits) == ((6, 64), 8)
 
 
 @pytest.mark.parametrize(

@@ -116,7 +116,7 @@ def test_filled_memory_is_released_after_the_run(tmp_path: Path, source: str) ->
         Record("t", memory_name("a"), 0, 100),
     )
     moved = plan(operand(source, 0, [100]), target, record, [], tmp_path)
-    constant = Computed("constant", "uint8", (100,), parameters={"value": 0})
+    constant = Computed("constant", "uint8", (100,), arguments=0)
     moved = replace(moved, computed={computed_name("in"): constant})
     buffer = Buffer(b"\xa5" * 100)
     released = weakref.ref(buffer)

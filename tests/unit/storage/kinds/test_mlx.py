@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from ckptctl.catalog import Computed
+from ckptctl.planner.quantization.formulas import MlxGroups
 from tests.checkpoints.mxfp4 import TABLE
 from tests.unit.storage.test_computed import DTYPES, files, same_everywhere, stored
 
@@ -24,9 +25,9 @@ def integers(bits, *shape):
     return torch.randint(0, 1 << bits, shape, generator=generator)
 
 
-def computed(files, kind, dtype, shape, given, **parameters):
+def computed(files, kind, dtype, shape, given, said):
     inputs = {role: stored(files, role, value) for role, value in given.items()}
-    return Computed(kind, dtype, shape, inputs, parameters)
+    return Computed(kind, dtype, shape, inputs, said)
 
 
 @pytest.mark.parametrize("bits", BITS)
@@ -39,7 +40,8 @@ def test_integers_of_any_width(files, bits, scales):
     expected = numbers.to(scales) * next(wide) + next(wide)
     given = {"weight": packed(numbers, bits), "scales": scale, "biases": bias}
     for dtype in DTYPES:
-        made = computed(files, "mlx_affine", dtype, (2, 5, 96), given, bits=bits, group=32)
+        said = MlxGroups(32, bits, "affine")
+        made = computed(files, "mlx_affine", dtype, (2, 5, 96), given, said)
         same_everywhere(files, made, expected.to(DTYPES[dtype]))
 
 
@@ -60,5 +62,5 @@ def test_floats(files, mode, bits, group, dtype):
         factor = scale.view(torch.float8_e4m3fn).float()
     expected = (values * factor.repeat_interleave(group, -1)).to(DTYPES[dtype])
     given = {"weight": packed(numbers, bits), "scales": scale}
-    made = computed(files, "mlx_float", dtype, (6, 96), given, bits=bits, group=group, mode=mode)
+    made = computed(files, "mlx_float", dtype, (6, 96), given, MlxGroups(group, bits, mode))
     same_everywhere(files, made, expected)

@@ -11,15 +11,16 @@ import pytest
 import torch
 
 from ckptctl.catalog import Box, Extent, TensorEntry
-from ckptctl.storage.compare import read_box
 from ckptctl.storage.files import MemoryFiles
+from ckptctl.storage.tensor_reader import TensorReader
 
 
 class Counted(MemoryFiles):
-    reads = 0
+    reads = most = 0
 
     def fill(self, name: str, views: Sequence[memoryview], offset: int) -> int:
         self.reads += 1
+        self.most = max(self.most, sum(map(len, views)))
         return super().fill(name, views, offset)
 
 
@@ -51,7 +52,7 @@ def test_boxes_of_views(dtype: torch.dtype) -> None:
                 wanted = view
                 for dim, (start, size) in enumerate(zip(first, sizes, strict=True)):
                     wanted = wanted.narrow(dim, start, size)
-                found = read_box(files, entry, Box(tuple(first), tuple(sizes)))
+                found = TensorReader(files, entry).read(Box(tuple(first), tuple(sizes)))
                 assert bytes(found) == bytes(
                     wanted.clone(memory_format=torch.contiguous_format).untyped_storage()
                 ), (order, first, sizes)
@@ -59,16 +60,54 @@ def test_boxes_of_views(dtype: torch.dtype) -> None:
 
 def test_a_transposed_matrix_is_read_by_its_columns() -> None:
     files, entry = stored(torch.arange(600, dtype=torch.int32).reshape(6, 100).t())
-    read_box(files, entry, Box((10, 0), (50, 6)))
+    TensorReader(files, entry).read(Box((10, 0), (50, 6)))
     assert files.reads == 6
 
 
 def test_columns_that_are_near_each_other_are_read_by_their_rows() -> None:
     """As one expert's part of a factor is, of which every expert has every n-th column."""
-    base = torch.arange(600, dtype=torch.int32).reshape(100, 6)
+    base = torch.arange(700, dtype=torch.int32).reshape(100, 7)
     for view in (base[:, 1::3], base[:, 1::3].t()):
         files, entry = stored(view)
-        found = read_box(files, entry, Box((0, 0), tuple(view.shape)))
+        found = TensorReader(files, entry).read(Box((0, 0), tuple(view.shape)))
         expected = view.clone(memory_format=torch.contiguous_format)
         assert bytes(found) == bytes(expected.untyped_storage())
         assert files.reads == 100, "one for each row, not for each element"
+
+
+@pytest.mark.parametrize("nbytes", [1, 24, 100, 1 << 20])
+def test_windows_hold_every_element_in_order(nbytes: int) -> None:
+    base = torch.arange(5 * 6 * 7, dtype=torch.int32).reshape(5, 6, 7)
+    for view in (base, base.permute(2, 0, 1), base[1:, ::2, 1:3]):
+        files, entry = stored(view)
+        found = list(TensorReader(files, entry).windows(nbytes=nbytes))
+        assert max(map(len, found)) <= max(nbytes, 4)
+        assert b"".join(found) == bytes(view.contiguous().view(torch.uint8).numpy())
+
+
+def test_windows_of_a_box_hold_its_elements() -> None:
+    base = torch.arange(60, dtype=torch.int16).reshape(6, 10)
+    files, entry = stored(base.t())
+    found = TensorReader(files, entry).windows(Box((3, 2), (5, 4)), 12)
+    assert b"".join(found) == bytes(base.t()[3:8, 2:6].contiguous().view(torch.uint8).numpy())
+
+
+def test_an_empty_tensor_has_no_windows() -> None:
+    files, entry = stored(torch.zeros(4, 0))
+    assert not list(TensorReader(files, entry).windows())
+
+
+def test_an_expanded_dimension_is_not_read_again() -> None:
+    files, entry = stored(torch.arange(50, dtype=torch.int32).reshape(50, 1).expand(50, 3))
+    found = TensorReader(files, entry).read()
+    assert bytes(found) == bytes(torch.arange(50, dtype=torch.int32).repeat_interleave(3).numpy())
+    assert files.reads == 3, "one for each copy, not for each element"
+
+
+def test_what_lies_between_elements_is_read_in_bounded_memory() -> None:
+    base = torch.arange(3 << 20, dtype=torch.int32).reshape(-1, 512)
+    for width in (1, 3):
+        files, entry = stored(base[:, :width])
+        found = TensorReader(files, entry).read()
+        assert bytes(found) == bytes(base[:, :width].contiguous().view(torch.uint8).numpy())
+        assert files.most <= 1 << 20 and files.reads == 12
