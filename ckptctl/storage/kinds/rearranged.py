@@ -10,10 +10,11 @@ from typing import cast as typed
 
 from ckptctl import dtypes
 from ckptctl.catalog import Computed
-from ckptctl.planner.copying.blocks import BlockReader, tiles
+from ckptctl.planner.copying.blocks import BlockReader
+from ckptctl.planner.copying.copies import tiles
 from ckptctl.planner.copying.runs import dense
 from ckptctl.planner.copying.tile import MIB, Limits
-from ckptctl.planner.plan import Operand, Record
+from ckptctl.planner.plan import Record, TargetBox
 from ckptctl.storage.byte_files import HostMemory
 from ckptctl.storage.execution.tile_engine import TileEngine
 from ckptctl.storage.kinds import Inputs, Kind, boxes_of
@@ -27,11 +28,11 @@ def _rearranged(
     inputs: Inputs, computed: Computed, rows: range, columns: range, out: memoryview
 ) -> None:
     reader, item, start = _reader(computed), dtypes.itemsize(computed.dtype), 0
-    targets: list[Operand] = []
+    targets: list[TargetBox] = []
     for box in boxes_of(computed.shape, rows, columns):
-        strides, nbytes = dense(box.sizes, range(len(box.sizes)), item), box.numel * item
-        targets.append(Operand("", start, box.offsets, box.sizes, strides, nbytes, record=0))
-        start += nbytes
+        strides = dense(box.sizes, range(len(box.sizes)), item)
+        targets.append(TargetBox("", start, box.offsets, box.sizes, strides, record=0))
+        start += box.numel * item
     sink, unchecked = HostMemory(out), list[int]()
     engine = TileEngine(inputs.opened, lambda _: sink, inputs.opened.buffers, checksum=False)
     kinds = reader.tensor.stored_dtype, computed.dtype
