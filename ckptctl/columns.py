@@ -156,6 +156,15 @@ def ranges_of(extents: Sequence[Extent]) -> Iterable[tuple[str, int, int]]:
     return [(e.file, e.offset, e.offset + e.nbytes) for e in extents]
 
 
+def columns_of(extents: Sequence[Extent]) -> Iterator[object]:
+    """Yield columns that say of *extents* what their own texts do."""
+    if not isinstance(extents, ExtentColumns):
+        yield extents
+        return
+    yield from (extents.boxes.offsets, extents.boxes.sizes, extents.files)
+    yield from (extents.starts, extents.lengths, extents.codec, extents.parts, extents.crcs)
+
+
 def codecs_of(extents: Sequence[Extent]) -> Sequence[Codec]:
     """Return the codec of each of *extents*."""
     if isinstance(extents, ExtentColumns):

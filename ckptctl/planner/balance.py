@@ -8,13 +8,11 @@ one file for each cut has two writers, and every process reads and writes in seq
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from heapq import heapify, heapreplace
 from typing import TYPE_CHECKING
 
-from ckptctl import dtypes
 from ckptctl.catalog import Box
 from ckptctl.planner.boxes import split_rows
 
@@ -242,12 +240,12 @@ def lanes(plan: Plan, checks: bool) -> list[list[int]]:
     """Return the numbers of what is done to each file, in the order in which files are begun."""
     found: dict[str, list[int]] = {}
     for index, transfer in enumerate(plan.transfers):
-        if transfer.target.operands:
-            found.setdefault(transfer.target.operands[0].file, []).append(index)
+        if transfer.targets:
+            found.setdefault(transfer.targets[0].file, []).append(index)
     for index, raw in enumerate(plan.raw_copies, len(plan.transfers)):
         found.setdefault(raw.target, []).append(index)
     for index, check in enumerate(plan.checks if checks else (), plan.first_check):
-        found.setdefault(f"{check.root}/{check.file}", []).append(index)
+        found.setdefault(f"{check.root}/{check.recorded.file}", []).append(index)
     return list(found.values())
 
 
@@ -270,8 +268,7 @@ def share_of(plan: Plan, checks: bool, rank: int, ranks: int) -> Share:
 def nbytes_of(plan: Plan, number: int) -> int:
     """Return the bytes that the tiles of *number* hold, those that only check apart."""
     if number < len(plan.transfers):
-        transfer = plan.transfers[number]
-        return math.prod(transfer.axes) * dtypes.itemsize(transfer.source_dtype)
+        return plan.transfers[number].nbytes
     if number < plan.first_check:
         return plan.raw_copies[number - len(plan.transfers)].nbytes
     return sum(nbytes for _, nbytes in plan.checks[number - plan.first_check].gaps)

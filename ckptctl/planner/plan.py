@@ -1,42 +1,36 @@
 """The plan: every output file, record and copy of a run, complete before a byte moves.
 
-The geometry is expressed once, in a form that every format and layout reduces to. A *logical
-tensor* has named atomic axes (``h p r d``). A layout stores it as a tensor whose dimensions are
-groups of those axes in some order (``(h r p) d``), cut into boxes that lie somewhere in files. A
-:class:`Transfer` says: these operands hold the logical tensor in the source's order, those are to
-hold it in the target's. Which bytes go where follows from the two.
+A :class:`Transfer` says which elements of the source's stored tensors a tensor of the target
+consists of, and where boxes of it are written. Which bytes go where follows from the two, and is
+found while the tensor is written.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from ckptctl.catalog import Computed
+from ckptctl.catalog import Computed, TensorEntry
+from ckptctl.columns import files_of
 from ckptctl.file_identity import FileIdentity
+from ckptctl.planner.strided import Strided
 
 CrcOf = Callable[[int], int]
 """Returns the CRC-32 of a finished record, by its index in ``Plan.records``."""
 
 
-class Operand(NamedTuple):
-    """One stored box of a logical tensor; a plan may have a million of them.
-
-    Dimensions are those of its :class:`Side`, an axis that is spread over several stored tensors
-    (an expert index in the key) counting as a dimension of size 1 here.
+class TargetBox(NamedTuple):
+    """A box of a tensor, and where its elements are written.
 
     Attributes:
-        file: Relative to the source's root, or to the output's; or a virtual file of the plan.
-        offset: Byte position of the element at *start*.
+        file: Relative to the output's root, or the name of memory.
+        offset: Byte position of the first element.
         start: First index along each dimension.
         sizes: Elements along each dimension.
         strides: Bytes between neighbors along each dimension.
-        nbytes: Length of the byte range that holds the box.
-        crc32: CRC-32 of that range where the source records one.
-        record: Targets only: index in ``Plan.records`` of the record that these bytes are part of.
-        check: Sources only: index in ``Plan.checks`` of the range that these bytes are part of,
-            where a CRC-32 is recorded of that alone.
+        record: Index in ``Plan.records`` of the record that these bytes are part of.
     """
 
     file: str
@@ -44,52 +38,43 @@ class Operand(NamedTuple):
     start: tuple[int, ...]
     sizes: tuple[int, ...]
     strides: tuple[int, ...]
-    nbytes: int
-    crc32: int | None = None
-    record: int = -1
-    check: int = -1
-
-    @property
-    def checked(self) -> bool:
-        """Return whether a checksum is taken of what is read of these bytes."""
-        return self.crc32 is not None or self.check >= 0
-
-
-@dataclass(frozen=True, slots=True)
-class Side:
-    """How a logical tensor is stored.
-
-    Attributes:
-        dims: For each stored dimension the axes grouped in it, outermost first, as indices into
-            ``Transfer.axes``. Every axis appears exactly once.
-        operands: The boxes; together they tile the tensor exactly.
-    """
-
-    dims: tuple[tuple[int, ...], ...]
-    operands: tuple[Operand, ...]
+    record: int
 
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """One logical tensor on its way from source to target.
+    """A stored tensor of the target, on its way from the source.
 
     Attributes:
         name: The target's key, for messages.
-        source_name: The source's key, for messages.
-        axes: Sizes of the atomic axes; ``()`` for a 0-d tensor.
-        source: Where it comes from.
-        target: Where it goes.
-        source_dtype: torch's dtype name.
-        target_dtype: The same unless the elements are cast.
+        source_name: A key of the source, for messages.
+        tensor: Its elements, and the dtype to which they are cast.
+        targets: The boxes that are written; ranks may repeat some of them.
     """
 
     name: str
     source_name: str
-    axes: tuple[int, ...]
-    source: Side
-    target: Side
-    source_dtype: str
-    target_dtype: str
+    tensor: Strided
+    targets: tuple[TargetBox, ...]
+
+    @property
+    def casts(self) -> bool:
+        """Return whether elements are cast."""
+        return self.tensor.dtype != self.tensor.stored_dtype
+
+    @property
+    def nbytes(self) -> int:
+        """Return the bytes that are read for the boxes, each counted once."""
+        boxes = {(target.start, target.sizes) for target in self.targets}
+        return sum(math.prod(sizes) for _, sizes in boxes) * self.tensor.itemsize
+
+    def files(self) -> set[str]:
+        """Return the files that stored tensors lie in, virtual ones and memory included."""
+        return {file for entry in self.stored_tensors() for file in files_of(entry.extents)}
+
+    def stored_tensors(self) -> Iterator[TensorEntry]:
+        """Yield the stored tensors that are read, some of them repeatedly."""
+        return (part.of for part in self.tensor.parts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,26 +138,36 @@ class RawCopy:
     root: str | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class CheckedRange:
-    """A range of a source file with a checksum that no single operand has.
+class RecordedRange(NamedTuple):
+    """A range of a source file whose CRC-32 is recorded.
 
     Attributes:
-        root: The directory that *file* is relative to.
         file: Source file.
         offset: First byte.
         nbytes: Length, at least 1.
         crc32: CRC-32 of the range.
-        name: The tensor, for messages.
-        gaps: What of it is read for the checksum alone, as ``(position, bytes)``: all that is no
-            operand whose ``check`` this is.
+        name: The stored tensor that has all of it, or empty where several may have parts of it.
     """
 
-    root: str
     file: str
     offset: int
     nbytes: int
     crc32: int
+    name: str = ""
+
+
+class CheckedRange(NamedTuple):
+    """A recorded range of which some bytes are read for the checksum alone.
+
+    Attributes:
+        root: The directory that its file is relative to.
+        recorded: The range.
+        name: A tensor in it, for messages.
+        gaps: What is read for the checksum alone, as ``(position, bytes)``.
+    """
+
+    root: str
+    recorded: RecordedRange
     name: str
     gaps: tuple[tuple[int, int], ...]
 
@@ -195,7 +190,9 @@ class Plan:
         computed: The virtual files that transfers read, and those that these are made of.
         inputs: By ``(root, file)`` what virtual files are made of under other roots, as it was when
             the plan was made.
-        checks: Checksums of sources that no transfer takes alone on its way.
+        checked: The stored tensors each element of which transfers read exactly once: recorded
+            checksums of their bytes are compared on the way.
+        checks: Recorded ranges of which other bytes have to be read.
         opened: The path of the source, and its identity before anything of it was read.
     """
 
@@ -210,6 +207,7 @@ class Plan:
     digest: str
     computed: Mapping[str, Computed] = field(default_factory=dict)
     inputs: Mapping[tuple[str, str], FileIdentity] = field(default_factory=dict)
+    checked: frozenset[str] = frozenset()
     checks: tuple[CheckedRange, ...] = ()
     opened: tuple[str, FileIdentity] | None = None
 
@@ -223,26 +221,8 @@ class Plan:
         """Return the number of the first check, as transfers and raw copies are counted."""
         return len(self.transfers) + len(self.raw_copies)
 
-    def counted(self, number: int, operand: int) -> tuple[int, int, int]:
-        """Return ``(number, operand, position)`` of the checksum that a read counts for."""
-        if number < self.first_check:
-            found = self.transfers[number].source.operands[operand]
-            if found.check >= 0:
-                position = found.offset - self.checks[found.check].offset
-                return self.first_check + found.check, 0, position
-        return number, operand, 0
-
-    def root_of_checked(self, number: int) -> str:
-        """Return the directory of what is read for a checksum, as :meth:`recorded` counts."""
+    def root_of(self, number: int) -> str:
+        """Return the directory of what a transfer or check reads, by its number."""
         if number >= self.first_check:
             return self.checks[number - self.first_check].root
         return self.source_root
-
-    def recorded(self, number: int, operand: int) -> tuple[str, str, int, int | None]:
-        """Return ``(tensor, file, bytes, CRC-32)`` of what is read for a checksum."""
-        if number >= self.first_check:
-            check = self.checks[number - self.first_check]
-            return check.name, check.file, check.nbytes, check.crc32
-        transfer = self.transfers[number]
-        found = transfer.source.operands[operand]
-        return transfer.source_name, found.file, found.nbytes, found.crc32

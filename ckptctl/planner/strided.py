@@ -157,6 +157,16 @@ class Strided:
     dtype: str
     parts: tuple[Part, ...]
 
+    def __repr__(self) -> str:
+        # Digests of plans are taken of this text: another one ends `--resume`.
+        parts = [(part.of.name, *part[1:]) for part in self.parts]
+        return f"Strided({self.stored_dtype}, {self.dtype}, {self.shape}, {parts})"
+
+    @property
+    def itemsize(self) -> int:
+        """Return the bytes of an element as it is stored."""
+        return dtypes.itemsize(self.stored_dtype)
+
     @classmethod
     def whole(cls, stored: TensorEntry) -> Strided:
         """Return a stored tensor as it is."""
@@ -304,11 +314,11 @@ def _renumbered(
         origin = [0] * rank
         for (dim, weight), first in zip(dims, part.origin, strict=True):
             origin[dim] += first * weight
-        found.append(part._replace(axes=_coalesced(axes), origin=tuple(origin)))
+        found.append(part._replace(axes=coalesced(axes), origin=tuple(origin)))
     return tuple(found)
 
 
-def _coalesced(axes: Iterable[Axis]) -> tuple[Axis, ...]:
+def coalesced(axes: Iterable[Axis]) -> tuple[Axis, ...]:
     """Merge axes that are contiguous in both tensors."""
     found: list[Axis] = []
     for axis in sorted(axes, key=lambda one: (one.dim, one.step)):

@@ -40,7 +40,7 @@ class TensorReader:
         """The file and the first byte, where all elements are one range in their order."""
         whole = Box.whole(self._shape)
         found = self._reader.dense(whole.offsets, whole.sizes).items()
-        blocks = [(file, block) for file, some in found for block in some]
+        blocks = [(source.file, block) for source, some in found for block in some]
         one = len(blocks) == 1 and not blocks[0][1].axes
         return (blocks[0][0], blocks[0][1].source) if one else None
 
@@ -50,9 +50,9 @@ class TensorReader:
             file, start = self._range
             self._files.readv(file, [view], start + sum(box.offsets[:1]) * self._row)
             return
-        for file, blocks in self._reader.dense(box.offsets, box.sizes).items():
+        for source, blocks in self._reader.dense(box.offsets, box.sizes).items():
             for block in blocks:
-                self._copy(file, block, view)
+                self._copy(source.file, block, view)
 
     def read(self, box: Box | None = None) -> bytearray:
         """Return the elements of *box*, or all of them."""
@@ -102,7 +102,7 @@ def _spread(
 def boxes_within(shape: tuple[int, ...], limit: int) -> Iterator[Box]:
     """Yield boxes of at most *limit* elements that tile a tensor; none where it is empty."""
     if 0 not in shape:
-        for domain in domains((0,) * len(shape), shape, tuple(range(len(shape))), limit):
+        for domain in domains((0,) * len(shape), shape, limit):
             for part in domain.cut(domain.step):
                 yield Box(part.lo, part.sizes)
 

@@ -22,11 +22,14 @@ import pytest
 
 from ckptctl.errors import RefusedError
 from ckptctl.file_identity import FileIdentity
-from ckptctl.planner.plan import Operand, OutputFile, Plan, RawCopy, Record, Side, Transfer
+from ckptctl.planner.plan import OutputFile, Plan, RawCopy, Record, Transfer
+from ckptctl.planner.strided import Strided
 from ckptctl.storage import file_system
 from ckptctl.storage.execution.executor import execute
 from ckptctl.storage.execution.options import ExecutionOptions
 from ckptctl.storage.publish import staging
+from tests.transfers import stored
+from tests.transfers import target as target_box
 
 HOOKED = ("open", "mkdir", "ftruncate", "preadv", "pwrite", "write", "fsync", "unlink", "rmdir")
 MEMORY = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
@@ -49,15 +52,14 @@ def make_source(root: Path) -> None:
 
 
 def make_plan(source: Path, target: Path, single: bool) -> Plan:
-    dims, shape, strides = ((0,), (1,)), (ROWS, COLUMNS), (COLUMNS * 2, 2)
+    shape = (ROWS, COLUMNS)
     name = target.name if single else "model"
     records, transfers = [], []
     for number in range(TENSORS):
         records.append(Record(f"t{number}", name, number * SIZE, SIZE))
-        into = Operand(name, number * SIZE, (0, 0), shape, strides, SIZE, None, number)
-        start = Operand(f"s{number}", 0, (0, 0), shape, strides, SIZE)
-        sides = Side(dims, (start,)), Side(dims, (into,))
-        transfers.append(Transfer("t", "s", shape, *sides, "bfloat16", "bfloat16"))
+        into = target_box(name, number * SIZE, shape, number, item=2)
+        tensor = Strided.whole(stored(f"s{number}", shape, dtype="bfloat16"))
+        transfers.append(Transfer("t", "s", tensor, (into,)))
     files = [OutputFile(name, TENSORS * SIZE + 4, lambda _: iter([(TENSORS * SIZE, b"END.")]))]
     raw = []
     if not single:

@@ -13,8 +13,10 @@ import torch
 
 import ckptctl
 from ckptctl import formats
+from ckptctl.catalog import Box
 from ckptctl.errors import CkptError, UnsupportedError
 from ckptctl.formats.base import ReadOptions
+from ckptctl.planner.boxes import coverage
 from tests.checkpoints import save_hf
 
 D, F, M, H, K, E, X, V = 32, 24, 16, 8, 2, 4, 4, 48
@@ -190,12 +192,13 @@ def test_one_head_for_all_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.parametrize("ranks", [2, 8])
-def test_every_copy_tiles_its_tensor(tmp_path: Path, ranks: int) -> None:
+def test_boxes_and_parts_tile_each_tensor(tmp_path: Path, ranks: int) -> None:
     plan = ckptctl.plan_conversion(meta(tmp_path / "in", 1), tmp_path / "out", to="meta", mp=ranks)
     for copy in plan.plan.transfers:
-        for side in (copy.source, copy.target):
-            held = sum(math.prod(operand.sizes) for operand in side.operands)
-            assert held == math.prod(copy.axes), copy.name
+        boxes = dict.fromkeys(Box(target.start, target.sizes) for target in copy.targets)
+        assert coverage(copy.tensor.shape, list(boxes)).exact, copy.name
+        held = sum(math.prod(axis.size for axis in part.axes) for part in copy.tensor.parts)
+        assert held == math.prod(copy.tensor.shape), copy.name
 
 
 @pytest.mark.parametrize(("before", "after"), [(1, 4), (2, 4), (4, 2), (4, 8), (8, 1)])

@@ -75,7 +75,7 @@ def test_what_lies_apart(tmp_path: Path) -> None:
     found = torch.load(tmp_path / "out.pt", weights_only=True)
     assert torch.equal(found["a"], whole.t()) and torch.equal(found["b"], whole[5:9])
     plan = ckptctl.plan_conversion(tmp_path / "in.pt", tmp_path / "again.pt", to="torch").plan
-    assert [check.nbytes for check in plan.checks] == [2400]
+    assert [check.recorded.nbytes for check in plan.checks] == [2400]
     data = bytearray((tmp_path / "in.pt").read_bytes())
     data[data.index(struct.pack("<2f", 300, 301))] ^= 1
     (tmp_path / "in.pt").write_bytes(data)

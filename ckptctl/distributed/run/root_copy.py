@@ -11,7 +11,6 @@ import threading
 import time
 from collections.abc import Mapping
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -23,7 +22,8 @@ from ckptctl.file_identity import FileIdentity
 from ckptctl.formats.dcp.locating import located
 from ckptctl.formats.dcp_rank_local import read_rank
 from ckptctl.ops.saving.local_shards import LocalShards
-from ckptctl.planner.plan import Operand, Plan
+from ckptctl.planner.plan import Plan
+from ckptctl.planner.strided import Part, Strided
 from ckptctl.storage.execution.executor import execute
 from ckptctl.storage.execution.options import Execution, ExecutionOptions
 from ckptctl.storage.execution.streaming import Create, stream
@@ -115,23 +115,29 @@ class SavedPart:
         """Return *plan* with files in place of the memory that it reads."""
         sources, chunks = self._located()
         transfers = tuple(
-            replace(
-                one,
-                source=replace(
-                    one.source,
-                    operands=tuple(map(partial(_in_file, chunks), one.source.operands)),
-                ),
-            )
-            for one in plan.transfers
+            replace(one, tensor=_in_file(chunks, one.tensor)) for one in plan.transfers
         )
-        return replace(plan, source_root=str(self._folder), sources=sources, transfers=transfers)
+        return replace(
+            plan,
+            source_root=str(self._folder),
+            sources=sources,
+            transfers=transfers,
+            checked=frozenset(one.source_name for one in transfers),
+        )
 
 
-def _in_file(chunks: list[Extent], operand: Operand) -> Operand:
-    extent = chunks[int(memory_key(operand.file))]
-    whole = (operand.offset, operand.nbytes) == (0, extent.nbytes)
-    return operand._replace(
-        file=extent.file,
-        offset=extent.offset + operand.offset,
-        crc32=extent.crc32 if whole else None,
-    )
+def _in_file(chunks: list[Extent], tensor: Strided) -> Strided:
+    """Return a tensor in a file in place of memory; all of a chunk has a checksum."""
+    parts: list[Part] = []
+    for part in tensor.parts:
+        (held,) = part.of.extents
+        extent = chunks[int(memory_key(held.file))]
+        whole = (held.offset, held.nbytes) == (0, extent.nbytes)
+        found = replace(
+            held,
+            file=extent.file,
+            offset=extent.offset + held.offset,
+            crc32=extent.crc32 if whole else None,
+        )
+        parts.append(part._replace(of=replace(part.of, extents=(found,))))
+    return replace(tensor, parts=tuple(parts))

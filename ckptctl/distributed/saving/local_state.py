@@ -138,7 +138,7 @@ def _on_host(tensors: Mapping[str, HeldTensor]) -> Iterator[tuple[str, torch.Ten
 
 def read_by(plan: Plan, pieces: Sequence[torch.Tensor]) -> Mapping[str, torch.Tensor]:
     """Return the tensors behind the names in a plan of :mod:`ckptctl.ops.saving.files`."""
-    names = {one.file for copy in plan.transfers for one in copy.source.operands}
+    names = {file for copy in plan.transfers for file in copy.files()}
     return {name: pieces[int(memory_key(name))] for name in names}
 
 

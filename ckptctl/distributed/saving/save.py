@@ -316,4 +316,4 @@ class WriteReport(NamedTuple):
 def chunks_of(plan: SavedPlan) -> set[int]:
     """Return the indices of the chunks that a rank writes."""
     transfers = plan.files.plan.transfers
-    return {int(memory_key(one.file)) for copy in transfers for one in copy.source.operands}
+    return {int(memory_key(file)) for copy in transfers for file in copy.files()}

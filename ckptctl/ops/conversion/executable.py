@@ -17,13 +17,14 @@ from typing import Literal
 
 from ckptctl import dtypes
 from ckptctl.catalog import MANIFEST, Computed, made_of
+from ckptctl.columns import columns_of
 from ckptctl.errors import RefusedError, spell_option
 from ckptctl.formats.base import Output, OutputTensor, Place, copied, document
 from ckptctl.formats.checksums import SCHEMA
 from ckptctl.formats.sidecar_files import kind_of
-from ckptctl.ops.conversion.checked_ranges import with_checks
+from ckptctl.ops.conversion.checked_ranges import checks_of
 from ckptctl.ops.conversion.draft import Draft
-from ckptctl.ops.conversion.transfers import identities, sources_of, transfers
+from ckptctl.ops.conversion.transfers import entries_read, identities, plan_transfers, sources_of
 from ckptctl.planner.plan import (
     CheckedRange,
     CrcOf,
@@ -50,12 +51,11 @@ def build_plan(draft: Draft) -> Plan:
         records = tuple(replace(one, file=folder + one.file) for one in output.records)
         output = replace(output, records=records)
         raw = tuple(replace(one, target=folder + one.target) for one in raw)
-    copies = tuple(transfers(draft.mapped, catalog.tensors, output, by_name))
+    copies, virtual = plan_transfers(catalog, draft.mapped, output, by_name)
     own = tuple(document(name, content) for name, content in output.contents.items())
     files = (*output.files, *own, *beside)
-    computed, sources = sources_of(root, copies, catalog.computed, output.raw_copies)
-    read = dict.fromkeys(view.key for item in draft.mapped for view in item.sources)
-    copies, checks = with_checks(root, [catalog.tensors[name] for name in read], copies, computed)
+    computed, sources = sources_of(root, copies, virtual, output.raw_copies)
+    checked, checks = checks_of(root, copies, computed)
     written = {
         **output.contents,
         **draft.written,
@@ -84,6 +84,7 @@ def build_plan(draft: Draft) -> Plan:
         digest=digest,
         computed=computed,
         inputs={(place, file): identities(place, (file,))[file] for place, file in elsewhere},
+        checked=checked,
         checks=checks,
         opened=catalog.opened,
     )
@@ -141,8 +142,13 @@ def digest_of(
     found = hashlib.sha256(repr(checksum).encode())
     for file in files:
         found.update(repr((file.path, file.size)).encode())
-    for item in (*records, *transfers):
-        found.update(repr(item).encode())
+    for record in records:
+        found.update(repr(record).encode())
+    for transfer in transfers:
+        found.update(repr((transfer.name, transfer.tensor, transfer.targets)).encode())
+    for entry in entries_read(transfers):
+        for part in (entry.name, entry.dtype, entry.shape, *columns_of(entry.extents)):
+            found.update(repr(part).encode())
     for raw in raw_copies:
         place = (raw.source, raw.offset, raw.nbytes, raw.target, raw.target_offset)
         found.update(repr(place).encode())
@@ -153,7 +159,7 @@ def digest_of(
         how = (virtual, one.kind, one.dtype, one.shape, inputs, one.arguments)
         found.update(repr(how).encode())
     for check in checks:
-        found.update(repr((check.file, check.offset, check.nbytes, check.crc32)).encode())
+        found.update(repr(check.recorded).encode())
     return found.hexdigest()
 
 

@@ -14,8 +14,10 @@ from pathlib import Path
 
 from ckptctl import dtypes
 from ckptctl.catalog import Catalog, Extent, TensorEntry, memory_name
+from ckptctl.columns import ranges_of
 from ckptctl.formats.base import Output, Place
-from ckptctl.ops.conversion.transfers import identities, sources_of, transfers
+from ckptctl.ops.conversion.checked_ranges import read_once
+from ckptctl.ops.conversion.transfers import identities, plan_transfers, sources_of
 from ckptctl.ops.loading.checks import casts, require_boxes, require_filled, require_shapes
 from ckptctl.ops.loading.state_mapping import StateMapping, Wanted
 from ckptctl.ops.sources import with_bytes
@@ -177,9 +179,9 @@ def _plan(
     output: Output,
     kinds: Mapping[str, str],
 ) -> Plan:
-    found = transfers(mapped, entries, output, kinds)
-    copies = tuple(copy for copy in found if copy.target.operands)
-    computed, sources = sources_of(catalog.root, copies, catalog.computed)
+    located = replace(catalog, tensors=entries)
+    copies, virtual = plan_transfers(located, mapped, output, kinds)
+    computed, sources = sources_of(catalog.root, copies, virtual)
     return Plan(
         source_root=catalog.root,
         sources=sources,
@@ -191,6 +193,7 @@ def _plan(
         raw_copies=(),
         digest="",
         computed=computed,
+        checked=read_once(copies, partly=True),
         opened=catalog.opened,
     )
 
@@ -211,4 +214,5 @@ def _output(wanted: Mapping[str, Wanted]) -> Output:
 
 def _position(copy: Transfer) -> tuple[str, int]:
     """Return where a copy begins to read."""
-    return min(((o.file, o.offset) for o in copy.source.operands), default=("", 0))
+    ranges = (one for entry in copy.stored_tensors() for one in ranges_of(entry.extents))
+    return min((place[:2] for place in ranges), default=("", 0))

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ckptctl import dtypes
-from ckptctl.catalog import Box, memory_name, row_major
+from ckptctl.catalog import Box, Extent, TensorEntry, memory_name, row_major
 from ckptctl.formats.base import OutputTensor
 from ckptctl.formats.dcp.data_files import DataFiles
 from ckptctl.formats.dcp.metadata import Item
@@ -22,7 +22,8 @@ from ckptctl.formats.dcp.metadata_writer import Located, TensorMetadata, encode_
 from ckptctl.ops.saving.global_plan import GlobalPlan, RankShare, output_tensor
 from ckptctl.ops.saving.local_shards import HeldChunk, LocalShards
 from ckptctl.planner.balance import assign
-from ckptctl.planner.plan import CrcOf, Operand, OutputFile, Plan, Side, Transfer
+from ckptctl.planner.plan import CrcOf, OutputFile, Plan, TargetBox, Transfer
+from ckptctl.planner.strided import Strided
 from ckptctl.storage.threads import no_collection
 
 FileCount = Callable[[int], int]
@@ -129,29 +130,19 @@ def _items(shards: LocalShards, pieces: Sequence[_Piece], writer: DataFiles) -> 
 def _transfer(
     chunk: HeldChunk, tensor: OutputTensor, steps: tuple[int, ...], piece: _Piece, writer: DataFiles
 ) -> Transfer:
-    sizes = piece.box.sizes
-    size = dtypes.itemsize(tensor.dtype)
-    start = (0,) * len(sizes)
+    sizes, size = piece.box.sizes, dtypes.itemsize(tensor.dtype)
     record = len(writer.records) - 1
     place = writer.records[record]
-    strides = tuple(step * size for step in steps)
-    inside = zip(piece.box.offsets, chunk.offsets, strides, strict=True)
-    first = sum((low - base) * stride for low, base, stride in inside)
-    span = sum((n - 1) * s for n, s in zip(sizes, strides, strict=True)) + size
-    dims = tuple((axis,) for axis in range(len(sizes)))
-    memory = memory_name(str(piece.index))
-    source = Operand(memory, first, start, sizes, strides, 0 if 0 in sizes else span)
-    dense = tuple(step * size for step in row_major(sizes))
-    target = Operand(place.file, place.offset, start, sizes, dense, place.nbytes, record=record)
-    return Transfer(
-        chunk.name,
-        chunk.name,
-        sizes,
-        Side(dims, (source,)),
-        Side(dims, (target,)),
-        tensor.dtype,
-        tensor.dtype,
-    )
+    inside = zip(piece.box.offsets, chunk.offsets, steps, strict=True)
+    first = sum((low - base) * step for low, base, step in inside) * size
+    reach = sum((count - 1) * step for count, step in zip(sizes, steps, strict=True))
+    whole = Box.whole(sizes)
+    nbytes = (reach + 1) * size if whole.numel else 0
+    extent = Extent(whole, memory_name(str(piece.index)), first, nbytes, strides=steps)
+    held = TensorEntry(chunk.name, tensor.dtype, sizes, (extent,), (chunk.name,))
+    strides = tuple(step * size for step in row_major(sizes))
+    target = TargetBox(place.file, place.offset, whole.offsets, sizes, strides, record)
+    return Transfer(chunk.name, chunk.name, Strided.whole(held), (target,))
 
 
 def with_values(

@@ -1,4 +1,4 @@
-"""Lower strided tensors to copies: into a buffer, and as tiles that write them.
+"""Lower strided tensors to copies into a buffer.
 
 The boxes in which a checkpoint stores tensors come straight from the columns of the catalog.
 """
@@ -6,34 +6,54 @@ The boxes in which a checkpoint stores tensors come straight from the columns of
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import cached_property
-from operator import add, mul, sub
+from operator import mul, sub
 from typing import NamedTuple
 
-from ckptctl import dtypes
-from ckptctl.catalog import Computed, Input, TensorEntry, is_computed, row_major
-from ckptctl.columns import ExtentColumns, boxes_of, files_of, ranges_of, vectors_of
+from ckptctl.catalog import Computed, Extent, Input, TensorEntry, is_computed, row_major
+from ckptctl.columns import NO_CRC, ExtentColumns, boxes_of, files_of, ranges_of, vectors_of
 from ckptctl.planner.copying import runs
-from ckptctl.planner.copying.copies import FEW_RUNS, SHORT_RUN, writes
 from ckptctl.planner.copying.domains import domains
-from ckptctl.planner.copying.runs import Block, BoxIndex, Ints, OperandPart, PartIndex
-from ckptctl.planner.copying.tile import MIB, UNCHECKED, Limits, Move, Read, Tile, Write, moves
-from ckptctl.planner.plan import Operand, Record
+from ckptctl.planner.copying.runs import Block, BoxIndex, Ints
+from ckptctl.planner.copying.tile import MIB, Move, Read, moves
+from ckptctl.planner.plan import RecordedRange
 from ckptctl.planner.strided import Part, Strided
 
-Blocks = dict[str, list[Block]]
-"""Copies into one buffer, by the file that they read."""
+SHORT_RUN = 256
+"""Bytes of a run, on average, below which elements are permuted in memory ..."""
+FEW_RUNS = 1024
+"""... unless the whole tensor has fewer runs than this."""
+
+
+class ReadFrom(NamedTuple):
+    """A file that blocks read, and the recorded range in it that they count for."""
+
+    file: str
+    check: RecordedRange | None = None
+
+
+Blocks = dict[ReadFrom, list[Block]]
+"""Copies into one buffer, by what they read."""
+
+
+class Meeting(NamedTuple):
+    """Elements of a tensor that lie in one stored box."""
+
+    stored: StoredBoxes
+    number: int
+    part: Part
 
 
 class StoredBoxes:
     """Where a stored tensor lies: its boxes, and the bytes of each."""
 
     def __init__(self, entry: TensorEntry) -> None:
+        self._entry = entry
         extents = entry.extents
         self.offsets, self.sizes = vectors_of(boxes_of(extents))
         self.files = files_of(extents)
-        self.starts = [start for _, start, _ in ranges_of(extents)]
+        self._ranges = list(ranges_of(extents))
         columns = isinstance(extents, ExtentColumns)
         self._strides = None if columns else [extent.strides for extent in extents]
         self._index = BoxIndex(self.offsets, self.sizes)
@@ -42,6 +62,19 @@ class StoredBoxes:
         """Return the elements between neighbors along each dimension of an extent."""
         stated = self._strides[number] if self._strides else None
         return stated or row_major(self.sizes[number])
+
+    def start(self, number: int) -> int:
+        """Return the position in its file of the first byte of an extent."""
+        return self._ranges[number][1]
+
+    def recorded(self, number: int) -> RecordedRange | None:
+        """Return the range around an extent whose checksum is recorded, or None."""
+        extents, name = self._entry.extents, self._entry.name
+        if isinstance(extents, ExtentColumns):
+            crc = extents.crcs[number] if extents.crcs else NO_CRC
+            file, start, end = self._ranges[number]
+            return RecordedRange(file, start, end - start, crc, name) if crc != NO_CRC else None
+        return recorded_range(extents[number], name)
 
     def meeting(self, part: Part) -> Iterator[tuple[int, Part]]:
         """Yield the numbers of boxes that a part has elements in, and those elements."""
@@ -55,6 +88,15 @@ class StoredBoxes:
     def position(self, number: int, part: Part) -> int:
         """Return how many elements of a box lie before the first one of a part of it."""
         return sum(map(mul, map(sub, part.begin, self.offsets[number]), self.strides(number)))
+
+
+def recorded_range(extent: Extent, name: str) -> RecordedRange | None:
+    """Return the range around an extent of a tensor whose checksum is recorded, or None."""
+    known = extent.recorded
+    if known is None or not known.nbytes:
+        return None
+    own = extent.crc32 is not None
+    return RecordedRange(extent.file, known.offset, known.nbytes, known.crc32, name if own else "")
 
 
 Within = Callable[[Part, int, int, int], Sequence[Part]]
@@ -77,11 +119,17 @@ class BlockReader:
     """Finds what fills a buffer with elements of a tensor.
 
     A plan has tens of thousands of readers, so they look up boxes when elements are read.
+
+    Attributes:
+        tensor: What is read.
+        item: Bytes of an element.
+        checked: Names of stored tensors whose recorded checksums reads count for.
     """
 
-    def __init__(self, tensor: Strided) -> None:
+    def __init__(self, tensor: Strided, checked: Collection[str] = ()) -> None:
         self.tensor = tensor
-        self.item = dtypes.itemsize(tensor.stored_dtype)
+        self.item = tensor.itemsize
+        self.checked = checked
 
     @cached_property
     def _stored(self) -> dict[int, StoredBoxes]:
@@ -101,17 +149,38 @@ class BlockReader:
 
     @cached_property
     def permuted(self) -> bool:
-        """Return whether elements are better permuted in memory: mostly, the first ones tell."""
+        """Return whether elements of the tensor are better permuted in memory."""
         shape = self.tensor.shape
-        if 0 in shape:
+        return self.permutes((0,) * len(shape), shape)
+
+    def permutes(self, lo: Ints, shape: Ints) -> bool:
+        """Return whether elements of a box are better permuted in memory.
+
+        Mostly, the first ones tell.
+        """
+        if 0 in shape or self._has_long_rows(shape):
             return False
-        order = tuple(range(len(shape)))
-        domain = next(domains((0,) * len(shape), shape, order, MIB // self.item))
+        domain = next(domains(lo, shape, MIB // self.item))
         box = domain.first(domain.step)
         blocks = self.dense(box.lo, box.sizes)
         number = sum(block.runs for some in blocks.values() for block in some)
         size, whole = math.prod(box.sizes) * self.item, math.prod(shape) * self.item
         return size < SHORT_RUN * number and whole * number > FEW_RUNS * size
+
+    def _has_long_rows(self, shape: Ints) -> bool:
+        """Return whether rows of a box of a shape are long runs in what is stored, at a glance."""
+        last = len(shape) - 1
+        return all(
+            len(part.of.extents) == 1
+            and any(
+                axis.dim == last
+                and axis.step == axis.stride == 1
+                and axis.at == len(part.begin) - 1
+                and min(axis.size, shape[last]) * self.item >= SHORT_RUN
+                for axis in part.axes
+            )
+            for part in self.tensor.parts
+        )
 
     def dense(self, lo: Ints, sizes: Ints) -> Blocks:
         """Return the copies that fill a buffer with a box of the tensor, row-major."""
@@ -130,24 +199,32 @@ class BlockReader:
             position: Byte position of its first element in the buffer.
             strides: Bytes between neighbors there.
         """
-        origin = position - sum(map(mul, lo, strides))
-        for number in self._index.near(lo, sizes):
-            for part in _inside(self.tensor.parts[number], Part.within, lo, sizes):
-                for file, block in self._blocks(part, origin, strides):
-                    found.setdefault(file, []).append(block)
+        for source, block in self.blocks(lo, sizes, position, strides):
+            found.setdefault(source, []).append(block)
 
-    def _blocks(self, part: Part, origin: int, strides: Ints) -> Iterator[tuple[str, Block]]:
-        """Yield the copies that fill the places of a part; *origin* is that of index 0."""
-        stored, item = self._stored[id(part.of)], self.item
-        for number, cut in stored.meeting(part):
+    def blocks(
+        self, lo: Ints, sizes: Ints, position: int, strides: Ints
+    ) -> Iterator[tuple[ReadFrom, Block]]:
+        """Yield the copies of :meth:`add`, each with what it reads."""
+        origin, item = position - sum(map(mul, lo, strides)), self.item
+        for stored, number, part in self.meeting(lo, sizes):
             steps = stored.strides(number)
-            source = stored.starts[number] + stored.position(number, cut) * item
+            source = stored.start(number) + stored.position(number, part) * item
             axes = (
                 (axis.stride * steps[axis.at] * item, axis.step * strides[axis.dim], axis.size)
-                for axis in cut.axes
+                for axis in part.axes
             )
-            buffer = origin + sum(map(mul, cut.origin, strides))
-            yield stored.files[number], runs.melted(source, buffer, axes, item)
+            buffer = origin + sum(map(mul, part.origin, strides))
+            check = stored.recorded(number) if part.of.name in self.checked else None
+            place = ReadFrom(stored.files[number], check)
+            yield place, runs.melted(source, buffer, axes, item)
+
+    def meeting(self, lo: Ints, sizes: Ints) -> Iterator[Meeting]:
+        """Yield the elements of a box of the tensor by the stored boxes that they lie in."""
+        for number in self._index.near(lo, sizes):
+            for part in _inside(self.tensor.parts[number], Part.within, lo, sizes):
+                stored = self._stored[id(part.of)]
+                yield from (Meeting(stored, index, cut) for index, cut in stored.meeting(part))
 
 
 def _length(part: Part, dim: int) -> int:
@@ -170,104 +247,15 @@ def rearranged(root: str, tensor: Strided) -> Computed:
 
 def reads(blocks: Blocks) -> Iterator[Read]:
     """Yield contiguous reads that together do *blocks*."""
-    for file, some in blocks.items():
+    for (file, check), some in blocks.items():
         base = min(block.source for block in some)
         relative = tuple(block._replace(source=block.source - base) for block in some)
         for begin, nbytes, pattern in runs.spans(relative):
-            yield Read(file, base + begin, nbytes, pattern, UNCHECKED, 0)
+            yield Read(file, base + begin, nbytes, pattern, check)
 
 
 def element_moves(blocks: Blocks, item: int, limit: int) -> Iterator[Move]:
     """Yield moves of elements, *limit* bytes of a staging area at most, that do *blocks*."""
-    for file, some in blocks.items():
+    for (file, _), some in blocks.items():
         for block in some:
             yield from moves(file, block, item, limit, computed=is_computed(file))
-
-
-# ------------------------------------------------------------------------------------- tiles
-
-
-def tiles(
-    reader: BlockReader, targets: Sequence[Operand], records: Sequence[Record], limits: Limits
-) -> Iterator[Tile]:
-    """Yield the tiles that write boxes of a tensor.
-
-    Args:
-        reader: Of the tensor.
-        targets: The boxes, and where their elements go.
-        records: What targets are parts of.
-        limits: Sizes of buffers.
-    """
-    kept = [target for target in targets if 0 not in target.sizes]
-    if kept:
-        work = _Tiling(reader, kept, records, limits)
-        ranges = work.ranges()
-        yield from work.tiles() if ranges is None else ranges
-
-
-class _Tiling(NamedTuple):
-    """One call of :func:`tiles`."""
-
-    reader: BlockReader
-    targets: Sequence[Operand]
-    records: Sequence[Record]
-    limits: Limits
-
-    def ranges(self) -> list[Tile] | None:
-        """Return a tile for each contiguous range; None: not all elements lie in such."""
-        tensor = self.reader.tensor
-        if tensor.dtype != tensor.stored_dtype:
-            return None
-        found: list[Tile] = []
-        for target in self.targets:
-            blocks: Blocks = {}
-            self.reader.add(blocks, target.start, target.sizes, target.offset, target.strides)
-            if any(block.axes for some in blocks.values() for block in some):
-                return None
-            for file, some in blocks.items():
-                for block in some:
-                    found += self._range(file, block, target)
-        return found
-
-    def _range(self, file: str, block: Block, target: Operand) -> Iterator[Tile]:
-        at = block.buffer - self.records[target.record].offset
-        for done in range(0, block.run, self.limits.flat):
-            size = min(self.limits.flat, block.run - done)
-            read = Read(file, block.source + done, size, None, UNCHECKED, 0)
-            write = Write(target.file, block.buffer + done, size, 0, target.record, at + done)
-            yield Tile(size, (read,), (), (write,), True)
-
-    def tiles(self) -> Iterator[Tile]:
-        """Yield tiles of consecutive rows of the tensor, which all targets share."""
-        tensor, item, limits = self.reader.tensor, self.reader.item, self.limits
-        order, out = range(len(tensor.shape)), dtypes.itemsize(tensor.dtype)
-        limit = min(limits.tile << (len(self.targets) > 1), limits.widest)
-        if permuted := self.reader.permuted:
-            limit = limits.arithmetic
-        for parts, blocks in self._filled(limit // max(item, out)):
-            moved = element_moves(blocks, item, limits.arithmetic // 2) if permuted else ()
-            read = () if permuted else reads(blocks)
-            written = writes(parts, self.targets, self.records, order, out)
-            nbytes = sum(math.prod(part.sizes) for part in parts) * item
-            yield Tile(nbytes, tuple(read), tuple(moved), written, False)
-
-    def _filled(self, limit: int) -> Iterator[tuple[list[OperandPart], Blocks]]:
-        """Yield parts of targets that fit into a buffer together, and what fills it."""
-        found = [
-            OperandPart(number, target.offset, target.start, target.sizes, target.strides)
-            for number, target in enumerate(self.targets)
-        ]
-        index, item = PartIndex(found), self.reader.item
-        lo = tuple(map(min, zip(*(part.lo for part in found), strict=True)))
-        ends = (map(add, part.lo, part.sizes) for part in found)
-        sizes = tuple(map(sub, map(max, zip(*ends, strict=True)), lo))
-        order = tuple(range(len(lo)))
-        for domain in domains(lo, sizes, order, max(1, limit)):
-            for box in domain.cut(domain.step):
-                parts, blocks, position = index.meeting(box.lo, box.sizes), Blocks(), 0
-                for part in parts:
-                    strides = runs.dense(part.sizes, order, item)
-                    self.reader.add(blocks, part.lo, part.sizes, position, strides)
-                    position += math.prod(part.sizes) * item
-                if parts:
-                    yield parts, blocks

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from itertools import product
+from operator import add
 from typing import NamedTuple
 
 from ckptctl.planner.copying.runs import Ints
@@ -36,19 +37,29 @@ class Domain(NamedTuple):
         return (self.first(length, at) for at in range(begin, self.length, length))
 
 
-def domains(lo: Ints, sizes: Ints, order: Ints, limit: int) -> Iterator[Domain]:
-    """Yield intervals of *order* that together are a box; a step holds at most *limit* elements."""
-    depth, inner = len(order), 1
-    while depth and inner * sizes[order[depth - 1]] <= limit:
-        depth -= 1
-        inner *= sizes[order[depth]]
-    if not depth:
+def domains(
+    lo: Ints, sizes: Ints, limit: int, units: Mapping[int, int] | None = None
+) -> Iterator[Domain]:
+    """Yield intervals of indices that together are a box; a step holds at most *limit* elements.
+
+    Args:
+        lo: First indices of the box.
+        sizes: Its sizes.
+        limit: Elements of a step.
+        units: By axis the indices that a step should hold a multiple of.
+    """
+    axis, inner = len(sizes) - 1, 1
+    while axis >= 0 and inner * sizes[axis] <= limit:
+        inner *= sizes[axis]
+        axis -= 1
+    if axis < 0:
         yield Domain(lo, sizes, 0, max(sizes, default=1))
         return
-    outer, axis = order[: depth - 1], order[depth - 1]
-    parts = -(-sizes[axis] // max(1, limit // inner))
-    for indices in product(*(range(sizes[a]) for a in outer)):
-        start, count = list(lo), list(sizes)
-        for a, index in zip(outer, indices, strict=True):
-            start[a], count[a] = lo[a] + index, 1
-        yield Domain(tuple(start), tuple(count), axis, -(-sizes[axis] // parts))
+    most = max(1, limit // inner)
+    unit = units.get(axis, 1) if units else 1
+    unit = unit if unit <= most else 1
+    parts = -(-sizes[axis] // (most // unit * unit))
+    step = -(-sizes[axis] // (parts * unit)) * unit
+    for indices in product(*map(range, sizes[:axis])):
+        start = (*map(add, lo[:axis], indices), *lo[axis:])
+        yield Domain(start, (1,) * axis + sizes[axis:], axis, step)

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from ckptctl.planner.copying.runs import Block, Pattern
+from ckptctl.planner.plan import RecordedRange
 
 GAP = 16 << 10
 """Bytes that are sooner read than passed over by another call ..."""
@@ -103,8 +104,6 @@ def _move(
 
 
 MIB = 1 << 20
-UNCHECKED = -1
-"""The operand of a read that counts for no checksum."""
 
 
 class Limits(NamedTuple):
@@ -116,7 +115,7 @@ class Limits(NamedTuple):
         flat: What is done without a word to others: a plain byte range, which is copied in steps,
             or the steps of one tile.
         arithmetic: A buffer, and twice a staging area, where elements are permuted.
-        check: Whether checksums of source operands are wanted.
+        check: Whether checksums of sources are wanted.
     """
 
     tile: int = MIB
@@ -131,8 +130,7 @@ class Read(NamedTuple):
 
     Attributes:
         pattern: Where its bytes go in the buffer; None: to its start, in one run.
-        operand: The source operand whose checksum it counts for, or :data:`UNCHECKED`.
-        at: Position in that operand.
+        check: The recorded range whose checksum it counts for, or None.
         step: Bytes from where one step of the tile reads to where the next one does.
     """
 
@@ -140,8 +138,7 @@ class Read(NamedTuple):
     offset: int
     nbytes: int
     pattern: Pattern | None
-    operand: int
-    at: int
+    check: RecordedRange | None = None
     step: int = 0
 
 
@@ -195,7 +192,7 @@ class Tile(NamedTuple):
 
     def checked(self) -> Sequence[Read]:
         """Return what all steps together read for checksums."""
-        reads = [read for read in self.reads if read.operand >= 0]
+        reads = [read for read in self.reads if read.check is not None]
         if self.steps == 1:
             return reads
         return [read._replace(nbytes=read.nbytes * self.steps) for read in reads]

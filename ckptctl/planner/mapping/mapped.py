@@ -25,6 +25,16 @@ class Region(NamedTuple):
     sizes: tuple[int, ...]
 
 
+class ViewPlace(NamedTuple):
+    """Where a view has its elements: see :class:`View`."""
+
+    dims: tuple[tuple[int, ...], ...]
+    origin: tuple[int, ...]
+    sizes: tuple[int, ...]
+    lead: tuple[int, ...]
+    step: int
+
+
 @dataclass(frozen=True, slots=True)
 class View:
     """How one stored tensor shows a logical tensor, or a part of it.
@@ -48,9 +58,9 @@ class View:
     step: int = 0
 
     @property
-    def place(self) -> tuple[object, ...]:
+    def place(self) -> ViewPlace:
         """Return what is the same for views of the same elements of any stored tensor."""
-        return self.dims, self.origin, self.sizes, self.lead, self.step
+        return ViewPlace(self.dims, self.origin, self.sizes, self.lead, self.step)
 
     @property
     def ends(self) -> tuple[int, ...]:

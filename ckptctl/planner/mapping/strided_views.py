@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
 from ckptctl.catalog import TensorEntry
 from ckptctl.errors import MappingError
-from ckptctl.planner.mapping.mapped import MappedTensor, View
-from ckptctl.planner.strided import Axis, Ints, Part, Strided
+from ckptctl.planner.mapping.mapped import MappedTensor, View, ViewPlace
+from ckptctl.planner.strided import Axis, Ints, Part, Strided, coalesced
 
 
 def as_strided(
-    tensors: Sequence[MappedTensor], key: str, entries: Mapping[str, TensorEntry]
+    tensors: Sequence[MappedTensor],
+    key: str,
+    entries: Mapping[str, TensorEntry],
+    dtype: str | None = None,
 ) -> Strided:
     """Return a stored tensor of the target as elements of the source's stored tensors.
 
@@ -20,43 +24,66 @@ def as_strided(
         tensors: All that it holds; nothing is added to their elements.
         key: The target's tensor.
         entries: The source's tensors.
+        dtype: The dtype to which elements are cast, or None to keep theirs.
 
     Raises:
         MappingError: They have different dtypes.
     """
     parts: list[Part] = []
-    read = dict.fromkeys(view.key for mapped in tensors for view in mapped.sources)
-    first, *others = (entries[name] for name in read)
-    for other in others:
-        if other.dtype != first.dtype:
+    shape: Ints = ()
+    for mapped in tensors:
+        for target in mapped.targets:
+            if target.key != key:
+                continue
+            shape = tuple(map(max, shape or target.ends, target.ends))
+            for source in mapped.sources:
+                found = _common_elements(mapped.axes, source.place, target.place)
+                if found is not None:
+                    parts.append(Part(entries[source.key], *found))
+    stored_dtype = _dtype_of(tensors, key, entries)
+    return Strided(shape, stored_dtype, dtype or stored_dtype, tuple(parts))
+
+
+def _dtype_of(tensors: Sequence[MappedTensor], key: str, entries: Mapping[str, TensorEntry]) -> str:
+    dtype = entries[tensors[0].sources[0].key].dtype
+    for other in (entries[view.key] for mapped in tensors for view in mapped.sources):
+        if other.dtype != dtype:
             raise MappingError(
-                f"parts of one tensor have different dtypes: {first.dtype} and {other.dtype}",
+                f"parts of one tensor have different dtypes: {dtype} and {other.dtype}",
                 where=f"tensor `{other.name}`",
                 why=f"they are merged into one tensor, `{key}`",
             )
-    shape: Ints = ()
-    for mapped in tensors:
-        for target in (view for view in mapped.targets if view.key == key):
-            shape = tuple(map(max, shape or target.ends, target.ends))
-            for source in mapped.sources:
-                parts += _part(mapped.axes, source, target, entries[source.key])
-    return Strided(shape, first.dtype, first.dtype, tuple(parts))
+    return dtype
 
 
 def by_target(tensors: Iterable[MappedTensor]) -> dict[str, list[MappedTensor]]:
-    """Return what each stored tensor of the target consists of, by its key."""
+    """Return what each stored tensor of the target consists of, by its key.
+
+    Of a logical tensor that several of them hold, each has its own views only.
+    """
     found: dict[str, list[MappedTensor]] = {}
     for mapped in tensors:
-        for key in dict.fromkeys(view.key for view in mapped.targets):
-            found.setdefault(key, []).append(mapped)
+        if len(mapped.targets) == 1:
+            found.setdefault(mapped.targets[0].key, []).append(mapped)
+            continue
+        views: dict[str, list[View]] = {}
+        for view in mapped.targets:
+            views.setdefault(view.key, []).append(view)
+        for key, own in views.items():
+            one = MappedTensor(mapped.logical, mapped.axes, mapped.sources, tuple(own), mapped.plus)
+            found.setdefault(key, []).append(one)
     return found
 
 
-def _part(axes: Ints, source: View, target: View, entry: TensorEntry) -> Iterator[Part]:
-    """Yield the elements that two views share: one part, or none."""
+# Layers have the same elements in stored tensors of their own.
+@lru_cache(maxsize=1 << 14)
+def _common_elements(
+    axes: Ints, source: ViewPlace, target: ViewPlace
+) -> tuple[tuple[Axis, ...], Ints, Ints] | None:
+    """Return the elements that two views share as what follows ``of`` in a part, or None."""
     here, there = _spread(source), _spread(target)
     if 0 in axes or any(here[axis] != there[axis] for axis in here.keys() & there.keys()):
-        return
+        return None
     fixed = here | there
     (begin, at), (origin, dims) = _places(axes, source), _places(axes, target)
     for axis, index in fixed.items():
@@ -68,7 +95,7 @@ def _part(axes: Ints, source: View, target: View, entry: TensorEntry) -> Iterato
         for axis, size in enumerate(axes)
         if size > 1 and axis not in fixed
     )
-    yield Part(entry, tuple(kept), tuple(origin), tuple(begin))
+    return coalesced(kept), tuple(origin), tuple(begin)
 
 
 class _Place(NamedTuple):
@@ -78,7 +105,7 @@ class _Place(NamedTuple):
     step: int
 
 
-def _places(axes: Ints, view: View) -> tuple[list[int], dict[int, _Place]]:
+def _places(axes: Ints, view: ViewPlace) -> tuple[list[int], dict[int, _Place]]:
     """Return where a logical tensor begins in a stored one, and how its axes move there."""
     groups = view.dims[len(view.lead) :]
     dims = [_Place(dim, 1) for dim in range(len(groups))]
@@ -93,7 +120,7 @@ def _places(axes: Ints, view: View) -> tuple[list[int], dict[int, _Place]]:
     return first, places
 
 
-def _spread(view: View) -> dict[int, int]:
+def _spread(view: ViewPlace) -> dict[int, int]:
     """Return the axes along which a stored tensor holds one entry, and which."""
     lead = zip(view.dims, view.lead, strict=False)
     return {axis: index for group, index in lead for axis in group}

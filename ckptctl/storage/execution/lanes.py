@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from ckptctl.planner.balance import Share
 from ckptctl.planner.copying.copies import check, lower
-from ckptctl.planner.copying.tile import UNCHECKED, Limits, Read, Tile, Write
+from ckptctl.planner.copying.tile import Limits, Read, Tile, Write
 from ckptctl.planner.plan import CheckedRange, Plan, RawCopy, Transfer
 from ckptctl.storage.files import SourceFiles
 from ckptctl.storage.sources import Sources
@@ -139,13 +139,12 @@ def most_threads(plan: Plan, memory: Container[str], threads: int, numbers: Sequ
     transfers = [plan.transfers[one] for one in numbers if one < len(plan.transfers)]
     if not transfers or any(_computes(plan, one) for one in transfers):
         return threads
-    files = {operand.file for one in transfers for operand in one.target.operands}
+    files = {target.file for one in transfers for target in one.targets}
     return threads if any(file in memory for file in files) else PER_FILE * len(files)
 
 
 def _computes(plan: Plan, transfer: Transfer) -> bool:
-    made = any(operand.file in plan.computed for operand in transfer.source.operands)
-    return made or transfer.source_dtype != transfer.target_dtype
+    return transfer.casts or not plan.computed.keys().isdisjoint(transfer.files())
 
 
 def plan_units(
@@ -157,7 +156,7 @@ def plan_units(
     """
     transfers, root = plan.transfers, plan.source_root
     if number < len(transfers):
-        tiles = lower(transfers[number], plan.records, limits)
+        tiles = lower(transfers[number], plan.records, limits, plan.checked)
     elif number >= plan.first_check:
         checked = plan.checks[number - plan.first_check]
         root, tiles = checked.root, _check(checked, limits)
@@ -172,11 +171,12 @@ def plan_units(
 def _raw(raw: RawCopy, limit: int) -> Iterator[Tile]:
     for done in range(0, raw.nbytes, limit):
         size = min(limit, raw.nbytes - done)
-        read = Read(raw.source, raw.offset + done, size, None, UNCHECKED, 0)
+        read = Read(raw.source, raw.offset + done, size, None)
         write = Write(raw.target, raw.target_offset + done, size, 0, -1, 0)
         yield Tile(size, (read,), (), (write,), True)
 
 
 def _check(range_: CheckedRange, limits: Limits) -> Iterator[Tile]:
-    for begin, nbytes in range_.gaps:
-        yield from check(range_.file, range_.offset, begin, nbytes, 0, limits)
+    for position, nbytes in range_.gaps:
+        recorded = range_.recorded
+        yield from check(recorded, recorded.offset + position, nbytes, limits)

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from ckptctl.catalog import MANIFEST
 from ckptctl.errors import CkptError, DamagedError
-from ckptctl.planner.plan import Plan
+from ckptctl.planner.plan import Plan, RecordedRange
 from ckptctl.storage.crc import combine
 from ckptctl.storage.execution.journal import Done
 from ckptctl.storage.execution.lanes import Unit
@@ -22,7 +22,9 @@ from ckptctl.storage.rounding import Rounding
 from ckptctl.storage.stand_ins import begins_as_zip
 
 Parts = list[tuple[int, int, int]]
-"""``(position, bytes, CRC-32)`` of the parts of a record or operand."""
+"""``(position, bytes, CRC-32)`` of the parts of a record or of a recorded range of a source."""
+SourceRange = tuple[str, RecordedRange]
+"""A recorded range, and the directory that its file is relative to."""
 
 
 class News(NamedTuple):
@@ -45,7 +47,7 @@ class Books(NamedTuple):
     Attributes:
         whole: CRC-32 of records that were written in one piece, by index.
         parts: Of the other records.
-        sources: Parts of operands whose checksum is still to be compared, by transfer and operand.
+        sources: Parts of recorded ranges of sources that are not read completely yet.
         written: Bytes of each output file.
         finished: Output files that need nothing more.
         outcomes: What became of elements that were computed or cast, by transfer.
@@ -54,7 +56,7 @@ class Books(NamedTuple):
 
     whole: dict[int, int]
     parts: dict[int, Parts]
-    sources: dict[tuple[int, int], Parts]
+    sources: dict[SourceRange, Parts]
     written: dict[str, int]
     finished: list[str]
     outcomes: dict[int, Outcome]
@@ -71,8 +73,8 @@ class Ledger:
         self._sync_every = sync_every
         self._whole: dict[int, int] = {}
         self._parts: dict[int, Parts] = {}
-        self._sources: dict[tuple[int, int], Parts] = {}
-        self._covered: Counter[tuple[int, int]] = Counter()
+        self._sources: dict[SourceRange, Parts] = {}
+        self._covered: Counter[SourceRange] = Counter()
         self._outcomes: dict[int, Outcome] = {}
         self._all: Counter[str] = Counter()
         for record in plan.records:
@@ -124,13 +126,13 @@ class Ledger:
             complete = [
                 entry for key, parts in books.sources.items() if (entry := self._cover(key, parts))
             ]
-        for transfer, operand, parts in complete:
-            self._check(transfer, operand, parts)
+        for place, parts in complete:
+            self._check(place, parts)
 
     def commit(self, units: Iterable[tuple[Unit, Done]], *, resumed: bool = False) -> News:
         """Enter finished units."""
         news = News([], [], ([], []))
-        complete: list[tuple[int, int, Parts]] = []
+        complete: list[tuple[SourceRange, Parts]] = []
         with self._lock:
             for unit, done in units:
                 self._enter(unit, done, news, resumed)
@@ -138,8 +140,8 @@ class Ledger:
             if self._journal_every and self._pending_bytes >= self._journal_every:
                 news = news._replace(durable=(self._pending, sorted(self._pending_files)))
                 self._pending, self._pending_files, self._pending_bytes = [], set(), 0
-        for transfer, operand, parts in complete:
-            self._check(transfer, operand, parts)
+        for place, parts in complete:
+            self._check(place, parts)
         return news
 
     def outcomes(self) -> dict[str, Outcome]:
@@ -199,30 +201,33 @@ class Ledger:
             self._pending_files.update(write.file for write in unit.tile.writes)
             self._pending_bytes += total
 
-    def _read(self, unit: Unit, done: Done) -> list[tuple[int, int, Parts]]:
-        """Enter the checked reads; return the operands that are complete now."""
-        complete: list[tuple[int, int, Parts]] = []
+    def _read(self, unit: Unit, done: Done) -> list[tuple[SourceRange, Parts]]:
+        """Enter the checked reads; return the recorded ranges that are complete now."""
+        complete: list[tuple[SourceRange, Parts]] = []
+        root = self._plan.root_of(unit.transfer)
         for read, crc in zip(unit.tile.checked(), done.read, strict=True):
-            number, operand, begin = self._plan.counted(unit.transfer, read.operand)
-            found = self._cover((number, operand), [(begin + read.at, read.nbytes, crc)])
-            complete += [found] if found else []
+            if read.check is not None:
+                part = (read.offset - read.check.offset, read.nbytes, crc)
+                found = self._cover((root, read.check), [part])
+                complete += [found] if found else []
         return complete
 
-    def _cover(self, key: tuple[int, int], more: Parts) -> tuple[int, int, Parts] | None:
-        """Enter parts of an operand; return it if it is complete now."""
-        parts = self._sources.setdefault(key, [])
+    def _cover(self, place: SourceRange, more: Parts) -> tuple[SourceRange, Parts] | None:
+        """Enter parts of a recorded range; return it if it is complete now."""
+        parts = self._sources.setdefault(place, [])
         parts += more
-        self._covered[key] += sum(nbytes for _, nbytes, _ in more)
-        if self._covered[key] != self._plan.recorded(*key)[2]:
+        self._covered[place] += sum(nbytes for _, nbytes, _ in more)
+        if self._covered[place] != place[1].nbytes:
             return None
-        return *key, self._sources.pop(key)
+        return place, self._sources.pop(place)
 
-    def _check(self, number: int, index: int, parts: Parts) -> None:
-        name, file, nbytes, recorded = self._plan.recorded(number, index)
-        found = _joined(parts, nbytes)
-        if found != recorded:
-            root = self._plan.root_of_checked(number)
-            raise checksum_error(name, root, file, found or 0, recorded or 0)
+    def _check(self, place: SourceRange, parts: Parts) -> None:
+        root, recorded = place
+        found = _joined(parts, recorded.nbytes)
+        if found != recorded.crc32:
+            names = (one.name for one in self._plan.checks if (one.root, one.recorded) == place)
+            name = recorded.name or next(names, recorded.file)
+            raise checksum_error(name, root, recorded.file, found or 0, recorded.crc32)
 
 
 def checksum_error(name: str, root: str, file: str, computed: int, recorded: int) -> DamagedError:

@@ -91,7 +91,7 @@ class _Streaming:
             buffers=TileBuffers(),
         )
         self._ahead, self._written = (Ledger(plan, 0, 0) for _ in range(2))
-        filled = (copy.target.operands[0].record for copy in plan.transfers)
+        filled = (copy.targets[0].record for copy in plan.transfers)
         self._transfers = {record: number for number, record in enumerate(filled)}
 
     def write(self, file: OutputFile, target: IO[bytes]) -> None:

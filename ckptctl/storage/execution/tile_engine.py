@@ -105,13 +105,13 @@ class TileEngine:
                 start = read.pattern.runs[0][0] if read.pattern else 0
                 view = buffer[start : start + read.nbytes]
                 source.read_into(offset, (view,), read.nbytes)
-                if read.operand >= 0:
+                if read.check is not None:
                     crcs[index] = crc32(view, crcs[index])
             else:
                 for nbytes, views in places(read.pattern, buffer):
                     source.read_into(offset, views, nbytes)
                     offset += nbytes
-                    for view in views if read.operand >= 0 else ():
+                    for view in views if read.check is not None else ():
                         crcs[index] = crc32(view, crcs[index])
         for made, pieces in together.items():
             outcome += made.gather(pieces, buffer)

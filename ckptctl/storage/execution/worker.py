@@ -93,15 +93,15 @@ class Worker:
                 else:
                     self._outcome += self._engine.fill(files, tile, step, part, read, scattered)
             self.underway += sum(write.nbytes for write in tile.writes)
-        checked = [crc for one, crc in zip(tile.reads, read, strict=True) if one.operand >= 0]
+        checked = [crc for one, crc in zip(tile.reads, read, strict=True) if one.check is not None]
         return Done(unit.transfer, unit.number, written, checked)
 
     def _dtypes(self, unit: Unit) -> Dtypes | None:
         """Return the dtypes of what is read and written, or None if it is only copied."""
         if unit.transfer >= len(self._transfers):
             return None
-        transfer = self._transfers[unit.transfer]
-        return transfer.source_dtype, transfer.target_dtype
+        tensor = self._transfers[unit.transfer].tensor
+        return tensor.stored_dtype, tensor.dtype
 
     def _in_place(self, unit: Unit, sink: ByteSink) -> memoryview | None:
         """Return memory of the sink that a tile can be read into, or None if it needs a buffer."""
@@ -119,7 +119,7 @@ class Worker:
         source, sink = self._files.source(unit.files, read.file), self._sink(write.file)
         if self.is_sole_writer and self._kernel_copy and self._copy_in_kernel(unit, source, sink):
             return Done(unit.transfer, unit.number, [0], [])
-        checked = read.operand >= 0
+        checked = read.check is not None
         wanted = checked or (self._checksum and sink.checksummed)
         direct = read.nbytes >= MIN_DIRECT_BYTES and source.past_cache
         place = None if direct else self._in_place(unit, sink)
@@ -183,8 +183,8 @@ def _single_runs(reads: Sequence[Read], step: int) -> list[Piece]:
         return []
     name = reads[0].file
     found: list[Piece] = []
-    for file, offset, nbytes, pattern, operand, _, further in reads:
-        if operand >= 0 or file != name or (pattern is not None and len(pattern.runs) != 1):
+    for file, offset, nbytes, pattern, check, further in reads:
+        if check is not None or file != name or (pattern is not None and len(pattern.runs) != 1):
             return []
         start = pattern.runs[0][0] if pattern is not None else 0
         found.append((offset + step * further, nbytes, start))

@@ -228,7 +228,7 @@ def calculates(plan: Plan) -> bool:
     """Return whether elements are computed or cast: with torch."""
     if any(map(needs_torch, plan.computed.values())):
         return True
-    return any(t.source_dtype != t.target_dtype for t in plan.transfers)
+    return any(one.casts for one in plan.transfers)
 
 
 def require_torch_for(plan: Plan, what: str) -> None:

@@ -10,10 +10,11 @@ from typing import cast as typed
 
 from ckptctl import dtypes
 from ckptctl.catalog import Computed
-from ckptctl.planner.copying.blocks import BlockReader, tiles
+from ckptctl.planner.copying.blocks import BlockReader
+from ckptctl.planner.copying.copies import tiles
 from ckptctl.planner.copying.runs import dense
 from ckptctl.planner.copying.tile import MIB, Limits
-from ckptctl.planner.plan import Operand, Record
+from ckptctl.planner.plan import Record, TargetBox
 from ckptctl.storage.byte_files import HostMemory
 from ckptctl.storage.execution.tile_engine import TileEngine
 from ckptctl.storage.kinds import Inputs, Kind, rectangle
@@ -28,7 +29,7 @@ def _rearranged(
 ) -> None:
     reader, box = _reader(computed), rectangle(rows, columns)
     strides = dense(box.sizes, (0, 1), dtypes.itemsize(computed.dtype))
-    target = Operand("", 0, box.offsets, box.sizes, strides, len(out), record=0)
+    target = TargetBox("", 0, box.offsets, box.sizes, strides, record=0)
     sink, unchecked = HostMemory(out), list[int]()
     engine = TileEngine(inputs.opened, lambda _: sink, inputs.opened.buffers, checksum=False)
     kinds = reader.tensor.stored_dtype, computed.dtype

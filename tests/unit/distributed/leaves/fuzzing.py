@@ -264,7 +264,7 @@ def use(value: object) -> None:
 
 
 def count_lists(array: Any) -> int:
-    """Return about how many objects ``array.tolist()`` makes: for shape (2**30, 0) as many lists."""
+    """Return about how many objects ``array.tolist()`` makes: lists of empty rows count, too."""
     return math.prod(max(size, 1) for size in array.shape)
 
 

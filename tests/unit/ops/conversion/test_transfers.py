@@ -9,31 +9,21 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckptctl.catalog import (
-    Box,
-    Computed,
-    Extent,
-    Input,
-    TensorEntry,
-    computed_name,
-)
+from ckptctl.catalog import Box, Catalog, Computed, Extent, Input, TensorEntry, computed_name
 from ckptctl.formats.base import Output, Place
-from ckptctl.ops.conversion.transfers import sources_of, transfers
+from ckptctl.ops.conversion.transfers import plan_transfers, sources_of
+from ckptctl.planner.copying.copies import lower
+from ckptctl.planner.copying.tile import Limits
 from ckptctl.planner.mapping.mapped import MappedTensor, View
-from ckptctl.planner.plan import Operand, RawCopy, Record, Side, Transfer
-
-
-def _entry(file: str) -> TensorEntry:
-    extent = Extent(Box.whole((4,)), file, 0, 4)
-    return TensorEntry(file, "uint8", (4,), (extent,), (file,))
+from ckptctl.planner.plan import RawCopy, Record, Transfer
+from ckptctl.planner.strided import Strided, concat
+from tests.transfers import stored, target
+from tests.unit.planner.copying.test_copies import fill, steps
 
 
 def _transfer(*files: str) -> Transfer:
-    operands = tuple(
-        Operand(file, 0, (4 * n,), (4,), (1,), 4, None, -1) for n, file in enumerate(files)
-    )
-    side = Side(((0,),), operands)
-    return Transfer("t", "t", (4 * len(files),), side, side, "uint8", "uint8")
+    tensors = [Strided.whole(stored(file, [4])) for file in files]
+    return Transfer("t", "t", concat(tensors, 0), (target("x", 0, [4 * len(files)]),))
 
 
 def test_files_are_named_once(tmp_path: Path) -> None:
@@ -44,12 +34,15 @@ def test_files_are_named_once(tmp_path: Path) -> None:
             (folder / name).write_bytes(bytes(number))
     outer, inner, unread = map(computed_name, ("outer", "inner", "unread"))
     virtual = {
-        outer: Computed("added", "uint8", (4,), {"base": Input(str(root), _entry(inner))}),
+        outer: Computed("added", "uint8", (4,), {"base": Input(str(root), stored(inner, [4]))}),
         inner: Computed(
             "added",
             "uint8",
             (4,),
-            {"base": Input(str(root), _entry("c")), "more": Input(str(other), _entry("d"))},
+            {
+                "base": Input(str(root), stored("c", [4])),
+                "more": Input(str(other), stored("d", [4])),
+            },
         ),
         unread: Computed("constant", "uint8", (4,)),
     }
@@ -62,22 +55,6 @@ def test_files_are_named_once(tmp_path: Path) -> None:
 
 INDICES, PARTS, WIDTH = 3, (4, 2, 2), 5
 """Indices that the parts of a tensor are interleaved along, rows of each part for one, columns."""
-
-
-def _elements(side: Side, stored: bytes) -> np.ndarray:
-    """Return the logical tensor, its axes flattened to the dimensions of *side*."""
-    ends = [[a + b for a, b in zip(o.start, o.sizes, strict=True)] for o in side.operands]
-    found = np.full(tuple(map(max, zip(*ends, strict=True))), -1, np.int64)
-    array = np.frombuffer(stored, np.uint8)
-    for operand in side.operands:
-        place = tuple(slice(a, a + b) for a, b in zip(operand.start, operand.sizes, strict=True))
-        part = np.lib.stride_tricks.as_strided(
-            array[operand.offset : operand.offset + operand.nbytes], operand.sizes, operand.strides
-        )
-        assert (found[place] == -1).all()
-        found[place] = part
-    assert (found != -1).all()
-    return found
 
 
 def _boxes(cuts: list[int], rows: int) -> list[Box]:
@@ -101,17 +78,41 @@ def test_parts_of_interleaved_rows_wherever_boxes_are_cut(
         records.append(Record("u", "g", box.offsets[0] * WIDTH, box.numel))
         places.append(Place(box, number))
     output = Output((), tuple(records), {"u": tuple(places)})
-    mapped, first = [], 0
+    mapped, first, grid = [], 0, array.reshape(INDICES, step, WIDTH)
     for part in PARTS:
         view = View("t", ((0,), (1,), (2,)), (0, first, 0), (INDICES, part, WIDTH), (), step)
         into = View("u", view.dims, view.origin, view.sizes, (), step)
         mapped.append(MappedTensor("p", (INDICES, part, WIDTH), (view,), (into,)))
         first += part
-    first = 0
-    grid = array.reshape(INDICES, step, WIDTH)
-    for found, part in zip(
-        transfers(mapped, {"t": entry}, output, {"u": "uint8"}), PARTS, strict=True
-    ):
-        for side in (found.source, found.target):
-            assert np.array_equal(_elements(side, array.tobytes()), grid[:, first : first + part])
-        first += part
+    catalog = Catalog("/", "/", "torch", {}, {"t": entry})
+    ((found,), _) = plan_transfers(catalog, mapped, output, {"u": "uint8"})
+    assert len(found.tensor.parts) == len(PARTS)
+    written = bytearray(rows * WIDTH)
+    for tile in steps(lower(found, records, Limits())):
+        buffer = fill(tile, {"f": array.tobytes()}, 1)
+        for _, offset, nbytes, start, *_ in tile.writes:
+            written[offset : offset + nbytes] = buffer[start : start + nbytes]
+    assert written == grid.tobytes()
+
+
+def test_parts_of_several_dtypes_are_cast_before_they_are_merged() -> None:
+    entries = {
+        "a": stored("a", [2], dtype="float32"),
+        "b": stored("b", [2], dtype="bfloat16"),
+    }
+    mapped = [
+        MappedTensor(
+            key,
+            (2,),
+            (View(key, ((0,),), (0,), (2,)),),
+            (View("ab", ((0,),), (first,), (2,)),),
+        )
+        for key, first in (("a", 0), ("b", 2))
+    ]
+    output = Output((), (Record("ab", "f", 0, 8),), {"ab": (Place(Box((0,), (4,)), 0),)})
+    catalog = Catalog("/", "/", "torch", {}, entries)
+    (transfer,), computed = plan_transfers(catalog, mapped, output, {"ab": "bfloat16"})
+    assert (transfer.tensor.stored_dtype, transfer.casts) == ("bfloat16", False)
+    assert transfer.files() == {"b", *computed}
+    (made,) = computed.values()
+    assert (made.kind, made.dtype) == ("rearranged", "bfloat16")

@@ -12,12 +12,13 @@ import pytest
 from ckptctl.catalog import Box, Extent, TensorEntry
 from ckptctl.columns import BoxColumns, ExtentColumns
 from ckptctl.planner.copying import blocks as lowering
-from ckptctl.planner.copying.blocks import BlockReader, tiles
+from ckptctl.planner.copying.blocks import BlockReader, ReadFrom
+from ckptctl.planner.copying.copies import tiles
 from ckptctl.planner.copying.runs import Block, dense, runs
 from ckptctl.planner.copying.tile import Limits
-from ckptctl.planner.plan import Operand, Record
+from ckptctl.planner.plan import Record, TargetBox
 from ckptctl.planner.strided import Part, Strided, stack
-from tests.unit.planner.copying.test_copies import cast, fill
+from tests.unit.planner.copying.test_copies import cast, fill, steps
 from tests.unit.planner.test_strided import Arrays, _step
 
 DTYPES = {1: "uint8", 2: "bfloat16", 4: "float32", 8: "int64"}
@@ -40,15 +41,17 @@ def rows(name: str, count: int, width: int, boxes: int) -> TensorEntry:
 def test_rows_of_a_dense_tensor_are_one_run() -> None:
     reader = BlockReader(Strided.whole(rows("a", 4096, 8, 1024)))
     assert reader.dense((10, 0), (4, 8)) == {
-        "a2": [Block(16, 0, (), 16)],
-        "a3": [Block(0, 16, (), 16)],
+        ReadFrom("a2"): [Block(16, 0, (), 16)],
+        ReadFrom("a3"): [Block(0, 16, (), 16)],
     }
 
 
 def test_a_rotary_order_is_a_strided_copy_of_rows() -> None:
     turned = Strided.whole(rows("a", 24, 8, 1)).split(0, (4, 2, 3)).permute((0, 2, 1, 3))
     reader = BlockReader(turned.merge(0, 3))
-    assert reader.dense((6, 0), (6, 8)) == {"a0": [Block(48, 0, ((2, 24, 8), (3, 8, 16)), 8)]}
+    assert reader.dense((6, 0), (6, 8)) == {
+        ReadFrom("a0"): [Block(48, 0, ((2, 24, 8), (3, 8, 16)), 8)]
+    }
 
 
 def test_a_part_that_is_far_from_a_box_is_not_met(monkeypatch) -> None:
@@ -61,13 +64,13 @@ def test_a_part_that_is_far_from_a_box_is_not_met(monkeypatch) -> None:
         return within(part, *box)
 
     monkeypatch.setattr(Part, "within", noted)
-    assert list(BlockReader(experts).dense((7, 0, 0), (1, 4, 8))) == ["e70"]
+    assert list(BlockReader(experts).dense((7, 0, 0), (1, 4, 8))) == [ReadFrom("e70")]
     assert set(asked) == {"e7"}
 
 
 def test_a_plain_tensor_is_written_as_ranges() -> None:
     entry = rows("a", 64, 8, 4)
-    target = Operand("x", 100, (0, 0), (64, 8), (8, 1), 512, record=0)
+    target = TargetBox("x", 100, (0, 0), (64, 8), (8, 1), record=0)
     found = list(
         tiles(BlockReader(Strided.whole(entry)), [target], [Record("t", "x", 100, 512)], Limits())
     )
@@ -79,7 +82,7 @@ def test_a_plain_tensor_is_written_as_ranges() -> None:
 
 def test_transposed_elements_are_moved_in_memory() -> None:
     turned = Strided.whole(rows("a", 64, 64, 1)).permute((1, 0))
-    target = Operand("x", 0, (0, 0), (64, 64), (64, 1), 4096, record=0)
+    target = TargetBox("x", 0, (0, 0), (64, 64), (64, 1), record=0)
     (tile,) = tiles(BlockReader(turned), [target], [Record("t", "x", 0, 4096)], Limits())
     assert tile.moves and not tile.reads
 
@@ -193,7 +196,7 @@ def check_boxes(seed: int) -> None:
         sizes = tuple(rng.randint(0, n - o) for n, o in zip(array.shape, lo, strict=True))
         wanted = raw(array[tuple(slice(o, o + s) for o, s in zip(lo, sizes, strict=True))], item)
         buffer, filled = bytearray(len(wanted)), 0
-        for file, some in reader.dense(lo, sizes).items():
+        for (file, _), some in reader.dense(lo, sizes).items():
             for source, start, nbytes in itertools.chain.from_iterable(map(runs, some)):
                 buffer[start : start + nbytes] = files[file][source : source + nbytes]
                 filled += nbytes
@@ -205,7 +208,7 @@ def check_tiles(seed):
     rng, tensor, array, files, item = program(seed)
     out = rng.choice((item, item, *DTYPES))
     tensor = tensor.cast(DTYPES[out])
-    written, expected, records, targets = Files(), Files(), list[Record](), list[Operand]()
+    written, expected, records, targets = Files(), Files(), list[Record](), list[TargetBox]()
     for box in boxes_of(rng, array.shape) if array.size else []:
         file = rng.choice("xy")
         data = expected.setdefault(file, bytearray())
@@ -217,15 +220,13 @@ def check_tiles(seed):
             element = raw(np.array(value), item)
             start = offset + int(at) * out
             data[start : start + out] = cast(element, item, out) if out != item else element
-        steps = tuple(step * out for step in strides)
-        targets.append(
-            Operand(file, offset, box.offsets, box.sizes, steps, nbytes, record=len(records))
-        )
+        nearby = tuple(step * out for step in strides)
+        targets.append(TargetBox(file, offset, box.offsets, box.sizes, nearby, len(records)))
         records.append(Record("t", file, offset, nbytes))
     written = {file: bytearray(len(data)) for file, data in expected.items()}
     limits = Limits(*(rng.choice((16, 64, 208, 4096)) for _ in range(4)))
     done = 0
-    for tile in tiles(BlockReader(tensor), targets, records, limits):
+    for tile in steps(tiles(BlockReader(tensor), targets, records, limits)):
         buffer = fill(tile, files, item)
         if out != item:
             buffer = cast(buffer, item, out)

@@ -1,19 +1,23 @@
-"""Lowering against the obvious: walk every element of the logical tensor."""
+"""Lowering against the obvious: walk every element of the tensor."""
 
 from __future__ import annotations
 
 import itertools
 import math
-from dataclasses import replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckptctl.planner.copying import copies, runs
+from ckptctl import dtypes
+from ckptctl.catalog import Box, Extent, TensorEntry
+from ckptctl.planner.copying import blocks, copies, runs
 from ckptctl.planner.copying.copies import lower
 from ckptctl.planner.copying.tile import Limits, Tile
-from ckptctl.planner.plan import Operand, Record, Side, Transfer
+from ckptctl.planner.plan import Record, RecordedRange, TargetBox, Transfer
+from ckptctl.planner.strided import Strided
+from tests.transfers import regrouped, stored, target
 
 DTYPES = {1: "uint8", 2: "bfloat16", 4: "float32", 8: "int64", 16: "complex128"}
 
@@ -62,76 +66,71 @@ def transfers(draw):
     out = draw(st.sampled_from([item, item, *DTYPES]))
     source_dims = grouping(draw, len(axes))
     target_dims = source_dims if draw(st.booleans()) else grouping(draw, len(axes))
-    sources, targets, records = [], [], []
-    used = {}
+    extents, targets, records = [], [], []
+    in_order, used = draw(st.booleans()), {}
     for start, sizes in grid(draw, [math.prod(axes[a] for a in g) for g in source_dims]):
         file = draw(st.sampled_from(["a", "b"]))
-        order = draw(st.permutations(range(len(sizes)))) if draw(st.booleans()) else None
-        strides = row_major(sizes, item)
-        if order is not None:
-            packed = row_major([sizes[i] for i in order], item)
+        order = draw(st.permutations(range(len(sizes))))
+        strides = row_major(sizes, 1)
+        if not in_order:
+            packed = row_major([sizes[i] for i in order], draw(st.sampled_from([1, 1, 2])))
             strides = tuple(packed[order.index(i)] for i in range(len(sizes)))
-        if draw(st.integers(0, 3)) == 0:
-            strides = tuple(2 * s for s in strides)
-        nbytes = item + sum((n - 1) * s for n, s in zip(sizes, strides, strict=True))
+        nbytes = item * (1 + sum((n - 1) * s for n, s in zip(sizes, strides, strict=True)))
         offset = used.get(file, 0) + draw(st.integers(0, 3)) * item
         used[file] = offset + nbytes
-        sources.append(Operand(file, offset, start, sizes, strides, nbytes, 0))
+        extents.append(Extent(Box(start, sizes), file, offset, nbytes, "raw", strides, 0))
+    shape = tuple(math.prod(axes[a] for a in g) for g in source_dims)
+    entry = TensorEntry("s", DTYPES[item], shape, tuple(extents), ("s",))
     ends = {}
     for start, sizes in grid(draw, [math.prod(axes[a] for a in g) for g in target_dims]):
-        file = draw(st.sampled_from(["x", "y"]))
-        strides = row_major(sizes, out)
-        if len(sizes) > 1 and draw(st.integers(0, 3)) == 0:
-            strides = (strides[0] + 3 * out, *strides[1:])
-        nbytes = out + sum((n - 1) * s for n, s in zip(sizes, strides, strict=True))
-        begin = ends.get(file, 7)
-        offset = begin + draw(st.integers(0, 2)) * out
-        ends[file] = offset + nbytes
-        records.append(Record("t", file, begin, offset + nbytes - begin))
-        targets.append(Operand(file, offset, start, sizes, strides, nbytes, None, len(records) - 1))
-    transfer = Transfer(
-        "t",
-        "s",
-        axes,
-        Side(source_dims, tuple(sources)),
-        Side(target_dims, tuple(targets)),
-        DTYPES[item],
-        "float32" if out == item == 4 else DTYPES[out],
-    )
-    return transfer, records, item, out
+        for _ in range(draw(st.sampled_from([1, 1, 1, 2]))):
+            file = draw(st.sampled_from(["x", "y"]))
+            strides = row_major(sizes, out)
+            if len(sizes) > 1 and draw(st.integers(0, 3)) == 0:
+                strides = (strides[0] + 3 * out, *strides[1:])
+            nbytes = out + sum((n - 1) * s for n, s in zip(sizes, strides, strict=True))
+            begin = ends.get(file, 7)
+            offset = begin + draw(st.integers(0, 2)) * out
+            ends[file] = offset + nbytes
+            records.append(Record("t", file, begin, offset + nbytes - begin))
+            targets.append(TargetBox(file, offset, start, sizes, strides, len(records) - 1))
+    tensor = regrouped(Strided.whole(entry), axes, source_dims, target_dims)
+    tensor = tensor.cast("float32" if out == item == 4 else DTYPES[out])
+    transfer = Transfer("t", "s", tensor, tuple(targets))
+    return transfer, records, (axes, source_dims, target_dims), in_order
 
 
-def element_places(side, axes):
-    """Map each element of the logical tensor to its file and byte."""
+def element_places(dims, boxes, axes):
+    """Map each element of the logical tensor to its places: file and byte.
+
+    Args:
+        dims: For each stored dimension the axes grouped in it.
+        boxes: ``(start, sizes, strides in bytes, file, offset)``.
+        axes: Sizes of axes.
+    """
     places = {}
     for index in itertools.product(*(range(n) for n in axes)):
         flat = []
-        for group in side.dims:
+        for group in dims:
             value = 0
             for axis in group:
                 value = value * axes[axis] + index[axis]
             flat.append(value)
-        for operand in side.operands:
-            inside = [f - s for f, s in zip(flat, operand.start, strict=True)]
-            if all(0 <= i < n for i, n in zip(inside, operand.sizes, strict=True)):
-                at = operand.offset + sum(
-                    i * s for i, s in zip(inside, operand.strides, strict=True)
-                )
-                assert index not in places
-                places[index] = (operand.file, at)
+        for start, sizes, strides, file, offset in boxes:
+            inside = [f - s for f, s in zip(flat, start, strict=True)]
+            if all(0 <= i < n for i, n in zip(inside, sizes, strict=True)):
+                at = offset + sum(i * s for i, s in zip(inside, strides, strict=True))
+                places.setdefault(index, []).append((file, at))
     return places
 
 
-def steps(tiles):
+def steps(tiles: Iterable[Tile]) -> Iterator[Tile]:
     """Yield each step of each tile as a tile of its own."""
     for tile in tiles:
         assert tile.steps == 1 or not tile.moves
         for step in range(tile.steps):
-            reads = [
-                read._replace(offset=read.offset + step * read.step, at=read.at + step * read.step)
-                for read in tile.reads
-            ]
-            assert all(r.operand < 0 or r.step in (0, r.nbytes) for r in tile.reads)
+            reads = [read._replace(offset=read.offset + step * read.step) for read in tile.reads]
+            assert all(r.check is None or r.step in (0, r.nbytes) for r in tile.reads)
             writes = [
                 write._replace(
                     offset=write.offset + step * write.nbytes, at=write.at + step * write.nbytes
@@ -141,7 +140,7 @@ def steps(tiles):
             yield tile._replace(reads=tuple(reads), writes=tuple(writes), steps=1)
 
 
-def fill(tile: Tile, files, item):
+def fill(tile: Tile, files: Mapping[str, Sequence[int]], item: int) -> bytes:
     buffer = bytearray(tile.nbytes)
     for read in tile.reads:
         data = files[read.file][read.offset : read.offset + read.nbytes]
@@ -176,34 +175,46 @@ def cast(data, item, out):
     few_reads=st.sampled_from([1, 64]),
 )
 def test_every_element_arrives(made, sizes, permuted, few_reads):
-    transfer, records, item, out = made
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(copies, "FEW_READS", few_reads)
         if permuted:
-            patch.setattr(copies, "FEW_RUNS", 0)
-            patch.setattr(copies, "SHORT_RUN", 1 << 30)
-        check_transfer(transfer, records, item, out, Limits(*sizes))
+            patch.setattr(blocks, "FEW_RUNS", 0)
+            patch.setattr(blocks, "SHORT_RUN", 1 << 30)
+        check_transfer(*made, Limits(*sizes))
 
 
-def check_transfer(transfer, records, item, out, limits):
-    source, target = (element_places(s, transfer.axes) for s in (transfer.source, transfer.target))
-    length = max((at + item for _, at in source.values()), default=0)
+def check_transfer(transfer, records, how, in_order, limits):
+    axes, source_dims, target_dims = how
+    (entry,) = {id(one): one for one in transfer.stored_tensors()}.values()
+    tensor, extents = transfer.tensor, entry.extents
+    item, out = (dtypes.itemsize(one) for one in (tensor.stored_dtype, tensor.dtype))
+    sources = [
+        (e.box.offsets, e.box.sizes, tuple(s * item for s in e.strides), e.file, e.offset)
+        for e in extents
+    ]
+    targets = [(t.start, t.sizes, t.strides, t.file, t.offset) for t in transfer.targets]
+    source = element_places(source_dims, sources, axes)
+    target = element_places(target_dims, targets, axes)
+    length = max((at + item for ((_, at),) in source.values()), default=0)
     files = {
         name: bytes((i * 37 + (i >> 8) * 101 + len(name) * salt) % 251 for i in range(length))
         for salt, name in enumerate("ab")
     }
     expected = {
-        target[index]: cast(files[file][at : at + item], item, out)
-        if transfer.source_dtype != transfer.target_dtype
+        place: cast(files[file][at : at + item], item, out)
+        if transfer.casts
         else files[file][at : at + item]
-        for index, (file, at) in source.items()
+        for index, ((file, at),) in source.items()
+        for place in target[index]
     }
     found = {}
     checked = {}
-    for tile in steps(lower(transfer, records, limits)):
+    copied = 0
+    for tile in steps(lower(transfer, records, limits, {"s"} if in_order else ())):
         assert tile.nbytes <= max(limits[:4], default=0) or tile.nbytes == item
         buffer = fill(tile, files, item)
-        if transfer.source_dtype != transfer.target_dtype:
+        copied += tile.nbytes if tile.writes else 0
+        if transfer.casts:
             buffer = cast(buffer, item, out)
         for write in tile.writes:
             record = records[write.record]
@@ -214,37 +225,29 @@ def check_transfer(transfer, records, item, out, limits):
                 assert (write.file, write.offset + i) not in found
                 found[write.file, write.offset + i] = data[i : i + out]
         for read in tile.reads:
-            if read.operand >= 0:
-                operand = transfer.source.operands[read.operand]
-                assert read.offset - read.at == operand.offset
-                checked.setdefault(read.operand, []).append((read.at, read.nbytes))
+            if read.check is not None:
+                begin = read.offset - read.check.offset
+                checked.setdefault(read.check, []).append((begin, read.nbytes))
     assert found == expected
-    for number, operand in enumerate(transfer.source.operands):
+    assert copied == transfer.nbytes
+    for extent in extents if in_order else ():
         end = 0
-        for at, nbytes in sorted(checked.pop(number)):
+        recorded = RecordedRange(extent.file, extent.offset, extent.nbytes, 0, "s")
+        for at, nbytes in sorted(checked.pop(recorded)):
             assert at == end
             end += nbytes
-        assert end == operand.nbytes
-
-
-def whole(file, axes, item, record=-1, crc=None):
-    size = math.prod(axes) * item
-    return Operand(file, 0, (0,) * len(axes), axes, row_major(axes, item), size, crc, record)
+        assert end == extent.nbytes
+    assert not checked
 
 
 def simple(axes, source_dims, target_dims, item=2, crc=None):
     shapes = [
         tuple(math.prod(axes[a] for a in g) for g in dims) for dims in (source_dims, target_dims)
     ]
-    return Transfer(
-        "t",
-        "s",
-        axes,
-        Side(source_dims, (whole("a", shapes[0], item, crc=crc),)),
-        Side(target_dims, (whole("x", shapes[1], item, 0),)),
-        DTYPES[item],
-        DTYPES[item],
-    ), [Record("t", "x", 0, math.prod(axes) * item)]
+    entry = stored("a", shapes[0], dtype=DTYPES[item], crc32=crc)
+    tensor = regrouped(Strided.whole(entry), axes, source_dims, target_dims)
+    box = target("x", 0, shapes[1], 0, item=item)
+    return Transfer("t", "a", tensor, (box,)), [Record("t", "x", 0, math.prod(axes) * item)]
 
 
 def test_zero_sized_tensors_have_no_tiles():
@@ -261,7 +264,7 @@ def test_a_scalar_is_one_tile():
 def test_rope_reads_whole_heads_and_scatters_rows():
     axes, hf, meta = (4, 2, 8, 64), ((0, 1, 2), (3,)), ((0, 2, 1), (3,))
     transfer, records = simple(axes, hf, meta, crc=1)
-    (series,) = lower(transfer, records, Limits(tile=2048, widest=4096))
+    (series,) = lower(transfer, records, Limits(tile=2048, widest=4096), {"a"})
     tiles = list(steps([series]))
     assert [len(tile.reads) for tile in tiles] == [1] * 4
     assert all(tile.reads[0].nbytes == 2048 for tile in tiles)
@@ -281,18 +284,9 @@ def test_transposes_are_permuted_in_memory_and_others_are_not():
 
 def test_a_column_split_reads_each_row_once():
     axes = (64, 32)
-    halves = tuple(
-        Operand("x", i * 2048, (0, i * 16), (64, 16), (32, 2), 2048, None, i) for i in range(2)
-    )
-    transfer = Transfer(
-        "t",
-        "s",
-        axes,
-        Side(((0,), (1,)), (whole("a", axes, 2),)),
-        Side(((0,), (1,)), halves),
-        "bfloat16",
-        "bfloat16",
-    )
+    halves = tuple(target("x", i * 2048, (64, 16), i, item=2, start=(0, i * 16)) for i in range(2))
+    entry = stored("a", axes, dtype="bfloat16")
+    transfer = Transfer("t", "a", Strided.whole(entry), halves)
     records = [Record("t", "x", i * 2048, 2048) for i in range(2)]
     (tile,) = lower(transfer, records, Limits(tile=512))  # twice that, as two files share it
     assert (tile.steps, len(tile.reads), len(tile.writes)) == (4, 1, 2)
@@ -318,14 +312,30 @@ def test_lowering_is_deterministic():
     assert shape() == first
 
 
-def test_many_boxes_are_found_without_looking_at_all():
-    axes = (4096, 8)
-    shards = tuple(Operand("a", i * 64, (i * 4, 0), (4, 8), (16, 2), 64) for i in range(1024))
-    transfer, records = simple(axes, ((0,), (1,)), ((0,), (1,)))
-    transfer = replace(transfer, source=Side(transfer.source.dims, shards))
+def test_boxes_that_ranks_repeat_are_read_once():
+    entry = stored("a", (64, 16))
+    boxes = tuple(target("xyz"[i], 0, (64, 16), i) for i in range(3))
+    records = [Record("t", "xyz"[i], 0, 1024) for i in range(3)]
+    (tile,) = lower(Transfer("t", "a", Strided.whole(entry), boxes), records, Limits())
+    assert [(read.offset, read.nbytes) for read in tile.reads] == [(0, 1024)]
+    assert [(write.file, write.start) for write in tile.writes] == [("x", 0), ("y", 0), ("z", 0)]
+
+
+def test_tensors_that_are_not_checked_leave_their_checksums_alone():
+    transfer, records = simple((64, 64), ((0,), (1,)), ((0,), (1,)), crc=5)
+    for checked, limits in ((("b",), Limits()), (("a",), Limits(check=False))):
+        tiles = lower(transfer, records, limits, checked)
+        assert [read.check for tile in tiles for read in tile.reads] == [None]
+
+
+def test_many_boxes_are_found_without_looking_at_all(monkeypatch):
+    shards = tuple(Extent(Box((i * 4, 0), (4, 8)), "a", i * 64, 64) for i in range(1024))
+    entry = TensorEntry("s", "bfloat16", (4096, 8), shards, ("s",))
+    records, box = [Record("t", "x", 0, 4096 * 16)], target("x", 0, (4096, 8), 0, item=2)
+    transfer = Transfer("t", "s", Strided.whole(entry), (box,))
     assert sum(t.copied for t in lower(transfer, records, Limits())) == 4096 * 16
-    index = runs.PartIndex(runs.pieces(transfer.source, ((0,), (1,)), axes))
-    assert [p.operand for p in index.meeting((10, 2), (6, 1))] == [2, 3]
+    found = blocks.BlockReader(transfer.tensor).meeting((10, 2), (6, 1))
+    assert [meeting.number for meeting in found] == [2, 3]
 
 
 @given(

@@ -17,7 +17,8 @@ from ckptctl.storage.execution import run_files
 from ckptctl.storage.execution.executor import execute
 from ckptctl.storage.execution.options import ExecutionOptions
 from ckptctl.storage.page_cache import cold
-from tests.unit.storage.execution.test_memory import operand, plan
+from tests.transfers import stored, target
+from tests.unit.storage.execution.test_memory import plan
 from tests.unit.storage.test_page_cache import drop
 
 SIZE = (17 << 20) + 1234
@@ -41,18 +42,18 @@ def is_cold(path: Path) -> bool:
 
 
 def read(folder: Path, begin: int, size: int, how: ExecutionOptions = DIRECT) -> bytes:
-    target = bytearray(size)
+    memory = bytearray(size)
     name = memory_name("a")
     moved = plan(
-        operand("in", begin, [size]),
-        operand(name, 0, [size], record=0),
+        stored("in", [size], offset=begin),
+        target(name, 0, [size], 0),
         Record("t", name, 0, size),
         [],
         folder,
     )
-    done = execute(moved, folder, how, lambda _: None, memory={name: memoryview(target)})
+    done = execute(moved, folder, how, lambda _: None, memory={name: memoryview(memory)})
     assert done.bytes_read == size
-    return bytes(target)
+    return bytes(memory)
 
 
 @pytest.mark.parametrize("begin", [0, 1, 4095, 4096, 12345])

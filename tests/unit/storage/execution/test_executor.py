@@ -19,8 +19,9 @@ import torch
 from ckptctl import dtypes
 from ckptctl.errors import ChangedError, DamagedError, StorageError
 from ckptctl.file_identity import FileIdentity
-from ckptctl.planner.copying import copies
-from ckptctl.planner.plan import Operand, OutputFile, Plan, RawCopy, Record, Side, Transfer
+from ckptctl.planner.copying import blocks, copies
+from ckptctl.planner.plan import OutputFile, Plan, RawCopy, Record, Transfer
+from ckptctl.planner.strided import Strided, concat
 from ckptctl.storage import arithmetic
 from ckptctl.storage.crc import crc32
 from ckptctl.storage.execution import options, tile_engine, worker
@@ -28,21 +29,9 @@ from ckptctl.storage.execution.executor import execute
 from ckptctl.storage.execution.options import ExecutionOptions
 from ckptctl.storage.sources import Sources
 from ckptctl.storage.unfinished import UnfinishedWorkError
+from tests.transfers import regrouped, stored, target
 
 ROWS, COLUMNS = 96, 64
-
-
-def row_major(sizes, item):
-    strides = []
-    for size in reversed(sizes):
-        strides.append(item)
-        item *= size
-    return tuple(reversed(strides))
-
-
-def operand(file, offset, start, sizes, item, record=-1, crc=None):
-    size = math.prod(sizes) * item
-    return Operand(file, offset, start, sizes, row_major(sizes, item), size, crc, record)
 
 
 def identity(path):
@@ -70,7 +59,7 @@ class Case:
         item = dtypes.itemsize(dtype)
         data = self.random.randbytes(math.prod(shape) * item)
         (self.source / name).write_bytes(data)
-        return data, operand(name, 0, (0,) * len(shape), shape, item, crc=zlib.crc32(data))
+        return data, stored(name, shape, dtype=dtype, crc32=zlib.crc32(data))
 
     def record(self, nbytes, expected):
         self.records.append(Record(f"t{len(self.records)}", "all.bin", self.size, nbytes))
@@ -87,18 +76,9 @@ class Case:
         record, offset = self.record(len(want), want)
         shape = tuple(math.prod(axes[a] for a in g) for g in target_dims)
         item = dtypes.itemsize(to or dtype)
-        target = operand("all.bin", offset, (0,) * len(shape), shape, item, record)
-        self.transfers.append(
-            Transfer(
-                f"t{record}",
-                name,
-                axes,
-                Side(source_dims, (source,)),
-                Side(target_dims, (target,)),
-                dtype,
-                to or dtype,
-            )
-        )
+        box = target("all.bin", offset, shape, record, item=item)
+        tensor = regrouped(Strided.whole(source), axes, source_dims, target_dims)
+        self.transfers.append(Transfer(f"t{record}", name, tensor.cast(to or dtype), (box,)))
 
     def everything(self):
         rows = ((0,), (1,))
@@ -150,6 +130,9 @@ class Case:
             tuple(self.transfers),
             (RawCopy("config.json", 0, len(raw), "sub/config.json"),),
             "d1",
+            checked=frozenset(
+                entry.name for one in self.transfers for entry in one.stored_tensors()
+            ),
         )
 
     def run(self, plan, **options):
@@ -184,7 +167,7 @@ def jobs(request):
 
 @pytest.fixture
 def case(tmp_path, monkeypatch):
-    monkeypatch.setattr(copies, "FEW_RUNS", 512)
+    monkeypatch.setattr(blocks, "FEW_RUNS", 512)
     return Case(tmp_path)
 
 
@@ -228,7 +211,7 @@ def test_every_size_of_element_is_permuted_bit_for_bit(case, name):
 
 
 def test_torch_keeps_its_thread_count(tmp_path, monkeypatch):
-    monkeypatch.setattr(copies, "FEW_RUNS", 512)
+    monkeypatch.setattr(blocks, "FEW_RUNS", 512)
     before = torch.get_num_threads()
     seen: set[int] = set()
     cast, permute = arithmetic.cast, arithmetic.permute
@@ -276,28 +259,19 @@ def test_a_wrong_source_checksum_is_found(case, jobs, number):
     case.run(plan, jobs=jobs, checksum=False)
 
 
-def test_merged_and_split_operands_are_checked(case):
+def test_merged_tensors_are_checked(case):
     halves = [case.tensor(f"h{i}", (ROWS, 32)) for i in range(2)]
     want = b"".join(data[row * 64 : row * 64 + 64] for row in range(ROWS) for data, _ in halves)
     number, offset = case.record(len(want), want)
-    sources = tuple(one._replace(start=(0, i * 32)) for i, (_, one) in enumerate(halves))
-    target = operand("all.bin", offset, (0, 0), (ROWS, 64), 2, number)
-    case.transfers.append(
-        Transfer(
-            "t",
-            "h",
-            (ROWS, 64),
-            Side(((0,), (1,)), sources),
-            Side(((0,), (1,)), (target,)),
-            "bfloat16",
-            "bfloat16",
-        )
-    )
+    tensors = [Strided.whole(one) for _, one in halves]
+    box = target("all.bin", offset, (ROWS, 64), number, item=2)
+    case.transfers.append(Transfer("t", "h", concat(tensors, 1), (box,)))
     plan = case.plan()
     case.check(plan, case.run(plan))
-    wrong = sources[1]._replace(crc32=1)
-    side = Side(((0,), (1,)), (sources[0], wrong))
-    plan = replace(plan, transfers=(replace(plan.transfers[0], source=side),))
+    (extent,) = halves[1][1].extents
+    wrong = replace(halves[1][1], extents=(replace(extent, crc32=1),))
+    tensor = concat([tensors[0], Strided.whole(wrong)], 1)
+    plan = replace(plan, transfers=(replace(plan.transfers[0], tensor=tensor),))
     with pytest.raises(DamagedError, match="checksum"):
         case.run(plan)
 
@@ -589,9 +563,8 @@ def test_thousands_of_files_need_few_descriptors(tmp_path):
         data, source = case.tensor(f"s{number}", (4,))
         files.append((f"o{number}", data))
         case.records.append(Record(f"t{number}", f"o{number}", 0, 8))
-        target = operand(f"o{number}", 0, (0,), (4,), 2, number)
-        sides = Side(((0,),), (source,)), Side(((0,),), (target,))
-        case.transfers.append(Transfer("t", "s", (4,), *sides, "bfloat16", "bfloat16"))
+        box = target(f"o{number}", 0, (4,), number, item=2)
+        case.transfers.append(Transfer("t", "s", Strided.whole(source), (box,)))
     plan = case.plan()
     outputs = tuple(OutputFile(name, 8, lambda _: iter(())) for name, _ in files)
     plan = replace(plan, files=outputs, raw_copies=())

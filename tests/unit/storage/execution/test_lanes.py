@@ -11,28 +11,17 @@ import pytest
 from ckptctl.catalog import memory_name
 from ckptctl.planner.balance import lanes
 from ckptctl.planner.copying.tile import Tile
-from ckptctl.planner.plan import Operand, Plan, Side, Transfer
+from ckptctl.planner.plan import Plan, Transfer
+from ckptctl.planner.strided import Strided
 from ckptctl.storage.execution.lanes import BATCH_BYTES, PER_FILE, Lane, Lanes, Unit, most_threads
 from ckptctl.storage.files import MemoryFiles
-
-ROWS = ((0,),)
-
-
-def operand(file: str) -> Operand:
-    return Operand(file, 0, (0,), (4,), (1,), 4)
+from tests.transfers import stored, target
 
 
 def plan(*targets: tuple[str, ...], source: str = "s", dtype: str = "uint8") -> Plan:
+    tensor = Strided.whole(stored(source, [4])).cast(dtype)
     transfers = tuple(
-        Transfer(
-            "t",
-            "s",
-            (4,),
-            Side(ROWS, (operand(source),)),
-            Side(ROWS, tuple(map(operand, files))),
-            "uint8",
-            dtype,
-        )
+        Transfer("t", "s", tensor, tuple(target(file, 0, [4]) for file in files))
         for files in targets
     )
     return Plan("/", {}, "/t", False, (), (), transfers, (), "")

@@ -12,38 +12,31 @@ from pathlib import Path
 
 import pytest
 
-from ckptctl.catalog import Computed, computed_name, memory_name, row_major
+from ckptctl.catalog import Computed, TensorEntry, computed_name, memory_name
 from ckptctl.errors import DamagedError
 from ckptctl.file_identity import FileIdentity
-from ckptctl.planner.plan import Operand, OutputFile, Plan, Record, Side, Transfer
+from ckptctl.planner.plan import OutputFile, Plan, Record, TargetBox, Transfer
+from ckptctl.planner.strided import Strided
 from ckptctl.storage.execution.executor import execute
 from ckptctl.storage.execution.options import ExecutionOptions
 from ckptctl.storage.files import source_files
+from tests.transfers import stored, target
 
 FAST = ExecutionOptions(jobs=2, sync=False)
 
 
-def operand(
-    file: str, offset: int, sizes: Sequence[int], strides: Sequence[int] | None = None, **more: int
-) -> Operand:
-    sizes = tuple(sizes)
-    steps = tuple(strides or row_major(sizes))
-    span = sum((n - 1) * s for n, s in zip(sizes, steps, strict=True)) + 1
-    return Operand(file, offset, (0,) * len(sizes), sizes, steps, span, **more)
-
-
 def plan(
-    source: Operand, target: Operand, record: Record, files: Sequence[OutputFile], root: Path
+    source: TensorEntry, target: TargetBox, record: Record, files: Sequence[OutputFile], root: Path
 ) -> Plan:
-    dims = tuple((axis,) for axis in range(len(source.sizes)))
-    transfer = Transfer(
-        "t", "t", source.sizes, Side(dims, (source,)), Side(dims, (target,)), "uint8", "uint8"
-    )
+    transfer = Transfer("t", "t", Strided.whole(source), (target,))
     sources: dict[str, FileIdentity] = {}
-    if not source.file.startswith("/"):
+    if not source.name.startswith("/"):
         with source_files(root) as known:
-            sources[source.file] = known.identity(source.file)
-    return Plan(str(root), sources, "", False, tuple(files), (record,), (transfer,), (), digest="")
+            sources[source.name] = known.identity(source.name)
+    checked = frozenset([source.name])
+    return Plan(
+        str(root), sources, "", False, tuple(files), (record,), (transfer,), (), "", checked=checked
+    )
 
 
 def output(name: str, size: int) -> OutputFile:
@@ -54,10 +47,10 @@ def output(name: str, size: int) -> OutputFile:
 def test_memory_becomes_a_file_with_its_checksum(tmp_path: Path, size: int) -> None:
     content = bytes(range(256)) * (size // 256 + 1)
     content = content[:size]
-    target = operand("out", 0, [size], record=0)
+    into = target("out", 0, [size], 0)
     moved = plan(
-        operand(memory_name("a"), 0, [size]),
-        target,
+        stored(memory_name("a"), [size]),
+        into,
         Record("t", "out", 0, size),
         [output("out", size)],
         tmp_path,
@@ -72,8 +65,8 @@ def test_memory_becomes_a_file_with_its_checksum(tmp_path: Path, size: int) -> N
 def test_rows_with_gaps_are_gathered(tmp_path: Path) -> None:
     content = bytes(range(200)) + bytes(40)
     moved = plan(
-        operand(memory_name("a"), 0, [10, 7], [20, 2]),
-        operand("out", 0, [10, 7], record=0),
+        stored(memory_name("a"), [10, 7], strides=[20, 2]),
+        target("out", 0, [10, 7], 0),
         Record("t", "out", 0, 70),
         [output("out", 70)],
         tmp_path,
@@ -90,8 +83,8 @@ def test_a_file_fills_memory_and_nothing_beside(
     (tmp_path / "in").write_bytes(bytes(range(200)))
     memory = bytearray(b"\xa5" * 500)
     moved = plan(
-        operand("in", 0, [10, 7], [20, 1]),
-        operand(memory_name("a"), 3, [10, 7], strides, record=0),
+        stored("in", [10, 7], strides=[20, 1]),
+        target(memory_name("a"), 3, [10, 7], 0, strides=strides),
         Record("t", memory_name("a"), 3, 70),
         [],
         tmp_path,
@@ -111,11 +104,9 @@ def test_filled_memory_is_released_after_the_run(tmp_path: Path, source: str) ->
         """Can be referred to weakly."""
 
     (tmp_path / "in").write_bytes(bytes(100))
-    target, record = (
-        operand(memory_name("a"), 0, [100], record=0),
-        Record("t", memory_name("a"), 0, 100),
-    )
-    moved = plan(operand(source, 0, [100]), target, record, [], tmp_path)
+    into = target(memory_name("a"), 0, [100], 0)
+    record = Record("t", memory_name("a"), 0, 100)
+    moved = plan(stored(source, [100]), into, record, [], tmp_path)
     constant = Computed("constant", "uint8", (100,), arguments=0)
     moved = replace(moved, computed={computed_name("in"): constant})
     buffer = Buffer(b"\xa5" * 100)
@@ -136,26 +127,25 @@ def test_what_is_read_whole_is_checked(tmp_path: Path, size: int) -> None:
     content = bytes(math.ceil(size / 251) * list(range(251)))[:size]
     (tmp_path / "in").write_bytes(content)
     memory = bytearray(size)
-    source = operand("in", 0, [size])._replace(crc32=zlib.crc32(content))
-    target = operand(memory_name("a"), 0, [size], record=0)
+    source = stored("in", [size], crc32=zlib.crc32(content))
+    into = target(memory_name("a"), 0, [size], 0)
     record = Record("t", memory_name("a"), 0, size)
     views = {memory_name("a"): memoryview(memory)}
-    execute(
-        plan(source, target, record, [], tmp_path), tmp_path, FAST, lambda _: None, memory=views
-    )
+    execute(plan(source, into, record, [], tmp_path), tmp_path, FAST, lambda _: None, memory=views)
     assert memory == content
-    wrong = source._replace(crc32=1)
+    (extent,) = source.extents
+    wrong = replace(source, extents=(replace(extent, crc32=1),))
     with pytest.raises(DamagedError, match="does not match"):
         execute(
-            plan(wrong, target, record, [], tmp_path), tmp_path, FAST, lambda _: None, memory=views
+            plan(wrong, into, record, [], tmp_path), tmp_path, FAST, lambda _: None, memory=views
         )
 
 
 def test_what_others_wrote_stays(tmp_path: Path) -> None:
     (tmp_path / "other").write_bytes(b"x")
     moved = plan(
-        operand(memory_name("a"), 0, [4]),
-        operand("out", 0, [4], record=0),
+        stored(memory_name("a"), [4]),
+        target("out", 0, [4], 0),
         Record("t", "out", 0, 4),
         [output("out", 4)],
         tmp_path,

@@ -11,8 +11,9 @@ import torch
 
 from ckptctl.errors import CkptError, DamagedError
 from ckptctl.planner.balance import lanes, share_of
-from ckptctl.planner.copying import copies
+from ckptctl.planner.copying import blocks
 from ckptctl.planner.copying.copies import lower
+from ckptctl.planner.strided import Strided
 from ckptctl.storage.execution.executor import PlanRun
 from ckptctl.storage.execution.options import ExecutionOptions
 from tests.unit.storage.execution.test_executor import Case
@@ -22,7 +23,7 @@ SMALL = {"memory": 1 << 10, "jobs": 1}
 
 @pytest.fixture
 def case(tmp_path, monkeypatch):
-    monkeypatch.setattr(copies, "FEW_RUNS", 512)
+    monkeypatch.setattr(blocks, "FEW_RUNS", 512)
     return Case(tmp_path)
 
 
@@ -79,10 +80,10 @@ def test_a_source_whose_checksum_two_ranks_read(case):
     case.add((4096, 64), rows, rows, lambda data: data)
     plan = case.plan()
     (transfer,) = plan.transfers
-    source = transfer.source.operands[0]
-    wrong = source._replace(crc32=(source.crc32 or 0) ^ 1)
-    side = replace(transfer.source, operands=(wrong,))
-    damaged = replace(plan, transfers=(replace(transfer, source=side),))
+    (entry,) = transfer.stored_tensors()
+    (extent,) = entry.extents
+    wrong = replace(entry, extents=(replace(extent, crc32=(extent.crc32 or 0) ^ 1),))
+    damaged = replace(plan, transfers=(replace(transfer, tensor=Strided.whole(wrong)),))
     with pytest.raises(DamagedError, match="checksum"):
         carry_out(case, damaged, 2, **SMALL)
 
@@ -104,7 +105,7 @@ def test_every_tile_has_one_owner(case, ranks):
     limits = ExecutionOptions(**SMALL).limits()
     shares = [share_of(plan, True, rank, ranks) for rank in range(ranks)]
     for number, transfer in enumerate(plan.transfers):
-        tiles = list(lower(transfer, plan.records, limits))
+        tiles = list(lower(transfer, plan.records, limits, plan.checked))
         owned = sorted(index for share in shares for index, _ in share.own(number, iter(tiles)))
         assert owned == list(range(len(tiles)))
     total = sum(share.nbytes for share in shares)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import itertools
+import math
 import random
 import threading
 import time
@@ -18,11 +19,13 @@ import pytest
 
 from ckptctl.catalog import memory_name, row_major
 from ckptctl.errors import ChangedError, DamagedError
-from ckptctl.planner.plan import CrcOf, OutputFile, Plan, Record, Side, Transfer
+from ckptctl.planner.plan import CrcOf, OutputFile, Plan, Record, Transfer
+from ckptctl.planner.strided import Strided
 from ckptctl.storage.execution.executor import execute
 from ckptctl.storage.execution.options import ExecutionOptions
 from ckptctl.storage.execution.streaming import stream
-from tests.unit.storage.execution.test_memory import operand, plan
+from tests.transfers import stored, target
+from tests.unit.storage.execution.test_memory import plan
 
 HOW = ExecutionOptions(jobs=1, sync=False)
 SHAPES = ((), (0, 3), (7,), (40, 30), (200, 100, 90))
@@ -56,13 +59,11 @@ def tensors(order: random.Random) -> tuple[Plan, dict[str, memoryview]]:
             steps = [0] * len(shape)
             for dim, step in zip(dims, dense, strict=True):
                 steps[dim] = step * order.choice((1, 2))
-            source = operand(memory_name(str(len(memory))), 3, shape, steps)
-            memory[source.file] = memoryview(order.randbytes(source.nbytes + 3))
-            target = operand(name, end, shape, record=len(records))
-            axes = tuple((dim,) for dim in range(len(shape)))
-            sides = Side(axes, (source,)), Side(axes, (target,))
-            transfers.append(Transfer("t", "t", shape, *sides, "uint8", "uint8"))
-            nbytes = 0 if 0 in shape else target.nbytes
+            source = stored(memory_name(str(len(memory))), shape, offset=3, strides=steps)
+            memory[source.name] = memoryview(order.randbytes(source.extents[0].nbytes + 3))
+            box = target(name, end, shape, len(records))
+            transfers.append(Transfer("t", "t", Strided.whole(source), (box,)))
+            nbytes = math.prod(shape)
             records.append(Record("t", name, end, nbytes))
             end += nbytes
         numbers = range(len(records) - len(SHAPES), len(records))
@@ -95,9 +96,9 @@ def test_headers_may_come_before_what_they_hold_checksums_of() -> None:
         yield 4 + len(content), b""
 
     name, done = memory_name("0"), list[int]()
-    source, target = operand(name, 0, [len(content)]), operand("x", 4, [len(content)], record=0)
+    source, into = stored(name, [len(content)]), target("x", 4, [len(content)], 0)
     record, file = Record("t", "x", 4, len(content)), OutputFile("x", 4 + len(content), frame)
-    made = plan(source, target, record, [file], Path())
+    made = plan(source, into, record, [file], Path())
     stream(made, store.create, replace(HOW, pace=done.append), {name: memoryview(content)})
     assert store.files == {"x": zlib.crc32(content).to_bytes(4, "little") + content}
     assert sum(done) == len(content) and max(done) <= 1 << 20
@@ -105,9 +106,9 @@ def test_headers_may_come_before_what_they_hold_checksums_of() -> None:
 
 def test_sources_are_compared_with_their_checksums_and_may_not_change(tmp_path: Path) -> None:
     (tmp_path / "in").write_bytes(b"abcd")
-    source = operand("in", 0, [4])._replace(crc32=zlib.crc32(b"abcd"))
+    source = stored("in", [4], crc32=zlib.crc32(b"abcd"))
     file = OutputFile("x", 4, lambda _: itertools.repeat((4, b""), 1))
-    made = plan(source, operand("x", 0, [4], record=0), Record("t", "x", 0, 4), [file], tmp_path)
+    made = plan(source, target("x", 0, [4], 0), Record("t", "x", 0, 4), [file], tmp_path)
     store = Store()
     stream(made, store.create, replace(HOW, checksum=False))
     assert store.files == {"x": b"abcd"}
@@ -115,7 +116,7 @@ def test_sources_are_compared_with_their_checksums_and_may_not_change(tmp_path: 
         changed.write(b"b")
     with pytest.raises(ChangedError):
         stream(made, store.create, HOW)
-    wrong = plan(source, operand("x", 0, [4], record=0), Record("t", "x", 0, 4), [file], tmp_path)
+    wrong = plan(source, target("x", 0, [4], 0), Record("t", "x", 0, 4), [file], tmp_path)
     with pytest.raises(DamagedError, match="does not match"):
         stream(wrong, store.create, replace(HOW, checksum=False))
 
@@ -124,8 +125,8 @@ def test_an_interrupt_ends_the_thread_that_writes(monkeypatch: pytest.MonkeyPatc
     content, store = bytes(3 << 20), Store()
     name = memory_name("0")
     file = OutputFile("x", len(content), lambda _: itertools.repeat((len(content), b""), 1))
-    source, target = operand(name, 0, [len(content)]), operand("x", 0, [len(content)], record=0)
-    made = plan(source, target, Record("t", "x", 0, len(content)), [file], Path())
+    source, into = stored(name, [len(content)]), target("x", 0, [len(content)], 0)
+    made = plan(source, into, Record("t", "x", 0, len(content)), [file], Path())
     begun = threading.Event()
 
     def interrupted(future: Future[None]) -> None:
