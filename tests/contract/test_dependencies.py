@@ -26,7 +26,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("catalog", "units", "keywords"),
     ("options", "documents", "dtypes", "file_identity", "installed"),
     ("errors",),
-    ("results", "verdict", "notes"),
+    ("results", "verdict", "notes", "version"),
     ("__init__",),
 )
 HEIGHT = {name: -depth for depth, names in enumerate(LAYERS) for name in names}
