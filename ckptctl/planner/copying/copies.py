@@ -301,7 +301,12 @@ class _Tiling:
                 begin = self._records[target.record].offset if self._records else 0
                 for offset, place, nbytes in runs.runs(block):
                     write = Write(target.file, offset, nbytes, place, target.record, offset - begin)
-                    if last is not None and _follows(write, last):
+                    if (
+                        last is not None
+                        and (write.file, write.record) == (last.file, last.record)
+                        and write.offset == last.offset + last.nbytes
+                        and write.start == last.start + last.nbytes
+                    ):
                         last = last._replace(nbytes=last.nbytes + nbytes)
                         continue
                     if last is not None:
@@ -382,13 +387,3 @@ def _series(first: Tile | None, second: Tile | None, steps: int) -> Tile | None:
     in_a_row = all(read.check is None or read.step == read.nbytes for read in found)
     in_a_row = in_a_row and writes == second.writes
     return first._replace(reads=found, steps=steps) if in_a_row else None
-
-
-def _follows(write: Write, last: Write) -> bool:
-    """Return whether a range continues another one, in the file and in the buffer."""
-    return (
-        write.file == last.file
-        and write.record == last.record
-        and write.offset == last.offset + last.nbytes
-        and write.start == last.start + last.nbytes
-    )
