@@ -169,6 +169,10 @@ class BlockReader:
         entries = {id(part.of): part.of for part in self.tensor.parts}
         return {key: StoredBoxes(entry) for key, entry in entries.items()}
 
+    def stored(self, part: Part) -> StoredBoxes:
+        """Return where the tensor lies whose elements a part has."""
+        return self._stored[id(part.of)]
+
     @cached_property
     def _index(self) -> BoxIndex | None:
         """Index of the parts, or None where there are only a few."""
@@ -263,7 +267,7 @@ class BlockReader:
             for part in (
                 (parts[number],) if whole else _inside(parts[number], Part.within, lo, sizes)
             ):
-                stored = self._stored[id(part.of)]
+                stored = self.stored(part)
                 for box, cut in stored.meeting(part):
                     yield Meeting(stored, box, cut)
 
