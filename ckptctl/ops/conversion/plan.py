@@ -28,6 +28,9 @@ from ckptctl.units import counted, format_bytes
 
 START_UP = 32 << 20
 PER_TENSOR = 7_000
+"""Bytes for each tensor that the source stores."""
+PER_TRANSFER = 3_000
+"""Bytes for each tensor that is written: 2,400 for one of 36,945 experts."""
 TORCH = 270 << 20
 QUANTIZING = 32 << 20
 """Bytes for each thread that quantizes: half a million elements in several dtypes."""
@@ -272,7 +275,8 @@ class ConversionPlan(
             # A tile of the target, and what is read for it.
             each = 2 * limits.arithmetic
         buffers = self.threads * (each + (QUANTIZING if self.quantization else 0))
-        index = PER_TENSOR * max(len(self.plan.transfers), len(self.source.tensors))
+        transfers = PER_TRANSFER * len(self.plan.transfers)
+        index = max(PER_TENSOR * len(self.source.tensors), transfers)
         return START_UP + index + buffers + (TORCH if self.arithmetic else 0)
 
     @property
