@@ -105,12 +105,12 @@ class Metadata:
 
     Attributes:
         version: As recorded.
-        world: Number of ranks.
+        world: Number of ranks; 0: there is no such file that can be read.
         items: Items by name; of versions other than 2.0 none.
     """
 
-    version: str
-    world: int
+    version: str = VERSION
+    world: int = 0
     items: Mapping[str, ItemMetadata] = field(default_factory=dict)
 
 
@@ -119,13 +119,13 @@ class _Found:
     """The files of a directory.
 
     Attributes:
-        metadata: What ``metadata.pkl`` says, if there is one.
+        metadata: What ``metadata.pkl`` says.
         world: Number of ranks.
         items: For each item the file of each rank.
         raw: Files that are too large for a leaf.
     """
 
-    metadata: Metadata | None
+    metadata: Metadata
     world: int = 0
     items: dict[str, dict[int, str]] = field(default_factory=dict)
     raw: list[str] = field(default_factory=list)
@@ -209,16 +209,17 @@ def _is_own(match: re.Match[str]) -> bool:
 def _files_of(files: SourceFiles, merger: RankMerger) -> _Found:
     """Find the files of every item; those of items in the metadata must be complete."""
     there = (files.root / METADATA).is_file()
-    found = _Found(merger.faults.read(METADATA, lambda _: _read_metadata(files)) if there else None)
+    said = merger.faults.read(METADATA, lambda _: _read_metadata(files)) if there else None
+    found = _Found(said or Metadata())
     for path in sorted(files.root.iterdir()):
         match = NAME.fullmatch(path.name)
         if match and is_there(path) and _is_own(match):
             _place(found, match, files)
-    items = found.metadata.items if found.metadata else {}
+    items = found.metadata.items
     for name, item in items.items():
         found.items.setdefault(name, {}).update(item.files)
     highest = max((rank for ranks in found.items.values() for rank in ranks), default=-1)
-    found.world = found.metadata.world if found.metadata else highest + 1
+    found.world = found.metadata.world or highest + 1
     if highest >= found.world:
         raise UnsupportedError(
             "found files of more ranks than the checkpoint has",
@@ -250,7 +251,7 @@ def _joined(files: SourceFiles, found: _Found, merger: RankMerger) -> Leaves:
         for rank, file in ahead(files, sorted(ranks.items()), lambda one: zip_ends(one[1])):
             merger.take(rank, (name,), file, _leaves(files, name, file))
     joined = merger.finish()
-    described = found.metadata.items if found.metadata else {}
+    described = found.metadata.items
     if not described:
         merger.refuse_unrelated(str(files.root))
     merger.faults.lost |= merger.lost()
@@ -356,8 +357,7 @@ def _notes(found: _Found, merger: RankMerger) -> Iterator[str]:
         yield f"only rank 0 has {listed(alone)}"
     if found.raw:
         yield f"skipped large raw files: {listed(found.raw)}"
-    if found.metadata is not None and found.metadata.version != VERSION:
-        version = found.metadata.version
+    if (version := found.metadata.version) != VERSION:
         yield f"{METADATA} has version {version} and was not compared with the files"
 
 

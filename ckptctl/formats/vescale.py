@@ -8,11 +8,10 @@ metadata; alone, it is read as such.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from ckptctl.catalog import Blob, Catalog, Finding, TensorEntry
+from ckptctl.catalog import Blob, Catalog, TensorEntry
 from ckptctl.catalog import Path as KeyPath
 from ckptctl.errors import CkptError, DamagedError, UnsupportedError
 from ckptctl.formats import dcp
@@ -55,7 +54,11 @@ class VeScaleFormat(ItemFormat):
         """See :meth:`Format.read`."""
         stages = _stages(path)
         faults = Faults(path, asked.partial)
-        _require(stages, faults)
+        last = max(stages, default=-1)
+        count, names = absent(stages, 0, last, lambda n: f"{OPTIMIZER}/pp_{n}")
+        if count:
+            what = "the optimizers of pipeline stages are missing"
+            faults.unreadable(DamagedError(what, where=str(path), why=names), OPTIMIZER)
         joined = _Joined(asked, faults)
         joined.add(MODEL, (MODEL,))
         for _, name in sorted(stages.items()):
@@ -77,14 +80,6 @@ def _stages(path: Path) -> dict[int, str]:
     folder = path / OPTIMIZER
     names = [item.name for item in folder.iterdir() if item.is_dir()] if folder.is_dir() else []
     return {int(match[1]): match[0] for name in names if (match := _STAGE.fullmatch(name))}
-
-
-def _require(stages: dict[int, str], faults: Faults) -> None:
-    """Refuse, or note, a gap between the stages."""
-    count, names = absent(stages, 0, max(stages, default=-1), lambda n: f"{OPTIMIZER}/pp_{n}")
-    if count:
-        what = "the optimizers of pipeline stages are missing"
-        faults.unreadable(DamagedError(what, where=str(faults.root), why=names), OPTIMIZER)
 
 
 @dataclass(slots=True)
@@ -122,13 +117,10 @@ class _Joined:
             file = f"{folder}/{blob.file}" if blob.file is not None else None
             self.blobs[join(key)] = replace(blob, name=join(key), path=key, file=file)
         self.notes += (f"`{folder}`: {note}" for note in found.notes)
-        self.faults.findings += self._named(found, folder, path)
-
-    def _named(self, found: Catalog, folder: str, path: KeyPath) -> Iterator[Finding]:
         for one in found.findings:
-            file = f"{folder}/{one.file}" if one.file is not None else folder
+            where = f"{folder}/{one.file}" if one.file is not None else folder
             tensor = join((*path, one.tensor)) if one.tensor is not None else None
-            yield replace(one, file=file, tensor=tensor)
+            self.faults.findings.append(replace(one, file=where, tensor=tensor))
 
 
 FORMAT = VeScaleFormat()

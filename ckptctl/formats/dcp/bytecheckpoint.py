@@ -94,23 +94,20 @@ def _views(root: object, where: str) -> _Views:
     found = {}
     with malformed("this is not the metadata of ByteCheckpoint", where):
         metadata = read_as(_Metadata, root)
-        _refuse_flat(metadata.user_defined_dict, where)
+        flat = metadata.user_defined_dict
+        names = flat.get(_FLAT) if isinstance(flat, dict) else None
+        if names:
+            raise FormatError(
+                "FSDP1's flat parameters are not supported",
+                where=where,
+                why=f"the metadata marks {listed([str(name) for name in names])} as flat",
+                hint="merge the checkpoint with ByteCheckpoint's `merge_bcp.py`",
+            )
         for index, header in metadata.all_tensor_metadata.items():
             if header is not None:
                 key = read_as(_Index, index)
                 found[key.fqn, key.offset] = _view(header, f"{where}, `{key.fqn}`")
     return found
-
-
-def _refuse_flat(facts: object, where: str) -> None:
-    names = facts.get(_FLAT) if isinstance(facts, dict) else None
-    if names:
-        raise FormatError(
-            "FSDP1's flat parameters are not supported",
-            where=where,
-            why=f"the metadata marks {listed([str(name) for name in names])} as flat",
-            hint="merge the checkpoint with ByteCheckpoint's `merge_bcp.py`",
-        )
 
 
 def _view(header: bytes, where: str) -> TensorView:

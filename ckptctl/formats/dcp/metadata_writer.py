@@ -40,19 +40,10 @@ def encode(
     origin: Origin = UNKNOWN,
 ) -> bytes:
     """Return a ``.metadata`` that stock ``dcp.load`` reads."""
-    writer = _Writer(tensors)
-    writer.section("state_dict_metadata")
-    for tensor in tensors:
-        writer.tensor(tensor, [place.box for place in boxes[tensor.name]])
-    for blob in blobs:
-        writer.blob(blob)
-    writer.section("planner_data")
-    for leaf in chain[_Named](tensors, blobs):
-        writer.path(leaf)
-    writer.section("storage_data")
-    for name, some in groupby(items.items(), key=lambda pair: pair[0][0]):
-        writer.items(name, ((offsets, *item) for (_, offsets), item in some))
-    return _readable(writer.finish(origin))
+    chunks = ([place.box for place in boxes[tensor.name]] for tensor in tensors)
+    by_name = groupby(items.items(), key=lambda pair: pair[0][0])
+    located = ((name, ((offsets, *item) for (_, offsets), item in some)) for name, some in by_name)
+    return _readable(_written(tensors, chunks, blobs, located).finish(origin))
 
 
 class TensorMetadata:
@@ -111,17 +102,29 @@ def encode_tensors(
 
     A list of *boxes* that is that of another tensor, too, is written in less time.
     """
+    return TensorMetadata(_written(tensors, boxes, (), items))
+
+
+def _written(
+    tensors: Sequence[OutputTensor],
+    boxes: Iterable[Sequence[Box]],
+    blobs: Sequence[Blob],
+    items: Iterable[tuple[str, Iterable[Located]]],
+) -> _Writer:
+    """Return a writer of all that a ``.metadata`` lists, which has not ended it."""
     writer = _Writer(tensors)
     writer.section("state_dict_metadata")
     for tensor, chunks in zip(tensors, boxes, strict=True):
         writer.tensor(tensor, chunks)
+    for blob in blobs:
+        writer.blob(blob)
     writer.section("planner_data")
-    for tensor in tensors:
-        writer.path(tensor)
+    for leaf in chain[_Named](tensors, blobs):
+        writer.path(leaf)
     writer.section("storage_data")
     for name, located in items:
         writer.items(name, located)
-    return TensorMetadata(writer)
+    return writer
 
 
 class _Writer:

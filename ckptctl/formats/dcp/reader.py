@@ -75,8 +75,19 @@ _BEGIN = 9
 
 def read(path: Path, asked: ReadOptions, name: str) -> Catalog:
     """Return the catalog of the directory *path*."""
+    if lacks_metadata(path):
+        raise DamagedError(
+            f"`{METADATA}` is missing",
+            where=str(path / METADATA),
+            why="this file is written last, so the save was interrupted",
+        )
+    if not is_there(path / METADATA):
+        raise FormatError(
+            "this is not a DCP checkpoint",
+            where=str(path),
+            why=f"expected a directory with {METADATA} and .distcp files",
+        )
     with source_files(path) as files:
-        _require_metadata(path)
         leaves, origin = read_metadata(files, METADATA)
         faults = Faults(path, asked.partial)
         catalog = _joined(catalog_of(files, leaves, name, faults), faults)
@@ -121,21 +132,6 @@ def _joined(catalog: Catalog, faults: Faults) -> Catalog:
     new = listed([name for name in joined.tensors if name not in catalog.tensors])
     note = f"tensors that Megatron-FSDP saved in parts are joined and renamed: {new}"
     return replace(joined, notes=(*joined.notes, note))
-
-
-def _require_metadata(path: Path) -> None:
-    if lacks_metadata(path):
-        raise DamagedError(
-            f"`{METADATA}` is missing",
-            where=str(path / METADATA),
-            why="this file is written last, so the save was interrupted",
-        )
-    if not is_there(path / METADATA):
-        raise FormatError(
-            "this is not a DCP checkpoint",
-            where=str(path),
-            why=f"expected a directory with {METADATA} and .distcp files",
-        )
 
 
 def read_metadata(files: SourceFiles, name: str) -> Decoded:

@@ -225,9 +225,9 @@ class UniversalSave:
     def parameter(self, name: str, key: str) -> TensorEntry:
         """Return one value of a parameter, in its shape; stage 3 leaves it flat."""
         value = self.values[name][key]
-        tensor = value.get("param") if isinstance(value, dict) else value
+        tensor = tensor_in(value)
         where = str(self.source.root / self.file(name, key))
-        if not isinstance(tensor, StoredTensor):
+        if tensor is None:
             raise UnsupportedError(f"`{key}` of `{name}` is not a tensor", where=where)
         shape = self._shape(name, tensor, isinstance(value, dict) and "vocab_tensor" in value)
         if shape is None or (shape != tensor.shape and tensor.strides is not None):
@@ -314,21 +314,16 @@ def _add_settings(save: UniversalSave, found: Leaves) -> None:
 
 def read_folders(source: SourceFiles, folder: str, faults: Faults) -> FolderValues:
     """Return by parameter and key (``fp32``, ``exp_avg``, ...) what that file holds."""
-    return {
-        item.name: dict(_values(source, f"{folder}/{item.name}", faults))
-        for item in sorted((source.root / folder).iterdir())
-        if item.is_dir()
-    }
-
-
-def _values(source: SourceFiles, folder: str, faults: Faults) -> Iterator[tuple[str, object]]:
-    for item in sorted((source.root / folder).iterdir()):
-        if item.suffix != ".pt":
-            continue
-        name = f"{folder}/{item.name}"
-        found = faults.read(name, lambda file: (_value(source, file),), (CkptError,))
-        if found is not None:
-            yield item.stem, found[0]
+    values: dict[str, dict[str, object]] = {}
+    homes = sorted(item for item in (source.root / folder).iterdir() if item.is_dir())
+    for home in homes:
+        values[home.name] = {}
+        for item in sorted(item for item in home.iterdir() if item.suffix == ".pt"):
+            name = f"{folder}/{home.name}/{item.name}"
+            found = faults.read(name, lambda file: (_value(source, file),), (CkptError,))
+            if found is not None:
+                values[home.name][item.stem] = found[0]
+    return values
 
 
 def _value(source: SourceFiles, name: str) -> object:

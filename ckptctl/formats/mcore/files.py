@@ -62,14 +62,11 @@ def evidence(folder: Path) -> str | None:
     common, finished = is_there(folder / COMMON), is_there(folder / MARK)
     if common and is_there(folder / METADATA):
         return f"`{METADATA}` and `{COMMON}`"
-    backend = backend_of(folder) if finished else None
-    return f"`{MARK}` of the backend `{backend}`" if backend else None
-
-
-def backend_of(folder: Path) -> str | None:
-    """Return the name of the backend in ``metadata.json``; None: it is none of Megatron-Core's."""
+    if not finished:
+        return None
     with source_files(folder) as files:
-        return find(str, _said(files), "sharded_backend")
+        backend = find(str, _said(files), "sharded_backend")
+    return f"`{MARK}` of the backend `{backend}`" if backend else None
 
 
 def only_save(path: Path) -> Path | None:
@@ -136,8 +133,7 @@ def require_finished(files: SourceFiles) -> None:
 
 def names_common(files: SourceFiles) -> bool:
     """Return whether ``metadata.json`` says that there is a ``common.pt``."""
-    said = _said(files)
-    return said is not None and said.get("common_backend") == "torch"
+    return find(str, _said(files), "common_backend") == "torch"
 
 
 def _said(files: SourceFiles) -> Mapping[str, object] | None:

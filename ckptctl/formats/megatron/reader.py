@@ -64,7 +64,10 @@ def read(path: Path, asked: ReadOptions, name: str) -> Catalog:
     with source_files(path) as files:
         grid = read_grid(files, folder, faults)
         model = JoinedModel(files, grid, rules, str(path / folder))
-        others = _others(grid, path)
+        others, first = Leaves(), grid.first  # the iteration, the scheduler, ...
+        values = first.content.items()
+        rest = {k: value for k, value in values if not is_model(k) and k not in _LEFT_OUT}
+        others.add(rest, (), first.file, str(path / first.file))
         sizes = {state.file: files.size(state.file) for state in grid.states.values()}
     own = {folder, POINTER, *(file.split("/")[0] for file in grid.files.values())}
     around = beside(path, own)
@@ -83,18 +86,6 @@ def read(path: Path, asked: ReadOptions, name: str) -> Catalog:
         findings=tuple(faults.findings),
         lost=model.lost,
     )
-
-
-def _others(grid: Grid, root: Path) -> Leaves:
-    """Return what the first file has beside the model: the iteration, the scheduler, ..."""
-    found, first = Leaves(), grid.first
-    rest = {
-        key: value
-        for key, value in first.content.items()
-        if not is_model(key) and key not in _LEFT_OUT
-    }
-    found.add(rest, (), first.file, str(root / first.file))
-    return found
 
 
 def _notes(grid: Grid, model: JoinedModel, root: Path) -> Iterator[str]:
