@@ -48,7 +48,6 @@ from ckptctl.formats.hf.shards import (
     read_bin,
     read_shard,
     read_shards,
-    unnamed_note,
 )
 from ckptctl.formats.shared.findings import Faults
 from ckptctl.formats.sidecar_files import beside
@@ -148,7 +147,9 @@ class HfFormat(WritableFormat):
         found = read_shards(files, weight_map, strings, main, known, faults)
         ordered = {name: found.tensors[name] for name in weight_map if name in found.tensors}
         extra = {name: t for name, t in found.tensors.items() if name not in weight_map}
-        notes = (*found.notes, *found.metadata.notes, *unnamed_note(extra))
+        notes = (*found.notes, *found.metadata.notes)
+        if extra:
+            notes += (f"the index does not list these tensors: {listed(list(extra))}",)
         agreed, names = found.metadata.agreed, list(found.sizes)
         catalog = self._catalog(files, path, ordered | extra, agreed, names, notes, main)
         return replace(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated
 
@@ -128,11 +128,6 @@ def _unnamed(
             why=listed(others),
         )
     return {key: entry for key, entry in found.items() if key not in weight_map}
-
-
-def unnamed_note(extra: Collection[str]) -> tuple[str, ...]:
-    """Return a note on tensors that the index does not name."""
-    return (f"the index does not list these tensors: {listed(list(extra))}",) * bool(extra)
 
 
 @dataclass(slots=True)
