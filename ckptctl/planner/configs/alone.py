@@ -20,14 +20,20 @@ TYPE, TEXT, TOWER = "model_type", "text_config", "vision_config"
 
 def for_layout(config: Json, family: Family | None, layout: str | None) -> Json:
     """Return *config* under the model type by which the programs of *layout* know *family*."""
-    signs = family.config_signs if family and MLX in family.layouts else ()
-    own = next((one.get(TYPE) for one in signs if TOWER not in one), None)
-    other = next((one.get(TYPE) for one in signs if TOWER in one and one[TOWER] is None), None)
+    own, other = _types(family)
     if not other or config.get(TOWER) is not None or config.get(TYPE) not in (own, other):
         return config
     if layout == MLX:
         return {**config, TYPE: other}
     return _as_text(config, family, own) if config[TYPE] == other else config
+
+
+def _types(family: Family | None) -> tuple[object, object]:
+    """Return the model type of *family* and that of the model with pictures; None: it has none."""
+    signs = family.config_signs if family and MLX in family.layouts else ()
+    own = next((one.get(TYPE) for one in signs if TOWER not in one), None)
+    other = next((one.get(TYPE) for one in signs if TOWER in one and one[TOWER] is None), None)
+    return own, other
 
 
 def _as_text(config: Json, family: Family | None, own: object) -> Json:

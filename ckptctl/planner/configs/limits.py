@@ -27,6 +27,12 @@ class Limit:
     kind: Literal["at most", "a divisor of"]
     defaults: bool = True
 
+    def admits(self, value: int, other: int) -> bool:
+        """Return whether *value* is possible beside *other*."""
+        if self.kind == "at most":
+            return value <= other
+        return value > 0 and other % value == 0
+
 
 LIMITS = (
     Limit("num_key_value_heads", ("num_attention_heads",), "a divisor of", defaults=False),
@@ -49,10 +55,7 @@ def exceeded(
             if not other:
                 continue
             said = stated or other_stated if limit.defaults else stated and other_stated
-            if value is None or not said:
-                break
-            at_most = limit.kind == "at most"
-            if value > other if at_most else value <= 0 or other % value:
+            if value is not None and said and not limit.admits(value, other):
                 own = Statement(prefix + limit.name, value, source, stated)
                 shown = f"must be {limit.kind} {other} (`{prefix}{name}`)"
                 theirs = Statement(prefix + limit.name, None, source, other_stated, shown=shown)
