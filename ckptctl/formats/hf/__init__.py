@@ -147,9 +147,9 @@ class HfFormat(WritableFormat):
         found = read_shards(files, weight_map, strings, main, known, faults)
         ordered = {name: found.tensors[name] for name in weight_map if name in found.tensors}
         extra = {name: t for name, t in found.tensors.items() if name not in weight_map}
-        notes = (*found.notes, *found.metadata.notes)
+        notes = [*found.notes, *found.metadata.notes]
         if extra:
-            notes += (f"the index does not list these tensors: {listed(list(extra))}",)
+            notes.append(f"the index does not list these tensors: {listed([*extra])}")
         agreed, names = found.metadata.agreed, list(found.sizes)
         catalog = self._catalog(files, path, ordered | extra, agreed, names, notes, main)
         return replace(

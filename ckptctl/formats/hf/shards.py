@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated
@@ -169,10 +170,9 @@ def read_shards(
 ) -> IndexedShards:
     """Read one shard after the other."""
     found = IndexedShards(metadata=HeaderStrings(strings))
-    where = str(files.root / main)
-    shards: dict[str, set[str]] = {}
+    shards, where = defaultdict[str, set[str]](set), str(files.root / main)
     for key, file in weight_map.items():
-        shards.setdefault(file, set()).add(key)
+        shards[file].add(key)
     if not faults.partial:
         sizes_of(files, shards, "shards", where, "download them again")
     for name in heads_ahead(files, shards):
