@@ -32,7 +32,7 @@ from ckptctl.ops.recognition.model import require_one_model, root_hint
 from ckptctl.ops.sources import located
 from ckptctl.planner.configs.facts import tying
 from ckptctl.planner.layouts import HF
-from ckptctl.planner.mapping.mapped import MappedTensor
+from ckptctl.planner.mapping.mapped import MappedTensor, View
 
 
 def map_layout(draft: Draft) -> Draft:
@@ -235,12 +235,7 @@ def output_tensors(
             if kinds.setdefault(view.key, kind) != kind:
                 hint = f"pass {spell_option('--dtype')} to cast all of them to one dtype"
                 raise _mixed(view.key, kinds[view.key], kind, source.name, hint)
-            # The same for targets, or parts of them, that are copies of the same memory.
-            memory: object = view.key
-            if len(item.sources) == len(item.targets) == 1:
-                name = source.alias_of or source.name
-                memory = name, item.axes, item.sources[0].place, view.place
-            memories.setdefault(view.key, []).append(memory)
+            memories.setdefault(view.key, []).append(_memory(item, view, source))
     first: dict[object, str] = {}
     original = {key: first.setdefault(tuple(parts), key) for key, parts in memories.items()}
     gradient = {
@@ -260,6 +255,14 @@ def output_tensors(
         )
         for key, shape in shapes.items()
     )
+
+
+def _memory(item: MappedTensor, target: View, source: TensorEntry) -> object:
+    """Return what is the same for targets, or parts of them, that are the same memory's copies."""
+    if not len(item.sources) == len(item.targets) == 1:
+        return target.key
+    name = source.alias_of or source.name
+    return name, item.axes, item.sources[0].place, target.place
 
 
 def _dtype(

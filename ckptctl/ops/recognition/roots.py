@@ -240,16 +240,17 @@ class Selection:
 
 def select(catalog: Catalog, root: str) -> Selection:
     """Return what lies under *root*; at the top, all but the trainer's own state."""
-    inside = {
-        name: name.removeprefix(root)
-        for name in (*catalog.tensors, *catalog.blobs)
-        if name.startswith(root) and (name != root if root else not outside(catalog, name))
-    }
+    leaves = (*catalog.tensors, *catalog.blobs)
+    if root:
+        inside = {n: n.removeprefix(root) for n in leaves if n.startswith(root) and n != root}
+    else:
+        apart = has_room(catalog.format)
+        inside = {n: n for n in leaves if not (apart and outside(catalog, n))}
     return Selection(
         root,
         {inside[name]: entry for name, entry in catalog.tensors.items() if name in inside},
         {inside[name]: blob for name, blob in catalog.blobs.items() if name in inside},
-        tuple(n for n in (*catalog.tensors, *catalog.blobs) if n not in inside),
+        tuple(n for n in leaves if n not in inside),
     )
 
 

@@ -151,3 +151,11 @@ def test_no_bar_for_what_is_quick(clock, monkeypatch):
     with progress(Output(), "copying", 10) as advance:
         advance(10)
     assert shown.getvalue() == ""
+
+
+def test_the_beginning_is_not_asked_for_where_nobody_looks():
+    def beginning() -> str:
+        raise AssertionError("asked")
+
+    with progress(Output(quiet=True), "copying", 10, beginning=beginning) as advance:
+        assert advance is None

@@ -171,3 +171,10 @@ def test_a_spiral_of_many_strips_is_exact():
     assert len(boxes) > 1300
     assert coverage((700, 700), boxes).exact
     assert coverage((700, 700), boxes[:-1]).holes == (boxes[-1],)
+
+
+@pytest.mark.parametrize("box", [Box((0, 0), (2, 2)), Box((0, 1), (2, 3)), Box((0,), (6,))])
+def test_one_box_that_is_not_the_whole_tensor_is_refused(box):
+    extent = Extent(box, "f", 0, 4)
+    with pytest.raises((CoverageError, UnsupportedError)):
+        check_coverage(TensorEntry("w", "uint8", (2, 3), (extent,), ("w",)))

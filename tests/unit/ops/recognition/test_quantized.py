@@ -5,7 +5,7 @@ import pytest
 from ckptctl import formats
 from ckptctl.catalog import Box, Catalog, Extent, TensorEntry, computed_name
 from ckptctl.errors import DamagedError, MappingError, UnsupportedError, UsageError
-from ckptctl.ops.recognition.quantized import dequantized, quantized
+from ckptctl.ops.recognition.quantized import dequantized, is_plain, quantized
 
 
 def catalog(tensors, quantization=None):
@@ -148,3 +148,16 @@ def test_replicas_are_not_looked_into(monkeypatch):
     monkeypatch.setattr(formats, "resolve", lambda one: seen.append(one.replicas) or one)
     assert list(dequantized(source, "bfloat16").tensors) == ["a.weight"]
     assert seen == [{}]
+
+
+@pytest.mark.parametrize(
+    ("tensors", "quantization", "plain"),
+    [
+        (NORM, None, True),
+        (NORM, {"quant_method": "fp8"}, False),
+        (NORM | WEIGHT, None, False),
+        (NORM | {"a.scales": ("bfloat16", 7)}, None, False),
+    ],
+)
+def test_is_plain_asks_names_dtypes_and_config(tensors, quantization, plain):
+    assert is_plain(catalog(tensors, quantization)) is plain
