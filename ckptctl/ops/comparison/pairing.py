@@ -64,8 +64,7 @@ class Pair:
     @property
     def renamed(self) -> bool:
         """Return whether it is one whole tensor of B, byte for byte in the same order."""
-        one = self.mapped[0]
-        return len(self.mapped) == 1 and one.renames and one.sources[0].sizes == self.entry.shape
+        return len(self.mapped) == 1 and self.mapped[0].renames
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,7 +32,7 @@ from ckptctl.ops.recognition.model import require_one_model, root_hint
 from ckptctl.ops.sources import located
 from ckptctl.planner.configs.facts import tying
 from ckptctl.planner.layouts import HF
-from ckptctl.planner.mapping.mapped import MappedTensor, View
+from ckptctl.planner.mapping.mapped import MappedTensor, TargetView
 
 
 def map_layout(draft: Draft) -> Draft:
@@ -253,12 +253,11 @@ def output_tensors(
     )
 
 
-def _memory(item: MappedTensor, target: View, source: TensorEntry) -> object:
+def _memory(item: MappedTensor, target: TargetView, source: TensorEntry) -> object:
     """Return what is the same for targets, or parts of them, that are the same memory's copies."""
     if not len(item.sources) == len(item.targets) == 1:
         return target.key
-    name = source.alias_of or source.name
-    return name, item.axes, item.sources[0].place, target.place
+    return source.alias_of or source.name, target.place
 
 
 def _dtype(
