@@ -182,6 +182,11 @@ class Strided:
         extent = Extent(whole, file, 0, whole.numel * dtypes.itemsize(dtype))
         return cls.whole(TensorEntry(file, dtype, shape, (extent,), (file,)))
 
+    @property
+    def covered(self) -> int:
+        """Return the number of elements that parts have: fewer than all while it is composed."""
+        return sum(math.prod([axis.size for axis in part.axes]) for part in self.parts)
+
     def narrow(self, dim: int, start: int, size: int) -> Strided:
         """Return a range of a dimension."""
         if not 0 <= start <= start + size <= self.shape[dim]:

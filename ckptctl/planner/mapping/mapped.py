@@ -7,7 +7,6 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
-from operator import add
 from typing import NamedTuple
 
 from ckptctl.errors import MappingError, spell_option
@@ -48,12 +47,6 @@ class View:
     sizes: tuple[int, ...]
     lead: tuple[int, ...] = ()
     step: int = 0
-
-    @property
-    def ends(self) -> tuple[int, ...]:
-        """Return how far the stored tensor reaches at least."""
-        ends = tuple(map(add, self.origin, self.sizes))
-        return (ends[0] * self.step, *ends[2:]) if self.step else ends
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +101,7 @@ class MappedTensor:
             return False
         tensor = self.targets[0].tensor
         same = all(tensor == Strided.whole(part.of) for part in tensor.parts)
-        return same and (bool(tensor.parts) or self.sources[0].ends == tensor.shape)
+        return same and (bool(tensor.parts) or self.sources[0].sizes == tensor.shape)
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,28 +122,30 @@ class Zeros:
 
 
 def stored_shapes(tensors: Iterable[MappedTensor]) -> dict[str, tuple[int, ...]]:
-    """Return the shape of each stored tensor of the target: what its views reach."""
+    """Return the shape of each stored tensor of the target."""
     found: dict[str, tuple[int, ...]] = {}
     for mapped in tensors:
         for view in mapped.targets:
-            found[view.key] = tuple(map(max, found.get(view.key, view.ends), view.ends))
+            shape = view.tensor.shape
+            known = found.setdefault(view.key, shape)
+            if known != shape:  # zeros behind the rows of a vocabulary
+                found[view.key] = tuple(map(max, known, shape))
+    return found
+
+
+def covered(tensors: Iterable[MappedTensor]) -> dict[str, int]:
+    """Return how many elements of each stored tensor of the target there are."""
+    found: dict[str, int] = {}
+    for mapped in tensors:
+        for view in mapped.targets:
+            found[view.key] = found.get(view.key, 0) + view.tensor.covered
     return found
 
 
 def require_covered(tensors: Sequence[MappedTensor]) -> None:
     """Refuse a target tensor of which only some parts are there."""
-    shapes = stored_shapes(tensors)
-    held: dict[str, int] = {}
-    lacking: set[str] = set()
-    for mapped in tensors:
-        spread = {view.lead for view in mapped.sources}
-        whole = math.prod(mapped.axes)
-        read = sum(math.prod(view.sizes) for view in mapped.sources)
-        if read != whole or len(spread) != len(mapped.sources):
-            lacking |= {view.key for view in mapped.targets}
-        for view in mapped.targets:
-            held[view.key] = held.get(view.key, 0) + math.prod(view.sizes)
-    lacking |= {key for key, shape in shapes.items() if held[key] != math.prod(shape)}
+    shapes, held = stored_shapes(tensors), covered(tensors)
+    lacking = {key for key, shape in shapes.items() if held[key] != math.prod(shape)}
     if lacking:
         key = next(key for key in shapes if key in lacking)
         raise MappingError(

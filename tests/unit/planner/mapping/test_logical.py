@@ -12,7 +12,7 @@ from ckptctl.catalog import TensorEntry
 from ckptctl.errors import MappingError
 from ckptctl.families import family
 from ckptctl.planner.mapping.logical import stand_in
-from ckptctl.planner.mapping.mapped import MappedTensor, TargetView, View
+from ckptctl.planner.mapping.mapped import MappedTensor, TargetView, View, require_covered
 from ckptctl.planner.mapping.strided_views import as_strided, by_target
 from ckptctl.planner.mapping.tensors import Change
 from tests.contract import tables
@@ -65,9 +65,10 @@ def test_an_empty_tensor_has_no_parts() -> None:
     assert (found.shape, found.dtype, found.parts) == ((0, 3), "float32", ())
 
 
-def test_parts_of_different_dtypes_are_refused() -> None:
+def fused(*names: str) -> list[MappedTensor]:
+    """Return tensors of two elements, in order in ``ab``, which has four."""
     dims, sizes = ((0,),), (2,)
-    mapped = [
+    return [
         MappedTensor(
             name,
             sizes,
@@ -75,8 +76,20 @@ def test_parts_of_different_dtypes_are_refused() -> None:
             (TargetView("ab", dims, (at,), sizes, tensor=stand_in(0, sizes).place(0, at, 4)),),
         )
         for name, at in (("a", 0), ("b", 2))
+        if name in names
     ]
-    entries = {"a": entry("a", sizes), "b": entry("b", sizes, "bfloat16")}
+
+
+def test_parts_of_different_dtypes_are_refused() -> None:
+    entries = {"a": entry("a", (2,)), "b": entry("b", (2,), "bfloat16")}
     with pytest.raises(MappingError, match="float32 and bfloat16") as caught:
-        as_strided(by_target(mapped)["ab"], "ab", entries)
+        as_strided(by_target(fused("a", "b"))["ab"], "ab", entries)
     assert caught.value.where == "tensor `b`"
+
+
+def test_a_tensor_without_one_of_its_parts_is_refused() -> None:
+    require_covered(fused("a", "b"))
+    for part in "ab":
+        with pytest.raises(MappingError, match="only partly filled") as caught:
+            require_covered(fused(part))
+        assert caught.value.where == "tensor `ab`"
