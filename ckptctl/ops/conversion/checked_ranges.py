@@ -119,7 +119,9 @@ def checks_of(
                     held.setdefault(found, []).append(inside)
     once -= {name for some in held.values() for name in _overlapping(some)}
     ranges: dict[tuple[str, RecordedRange], str] = {}
-    for directory, entry in _read(root, entries, computed):
+    read = [(root, entry) for entry in entries]
+    read += [(one.root, one.entry) for made in computed.values() for one in made.inputs.values()]
+    for directory, entry in read:
         is_checked = directory == root and entry.name in once
         if isinstance(entry.extents, ExtentColumns) and (is_checked or entry.extents.crcs is None):
             continue
@@ -154,11 +156,3 @@ def _gaps(recorded: RecordedRange, held: Iterable[_TensorBytes]) -> Iterator[tup
         end = one.offset + one.nbytes
     if left := recorded.offset + recorded.nbytes - end:
         yield end - recorded.offset, left
-
-
-def _read(
-    root: str, entries: Iterable[TensorEntry], computed: Mapping[str, Computed]
-) -> Iterator[tuple[str, TensorEntry]]:
-    """Yield every tensor that is read, and the directory that its files lie in."""
-    yield from ((root, entry) for entry in entries)
-    yield from ((i.root, i.entry) for one in computed.values() for i in one.inputs.values())

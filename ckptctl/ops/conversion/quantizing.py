@@ -330,7 +330,7 @@ class _Making:
         entries = {key: self._entries[key] for key in read}
         if len({entry.dtype for entry in entries.values()}) > 1:
             entries = {key: self._cast(entry, tensor.dtype) for key, entry in entries.items()}
-        made = as_strided(items, tensor.name, entries).cast(tensor.dtype)
+        made = as_strided(items, tensor.name, entries, tensor.dtype)
         return rearranged(self.catalog.root, made)
 
     def _cast(self, entry: TensorEntry, dtype: str) -> TensorEntry:

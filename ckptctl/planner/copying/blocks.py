@@ -6,19 +6,19 @@ The boxes in which a checkpoint stores tensors come straight from the columns of
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import cached_property
 from operator import mul, sub
 from typing import NamedTuple
 
 from ckptctl.catalog import Computed, Extent, Input, TensorEntry, is_computed, row_major
-from ckptctl.columns import NO_CRC, ExtentColumns, boxes_of, files_of, ranges_of, vectors_of
+from ckptctl.columns import NO_CRC, ExtentColumns, boxes_of, files_of, vectors_of
 from ckptctl.planner.copying import runs
 from ckptctl.planner.copying.domains import domains
-from ckptctl.planner.copying.runs import Block, BoxIndex, Ints
+from ckptctl.planner.copying.runs import LINEAR, Block, BoxIndex, Ints
 from ckptctl.planner.copying.tile import MIB, Move, Read, moves
 from ckptctl.planner.plan import RecordedRange
-from ckptctl.planner.strided import Part, Strided
+from ckptctl.planner.strided import Axis, Part, Strided
 
 SHORT_RUN = 256
 """Bytes of a run, on average, below which elements are permuted in memory ..."""
@@ -53,9 +53,11 @@ class StoredBoxes:
         extents = entry.extents
         self.offsets, self.sizes = vectors_of(boxes_of(extents))
         self.files = files_of(extents)
-        self._ranges = list(ranges_of(extents))
-        columns = isinstance(extents, ExtentColumns)
-        self._strides = None if columns else [extent.strides for extent in extents]
+        if isinstance(extents, ExtentColumns):
+            self.starts, self._strides = extents.starts, None
+        else:
+            self.starts = [extent.offset for extent in extents]
+            self._strides = [extent.strides for extent in extents]
         self._index = BoxIndex(self.offsets, self.sizes)
 
     def strides(self, number: int) -> Sequence[int]:
@@ -63,31 +65,62 @@ class StoredBoxes:
         stated = self._strides[number] if self._strides else None
         return stated or row_major(self.sizes[number])
 
-    def start(self, number: int) -> int:
-        """Return the position in its file of the first byte of an extent."""
-        return self._ranges[number][1]
-
     def recorded(self, number: int) -> RecordedRange | None:
         """Return the range around an extent whose checksum is recorded, or None."""
         extents, name = self._entry.extents, self._entry.name
         if isinstance(extents, ExtentColumns):
             crc = extents.crcs[number] if extents.crcs else NO_CRC
-            file, start, end = self._ranges[number]
-            return RecordedRange(file, start, end - start, crc, name) if crc != NO_CRC else None
+            if crc == NO_CRC:
+                return None
+            nbytes = extents.lengths[number]
+            return RecordedRange(self.files[number], self.starts[number], nbytes, crc, name)
         return recorded_range(extents[number], name)
 
     def meeting(self, part: Part) -> Iterator[tuple[int, Part]]:
         """Yield the numbers of boxes that a part has elements in, and those elements."""
-        reach = [1] * len(part.begin)
+        reach, axes = [1] * len(part.begin), dict[int, Axis]()
         for axis in part.axes:
             reach[axis.at] += (axis.size - 1) * axis.stride
+            axes[axis.at] = axis
+        is_simple = len(axes) == len(part.axes)
         for number in self._index.near(part.begin, tuple(reach)):
-            for cut in _inside(part, Part.stored_within, self.offsets[number], self.sizes[number]):
+            lo, sizes = self.offsets[number], self.sizes[number]
+            if is_simple:
+                if found := _stored_inside(part, axes, lo, sizes):
+                    yield number, found
+                continue
+            for cut in _inside(part, Part.stored_within, lo, sizes):
                 yield number, cut
 
     def position(self, number: int, part: Part) -> int:
         """Return how many elements of a box lie before the first one of a part of it."""
         return sum(map(mul, map(sub, part.begin, self.offsets[number]), self.strides(number)))
+
+
+def _stored_inside(part: Part, axes: Mapping[int, Axis], lo: Ints, sizes: Ints) -> Part | None:
+    """Return what of a part lies inside a stored box, or None.
+
+    Hot path: as :func:`_inside` where each stored dimension has one of *axes* or none.
+    """
+    kept, origin, begin = list[Axis](), list(part.origin), list(part.begin)
+    for at, first in enumerate(lo):
+        start = first - begin[at]
+        stop = start + sizes[at]
+        axis = axes.get(at)
+        if axis is None:
+            if not start <= 0 < stop:
+                return None
+            continue
+        size, dim, step, _, stride = axis
+        index = -(-start // stride) if start > 0 else 0
+        count = min(size, (stop - 1) // stride + 1) - index
+        if count <= 0:
+            return None
+        origin[dim] += index * step
+        begin[at] += index * stride
+        if count > 1:
+            kept.append(axis if count == size else Axis(count, dim, step, at, stride))
+    return Part(part.of, tuple(kept), tuple(origin), tuple(begin))
 
 
 def recorded_range(extent: Extent, name: str) -> RecordedRange | None:
@@ -137,8 +170,11 @@ class BlockReader:
         return {key: StoredBoxes(entry) for key, entry in entries.items()}
 
     @cached_property
-    def _index(self) -> BoxIndex:
+    def _index(self) -> BoxIndex | None:
+        """Index of the parts, or None where there are only a few."""
         rank, parts = range(len(self.tensor.shape)), self.tensor.parts
+        if len(parts) <= LINEAR:
+            return None
         sizes = [tuple(_length(part, dim) for dim in rank) for part in parts]
         return BoxIndex([part.origin for part in parts], sizes)
 
@@ -209,7 +245,7 @@ class BlockReader:
         origin, item = position - sum(map(mul, lo, strides)), self.item
         for stored, number, part in self.meeting(lo, sizes):
             steps = stored.strides(number)
-            source = stored.start(number) + stored.position(number, part) * item
+            source = stored.starts[number] + stored.position(number, part) * item
             axes = (
                 (axis.stride * steps[axis.at] * item, axis.step * strides[axis.dim], axis.size)
                 for axis in part.axes
@@ -221,10 +257,15 @@ class BlockReader:
 
     def meeting(self, lo: Ints, sizes: Ints) -> Iterator[Meeting]:
         """Yield the elements of a box of the tensor by the stored boxes that they lie in."""
-        for number in self._index.near(lo, sizes):
-            for part in _inside(self.tensor.parts[number], Part.within, lo, sizes):
+        parts, index = self.tensor.parts, self._index
+        for number in index.near(lo, sizes) if index else range(len(parts)):
+            whole = lo == (0,) * len(lo) and sizes == self.tensor.shape
+            for part in (
+                (parts[number],) if whole else _inside(parts[number], Part.within, lo, sizes)
+            ):
                 stored = self._stored[id(part.of)]
-                yield from (Meeting(stored, index, cut) for index, cut in stored.meeting(part))
+                for box, cut in stored.meeting(part):
+                    yield Meeting(stored, box, cut)
 
 
 def _length(part: Part, dim: int) -> int:

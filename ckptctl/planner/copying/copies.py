@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from functools import cached_property
 from itertools import islice
 from operator import add, mul, sub
 from typing import NamedTuple
 
 from ckptctl import dtypes
+from ckptctl.catalog import row_major
 from ckptctl.planner.copying import runs
-from ckptctl.planner.copying.blocks import BlockReader, Blocks, ReadFrom, element_moves, reads
+from ckptctl.planner.copying.blocks import (
+    BlockReader,
+    Blocks,
+    ReadFrom,
+    element_moves,
+    reads,
+    recorded_range,
+)
 from ckptctl.planner.copying.domains import Domain, domains
 from ckptctl.planner.copying.runs import Block, BoxIndex, Ints
 from ckptctl.planner.copying.tile import Limits, Read, Tile, Write
@@ -37,12 +45,16 @@ def lower(
         Tiles in the target's order; then, where checksums of sources cannot be taken on the way,
         tiles that only read.
     """
-    reader = BlockReader(transfer.tensor, checked if limits.check else ())
-    return tiles(reader, transfer.targets, records, limits)
+    checked = checked if limits.check else ()
+    if found := _whole_range(transfer, checked):
+        return _copy_ranges([found], records, limits)
+    return tiles(BlockReader(transfer.tensor, checked), transfer.targets, records, limits)
 
 
 def permutes(transfer: Transfer) -> bool:
     """Return whether *transfer* moves single elements, which takes torch."""
+    if _whole_range(transfer, ()):
+        return False
     work = _Tiling(BlockReader(transfer.tensor), transfer.targets, (), Limits())
     return bool(work.boxes) and work.permuted and work.plain_ranges is None
 
@@ -57,6 +69,47 @@ def tiles(
     work = _Tiling(reader, targets, records, limits)
     if work.boxes:
         yield from work.tiles()
+
+
+class _PlainRange(NamedTuple):
+    """A range of a file that is copied as it is."""
+
+    target: TargetBox
+    source: ReadFrom
+    block: Block
+
+
+def _whole_range(transfer: Transfer, checked: Collection[str]) -> _PlainRange | None:
+    """Return the range that *transfer* copies if it is all of a stored tensor, at a glance."""
+    tensor = transfer.tensor
+    if not len(tensor.parts) == len(transfer.targets) == 1 or transfer.casts:
+        return None
+    (part,), (target,) = tensor.parts, transfer.targets
+    if len(part.of.extents) != 1 or not tensor.shape == part.of.shape == target.sizes:
+        return None
+    (extent,) = part.of.extents
+    steps = extent.strides or row_major(extent.box.sizes)
+    as_stored = all(axis.dim == axis.at and axis.step == axis.stride == 1 for axis in part.axes)
+    numel = math.prod(axis.size for axis in part.axes)
+    is_dense = extent.nbytes == numel * tensor.itemsize == part.of.nbytes
+    if not as_stored or not is_dense or target.strides != tuple(s * tensor.itemsize for s in steps):
+        return None
+    check = recorded_range(extent, part.of.name) if part.of.name in checked else None
+    block = Block(extent.offset, target.offset, (), extent.nbytes)
+    return _PlainRange(target, ReadFrom(extent.file, check), block)
+
+
+def _copy_ranges(
+    ranges: Iterable[_PlainRange], records: Sequence[Record], limits: Limits
+) -> Iterator[Tile]:
+    """Yield tiles that copy ranges as they are."""
+    for target, (file, check), block in ranges:
+        begin = records[target.record].offset
+        for done in range(0, block.run, limits.flat):
+            size, offset = min(limits.flat, block.run - done), block.buffer + done
+            read = Read(file, block.source + done, size, None, check)
+            write = Write(target.file, offset, size, 0, target.record, offset - begin)
+            yield Tile(size, (read,), (), (write,), True)
 
 
 class _TargetPart(NamedTuple):
@@ -115,7 +168,7 @@ class _Tiling:
     # ------------------------------------------------------------------------- plain ranges
 
     @cached_property
-    def plain_ranges(self) -> list[tuple[TargetBox, ReadFrom, Block]] | None:
+    def plain_ranges(self) -> list[_PlainRange] | None:
         """Return the ranges of files that are copied as they are, or None if others are.
 
         Boxes that are written to several places are not: they are read once.
@@ -123,31 +176,22 @@ class _Tiling:
         once = all(len(box.targets) == 1 for box in self.boxes)
         if not once or self._tensor.dtype != self._tensor.stored_dtype:
             return None
-        found: list[tuple[TargetBox, ReadFrom, Block]] = []
+        found: list[_PlainRange] = []
         for (target,), lo, sizes in self.boxes:
             for source, block in self._reader.blocks(lo, sizes, target.offset, target.strides):
                 if block.axes:
                     return None
-                found.append((target, source, block))
+                found.append(_PlainRange(target, source, block))
         return found
-
-    def _copies(self, ranges: list[tuple[TargetBox, ReadFrom, Block]]) -> Iterator[Tile]:
-        """Yield tiles that copy ranges as they are."""
-        limit = self._limits.flat
-        for target, (file, check), block in ranges:
-            begin = self._records[target.record].offset
-            for done in range(0, block.run, limit):
-                size, offset = min(limit, block.run - done), block.buffer + done
-                read = Read(file, block.source + done, size, None, check)
-                write = Write(target.file, offset, size, 0, target.record, offset - begin)
-                yield Tile(size, (read,), (), (write,), True)
 
     # ------------------------------------------------------------------------------ buffers
 
     def tiles(self) -> Iterator[Tile]:
         """Yield the tiles: plain ranges, or buffers."""
         ranges = self.plain_ranges
-        return self._copies(ranges) if ranges is not None else self._buffers()
+        if ranges is None:
+            return self._buffers()
+        return _copy_ranges(ranges, self._records, self._limits)
 
     def _buffers(self) -> Iterator[Tile]:
         """Yield tiles of consecutive rows of the tensor, which all targets share."""
@@ -257,7 +301,12 @@ class _Tiling:
                 begin = self._records[target.record].offset if self._records else 0
                 for offset, place, nbytes in runs.runs(block):
                     write = Write(target.file, offset, nbytes, place, target.record, offset - begin)
-                    if last is not None and _follows(write, last):
+                    if (
+                        last is not None
+                        and (write.file, write.record) == (last.file, last.record)
+                        and write.offset == last.offset + last.nbytes
+                        and write.start == last.start + last.nbytes
+                    ):
                         last = last._replace(nbytes=last.nbytes + nbytes)
                         continue
                     if last is not None:
@@ -286,7 +335,7 @@ class _Tiling:
         item, tensor = self._item, self._tensor
         for stored, number, part in self._reader.meeting((0,) * len(tensor.shape), tensor.shape):
             if part.of.name in self._reader.checked and (found := stored.recorded(number)):
-                offset = stored.start(number) + stored.position(number, part) * item
+                offset = stored.starts[number] + stored.position(number, part) * item
                 nbytes = math.prod(axis.size for axis in part.axes) * item
                 yield from check(found, offset, nbytes, self._limits)
 
@@ -338,13 +387,3 @@ def _series(first: Tile | None, second: Tile | None, steps: int) -> Tile | None:
     in_a_row = all(read.check is None or read.step == read.nbytes for read in found)
     in_a_row = in_a_row and writes == second.writes
     return first._replace(reads=found, steps=steps) if in_a_row else None
-
-
-def _follows(write: Write, last: Write) -> bool:
-    """Return whether a range continues another one, in the file and in the buffer."""
-    return (
-        write.file == last.file
-        and write.record == last.record
-        and write.offset == last.offset + last.nbytes
-        and write.start == last.start + last.nbytes
-    )

@@ -28,7 +28,14 @@ def as_strided(
     Raises:
         MappingError: They have different dtypes.
     """
-    stored_dtype = _dtype_of(tensors, key, entries)
+    stored_dtype = entries[tensors[0].sources[0].key].dtype
+    for entry in (entries[view.key] for mapped in tensors for view in mapped.sources):
+        if entry.dtype != stored_dtype:
+            raise MappingError(
+                f"parts of one tensor have different dtypes: {stored_dtype} and {entry.dtype}",
+                where=f"tensor `{entry.name}`",
+                why=f"they are merged into one tensor, `{key}`",
+            )
     parts: list[Part] = []
     shape: Ints = ()
     for mapped in tensors:
@@ -39,18 +46,6 @@ def as_strided(
                 shape = tuple(map(max, shape or held.shape, held.shape))
                 parts += held.parts
     return Strided(shape, stored_dtype, dtype or stored_dtype, tuple(parts))
-
-
-def _dtype_of(tensors: Sequence[MappedTensor], key: str, entries: Mapping[str, TensorEntry]) -> str:
-    dtype = entries[tensors[0].sources[0].key].dtype
-    for other in (entries[view.key] for mapped in tensors for view in mapped.sources):
-        if other.dtype != dtype:
-            raise MappingError(
-                f"parts of one tensor have different dtypes: {dtype} and {other.dtype}",
-                where=f"tensor `{other.name}`",
-                why=f"they are merged into one tensor, `{key}`",
-            )
-    return dtype
 
 
 def by_target(tensors: Iterable[MappedTensor]) -> dict[str, list[MappedTensor]]:

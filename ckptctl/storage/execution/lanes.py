@@ -144,7 +144,8 @@ def most_threads(plan: Plan, memory: Container[str], threads: int, numbers: Sequ
 
 
 def _computes(plan: Plan, transfer: Transfer) -> bool:
-    return transfer.casts or not plan.computed.keys().isdisjoint(transfer.files())
+    virtual = plan.computed.keys()
+    return transfer.casts or (bool(virtual) and not virtual.isdisjoint(transfer.files()))
 
 
 def plan_units(
