@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import islice
+from itertools import accumulate, islice
 from operator import attrgetter
 from typing import NamedTuple
 
@@ -182,12 +182,24 @@ class Strided:
         extent = Extent(whole, file, 0, whole.numel * dtypes.itemsize(dtype))
         return cls.whole(TensorEntry(file, dtype, shape, (extent,), (file,)))
 
+    @property
+    def covered(self) -> int:
+        """Return the number of elements that parts have: fewer than all while it is composed."""
+        return sum(math.prod([axis.size for axis in part.axes]) for part in self.parts)
+
     def narrow(self, dim: int, start: int, size: int) -> Strided:
         """Return a range of a dimension."""
         if not 0 <= start <= start + size <= self.shape[dim]:
             raise ValueError(f"{start}:{start + size} of dimension {dim} of {self.shape}")
         found = (some for part in self.parts for some in part.within(dim, start, start + size))
         parts = tuple(part.shift(dim, -start) for part in found)
+        return replace(self, shape=_replaced(self.shape, dim, size), parts=parts)
+
+    def place(self, dim: int, start: int, size: int) -> Strided:
+        """Return the tensor as a range of a dimension of *size*, which has no other elements."""
+        if not 0 <= start <= start + self.shape[dim] <= size:
+            raise ValueError(f"dimension {dim} of {self.shape} at {start} of {size}")
+        parts = tuple(part.shift(dim, start) for part in self.parts)
         return replace(self, shape=_replaced(self.shape, dim, size), parts=parts)
 
     def select(self, dim: int, index: int) -> Strided:
@@ -280,14 +292,19 @@ class Strided:
 
 def concat(tensors: Sequence[Strided], dim: int) -> Strided:
     """Return tensors one after the other along a dimension."""
-    first, parts, length = tensors[0], list[Part](), 0
+    starts = list(accumulate((one.shape[dim] for one in tensors), initial=0))
+    pairs = zip(tensors, starts, strict=False)
+    return union([one.place(dim, start, starts[-1]) for one, start in pairs])
+
+
+def union(tensors: Sequence[Strided]) -> Strided:
+    """Return tensors of one shape as one, of which each has other elements."""
+    first = tensors[0]
     for one in tensors:
-        same = (one.stored_dtype, one.dtype, _replaced(one.shape, dim, 0))
-        if same != (first.stored_dtype, first.dtype, _replaced(first.shape, dim, 0)):
-            raise ValueError(f"{one.dtype} {one.shape} behind {first.dtype} {first.shape}")
-        parts += (part.shift(dim, length) for part in one.parts)
-        length += one.shape[dim]
-    return replace(first, shape=_replaced(first.shape, dim, length), parts=tuple(parts))
+        same = (one.stored_dtype, one.dtype, one.shape)
+        if same != (first.stored_dtype, first.dtype, first.shape):
+            raise ValueError(f"{one.dtype} {one.shape} with {first.dtype} {first.shape}")
+    return replace(first, parts=tuple(part for one in tensors for part in one.parts))
 
 
 def stack(tensors: Sequence[Strided], dim: int = 0) -> Strided:

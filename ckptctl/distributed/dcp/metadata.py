@@ -134,8 +134,7 @@ class CatalogMetadata(Metadata):
             for view in one.targets:
                 name = view.key
                 kinds[name] = source.dtype
-                same = one.renames and source.shape == shapes[name]
-                boxes = [extent.box for extent in source.extents] if same else []
+                boxes = [extent.box for extent in source.extents] if one.renames else []
                 whole[name] = [chunk_of(box) for box in boxes or [Box.whole(shapes[name])]]
                 paths[name] = source.path if source.name == name else (name,)
         self.state_dict_metadata = {

@@ -190,9 +190,8 @@ def _sources(mapping: StateMapping) -> dict[str, object]:
     found: dict[str, object] = {}
     for one in mapping.tensors:
         for view in one.targets:
-            where = [(entries[source.key].extents, source) for source in one.sources]
-            plain = [(extents, source.place) for extents, source in where]
-            found[view.key] = (plain, view.dims) if len(one.targets) == 1 else view.key
+            extents = [entries[source.key].extents for source in one.sources]
+            found[view.key] = (extents, view.place) if len(one.targets) == 1 else view.key
     return found
 
 

@@ -16,7 +16,7 @@ from ckptctl.ops.loading.state_mapping import MappingRequest, StateMapping, map_
 from ckptctl.ops.recognition.model import understand
 from ckptctl.ops.recognition.roots import has_room, outside, select, unmatched
 from ckptctl.ops.saving.local_shards import TensorMeta
-from ckptctl.planner.mapping.mapped import MappedTensor, stored_shapes
+from ckptctl.planner.mapping.mapped import MappedTensor, covered, stored_shapes
 from ckptctl.storage.paths import path_at
 
 OUTSIDE = "not part of the model"
@@ -64,8 +64,7 @@ class Pair:
     @property
     def renamed(self) -> bool:
         """Return whether it is one whole tensor of B, byte for byte in the same order."""
-        one = self.mapped[0]
-        return len(self.mapped) == 1 and one.renames and one.sources[0].sizes == self.entry.shape
+        return len(self.mapped) == 1 and self.mapped[0].renames
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,12 +157,10 @@ def _pairs(a: Catalog, b: Catalog, mapping: StateMapping, left: Collection[str])
     for one in mapping.tensors:
         for key in dict.fromkeys(view.key for view in one.targets):
             becoming.setdefault(key, []).append(one)
-    shapes = stored_shapes(mapping.tensors)
+    shapes, filled = stored_shapes(mapping.tensors), covered(mapping.tensors)
     for name, entry in a.tensors.items():
         mapped = becoming.get(name, [])
-        views = [view for one in mapped for view in one.targets if view.key == name]
-        filled = sum(math.prod(view.sizes) for view in views)
-        if not mapped or name in left or filled != math.prod(shapes[name]):
+        if not mapped or name in left or filled[name] != math.prod(shapes[name]):
             continue
         read = dict.fromkeys(view.key for one in mapped for view in one.sources)
         sources = tuple(key for key in read if key in b.tensors)

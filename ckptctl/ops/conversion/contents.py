@@ -32,7 +32,7 @@ from ckptctl.ops.recognition.model import require_one_model, root_hint
 from ckptctl.ops.sources import located
 from ckptctl.planner.configs.facts import tying
 from ckptctl.planner.layouts import HF
-from ckptctl.planner.mapping.mapped import MappedTensor, View
+from ckptctl.planner.mapping.mapped import MappedTensor, TargetView, stored_shapes
 
 
 def map_layout(draft: Draft) -> Draft:
@@ -224,14 +224,13 @@ def output_tensors(
     aliases: bool,
 ) -> tuple[OutputTensor, ...]:
     """Return what is to be laid out, in order."""
-    shapes: dict[str, tuple[int, ...]] = {}
+    shapes = stored_shapes(mapped)
     kinds: dict[str, str] = {}
     memories: dict[str, list[object]] = {}
     for item in mapped:
         kind = _dtype(item, entries, dtype, pinned)
         source = entries[item.sources[0].key]
         for view in item.targets:
-            shapes[view.key] = tuple(map(max, shapes.get(view.key, view.ends), view.ends))
             if kinds.setdefault(view.key, kind) != kind:
                 hint = f"pass {spell_option('--dtype')} to cast all of them to one dtype"
                 raise _mixed(view.key, kinds[view.key], kind, source.name, hint)
@@ -257,12 +256,11 @@ def output_tensors(
     )
 
 
-def _memory(item: MappedTensor, target: View, source: TensorEntry) -> object:
+def _memory(item: MappedTensor, target: TargetView, source: TensorEntry) -> object:
     """Return what is the same for targets, or parts of them, that are the same memory's copies."""
     if not len(item.sources) == len(item.targets) == 1:
         return target.key
-    name = source.alias_of or source.name
-    return name, item.axes, item.sources[0].place, target.place
+    return source.alias_of or source.name, target.place
 
 
 def _dtype(

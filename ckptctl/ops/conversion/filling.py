@@ -500,9 +500,8 @@ def renamed(catalog: Catalog, change: Change, root: str) -> tuple[Catalog, dict[
         )
     mapped = list(in_checkpoint(change.tensors, root, root))
     parts, summed = by_target(mapped), with_sums(catalog, mapped)
-    files = in_layout(
-        summed, {key: some for key, some in parts.items() if not _keeps_bytes(catalog, some)}
-    )
+    changed = {key: some for key, some in parts.items() if len(some) > 1 or not some[0].renames}
+    files = in_layout(summed, changed)
     entries: dict[str, TensorEntry] = {}
     origins: dict[str, str] = {}
     computed = dict(summed.computed)
@@ -520,14 +519,6 @@ def renamed(catalog: Catalog, change: Change, root: str) -> tuple[Catalog, dict[
     gone = {view.key for one in mapped for view in one.sources}
     rest = {name: one for name, one in catalog.tensors.items() if name not in gone}
     return replace(catalog, tensors={**entries, **rest}, computed=computed), origins
-
-
-def _keeps_bytes(catalog: Catalog, mapped: Sequence[MappedTensor]) -> bool:
-    """Return whether a tensor is one of the source's under another name."""
-    first, *others = mapped
-    return (
-        not others and first.renames and first.axes == catalog.tensors[first.sources[0].key].shape
-    )
 
 
 def in_layout(catalog: Catalog, parts: Mapping[str, Sequence[MappedTensor]]) -> dict[str, Computed]:

@@ -111,7 +111,7 @@ def _skip_string(key: str, why: str, notes: Notes) -> None:
 
 def same_data(catalog: Catalog, mapped: Sequence[MappedTensor], output: Output) -> bool:
     """Return whether the tensors of an output are one file's, byte for byte and in its order."""
-    if any(one.sources != one.targets for one in mapped):
+    if any(not one.renames or one.sources[0].key != one.targets[0].key for one in mapped):
         return False
     held = sorted(
         (extent.file, extent.offset, name)

@@ -15,7 +15,7 @@ from ckptctl.catalog import Blob, Catalog, Path, TensorEntry
 from ckptctl.errors import RefusedError, spell_option
 from ckptctl.formats.mcore.spelling import whole_of
 from ckptctl.formats.shared.leaves import join
-from ckptctl.planner.mapping.mapped import MappedTensor, View, Zeros
+from ckptctl.planner.mapping.mapped import MappedTensor, TargetView, Zeros
 from ckptctl.planner.mapping.tensors import Change
 
 COPIES = frozenset({"fp32_param", "master_param"})
@@ -164,7 +164,7 @@ class _Follow:
                 why=f"`{some}` and `{lacking}` become one tensor, but `{lacking}` has no state",
                 hint=f"pass {spell_option('--only model')}, or keep the layout",
             )
-        targets: list[View] = []
+        targets: list[TargetView] = []
         for view in item.targets:
             path = _replaced(moments[some].path, some, view.key)
             self.rest.paths[join(path)] = path

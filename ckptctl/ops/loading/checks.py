@@ -14,7 +14,7 @@ from ckptctl.ops.loading.state_mapping import StateMapping, Target, Wanted
 from ckptctl.ops.recognition.quantized import quantized
 from ckptctl.ops.sources import located
 from ckptctl.planner.boxes import check_coverage, intersect
-from ckptctl.planner.mapping.mapped import MappedTensor, stored_shapes
+from ckptctl.planner.mapping.mapped import MappedTensor, covered, stored_shapes
 from ckptctl.storage.compare import all_zero, equal
 from ckptctl.storage.computed import open_reader
 from ckptctl.units import counted
@@ -22,13 +22,8 @@ from ckptctl.units import counted
 
 def require_filled(mapped: Sequence[MappedTensor], wanted: Mapping[str, Wanted]) -> None:
     """Prove that the mapped tensors of the checkpoint fill those that are wanted."""
-    held = dict.fromkeys(wanted, 0)
-    for one in mapped:
-        for view in one.targets:
-            if view.key in held:
-                held[view.key] += math.prod(view.sizes)
-    offered = {view.key for one in mapped for view in one.targets}
-    torn = [n for n, one in wanted.items() if n in offered and held[n] != math.prod(one.shape)]
+    held = covered(mapped)
+    torn = [n for n, one in wanted.items() if n in held and held[n] != math.prod(one.shape)]
     if torn:
         raise MappingError(
             f"{counted(len(torn), 'tensor')} would be filled only partly",

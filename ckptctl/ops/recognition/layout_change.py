@@ -261,8 +261,11 @@ def with_zeros(
         computed[name] = Computed("constant", kind, item.shape)
         entries[name] = computed[name].entry(name, path, name)
         same = MappedTensor.same(name, target, item.shape)
-        origin = item.origin or same.targets[0].origin
-        mapped.append(replace(same, targets=(replace(same.targets[0], origin=origin),)))
+        view = same.targets[0]
+        for dim, start in enumerate(item.origin):
+            end = start + item.shape[dim]
+            view = replace(view, origin=item.origin, tensor=view.tensor.place(dim, start, end))
+        mapped.append(replace(same, targets=(view,)))
     return replace(catalog, tensors=entries, computed=computed), mapped
 
 

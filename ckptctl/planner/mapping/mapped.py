@@ -5,15 +5,16 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate
-from operator import add
 from typing import NamedTuple
 
 from ckptctl.errors import MappingError, spell_option
 from ckptctl.planner.axes import Axes, Sizes, unbroken_runs
-from ckptctl.planner.families.tables import Leaf, Tensor
+from ckptctl.planner.families.tables import Tensor
 from ckptctl.planner.layouts import Family, Layout
+from ckptctl.planner.mapping.logical import Cell, logical_dims, stand_in
+from ckptctl.planner.strided import Strided
 from ckptctl.units import counted
 
 
@@ -23,16 +24,6 @@ class Region(NamedTuple):
     key: str
     origin: tuple[int, ...]
     sizes: tuple[int, ...]
-
-
-class ViewPlace(NamedTuple):
-    """Where a view has its elements: see :class:`View`."""
-
-    dims: tuple[tuple[int, ...], ...]
-    origin: tuple[int, ...]
-    sizes: tuple[int, ...]
-    lead: tuple[int, ...]
-    step: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,16 +48,23 @@ class View:
     lead: tuple[int, ...] = ()
     step: int = 0
 
-    @property
-    def place(self) -> ViewPlace:
-        """Return what is the same for views of the same elements of any stored tensor."""
-        return ViewPlace(self.dims, self.origin, self.sizes, self.lead, self.step)
+
+@dataclass(frozen=True, slots=True)
+class TargetView(View):
+    """How a stored tensor of the target shows a logical tensor.
+
+    Attributes:
+        tensor: The stored tensor with the elements that the logical tensor has. Its parts are those
+            of stand-ins for the sources (:mod:`ckptctl.planner.mapping.logical`).
+    """
+
+    tensor: Strided = field(kw_only=True, compare=False, repr=False)
 
     @property
-    def ends(self) -> tuple[int, ...]:
-        """Return how far the stored tensor reaches at least."""
-        ends = tuple(map(add, self.origin, self.sizes))
-        return (ends[0] * self.step, *ends[2:]) if self.step else ends
+    def place(self) -> tuple[object, ...]:
+        """Return what is the same for the same elements of any stored tensors."""
+        parts = [(part.of.name, *part[1:]) for part in self.tensor.parts]
+        return self.tensor.shape, tuple(parts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +82,7 @@ class MappedTensor:
     logical: str
     axes: tuple[int, ...]
     sources: tuple[View, ...]
-    targets: tuple[View, ...]
+    targets: tuple[TargetView, ...]
     plus: int = 0
 
     @classmethod
@@ -92,18 +90,18 @@ class MappedTensor:
         """Return a stored tensor that keeps its axes, whatever they are."""
         dims = tuple((axis,) for axis in range(len(shape)))
         origin = (0,) * len(shape)
-        read, written = View(source, dims, origin, shape), View(target, dims, origin, shape)
+        read = View(source, dims, origin, shape)
+        written = TargetView(target, dims, origin, shape, tensor=stand_in(0, shape))
         return cls(target, shape, (read,), (written,))
 
     @property
     def renames(self) -> bool:
-        """Return whether the bytes stay as they are."""
-        pairs = zip(self.sources, self.targets, strict=False)
-        alone = len(self.sources) == len(self.targets) == 1 and not self.plus
-        return alone and all(
-            (a.dims, a.origin, a.sizes, a.step) == (b.dims, b.origin, b.sizes, b.step)
-            for a, b in pairs
-        )
+        """Return whether a stored tensor is kept, all its bytes in order."""
+        if not len(self.sources) == len(self.targets) == 1 or self.plus:
+            return False
+        tensor = self.targets[0].tensor
+        same = all(tensor == Strided.whole(part.of) for part in tensor.parts)
+        return same and (bool(tensor.parts) or self.sources[0].sizes == tensor.shape)
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,28 +122,30 @@ class Zeros:
 
 
 def stored_shapes(tensors: Iterable[MappedTensor]) -> dict[str, tuple[int, ...]]:
-    """Return the shape of each stored tensor of the target: what its views reach."""
+    """Return the shape of each stored tensor of the target."""
     found: dict[str, tuple[int, ...]] = {}
     for mapped in tensors:
         for view in mapped.targets:
-            found[view.key] = tuple(map(max, found.get(view.key, view.ends), view.ends))
+            shape = view.tensor.shape
+            known = found.setdefault(view.key, shape)
+            if known != shape:  # zeros behind the rows of a vocabulary
+                found[view.key] = tuple(map(max, known, shape))
+    return found
+
+
+def covered(tensors: Iterable[MappedTensor]) -> dict[str, int]:
+    """Return how many elements of each stored tensor of the target there are."""
+    found: dict[str, int] = {}
+    for mapped in tensors:
+        for view in mapped.targets:
+            found[view.key] = found.get(view.key, 0) + view.tensor.covered
     return found
 
 
 def require_covered(tensors: Sequence[MappedTensor]) -> None:
     """Refuse a target tensor of which only some parts are there."""
-    shapes = stored_shapes(tensors)
-    held: dict[str, int] = {}
-    lacking: set[str] = set()
-    for mapped in tensors:
-        spread = {view.lead for view in mapped.sources}
-        whole = math.prod(mapped.axes)
-        read = sum(math.prod(view.sizes) for view in mapped.sources)
-        if read != whole or len(spread) != len(mapped.sources):
-            lacking |= {view.key for view in mapped.targets}
-        for view in mapped.targets:
-            held[view.key] = held.get(view.key, 0) + math.prod(view.sizes)
-    lacking |= {key for key, shape in shapes.items() if held[key] != math.prod(shape)}
+    shapes, held = stored_shapes(tensors), covered(tensors)
+    lacking = {key for key, shape in shapes.items() if held[key] != math.prod(shape)}
     if lacking:
         key = next(key for key in shapes if key in lacking)
         raise MappingError(
@@ -199,6 +199,7 @@ class Geometry:
         source: The source's dimensions as indices into *axes*, spread ones first.
         read: Where the tensor lies in what the source stores.
         write: Where it lies in what the target stores.
+        cells: How the two sides store it.
     """
 
     axes: tuple[int, ...]
@@ -206,6 +207,7 @@ class Geometry:
     target: Dims
     read: Span
     write: Span
+    cells: tuple[Cell, Cell]
 
 
 def geometry(
@@ -253,19 +255,19 @@ def geometry(
 
     def region(layout: Layout, tensor: Tensor) -> Span:
         leaf = layout.leaves[tensor.name]
-        groups = _dims(family, leaf)
+        groups = logical_dims(family, leaf)
         along = leaf.along + bool(leaf.within)
         origin, parts = [0] * len(groups), [0]
         if leaf.part or leaf.within:
             others = layout.holders[tensor.name].leaves
-            parts += accumulate(size(_dims(family, other)[along]) for other in others)
+            parts += accumulate(size(logical_dims(family, other)[along]) for other in others)
             origin[along] = parts[leaf.part or 0]
         return Span(tuple(origin), tuple(map(size, groups)), parts[-1] if leaf.within else 0)
 
     skipped = set(stored.spread) & set(wanted.spread)
     before, after = (
         [family.expand((axis,)) for axis in leaf.spread if axis not in skipped]
-        + _dims(family, leaf)
+        + logical_dims(family, leaf)
         for leaf in (stored, wanted)
     )
     atoms = before
@@ -276,10 +278,11 @@ def geometry(
         tuple(tuple(dict.fromkeys(place[axis] for axis in group)) for group in groups)
         for groups in (before, after)
     )
-    return Geometry(tuple(map(size, atoms)), read, write, region(*source), region(*target))
-
-
-def _dims(family: Family, leaf: Leaf) -> list[Axes]:
-    """Return the atomic axes of each dimension that a :class:`View` of *leaf* has."""
-    groups = [family.expand(group) for group in leaf.dims]
-    return [groups[0][:1], groups[0][1:], *groups[1:]] if leaf.within else groups
+    return Geometry(
+        tuple(map(size, atoms)),
+        read,
+        write,
+        region(*source),
+        region(*target),
+        (Cell(family, *source, size), Cell(family, *target, size)),
+    )

@@ -5,12 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 from ckptctl.errors import MappingError
 from ckptctl.planner.layouts import Layout
-from ckptctl.planner.mapping.mapped import MappedTensor, Region, View, Zeros
+from ckptctl.planner.mapping.logical import stand_in
+from ckptctl.planner.mapping.mapped import MappedTensor, Region, TargetView, View, Zeros
 
 Ints = tuple[int, ...]
+ViewT = TypeVar("ViewT", bound=View)
 
 
 def resized(
@@ -37,7 +40,13 @@ def resized(
                 mapped.logical,
                 _with(mapped.axes, position, size),
                 tuple(_cut(view, read, size) for view in mapped.sources),
-                tuple(_cut(view, written, size) for view in mapped.targets),
+                tuple(
+                    replace(
+                        _cut(view, written, size),
+                        tensor=view.tensor.narrow(written, 0, size),
+                    )
+                    for view in mapped.targets
+                ),
             )
         elif size > before:
             origin = _with(into.origin, written, into.origin[written] + before)
@@ -49,7 +58,7 @@ def resized(
     return kept, zeros
 
 
-def _cut(view: View, dim: int, size: int) -> View:
+def _cut(view: ViewT, dim: int, size: int) -> ViewT:
     return replace(view, sizes=_with(view.sizes, dim, size))
 
 
@@ -124,6 +133,10 @@ class _TileCopies:
     def width(self) -> int:
         return math.prod(self.inner)
 
+    @property
+    def rows(self) -> int:
+        return len(ratios(self.tiles)) + 1
+
     def ready_made(self) -> Tiling:
         """Cut the rows of all ratios out of a grid."""
         tensors = tuple(
@@ -144,7 +157,10 @@ class _TileCopies:
             axes[1:],
         )
         size = height * width * self.width
-        written = View(self.target, ((0,), inside), (row, 0), (1, size))
+        grid = stand_in(0, (self.tiles, self.tiles, *self.inner))
+        part = grid.narrow(0, 0, height).narrow(1, 0, width).merge(0, len(grid.shape))
+        tensor = part.place(0, 0, self.tiles * self.width).merge(0, 0).place(0, row, self.rows)
+        written = TargetView(self.target, ((0,), inside), (row, 0), (1, size), tensor=tensor)
         return MappedTensor(f"{self.target}.{height}x{width}", axes, (read,), (written,))
 
     def gridded(self) -> Tiling:
@@ -179,7 +195,12 @@ class _TileCopies:
         axes = (1, 1, *self.inner)
         each = tuple((axis,) for axis in range(len(axes)))
         read = View(self.source, ((0,), tuple(range(1, len(axes)))), held.origin, held.sizes)
-        written = View(self.target, each, (*place, *self._origin), axes)
+        rows = stand_in(0, (self.rows, self.tiles * self.width))
+        row, start = held.origin
+        part = rows.select(0, row).narrow(0, start, self.width).split(0, axes)
+        tensor = part.place(0, place[0], self.tiles).place(1, place[1], self.tiles)
+        origin = (*place, *self._origin)
+        written = TargetView(self.target, each, origin, axes, tensor=tensor)
         return MappedTensor(f"{self.target}.{place[0]}.{place[1]}", axes, (read,), (written,))
 
     def _unused(self, key: str) -> Iterator[Region]:

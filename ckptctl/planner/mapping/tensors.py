@@ -14,9 +14,11 @@ from ckptctl.planner.families.tables import Leaf, Tensor
 from ckptctl.planner.families.templates import Template
 from ckptctl.planner.layouts import Drop, Family, Layout, Tie
 from ckptctl.planner.mapping.completeness import untold
+from ckptctl.planner.mapping.logical import rearrange
 from ckptctl.planner.mapping.mapped import (
     Geometry,
     MappedTensor,
+    TargetView,
     Zeros,
     geometry,
     require_covered,
@@ -27,6 +29,7 @@ from ckptctl.planner.mapping.matching import Lead, Matched, Slot, key_of, leads
 from ckptctl.planner.mapping.numbering import planned, require_stated
 from ckptctl.planner.mapping.resizing import Tiling, tiling
 from ckptctl.planner.mapping.source import Fusing, Origin, Source, solve_source
+from ckptctl.planner.strided import Ints, Strided
 from ckptctl.units import counted
 
 MOST = 1 << 16
@@ -148,6 +151,7 @@ class _Run:
         self.must_equal: list[tuple[str, str]] = []
         self.tilings: list[Tiling] = []
         self.geometry: dict[object, Geometry] = {}
+        self.rearranged: dict[object, Sequence[Strided]] = {}
 
     def unchanged(self) -> Change:
         """Return the map to the same layout, which keeps every tensor and may untie some."""
@@ -278,12 +282,21 @@ class _Run:
         for shared, members in _shared(stored, sorted(keys), both).items():
             fixed = dict(zip(both, shared, strict=True))
             targets = _shared(wanted, leads(wanted, self.source.sizes.axes, fixed), both)
+            pairs = targets.get(shared, ())
+            entries = {own: self.source.shapes[keys[lead]] for lead, own in members}
+            tensors = self._rearranged(found, entries, [own for _, own in pairs])
             reads = [found.read.view(keys[m], found.source, own) for m, own in members]
             writes = [
-                found.write.view(
-                    key_of(self.target, tensor, values, lead, self.numbering), found.target, own
+                TargetView(
+                    key_of(self.target, tensor, values, lead, self.numbering),
+                    found.target,
+                    found.write.origin,
+                    found.write.sizes,
+                    own,
+                    found.write.step,
+                    tensor=one,
                 )
-                for lead, own in targets.get(shared, ())
+                for (lead, own), one in zip(pairs, tensors, strict=True)
             ]
             label = ".".join([name, *map(str, shared)])
             plus = wanted.plus - stored.plus
@@ -308,6 +321,15 @@ class _Run:
             sides = (self.source.layout, held), (self.target, tensor)
             self.geometry[kind] = geometry(self.family, self.source.sizes, *sides, key, shape)
         return self.geometry[kind]
+
+    def _rearranged(
+        self, found: Geometry, entries: Mapping[Lead, Ints], leads: Sequence[Lead]
+    ) -> Sequence[Strided]:
+        """Return the tensors of the target at *leads* as elements of *entries*; once per kind."""
+        kind = (id(found), tuple(entries.items()), tuple(leads))
+        if kind not in self.rearranged:
+            self.rearranged[kind] = rearrange(*found.cells, entries, leads)
+        return self.rearranged[kind]
 
     def _once(self, tensors: list[MappedTensor]) -> list[MappedTensor]:
         """Return *tensors* without those whose place another one fills; they have to be equal."""

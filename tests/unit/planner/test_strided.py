@@ -11,7 +11,7 @@ import pytest
 from ckptctl.catalog import TensorEntry
 from ckptctl.errors import MappingError
 from ckptctl.planner.axes import Axes
-from ckptctl.planner.strided import Axis, Strided, concat, stack
+from ckptctl.planner.strided import Axis, Strided, concat, stack, union
 
 Arrays = dict[str, np.ndarray]
 """What stored tensors hold, by name."""
@@ -61,6 +61,14 @@ def test_rotary_order_stays_one_part() -> None:
     expected = array.reshape(4, 2, 3, 5).transpose(0, 2, 1, 3).reshape(24, 5)
     assert len(found.parts) == 1
     assert (elements(found, arrays) == expected).all()
+
+
+def test_ranges_of_a_dimension_are_placed_one_by_one() -> None:
+    arrays: Arrays = {}
+    (a, first), (b, second) = stored(arrays, 2, 3), stored(arrays, 2, 1)
+    found = union([b.place(1, 3, 4), a.place(1, 0, 4)])
+    assert (elements(found, arrays) == np.concatenate([first, second], 1)).all()
+    assert a.place(1, 1, 4).narrow(1, 1, 3) == a
 
 
 def test_axes_that_stay_neighbors_are_split_by_their_product() -> None:
@@ -162,12 +170,13 @@ def test_a_cast_is_a_mark() -> None:
         lambda tensor: tensor.narrow(0, 1, 2),
         lambda tensor: tensor.narrow(1, -1, 2),
         lambda tensor: tensor.split(1, (2, 2)),
+        lambda tensor: tensor.place(0, 1, tensor.shape[0]),
         lambda tensor: concat([tensor, tensor.select(0, 0)], 0),
         lambda tensor: concat([tensor, tensor.cast("float16")], 0),
     ],
 )
 def test_shapes_that_do_not_fit_are_refused(wrong) -> None:
-    with pytest.raises(ValueError, match=r"of|behind"):
+    with pytest.raises(ValueError, match=r"of|with"):
         wrong(stored({}, 2, 3)[0])
 
 

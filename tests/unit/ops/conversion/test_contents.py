@@ -1,4 +1,5 @@
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,7 @@ import ckptctl
 from ckptctl.catalog import Box, Extent, TensorEntry
 from ckptctl.errors import UnsupportedError
 from ckptctl.ops.conversion.contents import cast_to, main_dtype, output_tensors
-from ckptctl.planner.mapping.mapped import MappedTensor, View
+from ckptctl.planner.mapping.mapped import MappedTensor
 from tests.checkpoints import save_torch, tiny_llama
 
 
@@ -18,8 +19,7 @@ def entry(name, dtype="bfloat16"):
 
 
 def mapped(name, logical):
-    view = View(name, ((0,),), (0,), (4,))
-    return MappedTensor(logical, (4,), (view,), (view,))
+    return replace(MappedTensor.same(name, name, (4,)), logical=logical)
 
 
 def planned(entries, tensors, **options):

@@ -1,0 +1,120 @@
+"""Tensors of one layout as operations on those of another, by way of logical tensors.
+
+A cell of the source's table turns a stored tensor into a logical one, or an entry of it. A cell of
+the target's table turns this into a stored tensor of the target, of which it may fill only some
+elements. Nothing here depends on which pair of layouts it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+from ckptctl.catalog import TensorEntry
+from ckptctl.planner.axes import Axes
+from ckptctl.planner.families.tables import Leaf, Tensor
+from ckptctl.planner.layouts import Family, Layout
+from ckptctl.planner.mapping.matching import Lead
+from ckptctl.planner.strided import Ints, Strided, union
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """How a layout stores a logical tensor.
+
+    Attributes:
+        size: Returns the size of a group of axes.
+    """
+
+    family: Family
+    layout: Layout
+    tensor: Tensor
+    size: Callable[[Axes], int]
+
+    @property
+    def leaf(self) -> Leaf:
+        """Return what the table says."""
+        return self.layout.leaves[self.tensor.name]
+
+    def dims(self, shared: Collection[str]) -> list[Axes]:
+        """Return the axes of the logical tensor: spread ones that are not *shared*, then stored."""
+        return [*self._spread(shared), *logical_dims(self.family, self.leaf)]
+
+    def read(self, stored: Strided, lead: Lead, shared: Collection[str]) -> Strided:
+        """Return the logical tensor, of which a stored tensor is the entry at *lead*."""
+        leaf, along = self.leaf, self._along
+        if leaf.within:
+            rows = sum(self._lengths())
+            stored = stored.split(0, (stored.shape[0] // rows if rows else 0, rows))
+        if leaf.within or leaf.part is not None:
+            *before, length = self._lengths((leaf.part or 0) + 1)
+            stored = stored.narrow(along, sum(before), length)
+        for axis, index in reversed([*zip(self._spread(shared), lead, strict=True)]):
+            stored = stored.merge(0, 0).place(0, index, self.size(axis))
+        return stored
+
+    def write(self, logical: Strided, lead: Lead) -> Strided:
+        """Return the stored tensor at *lead* with the elements that the logical tensor has."""
+        leaf = self.leaf
+        for index in lead:
+            logical = logical.select(0, index)
+        if leaf.within or leaf.part is not None:
+            lengths = self._lengths()
+            logical = logical.place(self._along, sum(lengths[: leaf.part or 0]), sum(lengths))
+        return logical.merge(0, 2) if leaf.within else logical
+
+    def _spread(self, shared: Collection[str]) -> list[Axes]:
+        return [self.family.expand((axis,)) for axis in self.leaf.spread if axis not in shared]
+
+    @property
+    def _along(self) -> int:
+        return self.leaf.along + bool(self.leaf.within)
+
+    def _lengths(self, count: int | None = None) -> list[int]:
+        """Return the sizes of the first *count* parts along the dimension that they share."""
+        others = self.layout.holders[self.tensor.name].leaves[:count]
+        return [self.size(logical_dims(self.family, other)[self._along]) for other in others]
+
+
+def logical_dims(family: Family, leaf: Leaf) -> list[Axes]:
+    """Return the atomic axes of each dimension of what *leaf* stores of one logical tensor."""
+    groups = [family.expand(group) for group in leaf.dims]
+    return [groups[0][:1], groups[0][1:], *groups[1:]] if leaf.within else groups
+
+
+def rearrange(
+    source: Cell,
+    target: Cell,
+    entries: Mapping[Lead, Ints],
+    leads: Sequence[Lead],
+) -> list[Strided]:
+    """Return stored tensors of the target, as far as one logical tensor fills them.
+
+    Args:
+        source: How the source stores the logical tensor.
+        target: How the target does.
+        entries: The shape of each stored tensor of the source, by its position along the axes that
+            only the source spreads.
+        leads: Positions along the axes that only the target spreads.
+
+    Returns:
+        The tensor at each of *leads*. Its parts are those of stand-ins for *entries*.
+    """
+    shared = {*source.leaf.spread} & {*target.leaf.spread}
+    stored = [stand_in(number, shape) for number, shape in enumerate(entries.values())]
+    logical = union(
+        [source.read(one, lead, shared) for one, lead in zip(stored, entries, strict=True)]
+    )
+    logical = logical.regrouped(source.dims(shared), target.dims(shared), source.size)
+    return [target.write(logical, lead) for lead in leads]
+
+
+def stand_in(number: int, shape: Ints) -> Strided:
+    """Return a tensor of which only the place among the sources and the shape are known."""
+    return Strided.whole(TensorEntry(str(number), "", shape, (), ()))
+
+
+def put_in(tensor: Strided, entries: Sequence[TensorEntry], dtype: str) -> Strided:
+    """Return a tensor with stored tensors in the places of its stand-ins."""
+    parts = tuple(part._replace(of=entries[int(part.of.name)]) for part in tensor.parts)
+    return Strided(tensor.shape, dtype, dtype, parts)
