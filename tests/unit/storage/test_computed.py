@@ -123,7 +123,7 @@ def test_mxfp4_as_transformers_does(files, dtype):
     torch.manual_seed(2)
     blocks = torch.randint(0, 256, (3, 40, 5, 16), dtype=torch.uint8)
     scales = torch.randint(0, 256, (3, 40, 5), dtype=torch.uint8)
-    inputs = {"blocks": stored(files, "b", blocks), "scales": stored(files, "s", scales)}
+    inputs = {"weight": stored(files, "b", blocks), "scales": stored(files, "s", scales)}
     mxfp4 = pytest.importorskip("transformers.integrations.mxfp4")
     theirs = mxfp4.convert_moe_packed_tensors(blocks, scales, dtype=DTYPES[dtype]).transpose(1, 2)
     same_everywhere(files, Computed("mxfp4", dtype, (3, 40, 160), inputs), theirs)
@@ -133,7 +133,7 @@ def test_mxfp4_as_transformers_does(files, dtype):
 def test_every_pair_of_byte_and_scale_of_mxfp4(files, dtype):
     blocks = torch.arange(256, dtype=torch.uint8).view(1, 16, 16).repeat(256, 1, 1)
     scales = torch.arange(256, dtype=torch.uint8).view(256, 1).repeat(1, 16)
-    inputs = {"blocks": stored(files, "b", blocks), "scales": stored(files, "s", scales)}
+    inputs = {"weight": stored(files, "b", blocks), "scales": stored(files, "s", scales)}
     mxfp4 = pytest.importorskip("transformers.integrations.mxfp4")
     theirs = mxfp4.convert_moe_packed_tensors(blocks[None], scales[None], dtype=DTYPES[dtype])
     expected = theirs[0].transpose(0, 1)
