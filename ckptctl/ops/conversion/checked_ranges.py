@@ -16,7 +16,7 @@ from itertools import repeat
 from typing import NamedTuple
 
 from ckptctl import dtypes
-from ckptctl.catalog import Computed, TensorEntry, is_computed
+from ckptctl.catalog import Computed, TensorEntry
 from ckptctl.columns import ExtentColumns
 from ckptctl.planner.plan import CheckedRange, Transfer
 
@@ -107,7 +107,7 @@ def _recorded(
             continue
         for extent in held:
             own = (directory, extent.file, extent.offset, extent.nbytes)
-            if is_computed(extent.file) or (extent.crc32 is not None and own in taken):
+            if extent.crc32 is not None and own in taken:
                 continue
             known = extent.recorded
             if known is None or not known.nbytes:
