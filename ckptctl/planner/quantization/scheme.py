@@ -17,7 +17,7 @@ from typing import Any, TypeAlias
 from ckptctl.catalog import TensorEntry
 from ckptctl.errors import DamagedError, MappingError, UnsupportedError, listed
 from ckptctl.planner.quantization import schemes as modules
-from ckptctl.planner.quantization.formulas import Blocks
+from ckptctl.planner.quantization.formulas import ScaleBlocks
 from ckptctl.planner.quantization.statement import Statement
 
 
@@ -53,9 +53,9 @@ class QuantizedWeight:
         return tuple(dict.fromkeys((self.lead, *self.inputs.values(), *self.others)))
 
     @property
-    def scale_blocks(self) -> Blocks | None:
+    def scale_blocks(self) -> ScaleBlocks | None:
         """Return the blocks of rows and columns that share a scale, or None if groups do."""
-        return self.arguments if isinstance(self.arguments, Blocks) else None
+        return self.arguments if isinstance(self.arguments, ScaleBlocks) else None
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from typing import cast as typed
 
 from ckptctl.catalog import Computed
-from ckptctl.planner.quantization.formulas import Blocks
+from ckptctl.planner.quantization.formulas import ScaleBlocks
 from ckptctl.storage.arithmetic import elements
 from ckptctl.storage.kinds import Inputs, Kind
 
@@ -39,7 +39,7 @@ def _block_fp8(
 ) -> None:
     import torch
 
-    height, (down, across) = computed.shape[-2], typed(Blocks, computed.arguments)
+    height, (down, across) = computed.shape[-2], typed(ScaleBlocks, computed.arguments)
     weight = inputs.tensor("weight", rows).view(torch.uint8)[:, columns.start : columns.stop]
     dtype = inputs.entry("weight").dtype
     groups = list(_groups(rows, height, down))

@@ -10,7 +10,7 @@ import torch
 from ckptctl.catalog import Box, Catalog, Computed, Extent, Input, TensorEntry, computed_name
 from ckptctl.errors import DamagedError
 from ckptctl.planner.copying.blocks import rearranged
-from ckptctl.planner.quantization.formulas import Blocks
+from ckptctl.planner.quantization.formulas import ScaleBlocks
 from ckptctl.planner.strided import Strided, stack
 from ckptctl.storage.compare import equal
 from ckptctl.storage.computed import OpenFiles, open_reader, rectangles
@@ -67,7 +67,7 @@ def same_everywhere(files, computed, expected):
 
 def fp8(files, weight, scale, dtype, block=(128, 128)):
     inputs = {"weight": stored(files, "weight", weight), "scale": stored(files, "scale", scale)}
-    sizes = Blocks(*block)
+    sizes = ScaleBlocks(*block)
     return Computed("block_fp8", dtype, tuple(weight.shape), inputs, sizes)
 
 
@@ -160,7 +160,7 @@ def test_a_virtual_file_may_be_made_of_another(files):
     whole = Extent(Box((0, 0), (1, 1)), inner, 0, 4)
     scale = Input("", TensorEntry("scale", "float32", (1, 1), (whole,), ("scale",)))
     inputs = {"weight": stored(files, "w", weight), "scale": scale}
-    sizes = Blocks(128, 128)
+    sizes = ScaleBlocks(128, 128)
     computed = Computed("block_fp8", "float32", (8, 8), inputs, sizes)
     constant = Computed("constant", "float32", (1, 1), arguments=2.5)
     found = read(files, computed, [(0, 256)], {inner: constant}.items())

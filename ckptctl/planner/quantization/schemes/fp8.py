@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 
-from ckptctl.planner.quantization.formulas import Blocks, Fp4Groups
+from ckptctl.planner.quantization.formulas import Fp4Groups, ScaleBlocks
 from ckptctl.planner.quantization.scheme import (
     Form,
     Group,
@@ -36,7 +36,9 @@ def scaled(group: Group, how: str, block: tuple[int, int]) -> QuantizedWeight:
     """Return a float8 weight with scales of blocks, none of which is taken for larger than it."""
     down, across = (max(min(pair), 1) for pair in zip(block, group.lead.shape[-2:], strict=True))
     unread = group.parts.keys() - {"scale"}
-    return group.quantized(how, "block_fp8", group.lead.shape, Blocks(down, across), unread=unread)
+    return group.quantized(
+        how, "block_fp8", group.lead.shape, ScaleBlocks(down, across), unread=unread
+    )
 
 
 def _weight(group: Group) -> QuantizedWeight:
