@@ -244,7 +244,7 @@ def made_of(computed: Mapping[str, Computed]) -> frozenset[tuple[str, str]]:
         for one in computed.values()
         for found in one.inputs.values()
         for extent in found.entry.extents
-        if not is_computed(extent.file)
+        if extent.file not in computed
     )
 
 
@@ -254,7 +254,7 @@ def reached(computed: Mapping[str, Computed], files: Iterable[str]) -> dict[str,
     found: dict[str, Computed] = {}
     while names:
         name = names.pop()
-        if is_computed(name) and name not in found:
+        if name in computed and name not in found:
             found[name] = one = computed[name]
             inputs = one.inputs.values()
             names += [extent.file for item in inputs for extent in item.entry.extents]

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from ckptctl import dtypes
-from ckptctl.catalog import Box, Catalog, TensorEntry, is_computed, row_major
+from ckptctl.catalog import Box, Catalog, TensorEntry, row_major
 from ckptctl.errors import ChangedError
 from ckptctl.file_identity import FileIdentity
 from ckptctl.ops.comparison.pairing import Pair
@@ -65,7 +65,7 @@ def _checksums(entry: TensorEntry) -> dict[Box, int] | None:
         dense = extent.strides in (None, row_major(extent.box.sizes))
         nbytes = extent.box.numel * dtypes.itemsize(entry.dtype)
         crc = extent.crc32
-        if crc is None or not dense or extent.nbytes != nbytes or is_computed(extent.file):
+        if crc is None or not dense or extent.nbytes != nbytes:
             return None
         found[extent.box] = crc
     return found

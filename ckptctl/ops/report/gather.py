@@ -213,9 +213,9 @@ def _examined(
 def _unusable(catalog: Catalog) -> tuple[str, ...]:
     """Return the files that are not among those of *catalog* and that parts should lie in."""
     lost = (file for boxes in catalog.lost.values() for _, file in boxes)
-    real = (e.file for t in catalog.tensors.values() for e in t.extents if not is_computed(e.file))
+    used = {extent.file for one in catalog.tensors.values() for extent in one.extents}
     told = (one.file for one in catalog.findings if one.file and one.severity == "error")
-    return tuple(natural({*lost, *real, *told} - set(catalog.files)))
+    return tuple(natural({*lost, *(used - catalog.computed.keys()), *told} - set(catalog.files)))
 
 
 def _described(

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ckptctl import dtypes
-from ckptctl.catalog import Catalog, Extent, Finding, TensorEntry, is_computed
+from ckptctl.catalog import Catalog, Extent, Finding, TensorEntry
 from ckptctl.errors import CkptError
 from ckptctl.file_identity import FileIdentity
 from ckptctl.formats.shared.findings import of_error
@@ -296,7 +296,7 @@ def recorded(
     known: dict[tuple[str, int, int, int], Recorded] = {}
     for entry in resolved.tensors.values():
         for extent in entry.extents:
-            sum_ = None if is_computed(extent.file) else extent.recorded
+            sum_ = extent.recorded
             if sum_ is not None and sum_.nbytes:
                 place = (extent.file, sum_.offset, sum_.nbytes, sum_.crc32)
                 known.setdefault(place, Recorded(*place, name=entry.name))

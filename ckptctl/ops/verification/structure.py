@@ -10,7 +10,7 @@ from operator import ge, itemgetter, mul
 from pathlib import Path
 
 from ckptctl import dtypes
-from ckptctl.catalog import Box, Catalog, Extent, Finding, TensorEntry, is_computed
+from ckptctl.catalog import Box, Catalog, Extent, Finding, TensorEntry
 from ckptctl.columns import ExtentColumns, boxes_of, codecs_of, ranges_of
 from ckptctl.errors import CkptError, UnsupportedError, listed
 from ckptctl.formats.shared.findings import of_error, weighed
@@ -185,7 +185,7 @@ def _files(catalog: Catalog) -> Iterator[Finding]:
     last: dict[str, tuple[int, str]] = {}
     for name, ranges in _ranges(catalog):
         for file, start, end in ranges:
-            if (start < 0 or end < start) and not is_computed(file):
+            if (start < 0 or end < start) and file not in catalog.computed:
                 yield Finding(
                     "a byte range is negative",
                     f"{start:,} to {end:,}",
@@ -199,7 +199,7 @@ def _files(catalog: Catalog) -> Iterator[Finding]:
     for file in natural(last):
         end, leaf = last[file]
         size = catalog.files.get(file)
-        if is_computed(file):
+        if file in catalog.computed:
             continue
         if size is None:
             yield Finding("a data file is missing", file=file, tensor=leaf)
@@ -278,7 +278,8 @@ def _exclusive(catalog: Catalog) -> dict[str, _Ranges]:
             continue
         extents = entry.extents
         if not isinstance(extents, ExtentColumns):
-            extents = [e for e in extents if e.strides is None and not is_computed(e.file)]
+            virtual = catalog.computed
+            extents = [e for e in extents if e.strides is None and e.file not in virtual]
         for (file, start, end), codec in zip(ranges_of(extents), codecs_of(extents), strict=True):
             if end != start:
                 found.setdefault(file, []).append((start, end, entry.name, codec))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 
-class Blocks(NamedTuple):
+class ScaleBlocks(NamedTuple):
     """Blocks of elements that share a scale: rows and columns of one."""
 
     rows: int

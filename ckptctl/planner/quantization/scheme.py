@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, TypeAlias
@@ -17,7 +17,7 @@ from typing import Any, TypeAlias
 from ckptctl.catalog import TensorEntry
 from ckptctl.errors import DamagedError, MappingError, UnsupportedError, listed
 from ckptctl.planner.quantization import schemes as modules
-from ckptctl.planner.quantization.formulas import Blocks
+from ckptctl.planner.quantization.formulas import ScaleBlocks
 from ckptctl.planner.quantization.statement import Statement
 
 
@@ -53,9 +53,9 @@ class QuantizedWeight:
         return tuple(dict.fromkeys((self.lead, *self.inputs.values(), *self.others)))
 
     @property
-    def scale_blocks(self) -> Blocks | None:
+    def scale_blocks(self) -> ScaleBlocks | None:
         """Return the blocks of rows and columns that share a scale, or None if groups do."""
-        return self.arguments if isinstance(self.arguments, Blocks) else None
+        return self.arguments if isinstance(self.arguments, ScaleBlocks) else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,9 +83,34 @@ class Group:
         """Return the name of the layer, as configurations name it."""
         return self.key.removesuffix(".weight")
 
-    def names(self, **roles: str) -> dict[str, str]:
-        """Return the parts that are there by what a kind calls them: ``kind's name=role``."""
-        return {name: self.parts[role].name for name, role in roles.items() if role in self.parts}
+    def quantized(
+        self,
+        how: str,
+        kind: str,
+        shape: tuple[int, ...],
+        arguments: object = None,
+        *,
+        unread: Collection[str] = (),
+        transposed: bool = False,
+    ) -> QuantizedWeight:
+        """Return what the group stands for; see :class:`QuantizedWeight`.
+
+        The kind calls the quantized elements ``weight``, and the parts as they are called here.
+        Nothing is computed from those in *unread*.
+        """
+        names = {role: part.name for role, part in self.parts.items()}
+        inputs = {role: name for role, name in names.items() if role not in unread}
+        return QuantizedWeight(
+            self.key,
+            self.lead.name,
+            {"weight": self.lead.name, **inputs},
+            how,
+            kind,
+            shape,
+            arguments,
+            transposed,
+            tuple(name for role, name in names.items() if role in unread),
+        )
 
     def unfit(self, why: str, role: str | None = None) -> UnsupportedError:
         """Return the error that the tensors do not fit each other; *role* is the one to blame."""

@@ -4,7 +4,7 @@ The low half of a byte is the earlier number.
 
 ``mxfp4``: two E2M1 numbers in a byte, one E8M0 scale for each 32 of them. Sources: OCP Microscaling
 Formats (MX) v1.0; ``convert_moe_packed_tensors`` in ``transformers/integrations/mxfp4.py``.
-Inputs: ``blocks``, uint8 ``[..., columns / 32, 16]``, and ``scales``, uint8
+Inputs: ``weight``, uint8 ``[..., columns / 32, 16]``, and ``scales``, uint8
 ``[..., columns / 32]``; s stands for 2 to the power of s - 127. That holds for 255 too, which the
 specification calls NaN: transformers and torch take it so.
 
@@ -48,7 +48,7 @@ def _mxfp4(
 ) -> None:
     each = computed.shape[-1] // BLOCK
     first, last = columns.start // BLOCK, -(-columns.stop // BLOCK)
-    packed = inputs.tensor("blocks", range(rows.start * each, rows.stop * each))
+    packed = inputs.tensor("weight", range(rows.start * each, rows.stop * each))
     packed = packed.view(len(rows), each, BLOCK // 2)[:, first:last]
     scales = inputs.tensor("scales", rows)[:, first:last, None]
     powers = _powers(computed.dtype)

@@ -1,7 +1,7 @@
 """A kind that has llama.cpp's own package compute what GGUF files hold.
 
 ``gguf``: blocks of quantized elements, as ``gguf.quants.dequantize`` computes them in float32,
-rounded once. Input: ``blocks``, uint8 ``[..., blocks of a row * nbytes]``. The arguments
+rounded once. Input: ``weight``, uint8 ``[..., blocks of a row * nbytes]``. The arguments
 are a :class:`~ckptctl.planner.quantization.ggml.BlockType`.
 """
 
@@ -24,7 +24,7 @@ def _blocks(
 
     name, size, nbytes, _ = typed(BlockType, computed.arguments)
     first, last = columns.start // size, -(-columns.stop // size)
-    blocks = inputs.tensor("blocks", rows)[:, first * nbytes : last * nbytes].contiguous()
+    blocks = inputs.tensor("weight", rows)[:, first * nbytes : last * nbytes].contiguous()
     kind = GGMLQuantizationType[name]
     values = torch.from_numpy(dequantize(blocks.numpy(), kind))
     start = columns.start - first * size

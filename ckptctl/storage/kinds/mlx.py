@@ -23,11 +23,13 @@ from ckptctl.catalog import Computed
 from ckptctl.planner.quantization.formulas import MlxGroups
 from ckptctl.storage.arithmetic import elements
 from ckptctl.storage.kinds import Inputs, Kind
+from ckptctl.storage.kinds.fp4 import E2M1, nibbles
+from ckptctl.storage.kinds.quantized import E4M3, factors, from_bytes
 
 if TYPE_CHECKING:
     import torch
 
-E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+FOUR = 4
 TOGETHER = 8
 """So many elements of any width are whole bytes."""
 
@@ -51,13 +53,22 @@ def _affine(
 def _float(
     inputs: Inputs, computed: Computed, rows: range, columns: range, out: memoryview
 ) -> None:
+    import torch
+
     group, bits, mode = typed(MlxGroups, computed.arguments)
     first, last = columns.start // group, -(-columns.stop // group)
     packed = _packed(inputs, rows, first * group * bits // 8, last * group * bits // 8)
     scales = inputs.tensor("scales", rows)[:, first:last, None]
-    factors = _factors(mode == "nvfp4")[scales.int()]
-    numbers = _looked_up(_floats(bits), packed)
-    values = numbers.view(len(rows), last - first, group).mul_(factors)
+    if mode == "nvfp4":
+        scales = factors(scales.view(torch.float8_e4m3fn))
+    else:
+        scales = factors(scales).nan_to_num_(nan=torch.inf)
+    if bits == FOUR:
+        numbers = inputs.scratch("numbers", "float32", 2 * packed.numel())
+        nibbles(inputs, packed.contiguous(), E2M1, numbers)
+    else:
+        numbers = from_bytes(packed, E4M3)
+    values = numbers.view(len(rows), last - first, group).mul_(scales)
     _write(values, first * group, computed, columns, out)
 
 
@@ -106,28 +117,6 @@ def _integers(bits: int, dtype: torch.dtype) -> torch.Tensor:
 
     every = torch.arange(256)[:, None] >> (torch.arange(8 // bits) * bits)
     return (every & ((1 << bits) - 1)).to(dtype)
-
-
-@cache
-def _floats(bits: int) -> torch.Tensor:
-    """Return the numbers in every byte, ``[256, 8 / bits]``: E4M3, or two E2M1."""
-    import torch
-
-    if bits == 8:
-        return _factors(e4m3=True)[:, None]
-    table = torch.tensor([*E2M1, *(-value for value in E2M1)])
-    return torch.stack((table.repeat(16), table.repeat_interleave(16)), dim=1)
-
-
-@cache
-def _factors(e4m3: bool) -> torch.Tensor:
-    """Return the number of every byte, ``[256]``: E4M3 or E8M0."""
-    import torch
-
-    every = torch.arange(256)
-    if e4m3:
-        return every.to(torch.uint8).view(torch.float8_e4m3fn).to(torch.float32)
-    return torch.pow(2.0, every.double() - 127).float().where(every < 255, torch.inf)
 
 
 KINDS = {

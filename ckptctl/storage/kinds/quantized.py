@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from typing import cast as typed
 
 from ckptctl.catalog import Computed
-from ckptctl.planner.quantization.formulas import Blocks
+from ckptctl.planner.quantization.formulas import ScaleBlocks
 from ckptctl.storage.arithmetic import elements
 from ckptctl.storage.kinds import Inputs, Kind
 
@@ -39,7 +39,7 @@ def _block_fp8(
 ) -> None:
     import torch
 
-    height, (down, across) = computed.shape[-2], typed(Blocks, computed.arguments)
+    height, (down, across) = computed.shape[-2], typed(ScaleBlocks, computed.arguments)
     weight = inputs.tensor("weight", rows).view(torch.uint8)[:, columns.start : columns.stop]
     dtype = inputs.entry("weight").dtype
     groups = list(_groups(rows, height, down))
@@ -80,7 +80,7 @@ def factors(scale: torch.Tensor) -> torch.Tensor:
         return scale.to(torch.float32)
     raw = scale.view(torch.uint8)
     if _some_nan(raw):
-        return _looked_up(raw, E4M3)
+        return from_bytes(raw, E4M3)
     moved = _halves(raw, torch.empty(raw.shape, dtype=torch.int16))
     return moved.to(torch.float32).mul_(OF_HALVES)
 
@@ -90,7 +90,7 @@ def _numbers(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return float8 bytes as float32, until the next call, and what they are multiplied by."""
     if dtype != E4M3 or not raw.numel() or _some_nan(raw):
-        return _looked_up(raw, dtype), scale
+        return from_bytes(raw, dtype), scale
     moved = _halves(raw, inputs.scratch("moved", "int16", raw.numel()).view(raw.shape))
     found = inputs.scratch("numbers", "float32", raw.numel()).view(raw.shape)
     return times(OF_HALVES, found.copy_(moved), scale)
@@ -130,7 +130,8 @@ def _some_nan(raw: torch.Tensor) -> bool:
     return int(raw.max()) == NEGATIVE_NAN or int(raw.view(torch.int8).max()) == NAN
 
 
-def _looked_up(raw: torch.Tensor, dtype: str) -> torch.Tensor:
+def from_bytes(raw: torch.Tensor, dtype: str) -> torch.Tensor:
+    """Return the float32 numbers of bytes that are elements of a dtype."""
     return _values(dtype).index_select(0, raw.int().view(-1)).view(raw.shape)
 
 

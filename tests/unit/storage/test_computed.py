@@ -10,7 +10,7 @@ import torch
 from ckptctl.catalog import Box, Catalog, Computed, Extent, Input, TensorEntry, computed_name
 from ckptctl.errors import DamagedError
 from ckptctl.planner.copying.blocks import rearranged
-from ckptctl.planner.quantization.formulas import Blocks
+from ckptctl.planner.quantization.formulas import ScaleBlocks
 from ckptctl.planner.strided import Strided, stack
 from ckptctl.storage.compare import equal
 from ckptctl.storage.computed import OpenFiles, open_reader, rectangles
@@ -67,7 +67,7 @@ def same_everywhere(files, computed, expected):
 
 def fp8(files, weight, scale, dtype, block=(128, 128)):
     inputs = {"weight": stored(files, "weight", weight), "scale": stored(files, "scale", scale)}
-    sizes = Blocks(*block)
+    sizes = ScaleBlocks(*block)
     return Computed("block_fp8", dtype, tuple(weight.shape), inputs, sizes)
 
 
@@ -123,7 +123,7 @@ def test_mxfp4_as_transformers_does(files, dtype):
     torch.manual_seed(2)
     blocks = torch.randint(0, 256, (3, 40, 5, 16), dtype=torch.uint8)
     scales = torch.randint(0, 256, (3, 40, 5), dtype=torch.uint8)
-    inputs = {"blocks": stored(files, "b", blocks), "scales": stored(files, "s", scales)}
+    inputs = {"weight": stored(files, "b", blocks), "scales": stored(files, "s", scales)}
     mxfp4 = pytest.importorskip("transformers.integrations.mxfp4")
     theirs = mxfp4.convert_moe_packed_tensors(blocks, scales, dtype=DTYPES[dtype]).transpose(1, 2)
     same_everywhere(files, Computed("mxfp4", dtype, (3, 40, 160), inputs), theirs)
@@ -133,7 +133,7 @@ def test_mxfp4_as_transformers_does(files, dtype):
 def test_every_pair_of_byte_and_scale_of_mxfp4(files, dtype):
     blocks = torch.arange(256, dtype=torch.uint8).view(1, 16, 16).repeat(256, 1, 1)
     scales = torch.arange(256, dtype=torch.uint8).view(256, 1).repeat(1, 16)
-    inputs = {"blocks": stored(files, "b", blocks), "scales": stored(files, "s", scales)}
+    inputs = {"weight": stored(files, "b", blocks), "scales": stored(files, "s", scales)}
     mxfp4 = pytest.importorskip("transformers.integrations.mxfp4")
     theirs = mxfp4.convert_moe_packed_tensors(blocks[None], scales[None], dtype=DTYPES[dtype])
     expected = theirs[0].transpose(0, 1)
@@ -160,7 +160,7 @@ def test_a_virtual_file_may_be_made_of_another(files):
     whole = Extent(Box((0, 0), (1, 1)), inner, 0, 4)
     scale = Input("", TensorEntry("scale", "float32", (1, 1), (whole,), ("scale",)))
     inputs = {"weight": stored(files, "w", weight), "scale": scale}
-    sizes = Blocks(128, 128)
+    sizes = ScaleBlocks(128, 128)
     computed = Computed("block_fp8", "float32", (8, 8), inputs, sizes)
     constant = Computed("constant", "float32", (1, 1), arguments=2.5)
     found = read(files, computed, [(0, 256)], {inner: constant}.items())

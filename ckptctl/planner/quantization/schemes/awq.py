@@ -34,17 +34,14 @@ def _weight(group: Group) -> QuantizedWeight:
     width = _group_size(group)
     rows, words = group.lead.shape if len(group.lead.shape) == 2 else (0, 0)
     columns, count = words * EACH, -(-rows // width) if width > 0 else 1
-    scales, zeros = group.parts["scales"], group.parts["zeros"]
+    scales, zeros = group.parts["scale"], group.parts["zero"]
     if not rows or (width > 0 and rows % width):
         raise group.unfit(f"{counted(rows, 'row')} cannot be divided into groups of {width}")
     if scales.shape != (count, columns) or scales.dtype not in SCALES:
-        raise group.unfit(f"groups of {width} require floats of shape {[count, columns]}", "scales")
+        raise group.unfit(f"groups of {width} require floats of shape {[count, columns]}", "scale")
     if zeros.shape != (count, words) or zeros.dtype != "int32":
-        raise group.unfit("expected packed zero points for each scale", "zeros")
-    return QuantizedWeight(
-        group.key,
-        group.lead.name,
-        {"weight": group.lead.name, **group.names(scale="scales", zero="zeros")},
+        raise group.unfit("expected packed zero points for each scale", "zero")
+    return group.quantized(
         f"AWQ INT{BITS} with groups of {rows // count}",
         "int_rows",
         (rows, columns),
@@ -84,7 +81,7 @@ SCHEMES = (
             Form(
                 ".qweight",
                 ("int32",),
-                {"scales": Part(".scales", always), "zeros": Part(".qzeros", _packed_by)},
+                {"scale": Part(".scales", always), "zero": Part(".qzeros", _packed_by)},
                 _weight,
                 tells={".qweight": (), ".qzeros": ()},
             ),

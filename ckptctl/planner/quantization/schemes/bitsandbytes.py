@@ -42,28 +42,24 @@ def _four_bits(group: Group) -> QuantizedWeight:
     nested = _nested(group) is not None
     if not nested and state.keys() & {"nested_blocksize", "nested_offset"}:
         raise group.unfit("the state describes quantized scales", "absmax")
-    _require(group, "map", "float32", CODES)
+    _require(group, "table", "float32", CODES)
     blocks = -(-count // block)
     _require(group, "absmax", "uint8" if nested else "float32", blocks)
     formula = CodeBlocks(block)
     if nested:
         outer = _whole(group, state.get("nested_blocksize"))
-        _require(group, "nested_absmax", "float32", -(-blocks // outer))
-        _require(group, "nested_map", "float32", NESTED_CODES)
+        _require(group, "nested", "float32", -(-blocks // outer))
+        _require(group, "nested_table", "float32", NESTED_CODES)
         offset = state.get("nested_offset")
         if not isinstance(offset, float) or not abs(offset) <= LARGEST_FLOAT32:
             raise group.unfit(f"its `nested_offset` is {offset!r}", "state")
         formula = CodeBlocks(block, outer, offset)
-    names = {"table": "map", "absmax": "absmax", "nested": "nested_absmax"}
-    return QuantizedWeight(
-        group.key,
-        group.lead.name,
-        {"weight": group.lead.name, **group.names(**names, nested_table="nested_map")},
+    return group.quantized(
         f"bitsandbytes {kind} with blocks of {block}",
         "bnb_4bit",
         shape,
         formula,
-        others=(group.parts["state"].name,),
+        unread=("state",),
     )
 
 
@@ -100,20 +96,17 @@ def _require(group: Group, role: str, dtype: str, count: int) -> None:
 
 
 def _eight_bits(group: Group) -> QuantizedWeight:
-    scales, shape = group.parts["scales"], group.lead.shape
+    scales, shape = group.parts["scale"], group.lead.shape
     if len(shape) != 2 or scales.dtype != "float32" or scales.numel != shape[0]:
-        raise group.unfit("expected a matrix and one float32 per row", "scales")
+        raise group.unfit("expected a matrix and one float32 per row", "scale")
     layout = group.parts.get("format")
     if layout is not None and (layout.dtype != "uint8" or any(group.values(layout))):
         raise group.unfit("its element order is specific to a GPU", "format")
-    return QuantizedWeight(
-        group.key,
-        group.lead.name,
-        {"weight": group.lead.name, "scale": scales.name},
+    return group.quantized(
         "bitsandbytes int8 with one scale per row",
         "bnb_int8",
         shape,
-        others=() if layout is None else (layout.name,),
+        unread=("format",),
     )
 
 
@@ -134,10 +127,10 @@ def _single(group: Group) -> str | None:
 def _codes(kind: str) -> Form:
     parts = {
         "absmax": Part(".absmax", always),
-        "map": Part(".quant_map", always),
+        "table": Part(".quant_map", always),
         "state": Part(f".quant_state.bitsandbytes__{kind}", always),
-        "nested_absmax": Part(".nested_absmax", _nested, _single),
-        "nested_map": Part(".nested_quant_map", _nested, _single),
+        "nested": Part(".nested_absmax", _nested, _single),
+        "nested_table": Part(".nested_quant_map", _nested, _single),
     }
     tells = dict.fromkeys((part.ending for part in parts.values()), ())
     return Form("", ("uint8",), parts, _four_bits, plain="", tells=tells)
@@ -151,7 +144,7 @@ SCHEMES = (
             Form(
                 ".weight",
                 ("int8",),
-                {"scales": Part(".SCB", always), "format": Part(".weight_format")},
+                {"scale": Part(".SCB", always), "format": Part(".weight_format")},
                 _eight_bits,
                 tells={".SCB": (), ".weight": ("int8",)},
             ),

@@ -84,17 +84,12 @@ def _integers(
         order = group.parts["order"]
         if order.dtype not in ("int32", "int64") or order.shape != shape[-1:] or count < 2:
             raise group.unfit("expected a group for each column", "order")
-    parts = group.names(scale="scale", zero="zero", order="order", shape="shape")
     how = f"{NAME} INT{said.bits} with {_words(said, width)}"
-    return QuantizedWeight(
-        group.key,
-        group.lead.name,
-        {"weight": group.lead.name, **parts},
+    return group.quantized(
         how + ("" if said.symmetric else " and zero points"),
         "int_groups",
         shape,
         IntegerGroups(width, bits, symmetric=said.symmetric),
-        others=tuple(part.name for part in group.parts.values()),
     )
 
 
@@ -176,16 +171,12 @@ def _fp4(group: Group, said: Arguments) -> QuantizedWeight:
     count = math.prod(shape[:-2])
     if whole and (whole.dtype != "float32" or whole.numel not in (1, count)):
         raise group.unfit("expected one float32", "global")
-    names = group.names(**{"scale": "scale", "global": "global"})
-    return QuantizedWeight(
-        group.key,
-        group.lead.name,
-        {"weight": group.lead.name, **names},
+    return group.quantized(
         f"{NAME} {'NVFP4' if whole else 'MXFP4'} with blocks of {width}",
         "fp4_groups",
         shape,
         Fp4Groups(width, divided=whole is not None),
-        others=tuple(part.name for part in group.parts.values()),
+        unread=("shape",),
     )
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 
-from ckptctl.planner.quantization.formulas import Blocks, Fp4Groups
+from ckptctl.planner.quantization.formulas import Fp4Groups, ScaleBlocks
 from ckptctl.planner.quantization.scheme import (
     Form,
     Group,
@@ -35,14 +35,9 @@ DROPPED = dict.fromkeys((".input_scale", ".activation_scale", "_activation_scale
 def scaled(group: Group, how: str, block: tuple[int, int]) -> QuantizedWeight:
     """Return a float8 weight with scales of blocks, none of which is taken for larger than it."""
     down, across = (max(min(pair), 1) for pair in zip(block, group.lead.shape[-2:], strict=True))
-    return QuantizedWeight(
-        group.key,
-        group.lead.name,
-        {"weight": group.lead.name, "scale": group.parts["scale"].name},
-        how,
-        "block_fp8",
-        group.lead.shape,
-        Blocks(down, across),
+    unread = group.parts.keys() - {"scale"}
+    return group.quantized(
+        how, "block_fp8", group.lead.shape, ScaleBlocks(down, across), unread=unread
     )
 
 
@@ -115,10 +110,7 @@ def _fp4(group: Group) -> QuantizedWeight:
         raise group.unfit(
             f"packed fp4 requires a power-of-two scale for every {MX} columns", "scale"
         )
-    return QuantizedWeight(
-        group.key,
-        weight.name,
-        {"weight": weight.name, "scale": scale.name},
+    return group.quantized(
         f"MXFP4 with blocks of {MX}",
         "fp4_groups",
         (*weight.shape[:-1], columns),

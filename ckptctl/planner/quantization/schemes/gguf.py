@@ -23,10 +23,7 @@ def _weight(kind: BlockType, group: Group) -> QuantizedWeight:
         raise group.unfit(
             f"the row size of {kind.name} must be a multiple of {counted(kind.nbytes, 'byte')}"
         )
-    return QuantizedWeight(
-        group.key,
-        group.lead.name,
-        {"blocks": group.lead.name},
+    return group.quantized(
         f"GGUF {kind.name}",
         "gguf",
         (*rows, width // kind.nbytes * kind.elements),

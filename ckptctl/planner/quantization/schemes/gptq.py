@@ -41,17 +41,13 @@ def _weight(group: Group) -> QuantizedWeight:
         raise group.statement.wrong("dynamic", "per-layer settings are not supported")
     rows, columns = _sizes(group, bits)
     width, count = _groups(group, rows)
-    scales, zeros = group.parts["scales"], group.parts["zeros"]
+    scales, zeros = group.parts["scale"], group.parts["zero"]
     if scales.shape != (count, columns) or scales.dtype not in SCALES:
-        raise group.unfit(f"groups of {width} require floats of shape {[count, columns]}", "scales")
+        raise group.unfit(f"groups of {width} require floats of shape {[count, columns]}", "scale")
     if zeros.shape != (count, -(-columns * bits // WORD)) or zeros.dtype != "int32":
-        raise group.unfit("expected packed zero points for each scale", "zeros")
+        raise group.unfit("expected packed zero points for each scale", "zero")
     ordered = group.statement.flag("desc_act") is not False and "order" in group.parts
-    parts = group.names(scale="scales", zero="zeros", order="order")
-    return QuantizedWeight(
-        group.key,
-        group.lead.name,
-        {"weight": group.lead.name, **parts},
+    return group.quantized(
         f"GPTQ INT{bits} with groups of {width}{' in activation order' if ordered else ''}",
         "int_groups",
         (columns, rows),
@@ -116,8 +112,8 @@ SCHEMES = (
                 ".qweight",
                 ("int32",),
                 {
-                    "scales": Part(".scales", always),
-                    "zeros": Part(".qzeros", always),
+                    "scale": Part(".scales", always),
+                    "zero": Part(".qzeros", always),
                     "order": Part(".g_idx", _in_order, uniform=_has_order),
                 },
                 _weight,

@@ -48,10 +48,7 @@ def _weight(group: Group) -> QuantizedWeight:
     kind = "mlx_affine" if mode == AFFINE else "mlx_float"
     _require_scales(group, mode)
     shown = f"{bits} bits" if mode == AFFINE else mode
-    return QuantizedWeight(
-        group.key,
-        packed.name,
-        {"weight": packed.name, **group.names(scales="scales", biases="biases")},
+    return group.quantized(
         f"MLX {shown} with groups of {size}",
         kind,
         (*lead, groups * size),

@@ -58,10 +58,7 @@ def _nvfp4(group: Group) -> QuantizedWeight:
         raise group.unfit(f"blocks of {width} require one {FP8} each", "scale")
     if whole.dtype != "float32" or whole.numel != 1:
         raise group.unfit("expected one float32", "global")
-    return QuantizedWeight(
-        group.key,
-        group.lead.name,
-        {"weight": group.lead.name, **group.names(**{"scale": "scale", "global": "global"})},
+    return group.quantized(
         f"ModelOpt NVFP4 with blocks of {width}",
         "fp4_groups",
         shape,

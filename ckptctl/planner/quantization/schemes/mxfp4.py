@@ -25,10 +25,7 @@ def _weight(group: Group) -> QuantizedWeight:
     *lead, count, width = blocks.shape if len(blocks.shape) > 2 else (0, 0)
     if scales.dtype != "uint8" or scales.shape != blocks.shape[:-1] or width != BLOCK // 2:
         raise group.unfit("expected uint8 [..., n, 16] and uint8 [..., n]", "scales")
-    return QuantizedWeight(
-        group.key,
-        blocks.name,
-        {"blocks": blocks.name, "scales": scales.name},
+    return group.quantized(
         f"MXFP4 with blocks of {BLOCK}",
         "mxfp4",
         (*lead, count * BLOCK),

@@ -9,7 +9,7 @@ import pytest
 
 from ckptctl.catalog import TensorEntry
 from ckptctl.errors import CkptError
-from ckptctl.planner.quantization.formulas import Blocks
+from ckptctl.planner.quantization.formulas import ScaleBlocks
 from ckptctl.planner.quantization.scheme import methods, schemes
 from ckptctl.planner.quantization.statement import Statement, of_config, of_file, without
 from ckptctl.planner.quantization.survey import (
@@ -262,7 +262,7 @@ def test_a_block_is_no_larger_than_its_weight() -> None:
     said = {"quant_method": "fp8", "weight_block_size": [1 << 99, 32]}
     tensors = {"a.weight": ("float8_e4m3fn", 7, 96), "a.weight_scale_inv": ("float32", 1, 3)}
     (weight,) = surveyed(tensors, said).weights
-    assert weight.arguments == Blocks(7, 32)
+    assert weight.arguments == ScaleBlocks(7, 32)
 
 
 def test_names_of_plain_weights() -> None:
