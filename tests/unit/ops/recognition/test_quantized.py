@@ -6,6 +6,7 @@ from ckptctl import formats
 from ckptctl.catalog import Box, Catalog, Extent, TensorEntry, computed_name
 from ckptctl.errors import DamagedError, MappingError, UnsupportedError, UsageError
 from ckptctl.ops.recognition.quantized import dequantized, is_plain, quantized
+from ckptctl.planner.quantization.formulas import ScaleBlocks
 
 
 def catalog(tensors, quantization=None):
@@ -39,7 +40,7 @@ def test_a_pair_becomes_one_tensor_in_its_place():
     assert (entry.dtype, entry.shape, entry.nbytes) == ("bfloat16", (300, 200), 120_000)
     made = found.computed[entry.extents[0].file]
     assert (made.kind, made.dtype, made.shape) == ("block_fp8", "bfloat16", (300, 200))
-    assert made.parameters == {"block_rows": 128, "block_columns": 128}
+    assert made.arguments == ScaleBlocks(128, 128)
     assert {key: item.entry.name for key, item in made.inputs.items()} == {
         "weight": "a.weight",
         "scale": "a.weight_scale_inv",
