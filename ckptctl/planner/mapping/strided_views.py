@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 
 from ckptctl.catalog import TensorEntry
 from ckptctl.errors import MappingError
 from ckptctl.planner.mapping.logical import put_in
-from ckptctl.planner.mapping.mapped import MappedTensor, TargetView
+from ckptctl.planner.mapping.mapped import MappedTensor, TargetTensor
 from ckptctl.planner.strided import Ints, Part, Strided
 
 
@@ -58,10 +59,9 @@ def by_target(tensors: Iterable[MappedTensor]) -> dict[str, list[MappedTensor]]:
         if len(mapped.targets) == 1:
             found.setdefault(mapped.targets[0].key, []).append(mapped)
             continue
-        views: dict[str, list[TargetView]] = {}
+        views: dict[str, list[TargetTensor]] = {}
         for view in mapped.targets:
             views.setdefault(view.key, []).append(view)
         for key, own in views.items():
-            one = MappedTensor(mapped.logical, mapped.axes, mapped.sources, tuple(own), mapped.plus)
-            found.setdefault(key, []).append(one)
+            found.setdefault(key, []).append(replace(mapped, targets=tuple(own)))
     return found
