@@ -14,7 +14,7 @@ from ckptctl.planner.families.tables import Leaf, Tensor
 from ckptctl.planner.families.templates import Template
 from ckptctl.planner.layouts import Drop, Family, Layout, Tie
 from ckptctl.planner.mapping.completeness import untold
-from ckptctl.planner.mapping.logical import Cell, cells, rearrange
+from ckptctl.planner.mapping.logical import cells, rearrange
 from ckptctl.planner.mapping.mapped import (
     MappedTensor,
     SourceTensor,
@@ -149,7 +149,6 @@ class _Run:
         self.notes = Notes()
         self.must_equal: list[tuple[str, str]] = []
         self.tilings: list[Tiling] = []
-        self.cells: dict[object, tuple[Cell, Cell]] = {}
         self.rearranged: dict[object, Sequence[Strided]] = {}
 
     def unchanged(self) -> Change:
@@ -275,7 +274,6 @@ class _Run:
                 same = MappedTensor.same(keys[lead], there, self.source.shapes[keys[lead]])
                 yield replace(same, logical=".".join([name, *map(str, lead)]))
             return
-        sides = self._cells(tensor, held, next(iter(keys.values())))
         both = [axis for axis in stored.spread if axis in wanted.spread]
         self._require_few(wanted, both, keys)
         for shared, members in _shared(stored, sorted(keys), both).items():
@@ -283,8 +281,8 @@ class _Run:
             targets = _shared(wanted, leads(wanted, self.source.sizes.axes, fixed), both)
             pairs = targets.get(shared, ())
             entries = {own: self.source.shapes[keys[lead]] for lead, own in members}
-            tensors = self._rearranged(sides, entries, [own for _, own in pairs])
             reads = [SourceTensor(keys[lead], entries[own]) for lead, own in members]
+            tensors = self._rearranged(tensor, origin, entries, [own for _, own in pairs])
             writes = [
                 TargetTensor(key_of(self.target, tensor, values, lead, self.numbering), one)
                 for (lead, _), one in zip(pairs, tensors, strict=True)
@@ -305,21 +303,18 @@ class _Run:
                     why=f"{self.family.called(axis)} is {size:,}; at most {MOST:,} are expected",
                 )
 
-    def _cells(self, tensor: Tensor, held: Tensor, key: str) -> tuple[Cell, Cell]:
-        shape = self.source.shapes[key]
-        kind = (held.name, tensor.name, shape)
-        if kind not in self.cells:
-            sides = (self.source.layout, held), (self.target, tensor)
-            self.cells[kind] = cells(self.family, self.source.sizes, *sides, key, shape)
-        return self.cells[kind]
-
     def _rearranged(
-        self, sides: tuple[Cell, Cell], entries: Mapping[Lead, Ints], leads: Sequence[Lead]
+        self, tensor: Tensor, origin: Origin, entries: Mapping[Lead, Ints], leads: Sequence[Lead]
     ) -> Sequence[Strided]:
         """Return the tensors of the target at *leads* as elements of *entries*; once per kind."""
-        kind = (id(sides), tuple(entries.items()), tuple(leads))
+        held, keys = origin
+        kind = (held.name, tensor.name, tuple(entries.items()), tuple(leads))
         if kind not in self.rearranged:
-            self.rearranged[kind] = rearrange(*sides, entries, leads)
+            key = next(iter(keys.values()))
+            sides = (self.source.layout, held), (self.target, tensor)
+            shape = self.source.shapes[key]
+            both = cells(self.family, self.source.sizes, *sides, key, shape)
+            self.rearranged[kind] = rearrange(*both, entries, leads)
         return self.rearranged[kind]
 
     def _once(self, tensors: list[MappedTensor]) -> list[MappedTensor]:
