@@ -15,9 +15,9 @@ from ckptctl.planner.mapping.adapters import (
     models_apart,
     scaled_biases,
 )
-from ckptctl.planner.mapping.logical import put_in
 from ckptctl.planner.mapping.mapped import MappedTensor
 from ckptctl.planner.mapping.source import SurplusError
+from ckptctl.planner.mapping.strided_views import as_strided
 from ckptctl.planner.mapping.tensors import map_tensors
 from ckptctl.planner.strided import Strided
 from ckptctl.units import counted
@@ -215,8 +215,7 @@ class _Formulas:
 
     def _elements(self, item: MappedTensor) -> Strided:
         """Return what the adapter has of a tensor, in the order of the model's."""
-        entries = [self.factors[view.key] for view in item.sources]
-        return put_in(item.targets[0].tensor, entries, entries[0].dtype)
+        return as_strided([item], item.targets[0].key, self.factors)
 
     def _rows_of(self, layer: MappedTensor, item: MappedTensor) -> Strided:
         """Return the rows of a factor or a magnitude that go with those of a layer.

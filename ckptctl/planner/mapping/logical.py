@@ -162,9 +162,3 @@ def rearrange(
 def stand_in(number: int, shape: Ints) -> Strided:
     """Return a tensor of which only the place among the sources and the shape are known."""
     return Strided.whole(TensorEntry(str(number), "", shape, (), ()))
-
-
-def put_in(tensor: Strided, entries: Sequence[TensorEntry], dtype: str) -> Strided:
-    """Return a tensor with stored tensors in the places of its stand-ins."""
-    parts = tuple(part._replace(of=entries[int(part.of.name)]) for part in tensor.parts)
-    return Strided(tensor.shape, dtype, dtype, parts)

@@ -7,7 +7,6 @@ from dataclasses import replace
 
 from ckptctl.catalog import TensorEntry
 from ckptctl.errors import MappingError
-from ckptctl.planner.mapping.logical import put_in
 from ckptctl.planner.mapping.mapped import MappedTensor, TargetTensor
 from ckptctl.planner.strided import Ints, Part, Strided
 
@@ -43,9 +42,9 @@ def as_strided(
         sources = [entries[view.key] for view in mapped.sources]
         for target in mapped.targets:
             if target.key == key:
-                held = put_in(target.tensor, sources, stored_dtype)
+                held = target.tensor
                 shape = tuple(map(max, shape or held.shape, held.shape))
-                parts += held.parts
+                parts += [part._replace(of=sources[int(part.of.name)]) for part in held.parts]
     return Strided(shape, stored_dtype, dtype or stored_dtype, tuple(parts))
 
 
