@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from ckptctl.catalog import TensorEntry
 from ckptctl.errors import MappingError
-from ckptctl.planner.mapping.mapped import MappedTensor, TargetTensor
+from ckptctl.planner.mapping.mapped import MappedTensor
 from ckptctl.planner.strided import Ints, Part, Strided
 
 
@@ -51,16 +51,11 @@ def as_strided(
 def by_target(tensors: Iterable[MappedTensor]) -> dict[str, list[MappedTensor]]:
     """Return what each stored tensor of the target consists of, by its key.
 
-    Of a logical tensor that several of them hold, each has its own views only.
+    Of a logical tensor that several of them hold, each has its own part only.
     """
     found: dict[str, list[MappedTensor]] = {}
     for mapped in tensors:
-        if len(mapped.targets) == 1:
-            found.setdefault(mapped.targets[0].key, []).append(mapped)
-            continue
-        views: dict[str, list[TargetTensor]] = {}
-        for view in mapped.targets:
-            views.setdefault(view.key, []).append(view)
-        for key, own in views.items():
-            found.setdefault(key, []).append(replace(mapped, targets=tuple(own)))
+        for target in mapped.targets:
+            own = mapped if len(mapped.targets) == 1 else replace(mapped, targets=(target,))
+            found.setdefault(target.key, []).append(own)
     return found
