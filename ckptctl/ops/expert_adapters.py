@@ -39,10 +39,10 @@ from ckptctl.ops.conversion.draft import Draft
 from ckptctl.ops.expert_stacks import STACKED, Part, Stack, family_of, stacks
 from ckptctl.ops.sources import located
 from ckptctl.planner.configs.facts import Json
-from ckptctl.planner.copying.views import transposed, view
+from ckptctl.planner.copying.views import view
 from ckptctl.planner.layouts import HF, Family
 from ckptctl.planner.mapping.adapters import PREFIX, is_factor, module_of
-from ckptctl.planner.mapping.deltas import Delta, Factor
+from ckptctl.planner.mapping.deltas import Delta
 from ckptctl.planner.mapping.matching import match
 from ckptctl.planner.strided import Strided
 from ckptctl.units import counted
@@ -161,26 +161,25 @@ def without(adapter: Catalog, found: Sequence[AdaptedParameter]) -> Catalog:
 
 
 def changes(
-    found: Sequence[AdaptedParameter], held: Mapping[str, TensorEntry], factors: dict[str, Input]
+    found: Sequence[AdaptedParameter],
+    held: Mapping[str, TensorEntry],
+    factors: Mapping[str, TensorEntry],
 ) -> Iterator[Delta]:
-    """Yield what becomes of each expert; the views of its factors are added to *factors*."""
+    """Yield what becomes of each expert."""
     for one in found:
         a, b = factors[f"{one.module}{A}"], factors[f"{one.module}{B}"]
         rows = held[one.key].shape[-2]
-        rank = a.entry.shape[0] // one.experts
-        by_expert = Strided.whole(a.entry).split(0, (one.experts, rank))
-        across = Strided.whole(b.entry).split(1, (rank, one.experts))
+        rank = a.shape[0] // one.experts
+        by_expert = Strided.whole(a).split(0, (one.experts, rank))
+        across = Strided.whole(b).split(1, (rank, one.experts))
         for expert in range(one.experts):
-            left = view(b.entry, across.select(2, expert))
-            right = view(a.entry, by_expert.select(0, expert))
+            left, right = across.select(2, expert), by_expert.select(0, expert)
             if not one.swapped:
-                left, right = transposed(right), transposed(left)
+                left, right = right.permute((1, 0)), left.permute((1, 0))
             # Patterns of ranks and alphas are about the parameter, which these end with.
-            keys = [f"[{expert}].{one.key}{end}" for end in (A, B)]
-            factors |= zip(keys, (replace(a, entry=right), replace(a, entry=left)), strict=True)
-            start = expert * rows
-            first, second = (Factor(key, 0) for key in keys)
-            yield Delta(one.key, start, start + rows, rank, first, second, None)
+            names = (f"[{expert}].{one.key}{A}", f"[{expert}].{one.key}{B}")
+            changed = range(expert * rows, (expert + 1) * rows)
+            yield Delta(one.key, changed, names, right, left)
 
 
 # --------------------------------------------------------------------------------- both ways

@@ -7,6 +7,7 @@ conversion.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -158,8 +159,21 @@ class Merging:
         rest = without(self.adapter, single)
         self.layout = PEFT[0]
         if rest.tensors or not single:
+            adapter = understand(rest, known.documents, Request(family.name))
+            require_one(adapter)
+            self.layout, self.root = adapter.layout or "", adapter.root
+        factors = self._factors()
+        if rest.tensors or not single:
+            inside = select(embeddings_as_linear(rest), self.root).tensors
             try:
-                self.found = self._deltas(rest, family, known)
+                self.found = deltas(
+                    family,
+                    (known.layout or "", self.layout),
+                    {name: entry.shape for name, entry in held.items()},
+                    {key: factors[key] for key in inside},
+                    known.sizes(family, implied=True),
+                    read_lists(family, known.config),
+                )
             except SurplusError as error:
                 error.where = catalog.path
                 raise
@@ -168,17 +182,16 @@ class Merging:
                 raise
         check_magnitudes(
             self.settings,
-            [delta.b.key for delta in self.found.changed if delta.magnitude],
-            [delta.b.key for delta in self.found.changed if not delta.magnitude],
+            [delta.factors[1] for delta in self.found.changed if delta.magnitude],
+            [delta.factors[1] for delta in self.found.changed if not delta.magnitude],
         )
         require_saved(self.config, self.found.replaced)
         own = {delta.key.removesuffix("weight") + "bias" for delta in self.found.changed}
         require_biases(self.config, sorted((own & held.keys()) - self.found.replaced.keys()))
-        factors = self._factors()
         stacked = tuple(changes(single, held, factors))
         self.found = replace(self.found, changed=(*self.found.changed, *stacked))
         weights = _grouped(self.found.changed, lambda delta: delta.key)
-        biases = _grouped(self.found.changed, lambda delta: delta.bias.key if delta.bias else None)
+        biases = _grouped(self.found.changed, lambda delta: delta.bias and delta.bias[0])
         names = [*weights, *biases, *self.found.replaced]
         base = located(catalog, [held[name].name for name in names]).tensors
         self._refuse_ties(set(base), family, known)
@@ -187,19 +200,16 @@ class Merging:
             key: Input(catalog.root, _in_float32(base[held[key].name], computed)) for key in weights
         }
         made = {
-            key: self._changed(base[held[key].name], wide[key], changes, factors, computed)
+            key: self._changed(base[held[key].name], wide[key], changes, computed)
             for key, changes in weights.items()
         }
         made |= {
-            key: self._scaled(
-                Input(catalog.root, base[held[key].name]), wide, changes, factors, computed
-            )
+            key: self._scaled(Input(catalog.root, base[held[key].name]), wide, changes, computed)
             for key, changes in biases.items()
         }
-        for key, of in self.found.replaced.items():
-            whole = factors[of.key]
-            saved = _region(whole.entry, of.origin, held[key].shape)
-            made[key] = rearranged(whole.root, saved)
+        made |= {
+            key: rearranged(self.adapter.root, saved) for key, saved in self.found.replaced.items()
+        }
         for key, virtual in made.items():
             entry = base[held[key].name]
             name = computed_name(f"{entry.name}+lora")
@@ -227,23 +237,7 @@ class Merging:
             alpha = self.options.lora_alpha
             self.settings = settings(self.config, alpha, scaling, carries=SINGLE)
 
-    def _deltas(self, layers: Catalog, family: Family, known: Model) -> Deltas:
-        adapter = understand(layers, known.documents, Request(family.name))
-        require_one(adapter)
-        self.layout, self.root = adapter.layout or "", adapter.root
-        inside = select(embeddings_as_linear(layers), adapter.root).tensors
-        return deltas(
-            family,
-            (known.layout or "", self.layout),
-            (
-                {name: entry.shape for name, entry in known.tensors.items()},
-                {name: entry.shape for name, entry in inside.items()},
-            ),
-            known.sizes(family, implied=True),
-            read_lists(family, known.config),
-        )
-
-    def _factors(self) -> dict[str, Input]:
+    def _factors(self) -> dict[str, TensorEntry]:
         """Return the adapter's tensors by their keys below its prefix, ready to be read."""
         adapter = embeddings_as_linear(self.adapter)
         for name, entry in adapter.tensors.items():
@@ -253,7 +247,7 @@ class Merging:
                 )
         found = located(adapter, adapter.tensors).tensors
         inside = select(adapter, self.root).tensors
-        return {key: Input(self.adapter.root, found[e.name]) for key, e in inside.items()}
+        return {key: found[entry.name] for key, entry in inside.items()}
 
     def _refuse_ties(self, changed: set[str], family: Family, known: Model) -> None:
         """Refuse to change one of two tensors that are one, or become one when they are read."""
@@ -281,13 +275,12 @@ class Merging:
         base: TensorEntry,
         wide: Input,
         changes: Sequence[Delta],
-        factors: Mapping[str, Input],
         computed: dict[str, Computed],
     ) -> Computed:
         _require_plain(base)
         beneath = next((delta.beneath for delta in changes if delta.beneath), None)
-        inputs, arguments = self._inputs(changes, factors, computed)
-        inputs["base"] = factors[beneath] if beneath else wide
+        inputs, arguments = self._inputs(changes, computed)
+        inputs["base"] = self._part(beneath, computed) if beneath else wide
         pinned = changes[0].key in self.found.pinned
         dtype = base.dtype if pinned else cast_to(base.dtype, self.options.dtype)
         return Computed("lora", dtype, base.shape, inputs, arguments)
@@ -297,19 +290,18 @@ class Merging:
         bias: Input,
         weights: Mapping[str, Input],
         changes: Sequence[Delta],
-        factors: Mapping[str, Input],
         computed: dict[str, Computed],
     ) -> Computed:
         """Return a bias that is scaled as the rows of its weight."""
         _require_plain(bias.entry)
-        inputs, arguments = self._inputs(changes, factors, computed)
+        inputs, arguments = self._inputs(changes, computed)
         inputs["bias"] = bias
         inputs |= {f"weight{number}": weights[one.key] for number, one in enumerate(changes)}
         dtype = cast_to(bias.entry.dtype, self.options.dtype)
         return Computed("dora_bias", dtype, bias.entry.shape, inputs, arguments)
 
     def _inputs(
-        self, changes: Sequence[Delta], factors: Mapping[str, Input], computed: dict[str, Computed]
+        self, changes: Sequence[Delta], computed: dict[str, Computed]
     ) -> tuple[dict[str, Input], tuple[Change, ...]]:
         """Return what *changes* read of the adapter, and what the kind has to know of them.
 
@@ -318,19 +310,29 @@ class Merging:
         inputs: dict[str, Input] = {}
         arguments: list[Change] = []
         for number, delta in enumerate(changes):
-            scale = self.settings.scale(delta.a.key, delta.rank)
-            _require_small(factors[delta.a.key].entry)
+            scale = self.settings.scale(delta.factors[0], delta.a.shape[0])
+            _require_small(delta.a)
             self.scales.add(scale)
-            columns = delta.a.of_columns(factors[delta.a.key].entry)
-            inputs[f"a{number}"] = _part(factors[delta.a.key], columns, computed)
-            others = {"b": delta.b, "magnitude": delta.magnitude}
-            for name, factor in others.items():
-                if factor:
-                    whole = factors[factor.key]
-                    rows = factor.of_rows(whole.entry, delta.stop - delta.start)
-                    inputs[f"{name}{number}"] = _part(whole, rows, computed)
-            arguments.append(Change(delta, scale))
+            parts = {"a": delta.a, "b": delta.b, "magnitude": delta.magnitude}
+            inputs |= {
+                f"{name}{number}": self._part(part, computed)
+                for name, part in parts.items()
+                if part
+            }
+            bias_start = delta.bias[1] if delta.bias else 0
+            arguments.append(Change(delta.rows, scale, bool(delta.magnitude), bias_start))
         return inputs, tuple(arguments)
+
+    def _part(self, part: Strided, computed: dict[str, Computed]) -> Input:
+        """Return a part of a factor: a view of what is stored, or a file added to *computed*."""
+        root = self.adapter.root
+        if part.parts and is_view(part):
+            return Input(root, view(part.parts[0].of, part))
+        made = rearranged(root, part)
+        stored = part.parts[0].of.name if part.parts else ""
+        name = computed_name(f"adapter/{stored}{part.shape}@{len(computed)}")
+        computed[name] = made
+        return Input(root, made.entry(stored, (stored,), name))
 
 
 def _grouped(
@@ -365,32 +367,11 @@ def _require_plain(entry: TensorEntry) -> None:
         )
 
 
-def _require_small(a: TensorEntry) -> None:
-    if 4 * a.numel > LARGEST:
+def _require_small(a: Strided) -> None:
+    nbytes = 4 * math.prod(a.shape)
+    if nbytes > LARGEST:
         raise RefusedError(
             f"rank {a.shape[0]:,} is too high to merge in bounded memory",
-            where=f"tensor `{a.name}`",
-            why=f"A has {counted(4 * a.numel, 'byte')} in fp32; the limit is {LARGEST:,}",
+            where=f"tensor `{a.parts[0].of.name}`",
+            why=f"A has {counted(nbytes, 'byte')} in fp32; the limit is {LARGEST:,}",
         )
-
-
-def _part(whole: Input, part: Strided, computed: dict[str, Computed]) -> Input:
-    """Return a part of a factor: a view of what is stored, or else a file added to *computed*."""
-    if is_view(part):
-        return replace(whole, entry=view(whole.entry, part))
-    made = rearranged(whole.root, part)
-    name = computed_name(f"adapter/{whole.entry.name}{part.shape}@{len(computed)}")
-    computed[name] = made
-    return replace(whole, entry=made.entry(whole.entry.name, whole.entry.path, name))
-
-
-def _region(entry: TensorEntry, origin: tuple[int, ...], shape: tuple[int, ...]) -> Strided:
-    """Return a box of a tensor, without those of its first dimensions that *shape* leaves out."""
-    found, lead = Strided.whole(entry), len(entry.shape) - len(shape)
-    if shape == entry.shape:
-        return found
-    for dim, size in enumerate(shape, lead):
-        found = found.narrow(dim, origin[dim], size)
-    for index in origin[:lead]:
-        found = found.select(0, index)
-    return found

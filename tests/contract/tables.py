@@ -8,12 +8,14 @@ from typing import Any
 import numpy as np
 import pytest
 
+from ckptctl.catalog import TensorEntry
 from ckptctl.families import families
 from ckptctl.planner.layouts import Family
-from ckptctl.planner.mapping.mapped import stored_shapes
 from ckptctl.planner.mapping.matching import key_of, leads, slots
 from ckptctl.planner.mapping.numbering import planned
+from ckptctl.planner.mapping.strided_views import as_strided, by_target
 from ckptctl.planner.mapping.tensors import map_tensors
+from tests.unit.planner.test_strided import elements_of_parts
 
 FAMILIES = families()
 PAIRS = [
@@ -118,38 +120,18 @@ def numbered(shapes):
 
 
 def moved(found, values):
-    """What arrays of *values* become, by numpy alone."""
-    shapes = stored_shapes(found.tensors)
-    result = {key: np.full(shape, -1) for key, shape in shapes.items()}
-    for tensor in found.tensors:
-        whole = np.full(tensor.axes, -1)
-        for view in tensor.sources:
-            part = seen(values[view.key], view)[box(view)]
-            at(whole, view)[...] = part.reshape(at(whole, view).shape)
-        for view in tensor.targets:
-            part = at(whole, view).reshape(view.sizes)
-            seen(result[view.key], view)[box(view)] = part + tensor.plus
+    """What arrays of *values* become, by numpy."""
+    places = numbered({key: array.shape for key, array in values.items()})
+    flat = np.concatenate([array.ravel() for array in values.values()])
+    entries = {key: TensorEntry(key, "", array.shape, (), ()) for key, array in values.items()}
+    result = {}
+    for key, parts in by_target(found.tensors).items():
+        place = elements_of_parts(as_strided(parts, key, entries), places)
+        result[key] = np.where(place < 0, -1, flat[place] + parts[0].plus)
     for zeros in found.zeros:
         if zeros.origin:
             result[zeros.key][cells(zeros.origin, zeros.shape)] = 0
     return result
-
-
-def seen(stored, view):
-    """A stored array in the dimensions of *view*: the same memory."""
-    return stored.reshape(-1, view.step, *stored.shape[1:]) if view.step else stored
-
-
-def box(view):
-    return cells(view.origin, view.sizes)
-
-
-def at(whole, view):
-    """The part of a logical tensor that *view* stores, its axes in the order stored there."""
-    index = [slice(None)] * whole.ndim
-    for group, position in zip(view.dims, view.lead, strict=False):
-        index[group[0]] = slice(position, position + 1)
-    return whole[(*index, ...)].transpose([axis for group in view.dims for axis in group])
 
 
 def cells(offsets, sizes):

@@ -66,7 +66,7 @@ def adapter_files(draft: Draft) -> Draft:
         carries=TRAINED if carried and target.single_file else carried,
     )
     ranks = {
-        module_of(view.key): view.sizes[0]
+        module_of(view.key): view.tensor.shape[0]
         for item in change.tensors
         for view in item.targets
         if view.key.endswith(RANKED)

@@ -32,7 +32,7 @@ from ckptctl.ops.recognition.model import require_one_model, root_hint
 from ckptctl.ops.sources import located
 from ckptctl.planner.configs.facts import tying
 from ckptctl.planner.layouts import HF
-from ckptctl.planner.mapping.mapped import MappedTensor, TargetView, stored_shapes
+from ckptctl.planner.mapping.mapped import MappedTensor, TargetTensor, stored_shapes
 
 
 def map_layout(draft: Draft) -> Draft:
@@ -175,8 +175,8 @@ def in_checkpoint(
     return (
         replace(
             mapped,
-            sources=tuple(replace(view, key=root + view.key) for view in mapped.sources),
-            targets=tuple(replace(view, key=prefix + view.key) for view in mapped.targets),
+            sources=tuple(view._replace(key=root + view.key) for view in mapped.sources),
+            targets=tuple(view._replace(key=prefix + view.key) for view in mapped.targets),
         )
         for mapped in tensors
     )
@@ -256,7 +256,7 @@ def output_tensors(
     )
 
 
-def _memory(item: MappedTensor, target: TargetView, source: TensorEntry) -> object:
+def _memory(item: MappedTensor, target: TargetTensor, source: TensorEntry) -> object:
     """Return what is the same for targets, or parts of them, that are the same memory's copies."""
     if not len(item.sources) == len(item.targets) == 1:
         return target.key

@@ -15,7 +15,7 @@ from ckptctl.catalog import Blob, Catalog, Path, TensorEntry
 from ckptctl.errors import RefusedError, spell_option
 from ckptctl.formats.mcore.spelling import whole_of
 from ckptctl.formats.shared.leaves import join
-from ckptctl.planner.mapping.mapped import MappedTensor, TargetView, Zeros
+from ckptctl.planner.mapping.mapped import MappedTensor, TargetTensor, Zeros
 from ckptctl.planner.mapping.tensors import Change
 
 COPIES = frozenset({"fp32_param", "master_param"})
@@ -164,12 +164,12 @@ class _Follow:
                 why=f"`{some}` and `{lacking}` become one tensor, but `{lacking}` has no state",
                 hint=f"pass {spell_option('--only model')}, or keep the layout",
             )
-        targets: list[TargetView] = []
+        targets: list[TargetTensor] = []
         for view in item.targets:
             path = _replaced(moments[some].path, some, view.key)
             self.rest.paths[join(path)] = path
-            targets.append(replace(view, key=join(path)))
-        sources = tuple(replace(view, key=moments[view.key].name) for view in item.sources)
+            targets.append(view._replace(key=join(path)))
+        sources = tuple(view._replace(key=moments[view.key].name) for view in item.sources)
         plus = _added(item, moments[some].name)
         self.rest.tensors.append(replace(item, sources=sources, targets=tuple(targets), plus=plus))
 

@@ -80,7 +80,7 @@ def casts(
         if len(held) > 1 or len(asked) > 1:
             raise MappingError(
                 "tensors that are merged or split have different dtypes",
-                where=listed([view.key for view in (*one.sources, *one.targets)]),
+                where=listed([key for key, _ in (*one.sources, *one.targets)]),
                 why=f"{' and '.join(held)} in the checkpoint, {' and '.join(asked)} in the state",
             )
         if asked != set(held):

@@ -264,7 +264,7 @@ def with_zeros(
         view = same.targets[0]
         for dim, start in enumerate(item.origin):
             end = start + item.shape[dim]
-            view = replace(view, origin=item.origin, tensor=view.tensor.place(dim, start, end))
+            view = view._replace(tensor=view.tensor.place(dim, start, end))
         mapped.append(replace(same, targets=(view,)))
     return replace(catalog, tensors=entries, computed=computed), mapped
 

@@ -67,8 +67,8 @@ def _cut(change: Change, layout: Layout, size: int) -> tuple[Region, ...]:
     for view in (view for one in change.tensors for view in one.sources):
         dim = layout.own_dimension(view.key, AXIS)
         if dim is not None:
-            origin, sizes = list(view.origin), list(view.sizes)
-            origin[dim], sizes[dim] = origin[dim] + size, sizes[dim] - size
+            origin, sizes = [0] * len(view.shape), list(view.shape)
+            origin[dim], sizes[dim] = size, sizes[dim] - size
             found[view.key] = Region(view.key, tuple(origin), tuple(sizes))
     return tuple(found.values())
 

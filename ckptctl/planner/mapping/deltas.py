@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain
-from operator import add
 
 from ckptctl.catalog import TensorEntry
 from ckptctl.errors import MappingError, UnsupportedError, listed, spell_option
@@ -17,8 +15,9 @@ from ckptctl.planner.mapping.adapters import (
     models_apart,
     scaled_biases,
 )
-from ckptctl.planner.mapping.mapped import MappedTensor, Region, View
+from ckptctl.planner.mapping.mapped import MappedTensor
 from ckptctl.planner.mapping.source import SurplusError
+from ckptctl.planner.mapping.strided_views import as_strided
 from ckptctl.planner.mapping.tensors import map_tensors
 from ckptctl.planner.strided import Strided
 from ckptctl.units import counted
@@ -27,57 +26,28 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 
 @dataclass(frozen=True, slots=True)
-class Factor:
-    """A part of a stored tensor, its rows (A: its columns) maybe in another order than wanted.
-
-    Attributes:
-        axes: Sizes of the axes that the rows are made of, outermost first; ``()``: in order.
-        order: Those axes as they are wanted, as indices into *axes*.
-    """
-
-    key: str
-    start: int
-    axes: tuple[int, ...] = ()
-    order: tuple[int, ...] = ()
-
-    def of_rows(self, entry: TensorEntry, rows: int) -> Strided:
-        """Return the part of the stored tensor *entry*, so many rows, as they are wanted."""
-        return self._in_order(Strided.whole(entry).narrow(0, self.start, rows), 0)
-
-    def of_columns(self, entry: TensorEntry) -> Strided:
-        """Return all of the stored tensor *entry*, its columns as they are wanted."""
-        return self._in_order(Strided.whole(entry), 1)
-
-    def _in_order(self, tensor: Strided, dim: int) -> Strided:
-        if not self.axes:
-            return tensor
-        split = tensor.split(dim, self.axes)
-        order = [dim + axis for axis in self.order]
-        rest = range(dim + len(order), len(split.shape))
-        return split.permute((*range(dim), *order, *rest)).merge(dim, len(order))
-
-
-@dataclass(frozen=True, slots=True)
 class Delta:
     """What becomes of some rows of a tensor of the model.
 
     Attributes:
-        stop: The row after the last one.
-        rank: The size that A and B share.
-        magnitude: Their lengths; None: no DoRA.
-        beneath: The adapter's own copy of the tensor, to be changed instead; None: it has none.
-        bias: The model's bias that is scaled as the rows are; None: there is none, or it stays.
+        rows: The rows that change.
+        factors: Names of A and B in the adapter.
+        a: Its columns are in the order of the model's.
+        b: Its rows are in the order of those that change, as are the lengths in *magnitude*.
+        magnitude: The lengths of the rows, or None without DoRA.
+        beneath: The adapter's own copy of the tensor, to be changed instead, or None.
+        bias: The model's bias that is scaled as the rows are, and where their elements begin in it;
+            or None if there is none or it stays.
     """
 
     key: str
-    start: int
-    stop: int
-    rank: int
-    a: Factor
-    b: Factor
-    magnitude: Factor | None
-    beneath: str | None = None
-    bias: Factor | None = None
+    rows: range
+    factors: tuple[str, str]
+    a: Strided
+    b: Strided
+    magnitude: Strided | None = None
+    beneath: Strided | None = None
+    bias: tuple[str, int] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,14 +55,13 @@ class Deltas:
     """An adapter, laid over a model.
 
     Attributes:
-        replaced: For tensors that are exchanged as a whole what the adapter has instead: a tensor,
-            or the part of a stack.
+        replaced: For tensors that are exchanged as a whole what the adapter has instead.
         pinned: Tensors of the model, changed or replaced, that are never cast.
         logical: Names of what it changes or replaces in the tables of the model type.
     """
 
     changed: tuple[Delta, ...]
-    replaced: Mapping[str, Region]
+    replaced: Mapping[str, Strided]
     pinned: frozenset[str]
     logical: frozenset[str] = frozenset()
 
@@ -104,19 +73,30 @@ class AdapterMismatchError(MappingError):
 def deltas(
     base: Family,
     layouts: tuple[str, str],
-    shapes: tuple[Shapes, Shapes],
+    shapes: Shapes,
+    factors: Mapping[str, TensorEntry],
     sizes: Mapping[str, int],
     lists: Mapping[str, Sequence[int]],
 ) -> Deltas:
-    """Lay an adapter over a model: of *layouts* and *shapes* the model's come first."""
+    """Lay an adapter over a model.
+
+    Args:
+        base: The model type.
+        layouts: The layouts of the model and of the adapter.
+        shapes: Shapes of the model's tensors.
+        factors: The adapter's tensors.
+        sizes: Axis sizes from the model's configuration.
+        lists: Lists of layer numbers from there.
+    """
     model = map_tensors(
-        models_apart(base, layouts[0]), layouts[0], APART, shapes[0], sizes, partial=True,
+        models_apart(base, layouts[0]), layouts[0], APART, shapes, sizes, partial=True,
         tied=False, lists=lists,
     )  # fmt: skip
     known = {axis: size for axis, size in model.sizes.items() if isinstance(size, int)}
+    held = {key: entry.shape for key, entry in factors.items()}
     try:
         adapter = map_tensors(
-            adapters_apart(base, layouts[0]), layouts[1], APART, shapes[1], known, partial=True,
+            adapters_apart(base, layouts[0]), layouts[1], APART, held, known, partial=True,
             tied=False, lists=lists,
         )  # fmt: skip
     except SurplusError as error:
@@ -124,7 +104,7 @@ def deltas(
             f"the adapter has {error.name} = {error.count:,}, but its model has {error.stated:,}",
             hint="check that the adapter belongs to this model",
         ) from error
-    return _Formulas(base, layouts, model.tensors, adapter.tensors, shapes).result()
+    return _Formulas(base, layouts, model.tensors, adapter.tensors, shapes, factors).result()
 
 
 class _Formulas:
@@ -134,15 +114,18 @@ class _Formulas:
         layouts: tuple[str, str],
         model: Sequence[MappedTensor],
         adapter: Sequence[MappedTensor],
-        shapes: tuple[Shapes, Shapes],
+        shapes: Shapes,
+        factors: Mapping[str, TensorEntry],
     ) -> None:
-        self.base, self.layouts, self.shapes = base, layouts, shapes
+        self.base, self.layouts, self.shapes, self.factors = base, layouts, shapes, factors
         self.model = {item.targets[0].key: item for item in model}
         self.parts: dict[str, dict[str, MappedTensor]] = {}
-        for item in chain.from_iterable(map(_one_by_one, adapter)):
-            head, dot, rest = item.targets[0].key.partition(".")
-            logical, role = head.rsplit("-", 1)
-            self.parts.setdefault(f"{logical}{dot}{rest}", {})[role] = item
+        for item in adapter:
+            for target in item.targets:
+                head, dot, rest = target.key.partition(".")
+                logical, role = head.rsplit("-", 1)
+                roles = self.parts.setdefault(f"{logical}{dot}{rest}", {})
+                roles[role] = replace(item, targets=(target,))
         self._choose_variants()
 
     def _choose_variants(self) -> None:
@@ -180,8 +163,8 @@ class _Formulas:
                 hint="check that the adapter belongs to this model; if these layers are tied to "
                 f"others, convert the model with {spell_option('--untie')} first",
             )
-        changed: list[Delta] = []
-        replaced: dict[str, Region] = {}
+        changed: dict[object, Delta] = {}
+        replaced: dict[str, Strided] = {}
         pinned: set[str] = set()
         for name, roles in self.parts.items():
             key = _source(self.model[name])
@@ -189,19 +172,19 @@ class _Formulas:
                 pinned.add(key)
             trained = self._trained(key, roles)
             if trained is not None:
-                replaced[key] = self._whole(name, trained)
+                replaced[key] = self._replacement(name, trained)
             else:
-                changed.append(self._delta(name, roles))
-        return Deltas(
-            tuple(dict.fromkeys(changed)), replaced, frozenset(pinned), frozenset(self.parts)
-        )
+                delta = self._delta(name, roles)
+                changed.setdefault((delta.key, delta.rows, delta.factors), delta)
+        logical = frozenset(self.parts)
+        return Deltas(tuple(changed.values()), replaced, frozenset(pinned), logical)
 
     def _trained(self, key: str, roles: Mapping[str, MappedTensor]) -> MappedTensor | None:
         """Return what takes the place of a tensor: one that was trained as a whole, or a bias.
 
         The bias of a layer with factors is trained in the layer that these are laid over.
         """
-        vector = len(self.shapes[0][key]) == 1
+        vector = len(self.shapes[key]) == 1
         return roles.get("saved") or (roles.get("beneath") if vector else None)
 
     def _delta(self, name: str, roles: Mapping[str, MappedTensor]) -> Delta:
@@ -209,29 +192,51 @@ class _Formulas:
             if role not in roles:
                 there = _source(next(iter(roles.values())))
                 raise UnsupportedError(f"`{there}` has no matching `{role}`", where=there)
-        place = self.model[name].sources[0]
+        layer = self.model[name]
         a, b, magnitude = (roles.get(role) for role in ROLES)
         assert a is not None and b is not None
-        ranks = a.sources[0].sizes[0], b.sources[0].sizes[-1]
+        ranks = a.targets[0].tensor.shape[0], b.targets[0].tensor.shape[-1]
         if ranks[0] != ranks[1] or not ranks[0]:
             raise UnsupportedError(
                 f"A has rank {ranks[0]}, B has rank {ranks[1]}",
                 where=f"tensors `{_source(a)}` and `{_source(b)}`",
             )
+        rows = _rows(layer)
         return Delta(
-            place.key,
-            0 if place.step else place.origin[0],
-            place.sizes[0] * place.step or place.origin[0] + place.sizes[0],
-            ranks[0],
-            _factor(a, 1),
-            _rows(place, b),
-            _rows(place, magnitude) if magnitude else None,
-            self._whole(name, roles["beneath"]).key if "beneath" in roles else None,
+            _source(layer),
+            range(self.shapes[_source(layer)][0]) if rows is None else rows,
+            (_source(a), _source(b)),
+            self._elements(a),
+            self._rows_of(layer, b),
+            self._rows_of(layer, magnitude) if magnitude else None,
+            self._replacement(name, roles["beneath"]) if "beneath" in roles else None,
             self._bias(name) if magnitude else None,
         )
 
-    def _bias(self, name: str) -> Factor | None:
-        """Return the bias of a layer with a magnitude, if that scales it."""
+    def _elements(self, item: MappedTensor) -> Strided:
+        """Return what the adapter has of a tensor, in the order of the model's."""
+        return as_strided([item], item.targets[0].key, self.factors)
+
+    def _rows_of(self, layer: MappedTensor, item: MappedTensor) -> Strided:
+        """Return the rows of a factor or a magnitude that go with those of a layer.
+
+        Of a tensor whose parts are interleaved they are all rows, which its parts have in common.
+        """
+        if _rows(layer) is not None and _rows(item) is not None:
+            return self._elements(item)
+        stored = self.factors[_source(item)]
+        alike = stored.shape[0] == self.shapes[_source(layer)][0]
+        if not alike or _along_rows(layer) != _along_rows(item):
+            raise UnsupportedError(
+                "an adapter cannot be merged into rows of several layers that are interleaved "
+                "differently",
+                where=f"tensors `{_source(layer)}` and `{_source(item)}`",
+                hint="convert the adapter to `peft`, or the model to the adapter's layout, first",
+            )
+        return Strided.whole(stored)
+
+    def _bias(self, name: str) -> tuple[str, int] | None:
+        """Return the bias of a layer with a magnitude, if that scales it, and where it begins."""
         head, dot, rest = name.partition(".")
         bias = scaled_biases(self.base, self.layouts[1]).get(head, "")
         item = self.model.get(f"{bias}{dot}{rest}")
@@ -243,7 +248,8 @@ class _Formulas:
                 where=f"tensor `{_source(item)}`",
                 hint="convert the model to the adapter's layout first",
             )
-        return Factor(_source(item), item.sources[0].origin[0])
+        rows = _rows(item)
+        return _source(item), rows.start if rows else 0
 
     def _row_order(self, head: str) -> tuple[str, ...]:
         leaves = (
@@ -253,81 +259,48 @@ class _Formulas:
         )
         return next(leaves).dims[0]
 
-    def _whole(self, name: str, saved: MappedTensor) -> Region:
+    def _replacement(self, name: str, saved: MappedTensor) -> Strided:
         """Return what of the adapter takes the place of a tensor of the model."""
-        old, new = self.model[name].sources[0], saved.sources[0]
-        shapes = self.shapes[0][old.key], self.shapes[1][new.key]
-        lead = len(saved.targets[0].lead)
-        inside = new.sizes[:lead] == (1,) * lead and new.sizes[lead:] == old.sizes
-        whole = old.sizes == shapes[0] and inside and new.dims == saved.targets[0].dims
-        part = shapes[0] == shapes[1] and _lies_alike(old, saved)
-        part = part and (old.origin, old.sizes) == (new.origin, new.sizes)
-        if not (whole or part) or self.model[name].plus != saved.plus:
-            raise MappingError(
-                "a tensor that the adapter replaces is stored differently in the model",
-                where=f"tensor `{new.key}`",
-                why="the two layouts split it or order it differently",
-                hint="convert the model to the adapter's layout first",
-            )
-        return Region(new.key, new.origin, new.sizes) if whole else _all_of(new.key, shapes[1])
-
-
-def _all_of(key: str, shape: tuple[int, ...]) -> Region:
-    return Region(key, (0,) * len(shape), shape)
-
-
-def _one_by_one(item: MappedTensor) -> Iterator[MappedTensor]:
-    """Yield what one tensor of an adapter is to the model's, which may keep its entries apart."""
-    source = item.sources[0]
-    start = len(item.targets[0].lead)
-    if source.dims[:start] != item.targets[0].dims[:start]:
-        yield item
-        return
-    for target in item.targets:
-        origin = (*map(add, source.origin, target.lead), *source.origin[start:])
-        part = replace(source, origin=origin, sizes=(1,) * start + source.sizes[start:])
-        yield replace(item, sources=(part,), targets=(target,))
+        old, new = self.model[name], self.factors[_source(saved)]
+        if not saved.plus and len(saved.sources) == 1:
+            place = old.targets[0].place
+            if new.shape == self.shapes[_source(old)] and saved.targets[0].place == place:
+                return Strided.whole(new)
+            if old.renames:
+                return self._elements(saved)
+        raise MappingError(
+            "a tensor that the adapter replaces is stored differently in the model",
+            where=f"tensor `{_source(saved)}`",
+            why="the two layouts split it or order it differently",
+            hint="convert the model to the adapter's layout first",
+        )
 
 
 def _source(item: MappedTensor) -> str:
     return item.sources[0].key
 
 
-def _piece(item: MappedTensor) -> tuple[str, tuple[int, ...], tuple[int, ...]]:
-    view = item.sources[0]
-    return view.key, view.origin, view.sizes
+def _piece(item: MappedTensor) -> tuple[str, object]:
+    return _source(item), item.targets[0].place
 
 
-def _rows(place: View, item: MappedTensor) -> Factor:
-    """Return the rows of a factor or a magnitude that go with those of a layer at *place*.
+def _rows(item: MappedTensor) -> range | None:
+    """Return the rows that what is stored has of a tensor, or None if others lie between them."""
+    rows = item.targets[0].tensor.shape[0]
+    for begin, _, axes in _along_rows(item):
+        if sum((size - 1) * stride for size, _, stride in axes) >= rows:
+            return None
+        return range(begin, begin + rows)
+    return range(rows)
 
-    Of a tensor whose parts are interleaved they are all rows, which its parts have in common.
-    """
-    if not place.step and not item.sources[0].step:
-        return _factor(item, 0)
-    if not _lies_alike(place, item):
-        raise UnsupportedError(
-            "an adapter cannot be merged into rows of several layers that are interleaved "
-            "differently",
-            where=f"tensors `{place.key}` and `{_source(item)}`",
-            hint="convert the adapter to `peft`, or the model to the adapter's layout, first",
+
+def _along_rows(item: MappedTensor) -> list[tuple[int, int, list[tuple[int, int, int]]]]:
+    """Return where each part of a tensor lies along the rows of what is stored."""
+    return [
+        (
+            part.begin[0],
+            part.origin[0],
+            [(axis.size, axis.step, axis.stride) for axis in part.axes if axis.at == 0],
         )
-    return Factor(_source(item), 0)
-
-
-def _lies_alike(place: View, item: MappedTensor) -> bool:
-    """Return whether the rows of *item* lie in what stores it as those of a layer at *place*."""
-    view, wanted = item.sources[0], item.targets[0]
-    orders = (tuple(chain.from_iterable(one.dims)) for one in (view, wanted))
-    same = (view.origin[:2], view.sizes[:2], view.step)
-    return same == (place.origin[:2], place.sizes[:2], place.step) and len({*orders}) == 1
-
-
-def _factor(item: MappedTensor, dim: int) -> Factor:
-    source, target = item.sources[0], item.targets[0]
-    before, after = source.dims[dim - len(source.sizes)], target.dims[dim - len(target.sizes)]
-    start = source.origin[0]
-    if before == after:
-        return Factor(source.key, start)
-    sizes = tuple(item.axes[axis] for axis in before)
-    return Factor(source.key, start, sizes, tuple(before.index(axis) for axis in after))
+        for part in item.targets[0].tensor.parts
+    ]

@@ -1,6 +1,6 @@
 """Where a logical tensor lies in a stored one, as formulas in axis names and, where known, numbers.
 
-:mod:`ckptctl.planner.mapping.mapped` answers the same for a checkpoint, whose shapes give all
+:mod:`ckptctl.planner.mapping.logical` answers the same for a checkpoint, whose shapes give all
 numbers.
 """
 

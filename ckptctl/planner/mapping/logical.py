@@ -11,7 +11,8 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from ckptctl.catalog import TensorEntry
-from ckptctl.planner.axes import Axes
+from ckptctl.errors import MappingError, spell_option
+from ckptctl.planner.axes import Axes, Sizes, unbroken_runs
 from ckptctl.planner.families.tables import Leaf, Tensor
 from ckptctl.planner.layouts import Family, Layout
 from ckptctl.planner.mapping.matching import Lead
@@ -76,6 +77,52 @@ class Cell:
         return [self.size(logical_dims(self.family, other)[self._along]) for other in others]
 
 
+def cells(
+    family: Family,
+    sizes: Sizes,
+    source: tuple[Layout, Tensor],
+    target: tuple[Layout, Tensor],
+    key: str,
+    shape: Ints,
+) -> tuple[Cell, Cell]:
+    """Return how both sides store tensors of a kind.
+
+    Where two tensors are tied, the source may have the one and the target the other.
+
+    Args:
+        family: The model type.
+        sizes: What is known of axis sizes.
+        source: The layout read, and the logical tensor as it is called there.
+        target: The layout written, and the logical tensor.
+        key: One of the stored tensors, for errors.
+        shape: Its shape.
+    """
+    stored, wanted = (layout.leaves[tensor.name] for layout, tensor in (source, target))
+    own = {
+        family.expand(group): shape[dim]
+        for dim, group in enumerate(stored.dims)
+        if stored.part is None or dim != stored.along
+    }
+
+    def size(group: Axes) -> int:
+        known = own.get(group, sizes.of(group))
+        if known is None:
+            unknown = [axis for axis in group if axis not in sizes.axes]
+            names = dict.fromkeys(family.called(axis) for axis in unknown)
+            raise MappingError(
+                f"cannot reorder the axes of `{source[1].name.partition('.')[0]}` without "
+                f"{' and '.join(names)}",
+                where=f"tensor `{key}`",
+                why=f"its shape is {shape}: {stored} becomes {wanted}, and no "
+                "configuration sets their sizes",
+                hint=f"pass {spell_option('--assets DIR')} with the trained model's config.json "
+                f"or params.json, or {spell_option('--set')} to set single numbers",
+            )
+        return known
+
+    return Cell(family, *source, size), Cell(family, *target, size)
+
+
 def logical_dims(family: Family, leaf: Leaf) -> list[Axes]:
     """Return the atomic axes of each dimension of what *leaf* stores of one logical tensor."""
     groups = [family.expand(group) for group in leaf.dims]
@@ -101,20 +148,17 @@ def rearrange(
         The tensor at each of *leads*. Its parts are those of stand-ins for *entries*.
     """
     shared = {*source.leaf.spread} & {*target.leaf.spread}
+    before, after = source.dims(shared), target.dims(shared)
+    for run in unbroken_runs(before, after):
+        source.size(run)  # an error names the outermost axis whose size is unknown
     stored = [stand_in(number, shape) for number, shape in enumerate(entries.values())]
     logical = union(
         [source.read(one, lead, shared) for one, lead in zip(stored, entries, strict=True)]
     )
-    logical = logical.regrouped(source.dims(shared), target.dims(shared), source.size)
+    logical = logical.regrouped(before, after, source.size)
     return [target.write(logical, lead) for lead in leads]
 
 
 def stand_in(number: int, shape: Ints) -> Strided:
     """Return a tensor of which only the place among the sources and the shape are known."""
     return Strided.whole(TensorEntry(str(number), "", shape, (), ()))
-
-
-def put_in(tensor: Strided, entries: Sequence[TensorEntry], dtype: str) -> Strided:
-    """Return a tensor with stored tensors in the places of its stand-ins."""
-    parts = tuple(part._replace(of=entries[int(part.of.name)]) for part in tensor.parts)
-    return Strided(tensor.shape, dtype, dtype, parts)

@@ -5,15 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TypeVar
 
 from ckptctl.errors import MappingError
 from ckptctl.planner.layouts import Layout
 from ckptctl.planner.mapping.logical import stand_in
-from ckptctl.planner.mapping.mapped import MappedTensor, Region, TargetView, View, Zeros
+from ckptctl.planner.mapping.mapped import MappedTensor, Region, SourceTensor, TargetTensor, Zeros
 
 Ints = tuple[int, ...]
-ViewT = TypeVar("ViewT", bound=View)
 
 
 def resized(
@@ -33,33 +31,20 @@ def resized(
             kept.append(mapped)
             continue
         touched = True
-        position = first.dims[len(first.lead) + read][0]
-        before = mapped.axes[position]
-        if size < before:
-            mapped = MappedTensor(
-                mapped.logical,
-                _with(mapped.axes, position, size),
-                tuple(_cut(view, read, size) for view in mapped.sources),
-                tuple(
-                    replace(
-                        _cut(view, written, size),
-                        tensor=view.tensor.narrow(written, 0, size),
-                    )
-                    for view in mapped.targets
-                ),
+        shape = into.tensor.shape
+        if size < shape[written]:
+            targets = (
+                TargetTensor(key, tensor.narrow(written, 0, size)) for key, tensor in mapped.targets
             )
-        elif size > before:
-            origin = _with(into.origin, written, into.origin[written] + before)
-            shape = _with(into.sizes, written, size - before)
-            zeros.append(Zeros(into.key, shape, "", origin, first.key))
+            mapped = replace(mapped, targets=tuple(targets))
+        elif size > shape[written] and all(one.key != into.key for one in zeros):
+            origin = _with((0,) * len(shape), written, shape[written])
+            added = _with(shape, written, size - shape[written])
+            zeros.append(Zeros(into.key, added, "", origin, first.key))
         kept.append(mapped)
     if not touched:
         raise MappingError(f"no tensor has a separate dimension for axis {axis}")
     return kept, zeros
-
-
-def _cut(view: ViewT, dim: int, size: int) -> ViewT:
-    return replace(view, sizes=_with(view.sizes, dim, size))
 
 
 def _with(sizes: Ints, dim: int, size: int) -> Ints:
@@ -147,21 +132,13 @@ class _TileCopies:
         return Tiling(tensors, zeros, (), ())
 
     def _row(self, row: int, height: int, width: int) -> MappedTensor:
-        """Return the copy of one ratio; its axes: the row, height, width and what is inside."""
-        axes = (1, height, width, *self.inner)
-        inside = tuple(range(1, len(axes)))
-        read = View(
-            self.source,
-            ((0, 1), *((axis,) for axis in inside[1:])),
-            (0,) * (len(axes) - 1),
-            axes[1:],
-        )
-        size = height * width * self.width
-        grid = stand_in(0, (self.tiles, self.tiles, *self.inner))
+        """Return the copy of one ratio."""
+        read = SourceTensor(self.source, (self.tiles, self.tiles, *self.inner))
+        grid = stand_in(0, read.shape)
         part = grid.narrow(0, 0, height).narrow(1, 0, width).merge(0, len(grid.shape))
         tensor = part.place(0, 0, self.tiles * self.width).merge(0, 0).place(0, row, self.rows)
-        written = TargetView(self.target, ((0,), inside), (row, 0), (1, size), tensor=tensor)
-        return MappedTensor(f"{self.target}.{height}x{width}", axes, (read,), (written,))
+        written = TargetTensor(self.target, tensor)
+        return MappedTensor(f"{self.target}.{height}x{width}", (read,), (written,))
 
     def gridded(self) -> Tiling:
         """Put a grid together from the rows of all ratios."""
@@ -174,13 +151,10 @@ class _TileCopies:
                 tensors.append(self._place(place, held[0]))
                 equal += [(held[0], other) for other in held[1:]]
             else:
-                zeros.append(self._zeros((*place, *self._origin), (1, 1, *self.inner)))
+                origin = (*place, *[0] * len(self.inner))
+                zeros.append(self._zeros(origin, (1, 1, *self.inner)))
         empty = tuple(self._unused(self.source))
         return Tiling(tuple(tensors), tuple(zeros), tuple(equal), empty)
-
-    @property
-    def _origin(self) -> Ints:
-        return (0,) * len(self.inner)
 
     def _of(self, place: tuple[int, int]) -> Iterator[Region]:
         """Yield where the rows hold a place of the grid."""
@@ -191,17 +165,14 @@ class _TileCopies:
                 yield Region(self.source, (row, start), (1, self.width))
 
     def _place(self, place: tuple[int, int], held: Region) -> MappedTensor:
-        """Return the copy of one place; its axes: two of size 1 and what is inside."""
-        axes = (1, 1, *self.inner)
-        each = tuple((axis,) for axis in range(len(axes)))
-        read = View(self.source, ((0,), tuple(range(1, len(axes)))), held.origin, held.sizes)
-        rows = stand_in(0, (self.rows, self.tiles * self.width))
+        """Return the copy of one place."""
+        read = SourceTensor(self.source, (self.rows, self.tiles * self.width))
         row, start = held.origin
-        part = rows.select(0, row).narrow(0, start, self.width).split(0, axes)
+        part = stand_in(0, read.shape).select(0, row).narrow(0, start, self.width)
+        part = part.split(0, (1, 1, *self.inner))
         tensor = part.place(0, place[0], self.tiles).place(1, place[1], self.tiles)
-        origin = (*place, *self._origin)
-        written = TargetView(self.target, each, origin, axes, tensor=tensor)
-        return MappedTensor(f"{self.target}.{place[0]}.{place[1]}", axes, (read,), (written,))
+        written = TargetTensor(self.target, tensor)
+        return MappedTensor(f"{self.target}.{place[0]}.{place[1]}", (read,), (written,))
 
     def _unused(self, key: str) -> Iterator[Region]:
         """Yield the parts of the rows that no ratio needs: row 0, and the ends of the others."""

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 
 from ckptctl.catalog import TensorEntry
 from ckptctl.errors import MappingError
-from ckptctl.planner.mapping.logical import put_in
-from ckptctl.planner.mapping.mapped import MappedTensor, TargetView
+from ckptctl.planner.mapping.mapped import MappedTensor
 from ckptctl.planner.strided import Ints, Part, Strided
 
 
@@ -42,26 +42,20 @@ def as_strided(
         sources = [entries[view.key] for view in mapped.sources]
         for target in mapped.targets:
             if target.key == key:
-                held = put_in(target.tensor, sources, stored_dtype)
+                held = target.tensor
                 shape = tuple(map(max, shape or held.shape, held.shape))
-                parts += held.parts
+                parts += [part._replace(of=sources[int(part.of.name)]) for part in held.parts]
     return Strided(shape, stored_dtype, dtype or stored_dtype, tuple(parts))
 
 
 def by_target(tensors: Iterable[MappedTensor]) -> dict[str, list[MappedTensor]]:
     """Return what each stored tensor of the target consists of, by its key.
 
-    Of a logical tensor that several of them hold, each has its own views only.
+    Of a logical tensor that several of them hold, each has its own part only.
     """
     found: dict[str, list[MappedTensor]] = {}
     for mapped in tensors:
-        if len(mapped.targets) == 1:
-            found.setdefault(mapped.targets[0].key, []).append(mapped)
-            continue
-        views: dict[str, list[TargetView]] = {}
-        for view in mapped.targets:
-            views.setdefault(view.key, []).append(view)
-        for key, own in views.items():
-            one = MappedTensor(mapped.logical, mapped.axes, mapped.sources, tuple(own), mapped.plus)
-            found.setdefault(key, []).append(one)
+        for target in mapped.targets:
+            own = mapped if len(mapped.targets) == 1 else replace(mapped, targets=(target,))
+            found.setdefault(target.key, []).append(own)
     return found

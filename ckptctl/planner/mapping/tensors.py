@@ -14,13 +14,12 @@ from ckptctl.planner.families.tables import Leaf, Tensor
 from ckptctl.planner.families.templates import Template
 from ckptctl.planner.layouts import Drop, Family, Layout, Tie
 from ckptctl.planner.mapping.completeness import untold
-from ckptctl.planner.mapping.logical import rearrange
+from ckptctl.planner.mapping.logical import cells, rearrange
 from ckptctl.planner.mapping.mapped import (
-    Geometry,
     MappedTensor,
-    TargetView,
+    SourceTensor,
+    TargetTensor,
     Zeros,
-    geometry,
     require_covered,
     stays_interleaved,
     sums,
@@ -150,7 +149,6 @@ class _Run:
         self.notes = Notes()
         self.must_equal: list[tuple[str, str]] = []
         self.tilings: list[Tiling] = []
-        self.geometry: dict[object, Geometry] = {}
         self.rearranged: dict[object, Sequence[Strided]] = {}
 
     def unchanged(self) -> Change:
@@ -276,7 +274,6 @@ class _Run:
                 same = MappedTensor.same(keys[lead], there, self.source.shapes[keys[lead]])
                 yield replace(same, logical=".".join([name, *map(str, lead)]))
             return
-        found = self._geometry(tensor, held, next(iter(keys.values())))
         both = [axis for axis in stored.spread if axis in wanted.spread]
         self._require_few(wanted, both, keys)
         for shared, members in _shared(stored, sorted(keys), both).items():
@@ -284,23 +281,15 @@ class _Run:
             targets = _shared(wanted, leads(wanted, self.source.sizes.axes, fixed), both)
             pairs = targets.get(shared, ())
             entries = {own: self.source.shapes[keys[lead]] for lead, own in members}
-            tensors = self._rearranged(found, entries, [own for _, own in pairs])
-            reads = [found.read.view(keys[m], found.source, own) for m, own in members]
+            reads = [SourceTensor(keys[lead], entries[own]) for lead, own in members]
+            tensors = self._rearranged(tensor, origin, entries, [own for _, own in pairs])
             writes = [
-                TargetView(
-                    key_of(self.target, tensor, values, lead, self.numbering),
-                    found.target,
-                    found.write.origin,
-                    found.write.sizes,
-                    own,
-                    found.write.step,
-                    tensor=one,
-                )
-                for (lead, own), one in zip(pairs, tensors, strict=True)
+                TargetTensor(key_of(self.target, tensor, values, lead, self.numbering), one)
+                for (lead, _), one in zip(pairs, tensors, strict=True)
             ]
             label = ".".join([name, *map(str, shared)])
             plus = wanted.plus - stored.plus
-            yield MappedTensor(label, found.axes, tuple(reads), tuple(writes), plus)
+            yield MappedTensor(label, tuple(reads), tuple(writes), plus)
 
     def _require_few(self, wanted: Leaf, both: Sequence[str], keys: Mapping[Lead, str]) -> None:
         """Refuse to spread an axis over more keys than any model has."""
@@ -314,28 +303,28 @@ class _Run:
                     why=f"{self.family.called(axis)} is {size:,}; at most {MOST:,} are expected",
                 )
 
-    def _geometry(self, tensor: Tensor, held: Tensor, key: str) -> Geometry:
-        shape = self.source.shapes[key]
-        kind = (held.name, tensor.name, shape)
-        if kind not in self.geometry:
-            sides = (self.source.layout, held), (self.target, tensor)
-            self.geometry[kind] = geometry(self.family, self.source.sizes, *sides, key, shape)
-        return self.geometry[kind]
-
     def _rearranged(
-        self, found: Geometry, entries: Mapping[Lead, Ints], leads: Sequence[Lead]
+        self, tensor: Tensor, origin: Origin, entries: Mapping[Lead, Ints], leads: Sequence[Lead]
     ) -> Sequence[Strided]:
         """Return the tensors of the target at *leads* as elements of *entries*; once per kind."""
-        kind = (id(found), tuple(entries.items()), tuple(leads))
+        held, keys = origin
+        kind = (held.name, tensor.name, tuple(entries.items()), tuple(leads))
         if kind not in self.rearranged:
-            self.rearranged[kind] = rearrange(*found.cells, entries, leads)
+            key = next(iter(keys.values()))
+            sides = (self.source.layout, held), (self.target, tensor)
+            shape = self.source.shapes[key]
+            both = cells(self.family, self.source.sizes, *sides, key, shape)
+            self.rearranged[kind] = rearrange(*both, entries, leads)
         return self.rearranged[kind]
 
     def _once(self, tensors: list[MappedTensor]) -> list[MappedTensor]:
         """Return *tensors* without those whose place another one fills; they have to be equal."""
         first: dict[object, MappedTensor] = {}
         for item in tensors:
-            place = tuple((view.key, view.origin, view.lead) for view in item.targets)
+            place = tuple(
+                (key, tensor.parts[0].origin if tensor.parts else item.logical)
+                for key, tensor in item.targets
+            )
             other = first.setdefault(place, item)
             if other is not item:
                 pairs = zip(other.sources, item.sources, strict=True)

@@ -30,8 +30,6 @@ from ckptctl.storage.kinds import Inputs, Kind, last_of
 if TYPE_CHECKING:
     import torch
 
-    from ckptctl.planner.mapping.deltas import Delta
-
 BLOCK = 64
 LIMIT = 4 << 20
 """Bytes of W in float32 at a time, where a bias is scaled."""
@@ -41,12 +39,16 @@ class Change(NamedTuple):
     """What is added to some rows of a weight.
 
     Attributes:
-        delta: The rows.
+        rows: The rows.
         scale: What B A is multiplied by.
+        has_magnitude: Whether they are scaled to given lengths then.
+        bias_start: Where the elements for the rows begin in a bias that is scaled as they are.
     """
 
-    delta: Delta
+    rows: range
     scale: float
+    has_magnitude: bool = False
+    bias_start: int = 0
 
 
 def _changes(computed: Computed) -> Iterator[tuple[int, Change]]:
@@ -60,13 +62,14 @@ def _weight(
     import torch
 
     base = inputs.tensor("base", rows).to(torch.float32)
-    for number, (delta, scale) in _changes(computed):
-        first, last = max(delta.start, rows.start), min(delta.stop, rows.stop)
+    for number, change in _changes(computed):
+        start = change.rows.start
+        first, last = max(start, rows.start), min(change.rows.stop, rows.stop)
         if first < last:
             part = base[first - rows.start : last - rows.start]
-            changed = range(first - delta.start, last - delta.start)
-            _add(inputs, number, scale, changed, part)
-            if delta.magnitude:
+            changed = range(first - start, last - start)
+            _add(inputs, number, change.scale, changed, part)
+            if change.has_magnitude:
                 part.mul_(_scales(inputs, number, changed, part))
     target = elements(out, computed.dtype, len(columns))
     target.copy_(base[:, columns.start : columns.stop])
@@ -113,11 +116,9 @@ def _bias(
 
     bias = inputs.tensor("bias", range(1)).to(torch.float32).view(-1)[columns.start : columns.stop]
     for number, change in _changes(computed):
-        delta = change.delta
-        assert delta.bias
-        at = delta.bias.start
+        at = change.bias_start
         first = max(at, columns.start)
-        last = min(at + delta.stop - delta.start, columns.stop)
+        last = min(at + len(change.rows), columns.stop)
         step = max(LIMIT // (4 * last_of(inputs.entry(f"weight{number}").shape)), 1)
         for begin in range(first, last, step):
             end = min(begin + step, last)
@@ -130,10 +131,9 @@ def _factors(inputs: Inputs, number: int, change: Change, rows: range) -> torch.
     """Return the factors of *rows* of those that the change applies to, ``[rows]``."""
     import torch
 
-    delta, scale = change
-    held = range(delta.start + rows.start, delta.start + rows.stop)
+    held = change.rows[rows.start : rows.stop]
     weight = inputs.tensor(f"weight{number}", held).to(torch.float32)
-    _add(inputs, number, scale, rows, weight)
+    _add(inputs, number, change.scale, rows, weight)
     return _scales(inputs, number, rows, weight).view(-1)
 
 

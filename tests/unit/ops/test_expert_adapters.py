@@ -7,11 +7,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from ckptctl import dtypes, formats
+from ckptctl import formats
 from ckptctl.catalog import Input, TensorEntry
 from ckptctl.errors import CkptError
 from ckptctl.ops.adapters import SINGLE, described, settings
 from ckptctl.ops.expert_adapters import changes, targets, without
+from ckptctl.planner.copying.views import view
 from ckptctl.storage.files import source_files
 from ckptctl.storage.tensor_reader import TensorReader
 from tests.checkpoints.adapters import save_peft
@@ -62,12 +63,13 @@ def test_every_expert_has_its_part(tmp_path: Path, order: str) -> None:
     found = targets(catalog, config, settings(config, carries=SINGLE), model)
     assert {one.key for one in found} == {UP, DOWN}
     assert list(without(catalog, found).tensors) == list(other)
-    inputs = {name: Input(catalog.root, entry) for name, entry in catalog.tensors.items()}
     made = {name: torch.zeros(model[name].shape) for name in model}
-    for one in changes(found, model, inputs):
-        assert dtypes.itemsize(inputs[one.a.key].entry.dtype) == 4 and one.rank == RANK
+    for one in changes(found, model, catalog.tensors):
+        a, b = (
+            read(Input(catalog.root, view(tensor.parts[0].of, tensor))) for tensor in (one.a, one.b)
+        )
         rows = made[one.key].view(-1, made[one.key].shape[-1])
-        rows[one.start : one.stop] = read(inputs[one.b.key]) @ read(inputs[one.a.key])
+        rows[one.rows.start : one.rows.stop] = b @ a
     for key, module in ((UP, f"{MODULE}.base_layer"), (DOWN, MODULE)):
         assert torch.allclose(made[key], delta(adapter, module, order), atol=1e-5)
 

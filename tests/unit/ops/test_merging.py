@@ -445,6 +445,18 @@ def test_whole_modules_that_are_not_there(base, tmp_path):
         ckptctl.merge(base, folder, tmp_path / "out")
 
 
+def test_whole_modules_whose_rows_the_model_has_in_another_order(base, tmp_path):
+    ckptctl.convert(base, tmp_path / "moved", to="meta")
+    name = "model.layers.0.self_attn.q_proj.weight"
+    saved = torch.randn_like(STATE[name])
+    adapter = random_adapter(STATE, ("v_proj",))
+    folder = save_peft(tmp_path / "adapter", adapter | {f"base_model.model.{name}": saved})
+    ckptctl.merge(tmp_path / "moved", folder, tmp_path / "out", to="hf", assets=base)
+    close(
+        load_any_reference(tmp_path / "out"), merged_by_hand(STATE, adapter, SCALE) | {name: saved}
+    )
+
+
 def test_whole_modules_of_integers(base, tmp_path):
     name = "base_model.model.lm_head.weight"
     whole = torch.zeros(STATE["lm_head.weight"].shape, dtype=torch.int32)

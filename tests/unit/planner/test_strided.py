@@ -26,6 +26,13 @@ def stored(arrays: Arrays, *shape: int) -> tuple[Strided, np.ndarray]:
 
 def elements(tensor: Strided, arrays: Arrays) -> np.ndarray:
     """Return the elements of *tensor*, each of which must come from one part."""
+    found = elements_of_parts(tensor, arrays)
+    assert (found != -1).all() or not found.size
+    return found
+
+
+def elements_of_parts(tensor: Strided, arrays: Arrays) -> np.ndarray:
+    """Return the elements that parts of *tensor* have, and -1 for the others."""
     found = np.full(tensor.shape, -1)
     for part in tensor.parts:
         indices = np.indices([axis.size for axis in part.axes])
@@ -36,7 +43,6 @@ def elements(tensor: Strided, arrays: Arrays) -> np.ndarray:
             source[axis.at] = source[axis.at] + index * axis.stride
         assert (found[tuple(into)] == -1).all(), "elements of two parts"
         found[tuple(into)] = arrays.get(part.of.name, np.zeros(part.of.shape, int))[tuple(source)]
-    assert (found != -1).all() or not found.size
     return found
 
 

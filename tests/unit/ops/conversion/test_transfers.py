@@ -15,7 +15,7 @@ from ckptctl.ops.conversion.transfers import plan_transfers, sources_of
 from ckptctl.planner.copying.copies import lower
 from ckptctl.planner.copying.tile import Limits
 from ckptctl.planner.mapping.logical import stand_in
-from ckptctl.planner.mapping.mapped import MappedTensor, TargetView, View
+from ckptctl.planner.mapping.mapped import MappedTensor, SourceTensor, TargetTensor
 from ckptctl.planner.plan import RawCopy, Record, Transfer
 from ckptctl.planner.strided import Strided, concat
 from tests.transfers import stored, target
@@ -81,11 +81,10 @@ def test_parts_of_interleaved_rows_wherever_boxes_are_cut(
     output = Output((), tuple(records), {"u": tuple(places)})
     mapped, first, grid = [], 0, array.reshape(INDICES, step, WIDTH)
     for part in PARTS:
-        view = View("t", ((0,), (1,), (2,)), (0, first, 0), (INDICES, part, WIDTH), (), step)
         rows_of_part = stand_in(0, (rows, WIDTH)).split(0, (INDICES, step)).narrow(1, first, part)
         tensor = rows_of_part.place(1, first, step).merge(0, 2)
-        into = TargetView("u", view.dims, view.origin, view.sizes, (), step, tensor=tensor)
-        mapped.append(MappedTensor("p", (INDICES, part, WIDTH), (view,), (into,)))
+        into = TargetTensor("u", tensor)
+        mapped.append(MappedTensor("p", (SourceTensor("t", (rows, WIDTH)),), (into,)))
         first += part
     catalog = Catalog("/", "/", "torch", {}, {"t": entry})
     ((found,), _) = plan_transfers(catalog, mapped, output, {"u": "uint8"})
@@ -106,13 +105,8 @@ def test_parts_of_several_dtypes_are_cast_before_they_are_merged() -> None:
     mapped = [
         MappedTensor(
             key,
-            (2,),
-            (View(key, ((0,),), (0,), (2,)),),
-            (
-                TargetView(
-                    "ab", ((0,),), (first,), (2,), tensor=stand_in(0, (2,)).place(0, first, 4)
-                ),
-            ),
+            (SourceTensor(key, (2,)),),
+            (TargetTensor("ab", stand_in(0, (2,)).place(0, first, 4)),),
         )
         for key, first in (("a", 0), ("b", 2))
     ]

@@ -1,6 +1,5 @@
 """Merged rows against the formula, in any order and in any pieces."""
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,13 +9,14 @@ from safetensors.torch import save_file
 from ckptctl import formats
 from ckptctl.catalog import Computed, Input
 from ckptctl.planner.copying.blocks import rearranged
-from ckptctl.planner.mapping.deltas import Delta, Factor
+from ckptctl.planner.strided import Strided
 from ckptctl.storage.computed import OpenFiles
 from ckptctl.storage.files import source_files
 from ckptctl.storage.kinds.lora import Change
 
 ROWS, COLUMNS, RANK = 96, 40, 5
-ORDER = {"axes": (4, 2, 12), "order": (0, 2, 1)}
+ORDER = ((4, 2, 12), (0, 2, 1))
+"""Sizes of the axes that dimensions are made of, and their order."""
 
 
 @pytest.fixture
@@ -52,18 +52,28 @@ def read(made, pieces, every=1):
     return torch.frombuffer(found, dtype=getattr(torch, computed.dtype)).view(ROWS, COLUMNS)
 
 
+def reordered(tensor, dim, order):
+    """The tensor with the axes of a dimension in another order."""
+    if not order:
+        return tensor
+    sizes, places = order
+    split = tensor.split(dim, sizes)
+    after = (*range(dim), *(dim + one for one in places), *range(dim + 3, len(split.shape)))
+    return split.permute(after).merge(dim, 3)
+
+
 def definition(
     inputs, dtype="float32", dora=False, order=None, first=0, rows=(0, ROWS), columns=()
 ):
-    a, b = Factor("a", 0, *columns), Factor("b", first, **(order or {}))
-    magnitude = replace(b, key="magnitude") if dora else None
-    parts = {"a0": a.of_columns(inputs["a"].entry), "b0": b.of_rows(inputs["b"].entry, ROWS)}
-    if magnitude:
-        parts["magnitude0"] = magnitude.of_rows(inputs["magnitude"].entry, ROWS)
+    names = ("b", "magnitude") if dora else ("b",)
+    parts = {"a0": reordered(Strided.whole(inputs["a"].entry), 1, columns)}
+    for name in names:
+        held = Strided.whole(inputs[name].entry).narrow(0, first, ROWS)
+        parts[f"{name}0"] = reordered(held, 0, order)
     root = inputs["base"].root
     others = {f"//{name}": rearranged(root, part) for name, part in parts.items()}
     named = {name: Input(root, others[f"//{name}"].entry(name, (), f"//{name}")) for name in parts}
-    change = Change(Delta("base", *rows, RANK, a, b, magnitude), 0.7)
+    change = Change(range(*rows), 0.7, dora)
     inputs = {"base": inputs["base"], **named}
     return Computed("lora", dtype, (ROWS, COLUMNS), inputs, arguments=(change,)), others
 
