@@ -190,8 +190,8 @@ class Plan:
         computed: The virtual files that transfers read, and those that these are made of.
         inputs: By ``(root, file)`` what virtual files are made of under other roots, as it was when
             the plan was made.
-        checked: The stored tensors each element of which transfers read exactly once: recorded
-            checksums of their bytes are compared on the way.
+        checked: Transfers, by number, and the stored tensors that they read for their recorded
+            checksums on the way; no element is read twice for these.
         checks: Recorded ranges of which other bytes have to be read.
         opened: The path of the source, and its identity before anything of it was read.
     """
@@ -207,7 +207,7 @@ class Plan:
     digest: str
     computed: Mapping[str, Computed] = field(default_factory=dict)
     inputs: Mapping[tuple[str, str], FileIdentity] = field(default_factory=dict)
-    checked: frozenset[str] = frozenset()
+    checked: frozenset[tuple[int, str]] = frozenset()
     checks: tuple[CheckedRange, ...] = ()
     opened: tuple[str, FileIdentity] | None = None
 
@@ -215,6 +215,11 @@ class Plan:
     def nbytes(self) -> int:
         """Return the bytes of the whole output."""
         return sum(file.size for file in self.files)
+
+    def checked_by(self, number: int) -> set[str]:
+        """Return the stored tensors that a transfer, by its number, reads for their checksums."""
+        names = {entry.name for entry in self.transfers[number].stored_tensors()}
+        return {name for name in names if (number, name) in self.checked}
 
     @property
     def first_check(self) -> int:

@@ -92,6 +92,18 @@ class StoredBoxes:
             for cut in _inside(part, Part.stored_within, lo, sizes):
                 yield number, cut
 
+    def ranges(self, part: Part) -> Iterator[tuple[int, int, int]]:
+        """Yield where a row-major range of the tensor lies: boxes, first elements, and lengths.
+
+        In a box, its elements are one range, however many cuts they are met in.
+        """
+        found: dict[int, tuple[int, int]] = {}
+        for number, cut in self.meeting(part):
+            start, count = self.position(number, cut), math.prod(axis.size for axis in cut.axes)
+            first, total = found.get(number, (start, 0))
+            found[number] = min(first, start), total + count
+        return ((number, *range_) for number, range_ in found.items())
+
     def position(self, number: int, part: Part) -> int:
         """Return how many elements of a box lie before the first one of a part of it."""
         return sum(map(mul, map(sub, part.begin, self.offsets[number]), self.strides(number)))

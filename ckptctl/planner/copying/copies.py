@@ -331,20 +331,12 @@ class _Tiling:
         return True
 
     def _checks(self) -> Iterator[Tile]:
-        """Yield tiles that read what is stored in its own order, for its checksums alone.
-
-        Each part is a row-major range of a checked tensor, so its elements in a stored box are a
-        range of that, however many cuts they are met in.
-        """
+        """Yield tiles that read what is stored in its own order, for its checksums alone."""
         for part in self._tensor.parts:
             if part.of.name not in self._reader.checked:
                 continue
-            stored, ranges = self._reader.stored(part), dict[int, tuple[int, int]]()
-            for number, cut in stored.meeting(part):
-                start, count = stored.position(number, cut), math.prod(a.size for a in cut.axes)
-                first, total = ranges.get(number, (start, 0))
-                ranges[number] = min(first, start), total + count
-            for number, (first, count) in ranges.items():
+            stored = self._reader.stored(part)
+            for number, first, count in stored.ranges(part):
                 if found := stored.recorded(number):
                     offset = stored.starts[number] + first * self._item
                     yield from check(found, offset, count * self._item, self._limits)

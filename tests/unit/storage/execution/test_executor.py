@@ -131,7 +131,9 @@ class Case:
             (RawCopy("config.json", 0, len(raw), "sub/config.json"),),
             "d1",
             checked=frozenset(
-                entry.name for one in self.transfers for entry in one.stored_tensors()
+                (number, entry.name)
+                for number, one in enumerate(self.transfers)
+                for entry in one.stored_tensors()
             ),
         )
 

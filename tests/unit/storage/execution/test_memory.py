@@ -33,7 +33,7 @@ def plan(
     if not source.name.startswith("/"):
         with source_files(root) as known:
             sources[source.name] = known.identity(source.name)
-    checked = frozenset([source.name])
+    checked = frozenset([(0, source.name)])
     return Plan(
         str(root), sources, "", False, tuple(files), (record,), (transfer,), (), "", checked=checked
     )
