@@ -47,13 +47,11 @@ class Transfer:
 
     Attributes:
         name: The target's key, for messages.
-        source_name: A key of the source, for messages.
         tensor: Its elements, and the dtype to which they are cast.
         targets: The boxes that are written; ranks may repeat some of them.
     """
 
     name: str
-    source_name: str
     tensor: Strided
     targets: tuple[TargetBox, ...]
 

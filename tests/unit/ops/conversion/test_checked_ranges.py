@@ -23,7 +23,7 @@ def copy(tensor: Strided, *boxes: tuple[tuple[int, ...], tuple[int, ...]]) -> Tr
     whole = Box.whole(tensor.shape)
     places = boxes or ((whole.offsets, whole.sizes),)
     targets = (target("x", 0, sizes, 0, start=start) for start, sizes in places)
-    return Transfer("t", "a", tensor, tuple(targets))
+    return Transfer("t", tensor, tuple(targets))
 
 
 def columns(crcs: list[int] | None) -> TensorEntry:

@@ -28,7 +28,7 @@ FAST = ExecutionOptions(jobs=2, sync=False)
 def plan(
     source: TensorEntry, target: TargetBox, record: Record, files: Sequence[OutputFile], root: Path
 ) -> Plan:
-    transfer = Transfer("t", "t", Strided.whole(source), (target,))
+    transfer = Transfer("t", Strided.whole(source), (target,))
     sources: dict[str, FileIdentity] = {}
     if not source.name.startswith("/"):
         with source_files(root) as known:
