@@ -216,8 +216,8 @@ class Plan:
 
     def checked_by(self, number: int) -> set[str]:
         """Return the stored tensors that a transfer, by its number, reads for their checksums."""
-        names = {entry.name for entry in self.transfers[number].stored_tensors()}
-        return {name for name in names if (number, name) in self.checked}
+        parts = self.transfers[number].tensor.parts if self.checked else ()
+        return {part.of.name for part in parts if (number, part.of.name) in self.checked}
 
     @property
     def first_check(self) -> int:

@@ -16,7 +16,7 @@ from ckptctl.catalog import Box, Computed, TensorEntry, is_computed, row_major
 from ckptctl.columns import ExtentColumns
 from ckptctl.ops.conversion.transfers import entries_read
 from ckptctl.planner.boxes import intersect
-from ckptctl.planner.copying.blocks import StoredBoxes, recorded_range
+from ckptctl.planner.copying.blocks import recorded_range, stored_boxes
 from ckptctl.planner.copying.runs import BoxIndex
 from ckptctl.planner.plan import CheckedRange, RecordedRange, Transfer
 from ckptctl.planner.strided import Part
@@ -164,7 +164,7 @@ def _bytes_taken(
                     one = (extent.offset, extent.nbytes, entry.name)
                     taken.setdefault(found, []).append(one)
             continue
-        stored, item = StoredBoxes(entry), dtypes.itemsize(entry.dtype)
+        stored, item = stored_boxes(entry), dtypes.itemsize(entry.dtype)
         for number, first, count in (range_ for part in some for range_ in stored.ranges(part)):
             if found := stored.recorded(number):
                 one = (stored.starts[number] + first * item, count * item, entry.name)
