@@ -37,6 +37,10 @@ class BoxColumns(Sequence[Box]):
         self.sizes = sizes
         self.tiled: Vector | None = None
 
+    def __repr__(self) -> str:
+        # Digests of plans are taken of this text: another one ends `--resume`.
+        return f"BoxColumns({self.offsets}, {self.sizes})"
+
     def __len__(self) -> int:
         return len(self.offsets)
 
@@ -161,8 +165,8 @@ def columns_of(extents: Sequence[Extent]) -> Iterator[object]:
     if not isinstance(extents, ExtentColumns):
         yield extents
         return
-    yield from (extents.boxes.offsets, extents.boxes.sizes, extents.files)
-    yield from (extents.starts, extents.lengths, extents.codec, extents.parts, extents.crcs)
+    yield from (extents.boxes, extents.files, extents.starts, extents.lengths)
+    yield from (extents.codec, extents.parts, extents.crcs)
 
 
 def codecs_of(extents: Sequence[Extent]) -> Sequence[Codec]:

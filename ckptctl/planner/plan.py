@@ -47,13 +47,11 @@ class Transfer:
 
     Attributes:
         name: The target's key, for messages.
-        source_name: A key of the source, for messages.
         tensor: Its elements, and the dtype to which they are cast.
         targets: The boxes that are written; ranks may repeat some of them.
     """
 
     name: str
-    source_name: str
     tensor: Strided
     targets: tuple[TargetBox, ...]
 
@@ -190,8 +188,8 @@ class Plan:
         computed: The virtual files that transfers read, and those that these are made of.
         inputs: By ``(root, file)`` what virtual files are made of under other roots, as it was when
             the plan was made.
-        checked: The stored tensors each element of which transfers read exactly once: recorded
-            checksums of their bytes are compared on the way.
+        checked: Transfers, by number, and the stored tensors that they read for their recorded
+            checksums on the way; no element is read twice for these.
         checks: Recorded ranges of which other bytes have to be read.
         opened: The path of the source, and its identity before anything of it was read.
     """
@@ -207,7 +205,7 @@ class Plan:
     digest: str
     computed: Mapping[str, Computed] = field(default_factory=dict)
     inputs: Mapping[tuple[str, str], FileIdentity] = field(default_factory=dict)
-    checked: frozenset[str] = frozenset()
+    checked: frozenset[tuple[int, str]] = frozenset()
     checks: tuple[CheckedRange, ...] = ()
     opened: tuple[str, FileIdentity] | None = None
 
@@ -215,6 +213,11 @@ class Plan:
     def nbytes(self) -> int:
         """Return the bytes of the whole output."""
         return sum(file.size for file in self.files)
+
+    def checked_by(self, number: int) -> set[str]:
+        """Return the stored tensors that a transfer, by its number, reads for their checksums."""
+        parts = self.transfers[number].tensor.parts if self.checked else ()
+        return {part.of.name for part in parts if (number, part.of.name) in self.checked}
 
     @property
     def first_check(self) -> int:

@@ -59,7 +59,7 @@ def make_plan(source: Path, target: Path, single: bool) -> Plan:
         records.append(Record(f"t{number}", name, number * SIZE, SIZE))
         into = target_box(name, number * SIZE, shape, number, item=2)
         tensor = Strided.whole(stored(f"s{number}", shape, dtype="bfloat16"))
-        transfers.append(Transfer("t", "s", tensor, (into,)))
+        transfers.append(Transfer("t", tensor, (into,)))
     files = [OutputFile(name, TENSORS * SIZE + 4, lambda _: iter([(TENSORS * SIZE, b"END.")]))]
     raw = []
     if not single:

@@ -122,7 +122,11 @@ class SavedPart:
             source_root=str(self._folder),
             sources=sources,
             transfers=transfers,
-            checked=frozenset(one.source_name for one in transfers),
+            checked=frozenset(
+                (number, entry.name)
+                for number, one in enumerate(transfers)
+                for entry in one.stored_tensors()
+            ),
         )
 
 

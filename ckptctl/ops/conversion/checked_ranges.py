@@ -1,53 +1,52 @@
 """Which checksums that were recorded of source files a conversion checks as it reads.
 
-Where transfers read each element of a stored tensor exactly once, the checksums of what they read
-are combined. A range that was recorded of more (several tensors, and padding) has gaps, which are
-read for the checksum alone. So is everything of it where elements are read repeatedly or apart.
+Of the transfers that read a stored tensor, those that together read each element at most once take
+its checksums on the way. What nobody reads of a recorded range, or only other transfers do, is a
+gap, which is read for the checksum alone.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import NamedTuple
+from typing import TypeVar
 
+from ckptctl import dtypes
 from ckptctl.catalog import Box, Computed, TensorEntry, is_computed, row_major
 from ckptctl.columns import ExtentColumns
 from ckptctl.ops.conversion.transfers import entries_read
 from ckptctl.planner.boxes import intersect
-from ckptctl.planner.copying.blocks import recorded_range
+from ckptctl.planner.copying.blocks import recorded_range, stored_boxes
 from ckptctl.planner.copying.runs import BoxIndex
 from ckptctl.planner.plan import CheckedRange, RecordedRange, Transfer
 from ckptctl.planner.strided import Part
 
-
-class _TensorBytes(NamedTuple):
-    """The bytes of a stored tensor in a recorded range."""
-
-    offset: int
-    nbytes: int
-    name: str
+Reader = TypeVar("Reader", int, str)
+Ranges = list[tuple[int, int, Reader]]
+"""Start and length of ranges, and who reads each."""
 
 
-def read_once(transfers: Sequence[Transfer], *, partly: bool = False) -> frozenset[str]:
-    """Return the stored tensors with checksums each element of which is read exactly once.
+def find_checked(
+    transfers: Sequence[Transfer], *, partly: bool = False
+) -> frozenset[tuple[int, str]]:
+    """Return the transfers, by number, whose reads of a stored tensor its checksums are taken of.
 
     Args:
         transfers: What is read.
-        partly: Whether some elements may not be read at all. Checksums of ranges that have such
-            are not compared.
+        partly: Whether the boxes that are written may not be all of a tensor. Checksums of ranges
+            that are not read completely are not compared.
     """
-    entries = {entry.name: entry for entry in entries_read(transfers) if _is_recorded(entry)}
-    parts: dict[str, list[Part]] = {}
-    for transfer in transfers if entries else ():
-        names = {entry.name for entry in transfer.stored_tensors()} & entries.keys()
-        if names and not _is_written_once(transfer, partly):
-            for name in names:
-                del entries[name]
-        for part in transfer.tensor.parts:
-            parts.setdefault(part.of.name, []).append(part)
+    recorded = {entry.name for entry in entries_read(transfers) if _is_recorded(entry)}
+    ranges: dict[str, Ranges[int]] = {}
+    for number, transfer in enumerate(transfers if recorded else ()):
+        parts = [part for part in transfer.tensor.parts if part.of.name in recorded]
+        if parts and _is_written_once(transfer, partly):
+            for part in parts:
+                ranges.setdefault(part.of.name, []).append((*_range(part), number))
     return frozenset(
-        name for name, entry in entries.items() if _follow(parts[name], entry.numel, partly)
+        (number, name)
+        for name, some in ranges.items()
+        for number in {number for _, _, number in some} - _repeating(some)
     )
 
 
@@ -75,14 +74,16 @@ def _is_written_once(transfer: Transfer, partly: bool) -> bool:
     )
 
 
-def _follow(parts: Iterable[Part], numel: int, partly: bool) -> bool:
-    """Return whether parts are ranges of a stored tensor, row-major, that follow each other."""
-    end = 0
-    for start, count in sorted(map(_range, parts)):
-        if start < end or not count or (start > end and not partly):
-            return False
-        end = start + count
-    return partly or end == numel
+def _repeating(ranges: Ranges[Reader]) -> set[Reader]:
+    """Return the readers without whom no element is read twice, and those of unknown ranges."""
+    found, end = set[Reader](), 0
+    for start, count, reader in sorted(ranges):
+        if reader not in found:
+            if start < end or not count:
+                found.add(reader)
+            else:
+                end = start + count
+    return found
 
 
 def _range(part: Part) -> tuple[int, int]:
@@ -99,60 +100,86 @@ def _range(part: Part) -> tuple[int, int]:
 
 def checks_of(
     root: str, transfers: Sequence[Transfer], computed: Mapping[str, Computed]
-) -> tuple[frozenset[str], tuple[CheckedRange, ...]]:
-    """Return the stored tensors that are checked on the way, and the ranges that are not.
+) -> tuple[frozenset[tuple[int, str]], tuple[CheckedRange, ...]]:
+    """Return what is checked on the way, as :func:`find_checked` does, and the ranges with gaps.
 
     Args:
         root: The directory of the source's files.
         transfers: What is read.
         computed: The virtual files that are read.
     """
-    once = read_once(transfers)
-    entries = entries_read(transfers)
-    held: dict[RecordedRange, list[_TensorBytes]] = {}
-    for entry in entries:
-        if entry.name in once and not isinstance(entry.extents, ExtentColumns):
-            for extent in entry.extents:
-                found = recorded_range(extent, entry.name)
-                if found is not None and not found.name:
-                    inside = _TensorBytes(extent.offset, extent.nbytes, entry.name)
-                    held.setdefault(found, []).append(inside)
-    once -= {name for some in held.values() for name in _overlapping(some)}
-    ranges: dict[tuple[str, RecordedRange], str] = {}
+    checked, entries = find_checked(transfers), entries_read(transfers)
+    taken, complete = _bytes_taken(entries, transfers, checked)
+    shared = {name for some in taken.values() for name in _repeating(some)}
+    checked = frozenset(pair for pair in checked if pair[1] not in shared)
+    names = {name for _, name in checked}
     read = [(root, entry) for entry in entries]
     read += [(one.root, one.entry) for made in computed.values() for one in made.inputs.values()]
+    ranges: dict[tuple[str, RecordedRange], str] = {}
     for directory, entry in read:
-        is_checked = directory == root and entry.name in once
-        if isinstance(entry.extents, ExtentColumns) and (is_checked or entry.extents.crcs is None):
+        is_taken = directory == root and entry.name in names
+        is_complete = is_taken and entry.name in complete
+        if isinstance(entry.extents, ExtentColumns) and (is_complete or entry.extents.crcs is None):
             continue
         for extent in entry.extents:
             found = None if is_computed(extent.file) else recorded_range(extent, entry.name)
-            if found is None or (is_checked and found.name):
+            if found is None or (is_complete and found.name):
                 continue
-            ranges.setdefault((directory, found._replace(name="")), entry.name)
+            found = found if is_taken else found._replace(name="")
+            ranges.setdefault((directory, found), entry.name)
     checks: list[CheckedRange] = []
     for (directory, recorded), name in ranges.items():
-        taken = held.get(recorded, ()) if directory == root else ()
-        gaps = _gaps(recorded, (one for one in taken if one.name in once))
-        checks.append(CheckedRange(directory, recorded, name, tuple(gaps)))
-    return once, tuple(checks)
+        some = taken.get(recorded, ()) if directory == root else ()
+        gaps = tuple(_gaps(recorded, (one for one in some if one[2] in names)))
+        if gaps or not recorded.name:
+            checks.append(CheckedRange(directory, recorded, name, gaps))
+    return checked, tuple(checks)
 
 
-def _overlapping(held: Iterable[_TensorBytes]) -> Iterator[str]:
-    """Yield the names of tensors that share bytes with one before them."""
-    end = -1
-    for one in sorted(held):
-        if one.offset < end:
-            yield one.name
-        end = max(end, one.offset + one.nbytes)
+def _bytes_taken(
+    entries: Iterable[TensorEntry],
+    transfers: Sequence[Transfer],
+    checked: Iterable[tuple[int, str]],
+) -> tuple[dict[RecordedRange, Ranges[str]], set[str]]:
+    """Return the bytes of recorded ranges that are checked on the way, by the tensor they are of.
+
+    Tensors that are checked completely are returned by name; of their ranges, only those that
+    other tensors may have parts of are.
+    """
+    parts: dict[str, list[Part]] = {}
+    for number, name in checked:
+        own = (part for part in transfers[number].tensor.parts if part.of.name == name)
+        parts.setdefault(name, []).extend(own)
+    taken: dict[RecordedRange, Ranges[str]] = {}
+    complete = set[str]()
+    for entry in entries:
+        some = parts.get(entry.name, ())
+        if not some:
+            continue
+        if sum(math.prod(axis.size for axis in part.axes) for part in some) == entry.numel:
+            complete.add(entry.name)
+            for extent in () if isinstance(entry.extents, ExtentColumns) else entry.extents:
+                found = recorded_range(extent, entry.name)
+                if found and not found.name:
+                    one = (extent.offset, extent.nbytes, entry.name)
+                    taken.setdefault(found, []).append(one)
+            continue
+        stored, item = stored_boxes(entry), dtypes.itemsize(entry.dtype)
+        for number, first, count in (range_ for part in some for range_ in stored.ranges(part)):
+            if found := stored.recorded(number):
+                one = (stored.starts[number] + first * item, count * item, entry.name)
+                taken.setdefault(found, []).append(one)
+    return taken, complete
 
 
-def _gaps(recorded: RecordedRange, held: Iterable[_TensorBytes]) -> Iterator[tuple[int, int]]:
+def _gaps(
+    recorded: RecordedRange, taken: Iterable[tuple[int, int, str]]
+) -> Iterator[tuple[int, int]]:
     """Yield the bytes of a range that lie between those of tensors: position and length."""
     end = recorded.offset
-    for one in sorted(held):
-        if one.offset > end:
-            yield end - recorded.offset, one.offset - end
-        end = one.offset + one.nbytes
+    for offset, nbytes, _ in sorted(taken):
+        if offset > end:
+            yield end - recorded.offset, offset - end
+        end = offset + nbytes
     if left := recorded.offset + recorded.nbytes - end:
         yield end - recorded.offset, left

@@ -17,7 +17,7 @@ from typing import Literal
 
 from ckptctl import dtypes
 from ckptctl.catalog import MANIFEST, Computed, made_of
-from ckptctl.columns import columns_of
+from ckptctl.columns import BoxColumns, columns_of
 from ckptctl.errors import RefusedError, spell_option
 from ckptctl.formats.base import Output, OutputTensor, Place, copied, document
 from ckptctl.formats.checksums import SCHEMA
@@ -146,9 +146,11 @@ def digest_of(
         found.update(repr(record).encode())
     for transfer in transfers:
         found.update(repr((transfer.name, transfer.tensor, transfer.targets)).encode())
+    text_of_boxes = lru_cache(maxsize=64)(repr)  # a few such columns are those of most tensors
     for entry in entries_read(transfers):
         for part in (entry.name, entry.dtype, entry.shape, *columns_of(entry.extents)):
-            found.update(repr(part).encode())
+            text = text_of_boxes(part) if isinstance(part, BoxColumns) else repr(part)
+            found.update(text.encode())
     for raw in raw_copies:
         place = (raw.source, raw.offset, raw.nbytes, raw.target, raw.target_offset)
         found.update(repr(place).encode())

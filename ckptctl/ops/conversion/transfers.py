@@ -54,7 +54,7 @@ def plan_transfers(
         tensor = as_strided(parts, key, read, dtype)
         item = dtypes.itemsize(dtype)
         boxes = tuple(_target(place, output.records[place.record], item) for place in places)
-        found.append(Transfer(key, parts[0].sources[0].key, tensor, boxes))
+        found.append(Transfer(key, tensor, boxes))
     return Transfers(tuple(found), computed)
 
 

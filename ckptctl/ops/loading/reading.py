@@ -16,7 +16,7 @@ from ckptctl import dtypes
 from ckptctl.catalog import Catalog, Extent, TensorEntry, memory_name
 from ckptctl.columns import ranges_of
 from ckptctl.formats.base import Output, Place
-from ckptctl.ops.conversion.checked_ranges import read_once
+from ckptctl.ops.conversion.checked_ranges import find_checked
 from ckptctl.ops.conversion.transfers import identities, plan_transfers, sources_of
 from ckptctl.ops.loading.checks import casts, require_boxes, require_filled, require_shapes
 from ckptctl.ops.loading.state_mapping import StateMapping, Wanted
@@ -193,7 +193,7 @@ def _plan(
         raw_copies=(),
         digest="",
         computed=computed,
-        checked=read_once(copies, partly=True),
+        checked=find_checked(copies, partly=True),
         opened=catalog.opened,
     )
 

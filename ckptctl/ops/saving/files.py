@@ -142,7 +142,7 @@ def _transfer(
     held = TensorEntry(chunk.name, tensor.dtype, sizes, (extent,), (chunk.name,))
     strides = tuple(step * size for step in row_major(sizes))
     target = TargetBox(place.file, place.offset, whole.offsets, sizes, strides, record)
-    return Transfer(chunk.name, chunk.name, Strided.whole(held), (target,))
+    return Transfer(chunk.name, Strided.whole(held), (target,))
 
 
 def with_values(

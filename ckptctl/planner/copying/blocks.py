@@ -6,7 +6,7 @@ The boxes in which a checkpoint stores tensors come straight from the columns of
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from operator import mul, sub
 from typing import NamedTuple
@@ -37,12 +37,10 @@ Blocks = dict[ReadFrom, list[Block]]
 """Copies into one buffer, by what they read."""
 
 
-class Meeting(NamedTuple):
-    """Elements of a tensor that lie in one stored box."""
-
-    stored: StoredBoxes
-    number: int
-    part: Part
+Meeting = tuple["StoredBoxes", int, Part]
+"""Elements of a tensor that lie in one stored box, by its number."""
+KEPT = 1024
+"""Stored tensors whose boxes stay looked up, for others that are read from the same ones."""
 
 
 class StoredBoxes:
@@ -58,7 +56,10 @@ class StoredBoxes:
         else:
             self.starts = [extent.offset for extent in extents]
             self._strides = [extent.strides for extent in extents]
-        self._index = BoxIndex(self.offsets, self.sizes)
+
+    @cached_property
+    def _index(self) -> BoxIndex:
+        return BoxIndex(self.offsets, self.sizes)
 
     def strides(self, number: int) -> Sequence[int]:
         """Return the elements between neighbors along each dimension of an extent."""
@@ -78,12 +79,15 @@ class StoredBoxes:
 
     def meeting(self, part: Part) -> Iterator[tuple[int, Part]]:
         """Yield the numbers of boxes that a part has elements in, and those elements."""
-        reach, axes = [1] * len(part.begin), dict[int, Axis]()
-        for axis in part.axes:
-            reach[axis.at] += (axis.size - 1) * axis.stride
-            axes[axis.at] = axis
+        numbers: Iterable[int] = range(len(self.files))
+        if len(self.files) > LINEAR:
+            reach = [1] * len(part.begin)
+            for axis in part.axes:
+                reach[axis.at] += (axis.size - 1) * axis.stride
+            numbers = self._index.near(part.begin, tuple(reach))
+        axes = {axis.at: axis for axis in part.axes}
         is_simple = len(axes) == len(part.axes)
-        for number in self._index.near(part.begin, tuple(reach)):
+        for number in numbers:
             lo, sizes = self.offsets[number], self.sizes[number]
             if is_simple:
                 if found := _stored_inside(part, axes, lo, sizes):
@@ -91,6 +95,18 @@ class StoredBoxes:
                 continue
             for cut in _inside(part, Part.stored_within, lo, sizes):
                 yield number, cut
+
+    def ranges(self, part: Part) -> Iterator[tuple[int, int, int]]:
+        """Yield where a row-major range of the tensor lies: boxes, first elements, and lengths.
+
+        In a box, its elements are one range, however many cuts they are met in.
+        """
+        found: dict[int, tuple[int, int]] = {}
+        for number, cut in self.meeting(part):
+            start, count = self.position(number, cut), math.prod(axis.size for axis in cut.axes)
+            first, total = found.get(number, (start, 0))
+            found[number] = min(first, start), total + count
+        return ((number, *range_) for number, range_ in found.items())
 
     def position(self, number: int, part: Part) -> int:
         """Return how many elements of a box lie before the first one of a part of it."""
@@ -102,7 +118,9 @@ def _stored_inside(part: Part, axes: Mapping[int, Axis], lo: Ints, sizes: Ints) 
 
     Hot path: as :func:`_inside` where each stored dimension has one of *axes* or none.
     """
-    kept, origin, begin = list[Axis](), list(part.origin), list(part.begin)
+    of, _, origin, begin = part
+    kept, firsts, starts = list[Axis](), list(origin), list(begin)
+    is_complete = True
     for at, first in enumerate(lo):
         start = first - begin[at]
         stop = start + sizes[at]
@@ -112,15 +130,33 @@ def _stored_inside(part: Part, axes: Mapping[int, Axis], lo: Ints, sizes: Ints) 
                 return None
             continue
         size, dim, step, _, stride = axis
+        if start <= 0 and (size - 1) * stride < stop:
+            kept.append(axis)
+            continue
+        is_complete = False
         index = -(-start // stride) if start > 0 else 0
         count = min(size, (stop - 1) // stride + 1) - index
         if count <= 0:
             return None
-        origin[dim] += index * step
-        begin[at] += index * stride
+        firsts[dim] += index * step
+        starts[at] += index * stride
         if count > 1:
             kept.append(axis if count == size else Axis(count, dim, step, at, stride))
-    return Part(part.of, tuple(kept), tuple(origin), tuple(begin))
+    return part if is_complete else Part(of, tuple(kept), tuple(firsts), tuple(starts))
+
+
+_known: dict[int, StoredBoxes] = {}
+
+
+def stored_boxes(entry: TensorEntry) -> StoredBoxes:
+    """Return where a stored tensor lies; it is looked up once for what is read in a row."""
+    found = _known.get(id(entry))
+    if found is None:
+        if len(_known) >= KEPT:
+            _known.clear()
+        # An entry in here lives as long as its boxes, so that nothing else gets its id.
+        found = _known[id(entry)] = StoredBoxes(entry)
+    return found
 
 
 def recorded_range(extent: Extent, name: str) -> RecordedRange | None:
@@ -165,20 +201,9 @@ class BlockReader:
         self.checked = checked
 
     @cached_property
-    def _stored(self) -> dict[int, StoredBoxes]:
-        entries = {id(part.of): part.of for part in self.tensor.parts}
-        return {key: StoredBoxes(entry) for key, entry in entries.items()}
-
-    def stored(self, part: Part) -> StoredBoxes:
-        """Return where the tensor lies whose elements a part has."""
-        return self._stored[id(part.of)]
-
-    @cached_property
-    def _index(self) -> BoxIndex | None:
-        """Index of the parts, or None where there are only a few."""
+    def _index(self) -> BoxIndex:
+        """Index of the parts."""
         rank, parts = range(len(self.tensor.shape)), self.tensor.parts
-        if len(parts) <= LINEAR:
-            return None
         sizes = [tuple(_length(part, dim) for dim in rank) for part in parts]
         return BoxIndex([part.origin for part in parts], sizes)
 
@@ -246,30 +271,30 @@ class BlockReader:
         self, lo: Ints, sizes: Ints, position: int, strides: Ints
     ) -> Iterator[tuple[ReadFrom, Block]]:
         """Yield the copies of :meth:`add`, each with what it reads."""
-        origin, item = position - sum(map(mul, lo, strides)), self.item
+        origin, item, checked = position - sum(map(mul, lo, strides)), self.item, self.checked
         for stored, number, part in self.meeting(lo, sizes):
             steps = stored.strides(number)
             source = stored.starts[number] + stored.position(number, part) * item
-            axes = (
-                (axis.stride * steps[axis.at] * item, axis.step * strides[axis.dim], axis.size)
-                for axis in part.axes
-            )
+            axes = [
+                (stride * steps[at] * item, step * strides[dim], size)
+                for size, dim, step, at, stride in part.axes
+            ]
             buffer = origin + sum(map(mul, part.origin, strides))
-            check = stored.recorded(number) if part.of.name in self.checked else None
+            check = stored.recorded(number) if checked and part.of.name in checked else None
             place = ReadFrom(stored.files[number], check)
             yield place, runs.melted(source, buffer, axes, item)
 
     def meeting(self, lo: Ints, sizes: Ints) -> Iterator[Meeting]:
         """Yield the elements of a box of the tensor by the stored boxes that they lie in."""
-        parts, index = self.tensor.parts, self._index
-        for number in index.near(lo, sizes) if index else range(len(parts)):
-            whole = lo == (0,) * len(lo) and sizes == self.tensor.shape
-            for part in (
-                (parts[number],) if whole else _inside(parts[number], Part.within, lo, sizes)
-            ):
-                stored = self.stored(part)
-                for box, cut in stored.meeting(part):
-                    yield Meeting(stored, box, cut)
+        parts: Sequence[Part] = self.tensor.parts
+        if len(parts) > LINEAR:
+            parts = [parts[number] for number in self._index.near(lo, sizes)]
+        if any(lo) or sizes != self.tensor.shape:
+            parts = [cut for part in parts for cut in _inside(part, Part.within, lo, sizes)]
+        for part in parts:
+            stored = stored_boxes(part.of)
+            for number, cut in stored.meeting(part):
+                yield stored, number, cut
 
 
 def _length(part: Part, dim: int) -> int:

@@ -19,6 +19,7 @@ from ckptctl.planner.copying.blocks import (
     element_moves,
     reads,
     recorded_range,
+    stored_boxes,
 )
 from ckptctl.planner.copying.domains import Domain, domains
 from ckptctl.planner.copying.runs import Block, BoxIndex, Ints
@@ -45,71 +46,29 @@ def lower(
         Tiles in the target's order; then, where checksums of sources cannot be taken on the way,
         tiles that only read.
     """
-    checked = checked if limits.check else ()
-    if found := _whole_range(transfer, checked):
-        return _copy_ranges([found], records, limits)
-    return tiles(BlockReader(transfer.tensor, checked), transfer.targets, records, limits)
+    reader = BlockReader(transfer.tensor, checked if limits.check else ())
+    return tiles(reader, transfer.targets, records, limits)
 
 
 def permutes(transfer: Transfer) -> bool:
     """Return whether *transfer* moves single elements, which takes torch."""
-    if _whole_range(transfer, ()):
-        return False
-    work = _Tiling(BlockReader(transfer.tensor), transfer.targets, (), Limits())
-    return bool(work.boxes) and work.permuted and work.plain_ranges is None
+    reader, boxes = BlockReader(transfer.tensor), _boxes_of(transfer.targets)
+    work = _Tiling(reader, boxes, (), Limits())
+    return bool(boxes) and work.permuted and _plain_ranges(reader, boxes) is None
 
 
 def tiles(
     reader: BlockReader, targets: Sequence[TargetBox], records: Sequence[Record], limits: Limits
 ) -> Iterator[Tile]:
-    """Yield the tiles that write boxes of a tensor.
+    """Return the tiles that write boxes of a tensor.
 
     Their order depends on nothing but the arguments.
     """
-    work = _Tiling(reader, targets, records, limits)
-    if work.boxes:
-        yield from work.tiles()
-
-
-class _PlainRange(NamedTuple):
-    """A range of a file that is copied as it is."""
-
-    target: TargetBox
-    source: ReadFrom
-    block: Block
-
-
-def _whole_range(transfer: Transfer, checked: Collection[str]) -> _PlainRange | None:
-    """Return the range that *transfer* copies if it is all of a stored tensor, at a glance."""
-    tensor = transfer.tensor
-    if not len(tensor.parts) == len(transfer.targets) == 1 or transfer.casts:
-        return None
-    (part,), (target,) = tensor.parts, transfer.targets
-    if len(part.of.extents) != 1 or not tensor.shape == part.of.shape == target.sizes:
-        return None
-    (extent,) = part.of.extents
-    steps = extent.strides or row_major(extent.box.sizes)
-    as_stored = all(axis.dim == axis.at and axis.step == axis.stride == 1 for axis in part.axes)
-    numel = math.prod(axis.size for axis in part.axes)
-    is_dense = extent.nbytes == numel * tensor.itemsize == part.of.nbytes
-    if not as_stored or not is_dense or target.strides != tuple(s * tensor.itemsize for s in steps):
-        return None
-    check = recorded_range(extent, part.of.name) if part.of.name in checked else None
-    block = Block(extent.offset, target.offset, (), extent.nbytes)
-    return _PlainRange(target, ReadFrom(extent.file, check), block)
-
-
-def _copy_ranges(
-    ranges: Iterable[_PlainRange], records: Sequence[Record], limits: Limits
-) -> Iterator[Tile]:
-    """Yield tiles that copy ranges as they are."""
-    for target, (file, check), block in ranges:
-        begin = records[target.record].offset
-        for done in range(0, block.run, limits.flat):
-            size, offset = min(limits.flat, block.run - done), block.buffer + done
-            read = Read(file, block.source + done, size, None, check)
-            write = Write(target.file, offset, size, 0, target.record, offset - begin)
-            yield Tile(size, (read,), (), (write,), True)
+    boxes = _boxes_of(targets)
+    ranges = _plain_ranges(reader, boxes)
+    if ranges is None:
+        return _Tiling(reader, boxes, records, limits).tiles()
+    return _copy_ranges(ranges, records, limits)
 
 
 class _TargetPart(NamedTuple):
@@ -120,13 +79,82 @@ class _TargetPart(NamedTuple):
     sizes: Ints
 
 
+def _boxes_of(targets: Sequence[TargetBox]) -> list[_TargetPart]:
+    """Return each box that has elements once, with all places that it is written to."""
+    boxes: dict[tuple[Ints, Ints], list[TargetBox]] = {}
+    for target in targets:
+        if 0 not in target.sizes:
+            boxes.setdefault((target.start, target.sizes), []).append(target)
+    return [_TargetPart(some, *box) for box, some in boxes.items()]
+
+
+_PlainRange = tuple[TargetBox, ReadFrom, Block]
+"""A range of a file that is copied as it is, what it is part of, and the block without axes."""
+
+
+def _plain_ranges(reader: BlockReader, boxes: Sequence[_TargetPart]) -> list[_PlainRange] | None:
+    """Return the ranges of files that are copied as they are, or None if others are.
+
+    Boxes that are written to several places are not: they are read once.
+    """
+    if reader.tensor.dtype != reader.tensor.stored_dtype and boxes:
+        return None
+    if whole := _whole_range(reader, boxes):
+        return [whole]
+    found: list[_PlainRange] = []
+    for targets, lo, sizes in boxes:
+        if len(targets) > 1:
+            return None
+        (target,) = targets
+        for source, block in reader.blocks(lo, sizes, target.offset, target.strides):
+            if block.axes:
+                return None
+            found.append((target, source, block))
+    return found
+
+
+def _whole_range(reader: BlockReader, boxes: Sequence[_TargetPart]) -> _PlainRange | None:
+    """Return the range of a stored tensor that is copied completely, as most are, at a glance."""
+    parts = reader.tensor.parts
+    if len(boxes) != 1 or len(parts) != 1 or len(parts[0].of.extents) != 1:
+        return None
+    ((target, *others), _, sizes), (part,) = boxes[0], parts
+    stored, item = part.of, reader.item
+    (extent,) = stored.extents
+    steps = extent.strides or row_major(stored.shape)
+    if (
+        others
+        or not reader.tensor.shape == stored.shape == sizes
+        or not all(axis.dim == axis.at and axis.step == axis.stride == 1 for axis in part.axes)
+        or extent.nbytes != math.prod([axis.size for axis in part.axes]) * item
+        or target.strides != tuple([step * item for step in steps])
+    ):
+        return None
+    check = recorded_range(extent, stored.name) if stored.name in reader.checked else None
+    block = Block(extent.offset, target.offset, (), extent.nbytes)
+    return target, ReadFrom(extent.file, check), block
+
+
+def _copy_ranges(
+    ranges: Iterable[_PlainRange], records: Sequence[Record], limits: Limits
+) -> Iterator[Tile]:
+    """Yield tiles that copy ranges as they are."""
+    for target, (file, check), (source, buffer, _, nbytes) in ranges:
+        begin = records[target.record].offset
+        for done in range(0, nbytes, limits.flat):
+            size, offset = min(limits.flat, nbytes - done), buffer + done
+            read = Read(file, source + done, size, None, check)
+            write = Write(target.file, offset, size, 0, target.record, offset - begin)
+            yield Tile(size, (read,), (), (write,), True)
+
+
 class _Tiling:
-    """One call of :func:`tiles`."""
+    """Boxes of a tensor that are written, in buffers that all places share."""
 
     def __init__(
         self,
         reader: BlockReader,
-        targets: Sequence[TargetBox],
+        boxes: Sequence[_TargetPart],
         records: Sequence[Record],
         limits: Limits,
     ) -> None:
@@ -135,11 +163,7 @@ class _Tiling:
         self._records = records
         self._limits = limits
         self._item, self._out = reader.item, dtypes.itemsize(reader.tensor.dtype)
-        boxes: dict[tuple[Ints, Ints], list[TargetBox]] = {}
-        for target in targets:
-            if 0 not in target.sizes:
-                boxes.setdefault((target.start, target.sizes), []).append(target)
-        self.boxes = [_TargetPart(some, *box) for box, some in boxes.items()]
+        self.boxes = boxes
 
     @cached_property
     def _index(self) -> BoxIndex:
@@ -165,35 +189,7 @@ class _Tiling:
         """Return whether elements are permuted in memory, unless ranges are copied as they are."""
         return self._reader.permutes(*self._bounds)
 
-    # ------------------------------------------------------------------------- plain ranges
-
-    @cached_property
-    def plain_ranges(self) -> list[_PlainRange] | None:
-        """Return the ranges of files that are copied as they are, or None if others are.
-
-        Boxes that are written to several places are not: they are read once.
-        """
-        once = all(len(box.targets) == 1 for box in self.boxes)
-        if not once or self._tensor.dtype != self._tensor.stored_dtype:
-            return None
-        found: list[_PlainRange] = []
-        for (target,), lo, sizes in self.boxes:
-            for source, block in self._reader.blocks(lo, sizes, target.offset, target.strides):
-                if block.axes:
-                    return None
-                found.append(_PlainRange(target, source, block))
-        return found
-
-    # ------------------------------------------------------------------------------ buffers
-
     def tiles(self) -> Iterator[Tile]:
-        """Yield the tiles: plain ranges, or buffers."""
-        ranges = self.plain_ranges
-        if ranges is None:
-            return self._buffers()
-        return _copy_ranges(ranges, self._records, self._limits)
-
-    def _buffers(self) -> Iterator[Tile]:
         """Yield tiles of consecutive rows of the tensor, which all targets share."""
         limits, out = self._limits, max(self._item, self._out)
         step, units = self._common_prefix()
@@ -325,26 +321,18 @@ class _Tiling:
                 continue
             if part.sizes[dim] != box.length:
                 return False
-            for meeting in self._reader.meeting(part.lo, part.sizes):
-                if not _repeats(meeting.part, dim, box):
+            for _, _, cut in self._reader.meeting(part.lo, part.sizes):
+                if not _repeats(cut, dim, box):
                     return False
         return True
 
     def _checks(self) -> Iterator[Tile]:
-        """Yield tiles that read what is stored in its own order, for its checksums alone.
-
-        Each part is a row-major range of a checked tensor, so its elements in a stored box are a
-        range of that, however many cuts they are met in.
-        """
+        """Yield tiles that read what is stored in its own order, for its checksums alone."""
         for part in self._tensor.parts:
             if part.of.name not in self._reader.checked:
                 continue
-            stored, ranges = self._reader.stored(part), dict[int, tuple[int, int]]()
-            for number, cut in stored.meeting(part):
-                start, count = stored.position(number, cut), math.prod(a.size for a in cut.axes)
-                first, total = ranges.get(number, (start, 0))
-                ranges[number] = min(first, start), total + count
-            for number, (first, count) in ranges.items():
+            stored = stored_boxes(part.of)
+            for number, first, count in stored.ranges(part):
                 if found := stored.recorded(number):
                     offset = stored.starts[number] + first * self._item
                     yield from check(found, offset, count * self._item, self._limits)

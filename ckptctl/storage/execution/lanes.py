@@ -157,7 +157,7 @@ def plan_units(
     """
     transfers, root = plan.transfers, plan.source_root
     if number < len(transfers):
-        tiles = lower(transfers[number], plan.records, limits, plan.checked)
+        tiles = lower(transfers[number], plan.records, limits, plan.checked_by(number))
     elif number >= plan.first_check:
         checked = plan.checks[number - plan.first_check]
         root, tiles = checked.root, _check(checked, limits)

@@ -24,7 +24,7 @@ from tests.unit.planner.copying.test_copies import fill, steps
 
 def _transfer(*files: str) -> Transfer:
     tensors = [Strided.whole(stored(file, [4])) for file in files]
-    return Transfer("t", "t", concat(tensors, 0), (target("x", 0, [4 * len(files)]),))
+    return Transfer("t", concat(tensors, 0), (target("x", 0, [4 * len(files)]),))
 
 
 def test_files_are_named_once(tmp_path: Path) -> None:

@@ -78,7 +78,7 @@ class Case:
         item = dtypes.itemsize(to or dtype)
         box = target("all.bin", offset, shape, record, item=item)
         tensor = regrouped(Strided.whole(source), axes, source_dims, target_dims)
-        self.transfers.append(Transfer(f"t{record}", name, tensor.cast(to or dtype), (box,)))
+        self.transfers.append(Transfer(f"t{record}", tensor.cast(to or dtype), (box,)))
 
     def everything(self):
         rows = ((0,), (1,))
@@ -131,7 +131,9 @@ class Case:
             (RawCopy("config.json", 0, len(raw), "sub/config.json"),),
             "d1",
             checked=frozenset(
-                entry.name for one in self.transfers for entry in one.stored_tensors()
+                (number, entry.name)
+                for number, one in enumerate(self.transfers)
+                for entry in one.stored_tensors()
             ),
         )
 
@@ -265,7 +267,7 @@ def test_merged_tensors_are_checked(case):
     number, offset = case.record(len(want), want)
     tensors = [Strided.whole(one) for _, one in halves]
     box = target("all.bin", offset, (ROWS, 64), number, item=2)
-    case.transfers.append(Transfer("t", "h", concat(tensors, 1), (box,)))
+    case.transfers.append(Transfer("t", concat(tensors, 1), (box,)))
     plan = case.plan()
     case.check(plan, case.run(plan))
     (extent,) = halves[1][1].extents
@@ -564,7 +566,7 @@ def test_thousands_of_files_need_few_descriptors(tmp_path):
         files.append((f"o{number}", data))
         case.records.append(Record(f"t{number}", f"o{number}", 0, 8))
         box = target(f"o{number}", 0, (4,), number, item=2)
-        case.transfers.append(Transfer("t", "s", Strided.whole(source), (box,)))
+        case.transfers.append(Transfer("t", Strided.whole(source), (box,)))
     plan = case.plan()
     outputs = tuple(OutputFile(name, 8, lambda _: iter(())) for name, _ in files)
     plan = replace(plan, files=outputs, raw_copies=())

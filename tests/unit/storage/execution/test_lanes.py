@@ -21,8 +21,7 @@ from tests.transfers import stored, target
 def plan(*targets: tuple[str, ...], source: str = "s", dtype: str = "uint8") -> Plan:
     tensor = Strided.whole(stored(source, [4])).cast(dtype)
     transfers = tuple(
-        Transfer("t", "s", tensor, tuple(target(file, 0, [4]) for file in files))
-        for files in targets
+        Transfer("t", tensor, tuple(target(file, 0, [4]) for file in files)) for files in targets
     )
     return Plan("/", {}, "/t", False, (), (), transfers, (), "")
 

@@ -28,12 +28,12 @@ FAST = ExecutionOptions(jobs=2, sync=False)
 def plan(
     source: TensorEntry, target: TargetBox, record: Record, files: Sequence[OutputFile], root: Path
 ) -> Plan:
-    transfer = Transfer("t", "t", Strided.whole(source), (target,))
+    transfer = Transfer("t", Strided.whole(source), (target,))
     sources: dict[str, FileIdentity] = {}
     if not source.name.startswith("/"):
         with source_files(root) as known:
             sources[source.name] = known.identity(source.name)
-    checked = frozenset([source.name])
+    checked = frozenset([(0, source.name)])
     return Plan(
         str(root), sources, "", False, tuple(files), (record,), (transfer,), (), "", checked=checked
     )

@@ -105,7 +105,7 @@ def test_every_tile_has_one_owner(case, ranks):
     limits = ExecutionOptions(**SMALL).limits()
     shares = [share_of(plan, True, rank, ranks) for rank in range(ranks)]
     for number, transfer in enumerate(plan.transfers):
-        tiles = list(lower(transfer, plan.records, limits, plan.checked))
+        tiles = list(lower(transfer, plan.records, limits, plan.checked_by(number)))
         owned = sorted(index for share in shares for index, _ in share.own(number, iter(tiles)))
         assert owned == list(range(len(tiles)))
     total = sum(share.nbytes for share in shares)

@@ -48,7 +48,10 @@ def case(tmp_path):
 def test_any_number_of_threads_writes_the_same(case, jobs, checksum):
     plan = case.plan()
     limits = ExecutionOptions(jobs=jobs, **SMALL).limits()
-    units = [list(copies.lower(one, plan.records, limits, plan.checked)) for one in plan.transfers]
+    units = [
+        list(copies.lower(one, plan.records, limits, plan.checked_by(number)))
+        for number, one in enumerate(plan.transfers)
+    ]
     assert len(units[0]) == 1 and units[0][0].flat
     assert [max(tile.steps for tile in tiles) > 15 for tiles in units[1:]] == [True, True]
     case.check(plan, case.run(plan, jobs=jobs, checksum=checksum, **SMALL), checksum)

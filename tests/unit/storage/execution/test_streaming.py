@@ -62,7 +62,7 @@ def tensors(order: random.Random) -> tuple[Plan, dict[str, memoryview]]:
             source = stored(memory_name(str(len(memory))), shape, offset=3, strides=steps)
             memory[source.name] = memoryview(order.randbytes(source.extents[0].nbytes + 3))
             box = target(name, end, shape, len(records))
-            transfers.append(Transfer("t", "t", Strided.whole(source), (box,)))
+            transfers.append(Transfer("t", Strided.whole(source), (box,)))
             nbytes = math.prod(shape)
             records.append(Record("t", name, end, nbytes))
             end += nbytes
