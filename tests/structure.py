@@ -36,7 +36,6 @@ ROOMS = {
         *("ckptctl.ops.conversion.dequantizing", "ckptctl.ops.conversion.quantizing"),
         "ckptctl.ops.recognition.quantized",
         *("ckptctl.planner.quantization", "ckptctl.storage.arithmetic", "ckptctl.storage.kinds"),
-        "ckptctl.storage.rounding",
     ),
     "adapters": (
         *("ckptctl.ops.adapters", "ckptctl.ops.conversion.adapter_files"),

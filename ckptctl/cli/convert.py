@@ -22,7 +22,7 @@ from ckptctl.ops.conversion.options import ConversionOptions
 from ckptctl.ops.options import Destination, Source
 from ckptctl.ops.ranks.coordinator import Coordinator, together
 from ckptctl.results import Result
-from ckptctl.storage.out_of_range import OutOfRange, worst
+from ckptctl.storage.outcome import OutOfRange, worst
 from ckptctl.units import counted, format_bytes, format_seconds
 
 if TYPE_CHECKING:
@@ -327,7 +327,7 @@ def _show_result(output: Output, result: ConversionResult, dst: Path) -> None:
     if not result.plan.summary.is_plain:
         output.sentence(result.plan.summary.sentence)
     if result.rounding:
-        from ckptctl.storage.rounding import summed_up
+        from ckptctl.storage.outcome import summed_up
 
         output.sentence(summed_up(result.rounding))
     _show_reasons(output, "missing", result.plan.missing)

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from ckptctl import dtypes
 from ckptctl.errors import MissingPackageError
 from ckptctl.installed import require_torch
-from ckptctl.storage.out_of_range import NONE, OutOfRange
+from ckptctl.storage.outcome import NONE, OutOfRange
 
 if TYPE_CHECKING:
     import torch

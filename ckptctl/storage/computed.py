@@ -21,9 +21,7 @@ from ckptctl.storage.buffers import TileBuffers
 from ckptctl.storage.byte_files import ByteSource, Piece
 from ckptctl.storage.files import SourceFiles, source_files
 from ckptctl.storage.kinds import Inputs, kinds, last_of, needs_torch
-from ckptctl.storage.out_of_range import NONE, OutOfRange
-from ckptctl.storage.outcome import Outcome
-from ckptctl.storage.rounding import EXACT, Rounding
+from ckptctl.storage.outcome import EXACT, NONE, Outcome, OutOfRange, Rounding
 
 if TYPE_CHECKING:
     import torch

@@ -1,11 +1,128 @@
-"""What became of elements that were computed or cast."""
+"""What became of elements that were computed or cast: lost, or off by some rounding."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from collections.abc import Mapping
+from dataclasses import astuple, dataclass
+from operator import add
+from typing import Annotated
 
-from ckptctl.storage.out_of_range import NONE, OutOfRange
-from ckptctl.storage.rounding import EXACT, Rounding
+from ckptctl.errors import RefusedError
+from ckptctl.results import JsonField
+from ckptctl.units import counted
+
+SHOWN = 3
+OUT_OF_RANGE = JsonField(
+    "values that a cast, dequantization or merge could not represent, by output tensor; a "
+    "tensor that is repeated on model-parallel ranks is counted once per rank"
+)
+ROUNDED = JsonField("quantization error, by unquantized tensor")
+
+
+@dataclass(frozen=True, slots=True)
+class OutOfRange:
+    """Numbers of elements that a cast, a dequantization or a merge could not keep.
+
+    What a source holds itself is none of them: its infinities and NaN may stay what they are.
+    """
+
+    infinite: Annotated[int, JsonField("elements that became infinite")] = 0
+    nan: Annotated[int, JsonField("elements that became NaN")] = 0
+    saturated: Annotated[int, JsonField("elements clamped to the largest value of the dtype")] = 0
+
+    def __add__(self, other: OutOfRange) -> OutOfRange:
+        if not other:
+            return self
+        return OutOfRange(*map(add, astuple(self), astuple(other)))
+
+    def __bool__(self) -> bool:
+        return self.total > 0
+
+    @property
+    def total(self) -> int:
+        """Return the number of all of them."""
+        return self.infinite + self.nan + self.saturated
+
+    def __str__(self) -> str:
+        words = {"infinite": self.infinite, "NaN": self.nan, "saturated": self.saturated}
+        return ", ".join(f"{count:,} {word}" for word, count in words.items() if count)
+
+
+NONE = OutOfRange()
+
+
+def worst(found: Mapping[str, OutOfRange]) -> str:
+    """Return the tensors with most such elements, their numbers, and how many more there are."""
+    names = sorted(found, key=lambda name: (-found[name].total, name))
+    more = len(names) - SHOWN
+    head = "; ".join(f"`{name}`: {found[name]}" for name in names[:SHOWN])
+    return f"{head}; and {counted(more, 'more tensor')}" if more > 0 else head
+
+
+def require_in_range(found: Mapping[str, OutOfRange], hint: str) -> None:
+    """Refuse elements that became infinite, NaN or saturated."""
+    if found:
+        raise RefusedError(
+            "elements became infinite, NaN or saturated", why=worst(found), hint=hint
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Rounding:
+    """Differences between quantized elements and plain ones, as sums that can be added.
+
+    Attributes:
+        largest: The largest absolute difference.
+        squares: The sum of the squares of all differences.
+        whole: The sum of the squares of the plain elements.
+    """
+
+    largest: float = 0.0
+    squares: float = 0.0
+    whole: float = 0.0
+
+    def __add__(self, other: Rounding) -> Rounding:
+        return Rounding(
+            max(self.largest, other.largest),
+            self.squares + other.squares,
+            self.whole + other.whole,
+        )
+
+    def __bool__(self) -> bool:
+        """Return whether anything was quantized that is not 0."""
+        return self.whole > 0 or self.largest > 0
+
+    @property
+    def max_abs(self) -> Annotated[float, JsonField()]:
+        """Largest absolute difference."""
+        return _shortened(self.largest)
+
+    @property
+    def relative_rms(self) -> Annotated[float, JsonField()]:
+        """Root mean square of the differences, divided by that of the unquantized elements."""
+        return _shortened(math.sqrt(self.squares / self.whole)) if self.whole else 0.0
+
+    def __str__(self) -> str:
+        return f"max {self.max_abs:.3g}, relative RMS {self.relative_rms:.3g}"
+
+
+def summed_up(found: Mapping[str, Rounding]) -> str:
+    """Return one line on all of *found*, and the tensor that is the furthest off."""
+    total = sum(found.values(), EXACT)
+    worst = max(found, key=lambda name: found[name].relative_rms)
+    return (
+        f"quantization error (relative RMS): {total.relative_rms:.2g} overall, "
+        f"max {found[worst].relative_rms:.2g} (`{worst}`)"
+    )
+
+
+def _shortened(value: float) -> float:
+    """Return *value* without the digits that depend on the order in which numbers were added."""
+    return float(f"{value:.6g}")
+
+
+EXACT = Rounding()
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,6 +20,8 @@ from ckptctl.storage.files import Readable
 WINDOW = 8 << 20
 NEAR = 512
 """Elements that lie this near to each other in a file are read with all that lies between them."""
+FAR = 32 << 10
+"""Rows that start this near to each other are read together if little lies between them."""
 MOST_BETWEEN = 1 << 20
 """Bytes that are read at a time where not all of them are elements."""
 
@@ -72,7 +74,8 @@ class TensorReader:
         axes = sorted(block.axes, key=lambda axis: axis[1] > 0)
         count, near, far = axes.pop() if axes else (1, 0, 0)
         item, run = self._reader.item, block.run
-        each = max(1, MOST_BETWEEN // near) if run <= near <= NEAR * item else 1
+        close = near <= NEAR * item or (near <= FAR and near - run <= run // 4)
+        each = max(1, MOST_BETWEEN // near) if run <= near and close else 1
         for index in product(*(range(axis[0]) for axis in axes)):
             source, start = block.source, block.buffer
             for number, (_, stride, step) in zip(index, axes, strict=True):

@@ -18,7 +18,7 @@ from ckptctl.distributed import Reader
 from ckptctl.errors import RefusedError
 from ckptctl.ops.conversion.options import ConversionOptions
 from ckptctl.storage.execution.options import ExecutionOptions
-from ckptctl.storage.out_of_range import OutOfRange
+from ckptctl.storage.outcome import OutOfRange
 from tests.checkpoints import save_hf, tiny_llama
 from tests.checkpoints.adapters import merged_by_hand, random_adapter, save_peft
 

@@ -246,6 +246,18 @@ def test_scales_of_activations_are_dropped_and_that_is_said(tmp_path: Path) -> N
     assert any("dropped 1 tensor (static activation scales)" in note for note in plan.notes)
 
 
+@pytest.mark.parametrize("scheme", [fp8_channels, mxfp8, stacked_int8])
+def test_the_stored_shape_of_an_unpacked_weight_is_dropped_with_a_note(
+    tmp_path: Path, scheme: Any
+) -> None:
+    state, plain, quantization = scheme()
+    shape = {"a.weight_shape": torch.tensor(state["a.weight"].shape)}
+    source = saved(tmp_path / "source", state | shape, quantization)
+    plan = ckptctl.plan_conversion(source, tmp_path / "out", to="hf", dequantize="bf16")
+    assert [tensor.name for tensor in plan.output] == list(plain)
+    assert any("dropped 1 tensor (shapes of unpacked weights)" in note for note in plan.notes)
+
+
 def test_what_only_a_file_beside_config_says(tmp_path: Path) -> None:
     state, plain, said = modelopt()
     source = save_hf(tmp_path / "source", state, {"model_type": "x"})

@@ -78,7 +78,7 @@ from ckptctl.ops.ranks.coordinator import Alone, Coordinator, on_first, sendable
 from ckptctl.ops.saving.local_shards import digest
 from ckptctl.planner.plan import Plan
 from ckptctl.storage.byte_files import Memory
-from ckptctl.storage.out_of_range import OutOfRange
+from ckptctl.storage.outcome import OutOfRange
 from ckptctl.storage.threads import no_collection
 
 HOW = ("strict", "cast", "allow_overflow", "trusted", "checksum", "jobs")

@@ -22,8 +22,7 @@ from ckptctl.planner.mapping.tensors import Change
 from ckptctl.planner.plan import Plan
 from ckptctl.results import Inline, JsonField, Result, rounded
 from ckptctl.storage.kinds import calculates
-from ckptctl.storage.out_of_range import OUT_OF_RANGE, OutOfRange
-from ckptctl.storage.rounding import EXACT, ROUNDED, Rounding
+from ckptctl.storage.outcome import EXACT, OUT_OF_RANGE, ROUNDED, OutOfRange, Rounding
 from ckptctl.units import counted, format_bytes
 
 START_UP = 32 << 20

@@ -18,7 +18,7 @@ from ckptctl.ops.ranks.coordinator import Coordinator, on_first, require_same, t
 from ckptctl.storage.destinations import Replaceable, require_space
 from ckptctl.storage.execution.options import Execution
 from ckptctl.storage.kinds import require_torch_for
-from ckptctl.storage.out_of_range import require_in_range
+from ckptctl.storage.outcome import require_in_range
 from ckptctl.storage.publish import Staging, staging
 from ckptctl.storage.threads import Advance
 

@@ -37,7 +37,7 @@ from ckptctl.ops.sources import leaf_values, located
 from ckptctl.planner.mapping.mapped import stored_shapes
 from ckptctl.results import JsonField, Result
 from ckptctl.storage.kinds import require_torch_for
-from ckptctl.storage.out_of_range import OUT_OF_RANGE, OutOfRange
+from ckptctl.storage.outcome import OUT_OF_RANGE, OutOfRange
 from ckptctl.storage.paths import shown
 from ckptctl.units import counted
 

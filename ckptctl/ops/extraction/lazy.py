@@ -23,7 +23,7 @@ from ckptctl.ops.recognition.roots import checked_root
 from ckptctl.planner.boxes import check_coverage
 from ckptctl.planner.mapping.mapped import MappedTensor, stored_shapes
 from ckptctl.storage.arithmetic import import_torch, tensor
-from ckptctl.storage.out_of_range import require_in_range
+from ckptctl.storage.outcome import require_in_range
 from ckptctl.storage.pickles.inert import Global, Inert, walk
 from ckptctl.storage.zips.reader import StoredTensor
 from ckptctl.units import counted

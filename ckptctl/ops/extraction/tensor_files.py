@@ -20,7 +20,7 @@ from ckptctl.planner.plan import OutputFile, Plan, Record
 from ckptctl.storage.destinations import Replaceable, require_space
 from ckptctl.storage.execution.executor import execute
 from ckptctl.storage.execution.options import Execution, ExecutionOptions
-from ckptctl.storage.out_of_range import require_in_range
+from ckptctl.storage.outcome import require_in_range
 from ckptctl.storage.publish import staging
 from ckptctl.units import counted
 

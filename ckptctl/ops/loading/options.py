@@ -18,7 +18,7 @@ from ckptctl.ops.recognition.quantized import dequantized
 from ckptctl.ops.recognition.roots import renamed
 from ckptctl.ops.sources import open_source
 from ckptctl.options import Option, Options
-from ckptctl.storage.out_of_range import OutOfRange, require_in_range
+from ckptctl.storage.outcome import OutOfRange, require_in_range
 
 Strict = bool | Literal["model", "state"]
 """Whose names have to agree: those of both sides, of neither, of the model, or all of the state."""

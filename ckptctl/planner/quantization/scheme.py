@@ -153,12 +153,14 @@ class Part:
         forbidden: Says why it cannot be there, or None where it may.
         uniform: Returns whether a weight has all of it, or None where something else decides that;
             where nothing does, all weights of a checkpoint have it alike.
+        dropped: What it is, where a plain model has no use for it and no weight depends on it.
     """
 
     ending: str
     required: Reason = never
     forbidden: Reason = never
     uniform: Callable[[Group], bool | None] | None = None
+    dropped: str = ""
 
     @property
     def essential(self) -> bool:

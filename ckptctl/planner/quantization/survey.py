@@ -121,6 +121,10 @@ def _weights(
         form, parts = found_form
         used.add(name)
         used.update(part.name for part in parts.values())
+        for role, part in parts.items():
+            if form.parts[role].dropped:
+                found.dropped[part.name] = form.parts[role].dropped
+        parts = {role: part for role, part in parts.items() if not form.parts[role].dropped}
         key = f"{name.removesuffix(form.lead)}{form.plain}"
         group = Group(key, entry, parts, statement, values)
         try:

@@ -22,8 +22,7 @@ from ckptctl.errors import spell_option, storage_errors
 from ckptctl.planner.copying.tile import Limits
 from ckptctl.storage.crc import crc32
 from ckptctl.storage.execution.options import LEAST
-from ckptctl.storage.out_of_range import OutOfRange
-from ckptctl.storage.rounding import Rounding
+from ckptctl.storage.outcome import OutOfRange, Rounding
 from ckptctl.storage.schema import find
 from ckptctl.storage.unfinished import left_in
 
@@ -45,8 +44,8 @@ class Done(NamedTuple):
         number: Index of its tile.
         written: CRC-32 of each of its writes.
         read: CRC-32 of each of its checked reads.
-        lost: The numbers of an :class:`~ckptctl.storage.out_of_range.OutOfRange`; empty: nothing.
-        rounding: Those of a :class:`~ckptctl.storage.rounding.Rounding`; likewise.
+        lost: The numbers of an :class:`~ckptctl.storage.outcome.OutOfRange`; empty: nothing.
+        rounding: Those of a :class:`~ckptctl.storage.outcome.Rounding`; likewise.
     """
 
     transfer: int

@@ -15,10 +15,8 @@ from ckptctl.storage.crc import combine
 from ckptctl.storage.execution.journal import Done
 from ckptctl.storage.execution.lanes import Unit
 from ckptctl.storage.files import source_files
-from ckptctl.storage.out_of_range import OutOfRange
-from ckptctl.storage.outcome import NOTHING, Outcome
+from ckptctl.storage.outcome import NOTHING, Outcome, OutOfRange, Rounding
 from ckptctl.storage.paths import path_at
-from ckptctl.storage.rounding import Rounding
 from ckptctl.storage.stand_ins import begins_as_zip
 
 Parts = list[tuple[int, int, int]]

@@ -6,8 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from ckptctl.planner.copying.tile import MIB, Limits
-from ckptctl.storage.out_of_range import OutOfRange
-from ckptctl.storage.rounding import Rounding
+from ckptctl.storage.outcome import OutOfRange, Rounding
 from ckptctl.storage.threads import Advance, default_threads
 
 ARITHMETIC = 224 * MIB

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from ckptctl.storage.computed import OpenFiles
     from ckptctl.storage.files import SourceFiles
-    from ckptctl.storage.rounding import Rounding
+    from ckptctl.storage.outcome import Rounding
 
 
 SEEK = 64 << 10

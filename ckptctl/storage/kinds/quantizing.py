@@ -34,7 +34,7 @@ from ckptctl.errors import RefusedError, spell_option
 from ckptctl.storage.arithmetic import elements
 from ckptctl.storage.files import SourceFiles
 from ckptctl.storage.kinds import Inputs, Kind, last_of
-from ckptctl.storage.rounding import EXACT, Rounding
+from ckptctl.storage.outcome import EXACT, Rounding
 
 if TYPE_CHECKING:
     import torch

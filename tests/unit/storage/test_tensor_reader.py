@@ -111,3 +111,14 @@ def test_what_lies_between_elements_is_read_in_bounded_memory() -> None:
         found = TensorReader(files, entry).read()
         assert bytes(found) == bytes(base[:, :width].contiguous().view(torch.uint8).numpy())
         assert files.most <= 1 << 20 and files.reads == 12
+
+
+@pytest.mark.parametrize(
+    ("columns", "reads"), [(1000, 1), (700, 256)], ids=["small gaps", "large gaps"]
+)
+def test_rows_with_small_gaps_between_them_are_read_together(columns: int, reads: int) -> None:
+    view = torch.arange(256 << 10, dtype=torch.int32).reshape(256, 1024)[:, :columns]
+    files, entry = stored(view)
+    found = TensorReader(files, entry).read()
+    assert bytes(found) == bytes(view.contiguous().view(torch.uint8).numpy())
+    assert files.reads == reads

@@ -235,7 +235,7 @@ PARTS = {
     "global": Part(".weight_global_scale", _of_two_scales, _of_one_scale),
 }
 PACKED = {**PARTS, "shape": Part(".weight_shape", _of_packed_integers)}
-UNPACKED = {**PARTS, "shape": Part(".weight_shape")}
+UNPACKED = {**PARTS, "shape": Part(".weight_shape", dropped="shapes of unpacked weights")}
 KV = "KV cache scales"
 DROPPED = {
     **{

@@ -35,10 +35,7 @@ DROPPED = dict.fromkeys((".input_scale", ".activation_scale", "_activation_scale
 def scaled(group: Group, how: str, block: tuple[int, int]) -> QuantizedWeight:
     """Return a float8 weight with scales of blocks, none of which is taken for larger than it."""
     down, across = (max(min(pair), 1) for pair in zip(block, group.lead.shape[-2:], strict=True))
-    unread = group.parts.keys() - {"scale"}
-    return group.quantized(
-        how, "block_fp8", group.lead.shape, ScaleBlocks(down, across), unread=unread
-    )
+    return group.quantized(how, "block_fp8", group.lead.shape, ScaleBlocks(down, across))
 
 
 def _weight(group: Group) -> QuantizedWeight:
