@@ -237,6 +237,7 @@ class BlockReader:
         last = len(shape) - 1
         return all(
             len(part.of.extents) == 1
+            and not part.of.extents[0].strides
             and any(
                 axis.dim == last
                 and axis.step == axis.stride == 1

@@ -352,3 +352,9 @@ def test_product_boxes_cover_a_range_once_and_in_order(sizes, a, b):
         )
     ]
     assert found == list(range(lo, hi))
+
+
+def test_a_tensor_that_is_stored_transposed_is_permuted_in_memory():
+    entry = stored("a", [1024, 512], strides=[1, 1024])
+    box = target("x", 0, (1024, 512), 0)
+    assert copies.permutes(Transfer("t", Strided.whole(entry), (box,)))
