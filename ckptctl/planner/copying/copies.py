@@ -374,9 +374,12 @@ def _repeats(part: Part, dim: int, box: Domain) -> bool:
 
 def _series(first: Tile | None, second: Tile | None, steps: int) -> Tile | None:
     """Return the tile whose first steps these two are, or None if they are no steps of one."""
-    if first is None or second is None:
+    if first is None or second is None or len(first.reads) != len(second.reads):
         return None
-    pairs = zip(first.reads, second.reads, strict=True)
+    pairs = list(zip(first.reads, second.reads, strict=True))
+    # Boxes that are read together in one step may lie apart in the next one.
+    if any(a._replace(offset=b.offset) != b for a, b in pairs):
+        return None
     found = tuple(a._replace(step=b.offset - a.offset) for a, b in pairs)
     writes = tuple(
         write._replace(offset=write.offset + write.nbytes, at=write.at + write.nbytes)

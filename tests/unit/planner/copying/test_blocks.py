@@ -255,6 +255,11 @@ def test_random_tiles_write_the_elements_of_numpy(permuted, monkeypatch):
         check_tiles(seed)
 
 
+@pytest.mark.parametrize("seed", [29_081, 31_450])
+def test_steps_that_read_another_number_of_ranges_are_no_series(seed):
+    check_tiles(seed)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("block", range(8))
 def test_many_random_boxes_and_tiles(block):
