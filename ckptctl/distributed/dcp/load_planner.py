@@ -216,7 +216,7 @@ class LoadPlanner(DefaultLoadPlanner):
             name: Wanted(meta.dtype, meta.shape, ()) for name, meta in self._state.meta.items()
         }
         tensors = self._mapping.tensors
-        chosen = [one for one in tensors if any(view.key in wanted for view in one.targets)]
+        chosen = [one for one in tensors if any(target.key in wanted for target in one.targets)]
         require_shapes(chosen, wanted)
         return casts(self._mapping, chosen, wanted, self.cast)
 

@@ -131,8 +131,8 @@ class CatalogMetadata(Metadata):
         paths: dict[str, Keys] = {}
         for one in mapping.tensors:
             source = catalog.tensors[one.sources[0].key]
-            for view in one.targets:
-                name = view.key
+            for target in one.targets:
+                name = target.key
                 kinds[name] = source.dtype
                 boxes = [extent.box for extent in source.extents] if one.renames else []
                 whole[name] = [chunk_of(box) for box in boxes or [Box.whole(shapes[name])]]

@@ -129,9 +129,9 @@ class Reader(StorageReader):
         mapping = self._mapping()
         wanted = {item.storage_index.fqn for item in plan.items}
         for one in mapping.tensors:
-            if any(view.key in wanted for view in one.targets):
-                for view in one.sources:
-                    check_coverage(mapping.catalog.tensors[view.key])
+            if any(target.key in wanted for target in one.targets):
+                for source in one.sources:
+                    check_coverage(mapping.catalog.tensors[source.key])
         assert self._opened
         return replace(plan, storage_data=fingerprint_of(self._opened))
 

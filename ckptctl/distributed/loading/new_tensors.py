@@ -63,9 +63,9 @@ def _dtypes(mapping: StateMapping) -> dict[str, str]:
     """Return the dtypes that the checkpoint has for the tensors of the state."""
     entries = mapping.catalog.tensors
     return {
-        view.key: entries[one.sources[0].key].dtype
+        target.key: entries[one.sources[0].key].dtype
         for one in mapping.tensors
-        for view in one.targets
+        for target in one.targets
     }
 
 

@@ -189,9 +189,9 @@ def _sources(mapping: StateMapping) -> dict[str, object]:
     entries = mapping.catalog.tensors
     found: dict[str, object] = {}
     for one in mapping.tensors:
-        for view in one.targets:
+        for target in one.targets:
             extents = [entries[source.key].extents for source in one.sources]
-            found[view.key] = (extents, view.place) if len(one.targets) == 1 else view.key
+            found[target.key] = (extents, target.place) if len(one.targets) == 1 else target.key
     return found
 
 

@@ -213,7 +213,7 @@ def _values(
     progress: Watch,
 ) -> _Compared:
     alike = [one for one in pairs if one.entry.shape == one.shape and "," not in one.dtype]
-    names = [view.key for one in alike for part in one.mapped for view in part.sources]
+    names = [source.key for one in alike for part in one.mapped for source in part.sources]
     # what is dropped for what it holds has to be read as well
     held_back = [*mapping.must_be_zero, *(name for both in mapping.must_equal for name in both)]
     a = located(first, [one.entry.name for one in alike])

@@ -155,14 +155,14 @@ def _pairs(a: Catalog, b: Catalog, mapping: StateMapping, left: Collection[str])
     """Yield the tensors of A, without those *left* out, that B has whole."""
     becoming: dict[str, list[MappedTensor]] = {}
     for one in mapping.tensors:
-        for key in dict.fromkeys(view.key for view in one.targets):
+        for key in dict.fromkeys(target.key for target in one.targets):
             becoming.setdefault(key, []).append(one)
     shapes, filled = stored_shapes(mapping.tensors), covered(mapping.tensors)
     for name, entry in a.tensors.items():
         mapped = becoming.get(name, [])
         if not mapped or name in left or filled[name] != math.prod(shapes[name]):
             continue
-        read = dict.fromkeys(view.key for one in mapped for view in one.sources)
+        read = dict.fromkeys(source.key for one in mapped for source in one.sources)
         sources = tuple(key for key in read if key in b.tensors)
         dtypes = sorted({mapping.catalog.tensors[key].dtype for key in read})
         yield Pair(entry, tuple(mapped), sources, shapes[name], ", ".join(dtypes))
@@ -172,8 +172,8 @@ def _called(b: Catalog, mapping: StateMapping) -> dict[str, list[str]]:
     """Return what the leaves of *b* are called in A; one tensor may be several there."""
     called: dict[str, list[str]] = {}
     for one in mapping.tensors:
-        for view in one.sources:
-            called.setdefault(view.key, []).extend(target.key for target in one.targets)
+        for source in one.sources:
+            called.setdefault(source.key, []).extend(target.key for target in one.targets)
     names = (*b.tensors, *b.blobs)
     return {n: called.get(n) or [moved(n, mapping.root, mapping.prefix)] for n in names}
 

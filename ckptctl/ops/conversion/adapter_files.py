@@ -66,10 +66,10 @@ def adapter_files(draft: Draft) -> Draft:
         carries=TRAINED if carried and target.single_file else carried,
     )
     ranks = {
-        module_of(view.key): view.tensor.shape[0]
+        module_of(target.key): target.tensor.shape[0]
         for item in change.tensors
-        for view in item.targets
-        if view.key.endswith(RANKED)
+        for target in item.targets
+        if target.key.endswith(RANKED)
     }
     _require_same_biases(change, assets)
     peft = change.target_layout in (None, *PEFT)

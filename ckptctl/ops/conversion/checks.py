@@ -158,10 +158,10 @@ def require_scaled(
     narrow = {name for name, one in dtypes.BY_NAME.items() if one.floating and one.itemsize == 1}
     float8 = {one.name: one.dtype for one in tensors if one.dtype in narrow}
     cast = [
-        view.key
+        target.key
         for item in mapped
-        for view in item.targets
-        if view.key in float8 and _made(catalog, item.sources[0].key, float8[view.key])
+        for target in item.targets
+        if target.key in float8 and _made(catalog, item.sources[0].key, float8[target.key])
     ]
     if cast:
         raise RefusedError(

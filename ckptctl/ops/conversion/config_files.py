@@ -36,7 +36,7 @@ def config_files(draft: Draft) -> Draft:
     dtype = None
     if cast or CONFIG not in assets.documents:
         model = in_checkpoint(change.tensors, draft.root, draft.kept_root)
-        own = {view.key for item in model for view in item.targets}
+        own = {target.key for item in model for target in item.targets}
         plain = draft.quantization.plain if draft.quantization else draft.tensors
         dtype = main_dtype([tensor for tensor in plain if tensor.name in own])
     written = _written(assets, target, change, draft.ranks, dtype, cast)

@@ -97,7 +97,7 @@ def collect_contents(draft: Draft) -> Draft:
         catalog = with_sums(catalog, mapped)
     equal = [(root + kept, root + dropped) for kept, dropped in change.must_equal]
     equal += rest.must_equal
-    read = {view.key for item in mapped for view in item.sources}
+    read = {source.key for item in mapped for source in item.sources}
     taken = {name: origin for name, origin in draft.taken.items() if name in read}
     read |= {name for pair in equal for name in pair}
     read |= {root + name for name in change.must_be_zero}
@@ -175,8 +175,8 @@ def in_checkpoint(
     return (
         replace(
             mapped,
-            sources=tuple(view._replace(key=root + view.key) for view in mapped.sources),
-            targets=tuple(view._replace(key=prefix + view.key) for view in mapped.targets),
+            sources=tuple(source._replace(key=root + source.key) for source in mapped.sources),
+            targets=tuple(target._replace(key=prefix + target.key) for target in mapped.targets),
         )
         for mapped in tensors
     )
@@ -204,13 +204,13 @@ def _paths(
                 why="tensors in a checkpoint must have names",
             )
         head, prefix = container(old, draft.root) if draft.root else ((), "")
-        for target in (view.key for view in item.targets):
+        for key in (target.key for target in item.targets):
             if draft.change.identity and not copied:
-                placed[target] = old if draft.everything else inside(old, draft.root)
+                placed[key] = old if draft.everything else inside(old, draft.root)
             elif draft.everything:
-                placed[target] = (*head, target.removeprefix(prefix))
+                placed[key] = (*head, key.removeprefix(prefix))
             else:
-                placed[target] = (target,)
+                placed[key] = (key,)
     return placed
 
 
@@ -230,17 +230,17 @@ def output_tensors(
     for item in mapped:
         kind = _dtype(item, entries, dtype, pinned)
         source = entries[item.sources[0].key]
-        for view in item.targets:
-            if kinds.setdefault(view.key, kind) != kind:
+        for target in item.targets:
+            if kinds.setdefault(target.key, kind) != kind:
                 hint = f"pass {spell_option('--dtype')} to cast all of them to one dtype"
-                raise _mixed(view.key, kinds[view.key], kind, source.name, hint)
-            memories.setdefault(view.key, []).append(_memory(item, view, source))
+                raise _mixed(target.key, kinds[target.key], kind, source.name, hint)
+            memories.setdefault(target.key, []).append(_memory(item, target, source))
     first: dict[object, str] = {}
     original = {key: first.setdefault(tuple(parts), key) for key, parts in memories.items()}
     gradient = {
-        view.key
+        target.key
         for item in mapped
-        for view in item.targets
+        for target in item.targets
         if all(entries[source.key].requires_grad for source in item.sources)
     }
     return tuple(
@@ -271,14 +271,14 @@ def _dtype(
 ) -> str:
     """The element type that a logical tensor gets; its parts have to agree."""
     first = entries[item.sources[0].key]
-    for view in item.sources:
-        if entries[view.key].dtype != first.dtype:
-            other = entries[view.key].dtype
+    for source in item.sources:
+        if entries[source.key].dtype != first.dtype:
+            other = entries[source.key].dtype
             hint = (
                 f"first convert with {spell_option('--dtype')} in the same layout, then convert "
                 "the result"
             )
-            raise _mixed(item.targets[0].key, first.dtype, other, view.key, hint)
+            raise _mixed(item.targets[0].key, first.dtype, other, source.key, hint)
     kept = item.logical.partition(".")[0] in pinned
     return first.dtype if kept or dtype is None else cast_to(first.dtype, dtype)
 

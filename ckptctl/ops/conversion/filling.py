@@ -516,7 +516,7 @@ def renamed(catalog: Catalog, change: Change, root: str) -> tuple[Catalog, dict[
         else:
             entries[key] = replace(entry, name=key, path=path, alias_of=None)
             origins[key] = entry.name
-    gone = {view.key for one in mapped for view in one.sources}
+    gone = {source.key for one in mapped for source in one.sources}
     rest = {name: one for name, one in catalog.tensors.items() if name not in gone}
     return replace(catalog, tensors={**entries, **rest}, computed=computed), origins
 
@@ -529,7 +529,7 @@ def in_layout(catalog: Catalog, parts: Mapping[str, Sequence[MappedTensor]]) -> 
         parts: What each tensor consists of.
     """
     names = dict.fromkeys(
-        view.key for some in parts.values() for one in some for view in one.sources
+        source.key for some in parts.values() for one in some for source in one.sources
     )
     entries = located(catalog, names).tensors
     return {

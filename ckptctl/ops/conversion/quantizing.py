@@ -167,7 +167,7 @@ def _linear(draft: Draft) -> dict[str, Role]:
             else f"set it with {spell_option('--model-type')}; `ckptctl models` lists them",
         )
     roles = Roles(family, family.layout(layout))
-    own = {view.key for item in change.tensors for view in item.targets}
+    own = {target.key for item in change.tensors for target in item.targets}
     keys = ((one, one.name.removeprefix(draft.kept_root)) for one in draft.tensors)
     found = {one.name: roles.of(key, one.shape) for one, key in keys if key in own}
     return {name: role for name, role in found.items() if role != "other"}
@@ -273,7 +273,7 @@ class _Making:
         self._known: dict[str, Input] = {}
         self._sources: dict[str, list[MappedTensor]] = {}
         for item in draft.mapped:
-            for key in {view.key for view in item.targets}:
+            for key in {target.key for target in item.targets}:
                 self._sources.setdefault(key, []).append(item)
 
     def parts_of(self, tensor: OutputTensor) -> list[OutputTensor]:
@@ -284,7 +284,7 @@ class _Making:
         """Return what becomes of all tensors where *made* takes the place of its keys."""
         found: list[MappedTensor] = []
         for item in self._draft.mapped:
-            left = tuple(view for view in item.targets if view.key not in made)
+            left = tuple(target for target in item.targets if target.key not in made)
             if left:
                 found.append(replace(item, targets=left) if left != item.targets else item)
         parts = [part for some in made.values() for part in some]
@@ -326,7 +326,7 @@ class _Making:
         return self._known[key]
 
     def _rearranged(self, tensor: OutputTensor, items: Sequence[MappedTensor]) -> Computed:
-        read = dict.fromkeys(view.key for item in items for view in item.sources)
+        read = dict.fromkeys(source.key for item in items for source in item.sources)
         entries = {key: self._entries[key] for key in read}
         if len({entry.dtype for entry in entries.values()}) > 1:
             entries = {key: self._cast(entry, tensor.dtype) for key, entry in entries.items()}

@@ -228,10 +228,10 @@ class _Groups:
 
     def add(self, item: MappedTensor) -> None:
         """Take in what becomes of one logical tensor."""
-        targets = [view.key for view in item.targets if view.key in self._written]
+        targets = [target.key for target in item.targets if target.key in self._written]
         if not targets:
             return
-        sources = {name for view in item.sources for name in self._origins.of(view.key)}
+        sources = {name for source in item.sources for name in self._origins.of(source.key)}
         self.sources |= sources
         self._targets.update(targets)
         first = (1, targets[0])

@@ -72,7 +72,7 @@ def follow(catalog: Catalog, names: Sequence[str], root: str, change: Change) ->
 def _require_no_parts(tensors: Sequence[TensorEntry], change: Change) -> None:
     """Refuse what an optimizer knows of parts of tensors that are whole here: the names differ."""
     named = [(entry, whole) for entry in tensors if (whole := whole_of(entry.name))]
-    own = {view.key for item in change.tensors for view in item.sources} if named else {}
+    own = {source.key for item in change.tensors for source in item.sources} if named else {}
     for entry, whole in named:
         parameter = next((part for part in name_parts(whole) if part in own), None)
         if parameter is not None:
@@ -94,10 +94,10 @@ class _Follow:
         self.mapped: dict[str, list[MappedTensor]] = {}
         self.sharing: dict[str, list[MappedTensor]] = {}
         for item in change.tensors:
-            for key in dict.fromkeys(view.key for view in item.sources):
+            for key in dict.fromkeys(source.key for source in item.sources):
                 self.mapped.setdefault(key, []).append(item)
-            for view in item.targets:
-                self.sharing.setdefault(view.key, []).append(item)
+            for target in item.targets:
+                self.sharing.setdefault(target.key, []).append(item)
         self.counters: dict[str, str] = {}
         self.leaves: dict[str, tuple[str, Blob]] = {}
         self.alike: dict[Path, dict[str, TensorEntry]] = {}
@@ -153,9 +153,9 @@ class _Follow:
                     self.rest.zeros.append(replace(zeros, key=key, like=entry.name))
 
     def _follow(self, item: MappedTensor, moments: Mapping[str, TensorEntry]) -> None:
-        some = next(view.key for view in item.sources if view.key in moments)
-        parts = (other for view in item.targets for other in self.sharing[view.key])
-        needed = (view.key for part in parts for view in part.sources)
+        some = next(source.key for source in item.sources if source.key in moments)
+        parts = (other for target in item.targets for other in self.sharing[target.key])
+        needed = (source.key for part in parts for source in part.sources)
         lacking = next((key for key in needed if key not in moments), None)
         if lacking is not None:
             raise RefusedError(
@@ -165,11 +165,11 @@ class _Follow:
                 hint=f"pass {spell_option('--only model')}, or keep the layout",
             )
         targets: list[TargetTensor] = []
-        for view in item.targets:
-            path = _replaced(moments[some].path, some, view.key)
+        for target in item.targets:
+            path = _replaced(moments[some].path, some, target.key)
             self.rest.paths[join(path)] = path
-            targets.append(view._replace(key=join(path)))
-        sources = tuple(view._replace(key=moments[view.key].name) for view in item.sources)
+            targets.append(target._replace(key=join(path)))
+        sources = tuple(source._replace(key=moments[source.key].name) for source in item.sources)
         plus = _added(item, moments[some].name)
         self.rest.tensors.append(replace(item, sources=sources, targets=tuple(targets), plus=plus))
 
@@ -202,7 +202,7 @@ class _Follow:
         items = self.mapped.get(name)
         if items is None:
             return [name]
-        return list(dict.fromkeys(view.key for item in items for view in item.targets))
+        return list(dict.fromkeys(target.key for item in items for target in item.targets))
 
     def _parameter(self, name: str) -> str | None:
         """The longest parameter name that stands in *name* between dots."""

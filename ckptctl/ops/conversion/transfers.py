@@ -46,7 +46,7 @@ def plan_transfers(
         if not places:
             continue
         dtype = target_dtypes[key]
-        read = {view.key: catalog.tensors[view.key] for one in parts for view in one.sources}
+        read = {source.key: catalog.tensors[source.key] for one in parts for source in one.sources}
         if len({entry.dtype for entry in read.values()}) > 1:
             read = {
                 name: _cast(catalog.root, entry, dtype, computed) for name, entry in read.items()

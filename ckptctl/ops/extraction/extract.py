@@ -90,8 +90,8 @@ def _extract(path: str | Path, tensor: str, options: ExtractOptions) -> Extracti
     catalog, mapping = mapped_source(source, options)
     taken = _taken(mapping, tensor, options)
     wanted = {one.name: Wanted(one.dtype, one.whole, ()) for one in taken}
-    chosen = [one for one in mapping.tensors if any(view.key in wanted for view in one.targets)]
-    names = [view.key for one in chosen for view in one.sources]
+    chosen = [one for one in mapping.tensors if any(target.key in wanted for target in one.targets)]
+    names = [source.key for one in chosen for source in one.sources]
     if options.dtype is not None:
         require_uncast(mapping.catalog, names)
     mapping.notes.add(*_short(taken))
@@ -134,9 +134,9 @@ def _taken(mapping: StateMapping, tensor: str, options: ExtractOptions) -> list[
             )
         name, part = tensor, options.slice
     kinds = {
-        view.key: mapping.catalog.tensors[one.sources[0].key].dtype
+        target.key: mapping.catalog.tensors[one.sources[0].key].dtype
         for one in mapping.tensors
-        for view in one.targets
+        for target in one.targets
     }
     return [
         Taken(key, cast_to(kinds[key], options.dtype), shapes[key], take(part, shapes[key], key))
@@ -186,8 +186,8 @@ def _shown(path: str, reading: Reading, taken: Sequence[Taken]) -> Extraction:
 
 
 def _extracted(reading: Reading, one: Taken) -> Extracted:
-    holding = [m for m in reading.tensors if any(view.key == one.name for view in m.targets)]
-    sources = dict.fromkeys(view.key for mapped in holding for view in mapped.sources)
+    holding = [m for m in reading.tensors if any(target.key == one.name for target in m.targets)]
+    sources = dict.fromkeys(source.key for mapped in holding for source in mapped.sources)
     nbytes = one.part.box.numel * dtypes.itemsize(one.dtype)
     return Extracted(one.name, tuple(sources), one.dtype, one.part.shape, one.whole, nbytes)
 

@@ -229,7 +229,7 @@ class LazyStateDict(Mapping[str, TensorHandle]):
             return content
         steps = row_major(part.box.sizes)
         wanted = {handle.name: Wanted(handle.dtype, handle.shape, (Target(part.box, "0", steps),))}
-        for key in {view.key for one in tensors for view in one.sources}:
+        for key in {source.key for one in tensors for source in one.sources}:
             check_coverage(self._mapping.catalog.tensors[key])
         cast = casts(self._mapping, tensors, wanted, True)
         plan = Reading(self._mapping, tensors, cast).plan(wanted)
@@ -244,7 +244,7 @@ def _by_name(mapping: StateMapping, prefix: str) -> dict[str, tuple[MappedTensor
     """Return what each tensor below *prefix* is made of, by its name without it."""
     tensors: dict[str, list[MappedTensor]] = {}
     for one in mapping.tensors:
-        for key in dict.fromkeys(view.key for view in one.targets):
+        for key in dict.fromkeys(target.key for target in one.targets):
             if key.startswith(prefix):
                 tensors.setdefault(key.removeprefix(prefix), []).append(one)
     return {name: tuple(some) for name, some in tensors.items()}

@@ -75,8 +75,8 @@ def casts(
     found: dict[str, tuple[str, str]] = {}
     read: dict[str, str] = {}
     for one in mapped:
-        held = list(dict.fromkeys(entries[view.key].dtype for view in one.sources))
-        asked = {wanted[view.key].dtype for view in one.targets if view.key in wanted}
+        held = list(dict.fromkeys(entries[source.key].dtype for source in one.sources))
+        asked = {wanted[target.key].dtype for target in one.targets if target.key in wanted}
         if len(held) > 1 or len(asked) > 1:
             raise MappingError(
                 "tensors that are merged or split have different dtypes",
@@ -84,9 +84,9 @@ def casts(
                 why=f"{' and '.join(held)} in the checkpoint, {' and '.join(asked)} in the state",
             )
         if asked != set(held):
-            names = [view.key for view in one.targets if view.key in wanted]
+            names = [target.key for target in one.targets if target.key in wanted]
             found |= dict.fromkeys(names, (held[0], next(iter(asked))))
-            read |= {view.key: names[0] for view in one.sources}
+            read |= {source.key: names[0] for source in one.sources}
     if found:
         _require_castable(found, allowed)
         _require_plain(mapping.catalog, read)

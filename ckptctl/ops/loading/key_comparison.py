@@ -106,10 +106,10 @@ def compare(
     paths = {name: one.path for name, one in catalog.tensors.items()}
     paths |= {name: one.path for name, one in catalog.blobs.items()}
     read = {
-        view.key
+        source.key
         for one in mapping.tensors
-        if any(view.key in tensors for view in one.targets)
-        for view in one.sources
+        if any(target.key in tensors for target in one.targets)
+        for source in one.sources
     }
     read |= {moved(name, mapping.prefix, mapping.root) for name in values}
     own = (*tensors.values(), *values.values())

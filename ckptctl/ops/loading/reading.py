@@ -60,9 +60,10 @@ class Reading:
         return replace(plan, target=str(target), single_file=True)
 
     def _chosen(self, wanted: Mapping[str, Wanted]) -> tuple[list[MappedTensor], dict[str, Wanted]]:
-        known = {view.key for one in self.tensors for view in one.targets}
+        known = {target.key for one in self.tensors for target in one.targets}
         held = {name: one for name, one in wanted.items() if one.targets and name in known}
-        return [one for one in self.tensors if any(view.key in held for view in one.targets)], held
+        filled = (one for one in self.tensors if any(t.key in held for t in one.targets))
+        return list(filled), held
 
     def elsewhere(self, catalog: Catalog) -> Reading:
         """Return the same reading of a checkpoint with the same index in another place."""
@@ -133,16 +134,16 @@ def prepare(
     mapping: StateMapping, wanted: Mapping[str, Wanted], *, cast: bool, whole: bool = True
 ) -> Reading:
     """Prove that the tensors of *mapping* that are wanted can be read as they are wanted."""
-    chosen = [one for one in mapping.tensors if any(view.key in wanted for view in one.targets)]
+    chosen = [one for one in mapping.tensors if any(target.key in wanted for target in one.targets)]
     require_shapes(chosen, wanted)
     require_filled(mapping.tensors, wanted)
     entries = mapping.catalog.tensors
     for one in chosen:
-        for view in one.sources:
+        for source in one.sources:
             if whole:
-                check_coverage(entries[view.key])
+                check_coverage(entries[source.key])
             else:
-                require_boxes(entries[view.key], wanted[one.targets[0].key].targets)
+                require_boxes(entries[source.key], wanted[one.targets[0].key].targets)
     return Reading(mapping, tuple(chosen), casts(mapping, chosen, wanted, cast))
 
 
@@ -153,8 +154,8 @@ def _located(
     entries = mapping.catalog.tensors
     found: dict[str, TensorEntry] = {}
     for one in mapped:
-        for view in one.sources:
-            entry = entries[view.key]
+        for source in one.sources:
+            entry = entries[source.key]
             if one.renames and len(entry.extents) > 1:
                 boxes = [target.box for target in wanted[one.targets[0].key].targets]
                 meeting = (
@@ -163,12 +164,12 @@ def _located(
                     if any(e.box == box or intersect(e.box, box) is not None for box in boxes)
                 )
                 entry = replace(entry, extents=tuple(meeting))
-            known = found.get(view.key, entry)
+            known = found.get(source.key, entry)
             if known.extents != entry.extents:  # two tensors of the state come from this one
                 both = {*known.extents, *entry.extents}
-                kept = tuple(one for one in entries[view.key].extents if one in both)
+                kept = tuple(one for one in entries[source.key].extents if one in both)
                 entry = replace(entry, extents=kept)
-            found[view.key] = entry
+            found[source.key] = entry
     return with_bytes(mapping.catalog, found).tensors
 
 

@@ -78,7 +78,7 @@ class StateMapping:
     @property
     def offered(self) -> set[str]:
         """Return the names of the state that can be filled."""
-        return {view.key for one in self.tensors for view in one.targets}
+        return {target.key for one in self.tensors for target in one.targets}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -266,7 +266,7 @@ def _change(
         wanted.layout, partial=bool(request.partial), trust_assets=request.trust_assets
     )
     change = change_layout(model, model.tensors, asked)
-    if names <= {wanted.root + view.key for one in change.tensors for view in one.targets}:
+    if names <= {wanted.root + target.key for one in change.tensors for target in one.targets}:
         return change
     try:
         return change_layout(model, model.tensors, replace(asked, untie=True))

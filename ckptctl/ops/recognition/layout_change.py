@@ -254,18 +254,18 @@ def with_zeros(
     entries, computed = dict(catalog.tensors), dict(catalog.computed)
     mapped: list[MappedTensor] = []
     for item in zeros:
-        target = prefix + item.key
-        name = computed_name(f"{target}@{item.origin}" if item.origin else target)
+        key = prefix + item.key
+        name = computed_name(f"{key}@{item.origin}" if item.origin else key)
         kind = item.dtype or entries[root + item.like].dtype
-        path = entries[root + item.like].path if item.like else (target,)
+        path = entries[root + item.like].path if item.like else (key,)
         computed[name] = Computed("constant", kind, item.shape)
         entries[name] = computed[name].entry(name, path, name)
-        same = MappedTensor.same(name, target, item.shape)
-        view = same.targets[0]
+        same = MappedTensor.same(name, key, item.shape)
+        target = same.targets[0]
         for dim, start in enumerate(item.origin):
             end = start + item.shape[dim]
-            view = view._replace(tensor=view.tensor.place(dim, start, end))
-        mapped.append(replace(same, targets=(view,)))
+            target = target._replace(tensor=target.tensor.place(dim, start, end))
+        mapped.append(replace(same, targets=(target,)))
     return replace(catalog, tensors=entries, computed=computed), mapped
 
 
@@ -274,7 +274,7 @@ def with_sums(catalog: Catalog, tensors: Iterable[MappedTensor]) -> Catalog:
 
     Sums have the dtype of the tensors; they are cast afterwards, if at all.
     """
-    plus = {view.key: one.plus for one in tensors if one.plus for view in one.sources}
+    plus = {source.key: one.plus for one in tensors if one.plus for source in one.sources}
     if not plus:
         return catalog
     entries, computed = dict(catalog.tensors), dict(catalog.computed)

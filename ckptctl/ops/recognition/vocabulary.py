@@ -64,12 +64,12 @@ def without_padding(change: Change, family: Family, size: int, catalog: Catalog)
 def _cut(change: Change, layout: Layout, size: int) -> tuple[Region, ...]:
     """Return the parts of the source's tensors that lie behind *size* rows."""
     found: dict[str, Region] = {}
-    for view in (view for one in change.tensors for view in one.sources):
-        dim = layout.own_dimension(view.key, AXIS)
+    for key, shape in (source for one in change.tensors for source in one.sources):
+        dim = layout.own_dimension(key, AXIS)
         if dim is not None:
-            origin, sizes = [0] * len(view.shape), list(view.shape)
+            origin, sizes = [0] * len(shape), list(shape)
             origin[dim], sizes[dim] = size, sizes[dim] - size
-            found[view.key] = Region(view.key, tuple(origin), tuple(sizes))
+            found[key] = Region(key, tuple(origin), tuple(sizes))
     return tuple(found.values())
 
 

@@ -102,11 +102,11 @@ def stored_shapes(tensors: Iterable[MappedTensor]) -> dict[str, tuple[int, ...]]
     """Return the shape of each stored tensor of the target."""
     found: dict[str, tuple[int, ...]] = {}
     for mapped in tensors:
-        for view in mapped.targets:
-            shape = view.tensor.shape
-            known = found.setdefault(view.key, shape)
+        for target in mapped.targets:
+            shape = target.tensor.shape
+            known = found.setdefault(target.key, shape)
             if known != shape:  # zeros behind the rows of a vocabulary
-                found[view.key] = tuple(map(max, known, shape))
+                found[target.key] = tuple(map(max, known, shape))
     return found
 
 
@@ -114,8 +114,8 @@ def covered(tensors: Iterable[MappedTensor]) -> dict[str, int]:
     """Return how many elements of each stored tensor of the target there are."""
     found: dict[str, int] = {}
     for mapped in tensors:
-        for view in mapped.targets:
-            found[view.key] = found.get(view.key, 0) + view.tensor.covered
+        for target in mapped.targets:
+            found[target.key] = found.get(target.key, 0) + target.tensor.covered
     return found
 
 

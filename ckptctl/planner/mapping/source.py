@@ -217,8 +217,8 @@ class Fusing:
             kept = [one for one, without in zip(kept, touched, strict=True) if not without]
             for mapped in gone:
                 why = next(filter(None, (self._incomplete.get(v.key) for v in mapped.targets)))
-                self._incomplete |= {view.key: why for view in mapped.targets}
-                left_out |= {view.key: why for view in mapped.sources}
+                self._incomplete |= {target.key: why for target in mapped.targets}
+                left_out |= {source.key: why for source in mapped.sources}
         return kept, left_out
 
     def _keys(self, tensor: Tensor, values: Values) -> Iterator[str]:

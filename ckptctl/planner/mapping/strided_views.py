@@ -29,7 +29,7 @@ def as_strided(
         MappingError: They have different dtypes.
     """
     stored_dtype = entries[tensors[0].sources[0].key].dtype
-    for entry in (entries[view.key] for mapped in tensors for view in mapped.sources):
+    for entry in (entries[source.key] for mapped in tensors for source in mapped.sources):
         if entry.dtype != stored_dtype:
             raise MappingError(
                 f"parts of one tensor have different dtypes: {stored_dtype} and {entry.dtype}",
@@ -39,7 +39,7 @@ def as_strided(
     parts: list[Part] = []
     shape: Ints = ()
     for mapped in tensors:
-        sources = [entries[view.key] for view in mapped.sources]
+        sources = [entries[source.key] for source in mapped.sources]
         for target in mapped.targets:
             if target.key == key:
                 held = target.tensor
