@@ -133,7 +133,7 @@ class Extent:
         return Checksum(self.offset, self.nbytes, self.crc32)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, weakref_slot=True)
 class TensorEntry:
     """One tensor of a checkpoint.
 

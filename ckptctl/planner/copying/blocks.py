@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from functools import cached_property
 from operator import mul, sub
 from typing import NamedTuple
+from weakref import ref
 
 from ckptctl.catalog import Computed, Extent, Input, TensorEntry, is_computed, row_major
 from ckptctl.columns import NO_CRC, ExtentColumns, boxes_of, files_of, vectors_of
@@ -39,16 +40,14 @@ Blocks = dict[ReadFrom, list[Block]]
 
 Meeting = tuple["StoredBoxes", int, Part]
 """Elements of a tensor that lie in one stored box, by its number."""
-KEPT = 1024
-"""Stored tensors whose boxes stay looked up, for others that are read from the same ones."""
 
 
 class StoredBoxes:
     """Where a stored tensor lies: its boxes, and the bytes of each."""
 
     def __init__(self, entry: TensorEntry) -> None:
-        self._entry = entry
-        extents = entry.extents
+        self._name = entry.name
+        self._extents = extents = entry.extents
         self.offsets, self.sizes = vectors_of(boxes_of(extents))
         self.files = files_of(extents)
         if isinstance(extents, ExtentColumns):
@@ -68,7 +67,7 @@ class StoredBoxes:
 
     def recorded(self, number: int) -> RecordedRange | None:
         """Return the range around an extent whose checksum is recorded, or None."""
-        extents, name = self._entry.extents, self._entry.name
+        extents, name = self._extents, self._name
         if isinstance(extents, ExtentColumns):
             crc = extents.crcs[number] if extents.crcs else NO_CRC
             if crc == NO_CRC:
@@ -145,18 +144,20 @@ def _stored_inside(part: Part, axes: Mapping[int, Axis], lo: Ints, sizes: Ints) 
     return part if is_complete else Part(of, tuple(kept), tuple(firsts), tuple(starts))
 
 
-_known: dict[int, StoredBoxes] = {}
+_known: dict[int, tuple[StoredBoxes, ref[TensorEntry]]] = {}
+"""Boxes by the identity of a tensor's entry: to hash an entry is to hash all its extents."""
+KEPT = 1024
+"""Stored tensors whose boxes stay looked up, for others that are read from the same ones."""
 
 
 def stored_boxes(entry: TensorEntry) -> StoredBoxes:
-    """Return where a stored tensor lies; it is looked up once for what is read in a row."""
-    found = _known.get(id(entry))
-    if found is None:
+    """Return where a stored tensor lies; it is looked up once, and forgotten with the entry."""
+    key = id(entry)
+    if key not in _known:
         if len(_known) >= KEPT:
             _known.clear()
-        # An entry in here lives as long as its boxes, so that nothing else gets its id.
-        found = _known[id(entry)] = StoredBoxes(entry)
-    return found
+        _known[key] = StoredBoxes(entry), ref(entry, lambda _: _known.pop(key))
+    return _known[key][0]
 
 
 def recorded_range(extent: Extent, name: str) -> RecordedRange | None:

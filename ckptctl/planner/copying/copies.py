@@ -54,6 +54,9 @@ def permutes(transfer: Transfer) -> bool:
     """Return whether *transfer* moves single elements, which takes torch."""
     reader, boxes = BlockReader(transfer.tensor), _boxes_of(transfer.targets)
     work = _Tiling(reader, boxes, (), Limits())
+    if all(len(part.of.extents) == 1 for part in transfer.tensor.parts):
+        # Few ranges are found faster than the order of elements is compared.
+        return bool(boxes) and _plain_ranges(reader, boxes) is None and work.permuted
     return bool(boxes) and work.permuted and _plain_ranges(reader, boxes) is None
 
 

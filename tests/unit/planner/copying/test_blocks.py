@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import math
 import random
+import weakref
 
 import numpy as np
 import pytest
@@ -12,7 +14,7 @@ import pytest
 from ckptctl.catalog import Box, Extent, TensorEntry
 from ckptctl.columns import BoxColumns, ExtentColumns
 from ckptctl.planner.copying import blocks as lowering
-from ckptctl.planner.copying.blocks import BlockReader, ReadFrom
+from ckptctl.planner.copying.blocks import BlockReader, ReadFrom, stored_boxes
 from ckptctl.planner.copying.copies import tiles
 from ckptctl.planner.copying.runs import Block, dense, runs
 from ckptctl.planner.copying.tile import Limits
@@ -36,6 +38,16 @@ def rows(name: str, count: int, width: int, boxes: int) -> TensorEntry:
         for n in range(boxes)
     )
     return TensorEntry(name, "uint8", (count, width), found, (name,))
+
+
+def test_boxes_are_looked_up_once_and_forgotten_with_their_tensor():
+    entry = rows("a", 4096, 8, 1024)
+    boxes = stored_boxes(entry)
+    assert stored_boxes(entry) is boxes
+    gone = weakref.ref(boxes)
+    del entry, boxes
+    gc.collect()
+    assert gone() is None
 
 
 def test_rows_of_a_dense_tensor_are_one_run() -> None:
