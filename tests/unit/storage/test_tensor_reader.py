@@ -26,7 +26,8 @@ class Counted(MemoryFiles):
 
 def stored(tensor: torch.Tensor, offset: int = 0) -> tuple[Counted, TensorEntry]:
     """Return a view as a file has it: all of its storage, behind *offset* bytes."""
-    content = bytes(offset) + bytes(tensor.untyped_storage())
+    storage = torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())
+    content = bytes(offset) + storage.numpy().tobytes()
     whole, size = Box.whole(tuple(tensor.shape)), tensor.itemsize
     strides = tuple(tensor.stride())
     start = offset + int(tensor.storage_offset()) * size
