@@ -2,7 +2,7 @@
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -11,9 +11,9 @@ import pytest
 from ckptctl.catalog import TensorEntry
 from ckptctl.families import families
 from ckptctl.planner.layouts import Family
+from ckptctl.planner.mapping.mapped import MappedTensor, compose
 from ckptctl.planner.mapping.matching import key_of, leads, slots
 from ckptctl.planner.mapping.numbering import planned
-from ckptctl.planner.mapping.strided_views import as_strided, by_target
 from ckptctl.planner.mapping.tensors import map_tensors
 from tests.unit.planner.test_strided import elements_of_parts
 
@@ -125,13 +125,18 @@ def moved(found, values):
     flat = np.concatenate([array.ravel() for array in values.values()])
     entries = {key: TensorEntry(key, "", array.shape, (), ()) for key, array in values.items()}
     result = {}
-    for key, parts in by_target(found.tensors).items():
-        place = elements_of_parts(as_strided(parts, key, entries), places)
-        result[key] = np.where(place < 0, -1, flat[place] + parts[0].plus)
+    for key, composed in compose(found.tensors).items():
+        place = elements_of_parts(composed.elements(entries), places)
+        result[key] = np.where(place < 0, -1, flat[place] + composed.sources[0].plus)
     for zeros in found.zeros:
         if zeros.origin:
             result[zeros.key][cells(zeros.origin, zeros.shape)] = 0
     return result
+
+
+def stored_shapes(tensors: Iterable[MappedTensor]) -> dict[str, tuple[int, ...]]:
+    """Shape of each stored tensor of the target."""
+    return {key: composed.shape for key, composed in compose(tensors).items()}
 
 
 def cells(offsets, sizes):

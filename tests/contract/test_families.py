@@ -7,7 +7,6 @@ from ckptctl.errors import MappingError
 from ckptctl.families import names
 from ckptctl.planner.axes import Sizes
 from ckptctl.planner.mapping.detect import detect
-from ckptctl.planner.mapping.mapped import stored_shapes
 from ckptctl.planner.mapping.matching import slots
 from ckptctl.planner.model_parallel import divide
 from tests.contract.tables import (
@@ -20,6 +19,7 @@ from tests.contract.tables import (
     mapped,
     moved,
     numbered,
+    stored_shapes,
     tiny,
     tiny_sizes,
 )

@@ -15,7 +15,6 @@ from ckptctl import formats
 from ckptctl.distributed.loading.load import load
 from ckptctl.distributed.loading.target_memory import Filled
 from ckptctl.errors import MappingError, UnsafePickleError, UsageError
-from ckptctl.ops.loading.state_mapping import StateMapping
 from tests.checkpoints import save_dcp, save_hf, save_torch, tiny_llama
 from tests.checkpoints.mxfp4 import decoded
 from tests.conftest import DATA
@@ -173,19 +172,6 @@ def test_a_hostile_leaf_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert not (tmp_path / "ran").exists() and not state["w"].any()
     load(state, folder, trusted=True)
     assert (tmp_path / "ran").exists()
-
-
-def test_many_names_are_looked_up_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[int] = []
-
-    def offered(mapping: StateMapping) -> set[str]:
-        asked.append(1)
-        return {view.key for one in mapping.tensors for view in one.targets}
-
-    monkeypatch.setattr(StateMapping, "offered", property(offered))
-    state = {f"w{number}": torch.ones(()) for number in range(100)}
-    load(state, save_dcp(tmp_path / "a", state))
-    assert len(asked) < 10
 
 
 def test_a_torch_file_with_other_leaves(tmp_path: Path) -> None:

@@ -215,10 +215,8 @@ class LoadPlanner(DefaultLoadPlanner):
         wanted = {
             name: Wanted(meta.dtype, meta.shape, ()) for name, meta in self._state.meta.items()
         }
-        tensors = self._mapping.tensors
-        chosen = [one for one in tensors if any(target.key in wanted for target in one.targets)]
-        require_shapes(chosen, wanted)
-        return casts(self._mapping, chosen, wanted, self.cast)
+        require_shapes(self._mapping.tensors, wanted)
+        return casts(self._mapping, wanted, self.cast)
 
 
 def _make_real(state_dict: dict[str, Any]) -> None:

@@ -32,7 +32,6 @@ from ckptctl.ops.loading.state_mapping import MappingRequest, StateMapping, map_
 from ckptctl.ops.recognition.model import Request
 from ckptctl.ops.saving.global_plan import GlobalPlan
 from ckptctl.ops.saving.local_shards import TensorMeta
-from ckptctl.planner.mapping.mapped import stored_shapes
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -125,21 +124,20 @@ class CatalogMetadata(Metadata):
     def _offer(self, mapping: StateMapping) -> None:
         self.mapping = mapping
         catalog = mapping.catalog
-        shapes = stored_shapes(mapping.tensors)
         kinds: dict[str, str] = {}
         whole: dict[str, list[ChunkStorageMetadata]] = {}
         paths: dict[str, Keys] = {}
-        for one in mapping.tensors:
-            source = catalog.tensors[one.sources[0].key]
-            for target in one.targets:
-                name = target.key
-                kinds[name] = source.dtype
-                boxes = [extent.box for extent in source.extents] if one.renames else []
-                whole[name] = [chunk_of(box) for box in boxes or [Box.whole(shapes[name])]]
-                paths[name] = source.path if source.name == name else (name,)
+        for name, composed in mapping.tensors.items():
+            source = catalog.tensors[composed.sources[0].key]
+            kinds[name] = source.dtype
+            boxes = [extent.box for extent in source.extents] if composed.renames else []
+            whole[name] = [chunk_of(box) for box in boxes or [Box.whole(composed.shape)]]
+            paths[name] = source.path if source.name == name else (name,)
         self.state_dict_metadata = {
             name: TensorStorageMetadata(
-                TensorProperties(getattr(torch, kind)), torch.Size(shapes[name]), whole[name]
+                TensorProperties(getattr(torch, kind)),
+                torch.Size(mapping.tensors[name].shape),
+                whole[name],
             )
             for name, kind in kinds.items()
         }

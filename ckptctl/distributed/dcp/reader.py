@@ -34,7 +34,6 @@ from ckptctl.ops.loading.state_mapping import StateMapping
 from ckptctl.ops.saving.local_shards import TensorMeta
 from ckptctl.options import Option
 from ckptctl.planner.boxes import check_coverage
-from ckptctl.planner.mapping.mapped import stored_shapes
 from ckptctl.storage.paths import is_known, named
 
 _log = logging.getLogger("ckptctl")
@@ -127,11 +126,9 @@ class Reader(StorageReader):
             CoverageError: One is not.
         """
         mapping = self._mapping()
-        wanted = {item.storage_index.fqn for item in plan.items}
-        for one in mapping.tensors:
-            if any(target.key in wanted for target in one.targets):
-                for source in one.sources:
-                    check_coverage(mapping.catalog.tensors[source.key])
+        for name in dict.fromkeys(item.storage_index.fqn for item in plan.items):
+            for key in mapping.tensors[name].keys if name in mapping.tensors else ():
+                check_coverage(mapping.catalog.tensors[key])
         assert self._opened
         return replace(plan, storage_data=fingerprint_of(self._opened))
 
@@ -225,10 +222,12 @@ def _shard(item: ReadItem, tensor: torch.Tensor) -> HeldShard:
 
 def _tensors(shards: Sequence[HeldShard], mapping: StateMapping) -> dict[str, TensorMeta]:
     """Return the tensors that *shards* are parts of."""
-    shapes = stored_shapes(mapping.tensors)
     found: dict[str, TensorMeta] = {}
     for one in shards:
         dtype = str(one.tensor.dtype).removeprefix("torch.")
-        if found.setdefault(one.name, TensorMeta(dtype, shapes[one.name], ())).dtype != dtype:
+        if (
+            found.setdefault(one.name, TensorMeta(dtype, mapping.tensors[one.name].shape, ())).dtype
+            != dtype
+        ):
             raise MappingError(f"the planner has parts of `{one.name}` in several dtypes")
     return found

@@ -230,7 +230,7 @@ class CollectiveLoad:
         if strict and (found.missing or found.unexpected):
             # A rank by itself cannot know what the others take of what others saved.
             seen = found if self._every or self._own_part else replace(found, unexpected=())
-            tied = tied_names(self._asked.state, mapping.offered)
+            tied = tied_names(self._asked.state, mapping.tensors)
             seen = replace(seen, missing=tuple(n for n in seen.missing if n not in tied))
             require_equal(as_strict_as(seen, strict, mapping), mapping)
         self._make(mapping)
@@ -306,7 +306,7 @@ class CollectiveLoad:
 
     def _report(self, plan: LoadPlan, values: ReadValues, read: int, received: int) -> LoadReport:
         mapping, state = plan.reading.mapping, self._asked.state
-        offered = mapping.offered
+        offered = mapping.tensors
         tensors = (name for name in state.tensors if name in offered)
         report = describe_load(
             plan.compared, mapping, (*tensors, *values.values), plan.reading.cast

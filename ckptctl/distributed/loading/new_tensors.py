@@ -63,9 +63,7 @@ def _dtypes(mapping: StateMapping) -> dict[str, str]:
     """Return the dtypes that the checkpoint has for the tensors of the state."""
     entries = mapping.catalog.tensors
     return {
-        target.key: entries[one.sources[0].key].dtype
-        for one in mapping.tensors
-        for target in one.targets
+        name: entries[composed.sources[0].key].dtype for name, composed in mapping.tensors.items()
     }
 
 

@@ -162,7 +162,7 @@ def untied(
     mapping: StateMapping,
 ) -> tuple[list[HeldShard], list[Tied]]:
     """Return the places to fill, each memory once, and those to compare with it afterwards."""
-    offered = mapping.offered
+    offered = mapping.tensors
     if len(set(same)) == len(places) and not meeting:
         return [place for place in places if place.name in offered], []
     sources = _sources(mapping)
@@ -187,12 +187,10 @@ def untied(
 def _sources(mapping: StateMapping) -> dict[str, object]:
     """Return a key for each name, equal where two get the same elements."""
     entries = mapping.catalog.tensors
-    found: dict[str, object] = {}
-    for one in mapping.tensors:
-        for target in one.targets:
-            extents = [entries[source.key].extents for source in one.sources]
-            found[target.key] = (extents, target.place) if len(one.targets) == 1 else target.key
-    return found
+    return {
+        name: ([entries[source.key].extents for source in composed.sources], composed.place)
+        for name, composed in mapping.tensors.items()
+    }
 
 
 def wanted_again(tied: Sequence[Tied], wanted: dict[str, Wanted]) -> dict[str, Wanted]:

@@ -212,8 +212,8 @@ def _values(
     options: DiffOptions,
     progress: Watch,
 ) -> _Compared:
-    alike = [one for one in pairs if one.entry.shape == one.shape and "," not in one.dtype]
-    names = [source.key for one in alike for part in one.mapped for source in part.sources]
+    alike = [one for one in pairs if one.entry.shape == one.composed.shape and "," not in one.dtype]
+    names = [key for one in alike for key in one.composed.keys]
     # what is dropped for what it holds has to be read as well
     held_back = [*mapping.must_be_zero, *(name for both in mapping.must_equal for name in both)]
     a = located(first, [one.entry.name for one in alike])
@@ -251,10 +251,10 @@ def _require_bits(pairs: Sequence[Pair], tolerance: Tolerance | None) -> None:
 
 def _known(a: Catalog, b: Catalog, one: Pair) -> bool:
     """Whether the checksums that both sides record of a tensor match."""
-    if not one.renamed:
+    if not one.composed.renames:
         return False
-    held = b.tensors[one.mapped[0].sources[0].key]
-    return held.shape == one.shape and same_checksums(a.tensors[one.entry.name], held)
+    held = b.tensors[one.composed.sources[0].key]
+    return held.shape == one.composed.shape and same_checksums(a.tensors[one.entry.name], held)
 
 
 def _lost(mapping: StateMapping) -> tuple[list[str], int]:
@@ -274,7 +274,7 @@ def _tensor(one: Pair, errors: Errors | None) -> TensorDifference:
     entry = one.entry
     wrong = errors if errors and errors.differing else None
     return TensorDifference(
-        entry.name, one.sources, entry.shape, one.shape, entry.dtype, one.dtype, wrong
+        entry.name, one.sources, entry.shape, one.composed.shape, entry.dtype, one.dtype, wrong
     )
 
 

@@ -13,7 +13,7 @@ from ckptctl.ops.loading.state_mapping import StateMapping
 from ckptctl.ops.recognition.agreement import AXIS
 from ckptctl.ops.recognition.vocabulary import is_stated
 from ckptctl.planner.copying.views import view
-from ckptctl.planner.mapping.mapped import Region, stored_shapes
+from ckptctl.planner.mapping.mapped import Region
 from ckptctl.planner.mapping.resizing import Padding
 from ckptctl.planner.strided import Strided
 from ckptctl.storage.computed import open_reader
@@ -63,8 +63,8 @@ def _longer(a: Catalog, mapping: StateMapping) -> Iterator[tuple[str, int]]:
     if not pads or mapping.model_type is None or mapping.layout is None:
         return
     layout = families.family(mapping.model_type).layout(mapping.layout)
-    for name, shape in stored_shapes(mapping.tensors).items():
-        entry = a.tensors.get(name)
+    for name, composed in mapping.tensors.items():
+        entry, shape = a.tensors.get(name), composed.shape
         if entry is None or layout.own_dimension(name.removeprefix(mapping.prefix), AXIS) != 0:
             continue
         if entry.shape[1:] == shape[1:] and entry.shape[0] > shape[0]:

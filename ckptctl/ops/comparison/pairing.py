@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
@@ -16,7 +15,7 @@ from ckptctl.ops.loading.state_mapping import MappingRequest, StateMapping, map_
 from ckptctl.ops.recognition.model import understand
 from ckptctl.ops.recognition.roots import has_room, outside, select, unmatched
 from ckptctl.ops.saving.local_shards import TensorMeta
-from ckptctl.planner.mapping.mapped import MappedTensor, covered, stored_shapes
+from ckptctl.planner.mapping.mapped import ComposedTensor
 from ckptctl.storage.paths import path_at
 
 OUTSIDE = "not part of the model"
@@ -49,22 +48,15 @@ class Pair:
     """A tensor of A and what holds it in B.
 
     Attributes:
-        mapped: What in B becomes of it.
+        composed: What it is made of in B, in A's layout.
         sources: Names in B.
-        shape: What B's has, in A's layout.
         dtype: torch's name of B's; several, joined by commas, where its parts differ.
     """
 
     entry: TensorEntry
-    mapped: tuple[MappedTensor, ...]
+    composed: ComposedTensor
     sources: tuple[str, ...]
-    shape: tuple[int, ...]
     dtype: str
-
-    @property
-    def renamed(self) -> bool:
-        """Return whether it is one whole tensor of B, byte for byte in the same order."""
-        return len(self.mapped) == 1 and self.mapped[0].renames
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +78,7 @@ def map_other(a: Catalog, b: Catalog, request: MappingRequest) -> StateMapping:
     if a.documents and not b.documents:
         request = replace(request, assets=path_at(a.root))
     found = _mapped(b, state, request)
-    if request.source.model_type or not a.records or found.offered & state.keys():
+    if request.source.model_type or not a.records or found.tensors.keys() & state:
         return found
     try:
         recorded = understand(a, request=request.state).model_type
@@ -99,7 +91,7 @@ def map_other(a: Catalog, b: Catalog, request: MappingRequest) -> StateMapping:
 def _mapped(b: Catalog, state: Mapping[str, TensorMeta], request: MappingRequest) -> StateMapping:
     try:
         whole = map_state(b, state, request)
-        if state.keys() <= whole.offered:
+        if state.keys() <= whole.tensors.keys():
             return whole
     except (MappingError, MissingTensorsError, RefusedError):
         return map_state(b, state, replace(request, partial=True))
@@ -107,7 +99,7 @@ def _mapped(b: Catalog, state: Mapping[str, TensorMeta], request: MappingRequest
         part = map_state(b, state, replace(request, partial=True))
     except (MappingError, UsageError):
         return whole
-    better = len(part.offered & state.keys()) > len(whole.offered & state.keys())
+    better = len(part.tensors.keys() & state) > len(whole.tensors.keys() & state)
     return part if better else whole
 
 
@@ -153,27 +145,21 @@ def _side(
 
 def _pairs(a: Catalog, b: Catalog, mapping: StateMapping, left: Collection[str]) -> Iterator[Pair]:
     """Yield the tensors of A, without those *left* out, that B has whole."""
-    becoming: dict[str, list[MappedTensor]] = {}
-    for one in mapping.tensors:
-        for key in dict.fromkeys(target.key for target in one.targets):
-            becoming.setdefault(key, []).append(one)
-    shapes, filled = stored_shapes(mapping.tensors), covered(mapping.tensors)
     for name, entry in a.tensors.items():
-        mapped = becoming.get(name, [])
-        if not mapped or name in left or filled[name] != math.prod(shapes[name]):
+        composed = mapping.tensors.get(name)
+        if composed is None or name in left or not composed.is_covered:
             continue
-        read = dict.fromkeys(source.key for one in mapped for source in one.sources)
-        sources = tuple(key for key in read if key in b.tensors)
-        dtypes = sorted({mapping.catalog.tensors[key].dtype for key in read})
-        yield Pair(entry, tuple(mapped), sources, shapes[name], ", ".join(dtypes))
+        sources = tuple(key for key in composed.keys if key in b.tensors)
+        dtypes = sorted({mapping.catalog.tensors[key].dtype for key in composed.keys})
+        yield Pair(entry, composed, sources, ", ".join(dtypes))
 
 
 def _called(b: Catalog, mapping: StateMapping) -> dict[str, list[str]]:
     """Return what the leaves of *b* are called in A; one tensor may be several there."""
     called: dict[str, list[str]] = {}
-    for one in mapping.tensors:
-        for source in one.sources:
-            called.setdefault(source.key, []).extend(target.key for target in one.targets)
+    for composed in mapping.tensors.values():
+        for key in composed.keys:
+            called.setdefault(key, []).append(composed.key)
     names = (*b.tensors, *b.blobs)
     return {n: called.get(n) or [moved(n, mapping.root, mapping.prefix)] for n in names}
 

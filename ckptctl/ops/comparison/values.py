@@ -126,9 +126,7 @@ class Windows:
     def _planned(self, batch: Sequence[tuple[Pair, Box]]) -> tuple[Planned, Planned]:
         names = dict.fromkeys(pair.entry.name for pair, _ in batch)
         same = keep_names(replace(self.a, tensors={name: self.a.tensors[name] for name in names}))
-        own = Reading(same, same.tensors, {})
-        mapped = dict.fromkeys(one for pair, _ in batch for one in pair.mapped)
-        other = Reading(self.mapping, tuple(mapped), {})
+        own, other = Reading(same, {}), Reading(self.mapping, {})
         x = [(pair.entry.name, pair.entry.dtype, pair, box) for pair, box in batch]
         y = [(pair.entry.name, pair.dtype, pair, box) for pair, box in batch]
         first, second = self._buffers

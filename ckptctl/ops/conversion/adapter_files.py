@@ -36,6 +36,7 @@ from ckptctl.planner.mapping.adapters import (
     module_of,
     scaled_biases,
 )
+from ckptctl.planner.mapping.mapped import compose
 from ckptctl.planner.mapping.tensors import Change
 from ckptctl.units import counted
 
@@ -66,10 +67,9 @@ def adapter_files(draft: Draft) -> Draft:
         carries=TRAINED if carried and target.single_file else carried,
     )
     ranks = {
-        module_of(target.key): target.tensor.shape[0]
-        for item in change.tensors
-        for target in item.targets
-        if target.key.endswith(RANKED)
+        module_of(key): composed.shape[0]
+        for key, composed in compose(change.tensors).items()
+        if key.endswith(RANKED)
     }
     _require_same_biases(change, assets)
     peft = change.target_layout in (None, *PEFT)

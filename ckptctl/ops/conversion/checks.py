@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -32,7 +32,7 @@ from ckptctl.ops.recognition.quantized import (
 from ckptctl.options import about, among
 from ckptctl.planner.layouts import is_base
 from ckptctl.planner.mapping.adapters import ADAPTER_LAYOUTS
-from ckptctl.planner.mapping.mapped import MappedTensor
+from ckptctl.planner.mapping.mapped import ComposedTensor
 from ckptctl.planner.quantization.schemes.fp8 import FP8
 from ckptctl.planner.quantization.survey import Survey
 from ckptctl.storage.execution.options import LEAST
@@ -148,7 +148,7 @@ def _require_layout(layout: str, model_type: str | None) -> None:
 
 def require_scaled(
     asked: ConversionOptions,
-    mapped: Sequence[MappedTensor],
+    mapped: Mapping[str, ComposedTensor],
     catalog: Catalog,
     tensors: Sequence[OutputTensor],
 ) -> None:
@@ -158,10 +158,9 @@ def require_scaled(
     narrow = {name for name, one in dtypes.BY_NAME.items() if one.floating and one.itemsize == 1}
     float8 = {one.name: one.dtype for one in tensors if one.dtype in narrow}
     cast = [
-        target.key
-        for item in mapped
-        for target in item.targets
-        if target.key in float8 and _made(catalog, item.sources[0].key, float8[target.key])
+        name
+        for name, composed in mapped.items()
+        if name in float8 and any(_made(catalog, key, float8[name]) for key in composed.keys)
     ]
     if cast:
         raise RefusedError(

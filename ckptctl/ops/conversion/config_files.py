@@ -10,7 +10,7 @@ from ckptctl.errors import MappingError, spell_option
 from ckptctl.formats.base import WritableFormat
 from ckptctl.formats.sidecar_files import amended, kind_of
 from ckptctl.ops.conversion.assets import CONFIG, PARAMS, Assets
-from ckptctl.ops.conversion.contents import in_checkpoint, main_dtype
+from ckptctl.ops.conversion.contents import main_dtype
 from ckptctl.ops.conversion.draft import Draft
 from ckptctl.ops.recognition.agreement import MEGATRON
 from ckptctl.ops.recognition.quantized import unsaid
@@ -20,6 +20,7 @@ from ckptctl.planner.configs.mlx import for_layout, with_earlier_spelling
 from ckptctl.planner.configs.params import assumed, config_to_params, params_to_config
 from ckptctl.planner.families.declarations import spelled
 from ckptctl.planner.layouts import BASE, HF, MLX
+from ckptctl.planner.mapping.mapped import compose
 from ckptctl.planner.mapping.tensors import Change
 
 
@@ -35,8 +36,7 @@ def config_files(draft: Draft) -> Draft:
     cast = (options.dtype or options.dequantize) is not None
     dtype = None
     if cast or CONFIG not in assets.documents:
-        model = in_checkpoint(change.tensors, draft.root, draft.kept_root)
-        own = {target.key for item in model for target in item.targets}
+        own = compose(change.tensors, draft.root, draft.kept_root)
         plain = draft.quantization.plain if draft.quantization else draft.tensors
         dtype = main_dtype([tensor for tensor in plain if tensor.name in own])
     written = _written(assets, target, change, draft.ranks, dtype, cast)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 
 from ckptctl import dtypes, formats
@@ -24,6 +24,7 @@ from ckptctl.ops.conversion.part import skip_parts
 from ckptctl.ops.conversion.training import Rest, follow
 from ckptctl.ops.recognition.layout_change import (
     LayoutRequest,
+    apply_change,
     change_layout,
     with_sums,
     with_zeros,
@@ -32,7 +33,7 @@ from ckptctl.ops.recognition.model import require_one_model, root_hint
 from ckptctl.ops.sources import located
 from ckptctl.planner.configs.facts import tying
 from ckptctl.planner.layouts import HF
-from ckptctl.planner.mapping.mapped import MappedTensor, TargetTensor, stored_shapes
+from ckptctl.planner.mapping.mapped import ComposedTensor
 
 
 def map_layout(draft: Draft) -> Draft:
@@ -81,23 +82,17 @@ def collect_contents(draft: Draft) -> Draft:
     packed = inside_model(catalog, parts, outside, root, draft.everything) if parts else ()
     for item, path in packed:
         if change.identity or draft.everything:
-            rest.tensors.append(item)
-            rest.paths[item.targets[0].key] = path
+            rest.tensors[item.key], rest.paths[item.key] = item, path
         else:
-            homeless.append(item.sources[0].key)
-    zeros: list[MappedTensor] = []
-    if change.zeros:
-        catalog, zeros = with_zeros(catalog, change.zeros, root, draft.kept_root)
+            homeless += item.keys
+    catalog, model = apply_change(catalog, change, root, draft.kept_root)
     if rest.zeros:
-        catalog, filled = with_zeros(catalog, rest.zeros, "", "")
-        rest.tensors += filled
-    model = [*in_checkpoint(change.tensors, root, draft.kept_root), *zeros]
-    mapped = [*model, *rest.tensors]
-    if any(item.plus for item in mapped):
-        catalog = with_sums(catalog, mapped)
+        catalog, rest.tensors = with_zeros(catalog, rest.tensors, rest.zeros)
+    catalog = with_sums(catalog, rest.tensors.values())
+    mapped = {**model, **rest.tensors}
     equal = [(root + kept, root + dropped) for kept, dropped in change.must_equal]
     equal += rest.must_equal
-    read = {source.key for item in mapped for source in item.sources}
+    read = {key for composed in mapped.values() for key in composed.keys}
     taken = {name: origin for name, origin in draft.taken.items() if name in read}
     read |= {name for pair in equal for name in pair}
     read |= {root + name for name in change.must_be_zero}
@@ -148,7 +143,11 @@ def _with_values(draft: Draft, apart: Collection[str]) -> tuple[Catalog, Parts]:
 
 
 def _tensors(
-    draft: Draft, catalog: Catalog, model: Sequence[MappedTensor], rest: Rest, aliases: bool
+    draft: Draft,
+    catalog: Catalog,
+    model: Mapping[str, ComposedTensor],
+    rest: Rest,
+    aliases: bool,
 ) -> tuple[OutputTensor, ...]:
     entries, family = catalog.tensors, draft.change.family
     own = output_tensors(
@@ -166,24 +165,8 @@ def _tensors(
     return (*own, *others)
 
 
-def in_checkpoint(
-    tensors: Iterable[MappedTensor], root: str, prefix: str
-) -> Iterable[MappedTensor]:
-    """The model's *tensors* by their names in checkpoints: below *root*, and below *prefix*."""
-    if not root and not prefix:
-        return tensors
-    return (
-        replace(
-            mapped,
-            sources=tuple(source._replace(key=root + source.key) for source in mapped.sources),
-            targets=tuple(target._replace(key=prefix + target.key) for target in mapped.targets),
-        )
-        for mapped in tensors
-    )
-
-
 def _paths(
-    draft: Draft, mapped: Sequence[MappedTensor], entries: Mapping[str, TensorEntry]
+    draft: Draft, mapped: Mapping[str, ComposedTensor], entries: Mapping[str, TensorEntry]
 ) -> dict[str, Path]:
     """The key path of each of the model's target tensors.
 
@@ -192,10 +175,11 @@ def _paths(
     """
     placed: dict[str, Path] = {}
     read: set[str] = set()
-    for item in mapped:
-        copied = item.sources[0].key in read
-        read.add(item.sources[0].key)
-        entry = entries[item.sources[0].key]
+    for key, composed in mapped.items():
+        first = composed.sources[0].key
+        copied = first in read
+        read.add(first)
+        entry = entries[first]
         old = entry.path
         if not old:
             raise UnsupportedError(
@@ -203,19 +187,18 @@ def _paths(
                 where=f"{draft.catalog.root}/{entry.extents[0].file}",
                 why="tensors in a checkpoint must have names",
             )
-        head, prefix = container(old, draft.root) if draft.root else ((), "")
-        for key in (target.key for target in item.targets):
-            if draft.change.identity and not copied:
-                placed[key] = old if draft.everything else inside(old, draft.root)
-            elif draft.everything:
-                placed[key] = (*head, key.removeprefix(prefix))
-            else:
-                placed[key] = (key,)
+        if draft.change.identity and not copied:
+            placed[key] = old if draft.everything else inside(old, draft.root)
+        elif draft.everything:
+            head, prefix = container(old, draft.root) if draft.root else ((), "")
+            placed[key] = (*head, key.removeprefix(prefix))
+        else:
+            placed[key] = (key,)
     return placed
 
 
 def output_tensors(
-    mapped: Sequence[MappedTensor],
+    mapped: Mapping[str, ComposedTensor],
     entries: Mapping[str, TensorEntry],
     placed: Mapping[str, Path],
     *,
@@ -224,63 +207,60 @@ def output_tensors(
     aliases: bool,
 ) -> tuple[OutputTensor, ...]:
     """Return what is to be laid out, in order."""
-    shapes = stored_shapes(mapped)
-    kinds: dict[str, str] = {}
-    memories: dict[str, list[object]] = {}
-    for item in mapped:
-        kind = _dtype(item, entries, dtype, pinned)
-        source = entries[item.sources[0].key]
-        for target in item.targets:
-            if kinds.setdefault(target.key, kind) != kind:
-                hint = f"pass {spell_option('--dtype')} to cast all of them to one dtype"
-                raise _mixed(target.key, kinds[target.key], kind, source.name, hint)
-            memories.setdefault(target.key, []).append(_memory(item, target, source))
     first: dict[object, str] = {}
-    original = {key: first.setdefault(tuple(parts), key) for key, parts in memories.items()}
-    gradient = {
-        target.key
-        for item in mapped
-        for target in item.targets
-        if all(entries[source.key].requires_grad for source in item.sources)
-    }
-    return tuple(
-        OutputTensor(
-            name=key,
-            dtype=kinds[key],
-            shape=shape,
-            path=placed[key],
-            alias_of=original[key] if aliases and original[key] != key else None,
-            requires_grad=key in gradient,
+    tensors = []
+    for key, composed in mapped.items():
+        original = first.setdefault(_memory(composed, entries), key)
+        gradient = any(
+            all(entries[source.key].requires_grad for source in sources)
+            for sources in composed.logical.values()
         )
-        for key, shape in shapes.items()
-    )
+        tensors.append(
+            OutputTensor(
+                name=key,
+                dtype=_dtype(composed, entries, dtype, pinned),
+                shape=composed.shape,
+                path=placed[key],
+                alias_of=original if aliases and original != key else None,
+                requires_grad=gradient,
+            )
+        )
+    return tuple(tensors)
 
 
-def _memory(item: MappedTensor, target: TargetTensor, source: TensorEntry) -> object:
-    """Return what is the same for targets, or parts of them, that are the same memory's copies."""
-    if not len(item.sources) == len(item.targets) == 1:
-        return target.key
-    return source.alias_of or source.name, target.place
+def _memory(composed: ComposedTensor, entries: Mapping[str, TensorEntry]) -> object:
+    """Return what is the same for tensors that are the same memory's copies."""
+    if not composed.tensor.parts and not composed.renames:
+        return composed.key
+    read = (entries[source.key] for source in composed.sources)
+    return tuple([entry.alias_of or entry.name for entry in read]), composed.place
 
 
 def _dtype(
-    item: MappedTensor,
+    composed: ComposedTensor,
     entries: Mapping[str, TensorEntry],
     dtype: str | None,
     pinned: Collection[str],
 ) -> str:
-    """The element type that a logical tensor gets; its parts have to agree."""
-    first = entries[item.sources[0].key]
-    for source in item.sources:
-        if entries[source.key].dtype != first.dtype:
+    """The element type that a tensor gets; the logical tensors that it holds have to agree."""
+    made = ""
+    for logical, sources in composed.logical.items():
+        stored = entries[sources[0].key].dtype
+        for source in sources:
             other = entries[source.key].dtype
-            hint = (
-                f"first convert with {spell_option('--dtype')} in the same layout, then convert "
-                "the result"
-            )
-            raise _mixed(item.targets[0].key, first.dtype, other, source.key, hint)
-    kept = item.logical.partition(".")[0] in pinned
-    return first.dtype if kept or dtype is None else cast_to(first.dtype, dtype)
+            if other != stored:
+                hint = (
+                    f"first convert with {spell_option('--dtype')} in the same layout, then "
+                    "convert the result"
+                )
+                raise _mixed(composed.key, stored, other, source.key, hint)
+        kept = logical.partition(".")[0] in pinned
+        kind = stored if kept or dtype is None else cast_to(stored, dtype)
+        made = made or kind
+        if kind != made:
+            hint = f"pass {spell_option('--dtype')} to cast all of them to one dtype"
+            raise _mixed(composed.key, made, kind, entries[sources[0].key].name, hint)
+    return made
 
 
 def _mixed(target: str, one: str, other: str, source: str, hint: str) -> MappingError:
@@ -306,7 +286,7 @@ def main_dtype(tensors: Iterable[OutputTensor | TensorEntry]) -> str | None:
     return max(total, key=lambda name: total[name], default=None)
 
 
-def _shares_memory(draft: Draft, catalog: Catalog, mapped: Sequence[MappedTensor]) -> bool:
+def _shares_memory(draft: Draft, catalog: Catalog, mapped: Mapping[str, ComposedTensor]) -> bool:
     """Return whether tensors that share memory go on doing so; note where they do not.
 
     A reader of `hf` would miss one of them, unless the configuration says that they are tied; what
@@ -319,7 +299,8 @@ def _shares_memory(draft: Draft, catalog: Catalog, mapped: Sequence[MappedTensor
     may_tie = family is None or not target.records_ties
     if options.tied == "drop" or target.nested or (may_tie and tying(draft.model.config)):
         return True
-    names = [m.targets[0].key for m in mapped if catalog.tensors[m.sources[0].key].alias_of]
+    entries = catalog.tensors
+    names = [n for n, one in mapped.items() if any(entries[key].alias_of for key in one.keys)]
     if names:
         separate = "tensors that share memory are written as separate copies"
         draft.notes.add(f"{separate}: {listed(names)}")

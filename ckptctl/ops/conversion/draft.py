@@ -16,7 +16,7 @@ from ckptctl.ops.recognition.model import Model
 from ckptctl.ops.recognition.roots import Selection
 from ckptctl.planner.layouts import BASE, HF, is_base
 from ckptctl.planner.mapping.adapters import is_adapter
-from ckptctl.planner.mapping.mapped import MappedTensor
+from ckptctl.planner.mapping.mapped import ComposedTensor
 from ckptctl.planner.mapping.tensors import Change
 from ckptctl.planner.plan import RawCopy
 from ckptctl.planner.quantization.recipes import WEIGHT, Recipe
@@ -99,7 +99,7 @@ class Draft:
         whole: Names in the model of all tensors that it should have, selected or not.
         missing: What would be converted if it were there and complete, and why it is not.
         change: How the model's layout changes.
-        mapped: What becomes of the tensors that are read.
+        mapped: What each tensor of the output is made of, by its name.
         tensors: The tensors of the output, in order.
         blobs: Its other leaves.
         must_equal: Names in the source, kept and dropped, whose bytes have to be the same.
@@ -126,7 +126,7 @@ class Draft:
     whole: tuple[str, ...] = ()
     missing: Mapping[str, str] = field(default_factory=dict)
     change: Change = field(default_factory=lambda: Change(None, None, None, ()))
-    mapped: Sequence[MappedTensor] = ()
+    mapped: Mapping[str, ComposedTensor] = field(default_factory=dict)
     tensors: tuple[OutputTensor, ...] = ()
     blobs: Sequence[Blob] = ()
     must_equal: tuple[tuple[str, str], ...] = ()

@@ -25,7 +25,7 @@ from ckptctl.errors import (
 from ckptctl.formats.sidecar_files import DOCUMENTS
 from ckptctl.notes import Notes
 from ckptctl.ops.conversion.assets import CONFIG, Assets
-from ckptctl.ops.conversion.contents import in_checkpoint, main_dtype
+from ckptctl.ops.conversion.contents import main_dtype
 from ckptctl.ops.conversion.draft import Draft
 from ckptctl.ops.conversion.leaves import container
 from ckptctl.ops.conversion.options import ConversionOptions
@@ -33,9 +33,8 @@ from ckptctl.ops.destinations import replaceable, require_destination
 from ckptctl.ops.recognition.agreement import disagreements
 from ckptctl.ops.recognition.layout_change import (
     LayoutRequest,
+    apply_change,
     change_layout,
-    with_sums,
-    with_zeros,
 )
 from ckptctl.ops.recognition.model import Description, Model, Request, require_one, understand
 from ckptctl.ops.recognition.quantized import advised, dequantized, glanced, quantized
@@ -48,9 +47,8 @@ from ckptctl.planner.families.declarations import looked_up, spellings
 from ckptctl.planner.layouts import HF, Family, is_base
 from ckptctl.planner.mapping.detect import configured
 from ckptctl.planner.mapping.inner import ALONE, with_names_of
-from ckptctl.planner.mapping.mapped import MappedTensor, stored_shapes
+from ckptctl.planner.mapping.mapped import ComposedTensor
 from ckptctl.planner.mapping.matching import Matched, match
-from ckptctl.planner.mapping.strided_views import as_strided, by_target
 from ckptctl.planner.mapping.tensors import Change, map_tensors
 from ckptctl.units import counted
 
@@ -218,22 +216,20 @@ class _Filling:
         Some layouts have tensors of zeros that others lack.
         """
         base, root = self.base, self.known.root
-        catalog, zeros = with_zeros(base.catalog, change.zeros, base.root, "")
-        mapped = [*in_checkpoint(change.tensors, base.root, ""), *zeros]
-        parts = by_target(mapped)
+        catalog, parts = apply_change(base.catalog, change, base.root)
         layout = self.family.layout(self.known.layout or HF)
         there = match(self.family, layout, parts)
         self._require_shapes(parts)
         configs = (self.assets.documents.get(CONFIG), base.catalog.documents.get(CONFIG))
         unwanted = _not_wanted(self.family, there, *configs, self.notes)
-        self.origin = {key: some[0].sources[0].key for key, some in parts.items()}
+        self.origin = {key: one.sources[0].key for key, one in parts.items()}
         lacking = [key for key in parts if key not in self.tensors and key not in unwanted]
         copied = {
             key: parts[key]
             for key in lacking
             if self.origin[key] not in base.catalog.tensors or key not in there.dropped
         }
-        lender = with_label(with_sums(catalog, mapped), "fill")
+        lender = with_label(catalog, "fill")
         files = in_layout(lender, copied)
         taken: dict[str, TensorEntry] = {}
         made: list[TensorEntry] = []
@@ -277,14 +273,13 @@ class _Filling:
 
     # ------------------------------------------------------------------- shapes and dtypes
 
-    def _require_shapes(self, parts: Mapping[str, list[MappedTensor]]) -> None:
+    def _require_shapes(self, parts: Mapping[str, ComposedTensor]) -> None:
         """Refuse a base whose tensors have other shapes than the source's."""
-        shapes = stored_shapes([one for some in parts.values() for one in some])
         differ = [
             f"`{key}` has shape {list(self.tensors[key].shape)} in the source and "
-            f"{list(shape)} in the base"
-            for key, shape in shapes.items()
-            if key in self.tensors and self.tensors[key].shape != shape
+            f"{list(part.shape)} in the base"
+            for key, part in parts.items()
+            if key in self.tensors and self.tensors[key].shape != part.shape
         ]
         if differ:
             more = f" and {len(differ) - 2:,} more" if len(differ) > 2 else ""
@@ -498,15 +493,13 @@ def renamed(catalog: Catalog, change: Change, root: str) -> tuple[Catalog, dict[
             hint=f"convert the source with {spell_option(f'--to-layout {change.target_layout}')} "
             "first",
         )
-    mapped = list(in_checkpoint(change.tensors, root, root))
-    parts, summed = by_target(mapped), with_sums(catalog, mapped)
-    changed = {key: some for key, some in parts.items() if len(some) > 1 or not some[0].renames}
-    files = in_layout(summed, changed)
+    summed, parts = apply_change(catalog, change, root, root)
+    files = in_layout(summed, {key: one for key, one in parts.items() if not one.renames})
     entries: dict[str, TensorEntry] = {}
     origins: dict[str, str] = {}
     computed = dict(summed.computed)
-    for key, some in parts.items():
-        entry = catalog.tensors[some[0].sources[0].key]
+    for key, composed in parts.items():
+        entry = catalog.tensors[composed.sources[0].key]
         head, prefix = container(entry.path, root)
         path = (*head, key.removeprefix(prefix))
         if key in files:
@@ -516,25 +509,16 @@ def renamed(catalog: Catalog, change: Change, root: str) -> tuple[Catalog, dict[
         else:
             entries[key] = replace(entry, name=key, path=path, alias_of=None)
             origins[key] = entry.name
-    gone = {source.key for one in mapped for source in one.sources}
+    gone = {key for composed in parts.values() for key in composed.keys}
     rest = {name: one for name, one in catalog.tensors.items() if name not in gone}
     return replace(catalog, tensors={**entries, **rest}, computed=computed), origins
 
 
-def in_layout(catalog: Catalog, parts: Mapping[str, Sequence[MappedTensor]]) -> dict[str, Computed]:
-    """Return virtual files with tensors of another layout, by key.
-
-    Args:
-        catalog: The source.
-        parts: What each tensor consists of.
-    """
-    names = dict.fromkeys(
-        source.key for some in parts.values() for one in some for source in one.sources
-    )
+def in_layout(catalog: Catalog, parts: Mapping[str, ComposedTensor]) -> dict[str, Computed]:
+    """Return virtual files with tensors of another layout, by key."""
+    names = dict.fromkeys(key for composed in parts.values() for key in composed.keys)
     entries = located(catalog, names).tensors
-    return {
-        key: rearranged(catalog.root, as_strided(some, key, entries)) for key, some in parts.items()
-    }
+    return {key: rearranged(catalog.root, one.elements(entries)) for key, one in parts.items()}
 
 
 def with_label(catalog: Catalog, label: str) -> Catalog:

@@ -20,7 +20,7 @@ from ckptctl.ops.recognition.quantized import weights
 from ckptctl.planner.axes import Sizes
 from ckptctl.planner.balance import LARGEST_SHARD, shard_limit
 from ckptctl.planner.mapping.adapters import is_adapter
-from ckptctl.planner.mapping.mapped import MappedTensor
+from ckptctl.planner.mapping.mapped import ComposedTensor
 from ckptctl.planner.mapping.tensors import Change
 from ckptctl.planner.model_parallel import RankShard
 from ckptctl.planner.model_parallel import divide as divided
@@ -93,7 +93,7 @@ def lay_out(draft: Draft) -> Draft:
             files = tuple(sorted(draft.like.files))
             request = replace(request, like=_files_of(draft.like, files), like_files=files)
     output = target.lay_out(request)
-    if metadata and not same_data(draft.catalog, draft.mapped, output):
+    if metadata and not same_data(draft.catalog, draft.mapped.values(), output):
         metadata = without_hashes(metadata, draft.notes)
         output = target.lay_out(replace(request, metadata=metadata))
     skipped = draft.notes.reasons("skipped")
@@ -155,7 +155,7 @@ def division(change: Change, layout: str | None) -> Divide | None:
 
 def require_whole_blocks(
     catalog: Catalog,
-    mapped: Sequence[MappedTensor],
+    mapped: Mapping[str, ComposedTensor],
     tensors: Sequence[OutputTensor],
     divide: Divide,
     ranks: int,
@@ -183,11 +183,11 @@ def require_whole_blocks(
 
 def _blocks(
     quantized: Iterable[QuantizedWeight],
-    mapped: Sequence[MappedTensor],
+    mapped: Mapping[str, ComposedTensor],
     tensors: Sequence[OutputTensor],
 ) -> Iterable[tuple[OutputTensor, Block]]:
     by_name = {tensor.name: tensor for tensor in tensors}
-    targets = {item.sources[0].key: item.targets[0].key for item in mapped}
+    targets = {key: name for name, composed in mapped.items() for key in composed.keys}
     for weight in quantized:
         tensor = by_name.get(targets.get(weight.lead, ""))
         if tensor is not None and weight.scale_blocks:

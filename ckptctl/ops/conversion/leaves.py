@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from ckptctl.catalog import Blob, Box, Catalog, Path, TensorEntry
@@ -12,7 +12,7 @@ from ckptctl.formats.base import Output, OutputTensor, WritableFormat
 from ckptctl.formats.shared.leaves import flatten, join
 from ckptctl.formats.shared.stored_leaves import extent_of, is_stored
 from ckptctl.notes import Notes
-from ckptctl.planner.mapping.mapped import MappedTensor
+from ckptctl.planner.mapping.mapped import ComposedTensor
 from ckptctl.storage.pickles.inert import walk
 from ckptctl.storage.zips.reader import StoredTensor
 
@@ -39,14 +39,14 @@ def unpacked(catalog: Catalog, names: Collection[str]) -> tuple[Catalog, Parts]:
 
 def inside_model(
     catalog: Catalog, parts: Parts, outside: Collection[str], root: str, keep_root: bool
-) -> Iterator[tuple[MappedTensor, Path]]:
+) -> Iterator[tuple[ComposedTensor, Path]]:
     """Yield what becomes of tensors that were taken out of leaves of the model."""
     for name in (part for names in parts.values() for part in names):
         entry = catalog.tensors.get(name)
         if entry is not None and name not in outside and name.startswith(root):
             kept = Blob(name, entry.path)
             kept = kept if keep_root else unrooted(kept, root)
-            yield MappedTensor.same(name, kept.name, entry.shape), kept.path
+            yield ComposedTensor.same(name, kept.name, entry.shape), kept.path
 
 
 def _add(
@@ -109,9 +109,9 @@ def _skip_string(key: str, why: str, notes: Notes) -> None:
     notes.explain("skipped", {f"__metadata__.{key}": why})
 
 
-def same_data(catalog: Catalog, mapped: Sequence[MappedTensor], output: Output) -> bool:
+def same_data(catalog: Catalog, mapped: Iterable[ComposedTensor], output: Output) -> bool:
     """Return whether the tensors of an output are one file's, byte for byte and in its order."""
-    if any(not one.renames or one.sources[0].key != one.targets[0].key for one in mapped):
+    if any(not one.renames or one.sources[0].key != one.key for one in mapped):
         return False
     held = sorted(
         (extent.file, extent.offset, name)

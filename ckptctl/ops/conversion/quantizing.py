@@ -10,15 +10,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
 
-from ckptctl.catalog import Computed, Input, TensorEntry, computed_name
+from ckptctl.catalog import Computed, Input, computed_name
 from ckptctl.errors import MappingError, RefusedError, UsageError, listed, spell_option
 from ckptctl.formats.base import OutputTensor
 from ckptctl.ops.conversion.draft import Draft, Quantization
+from ckptctl.ops.conversion.transfers import elements_of
 from ckptctl.ops.recognition.quantized import quantized as quantized_already
 from ckptctl.planner.copying.blocks import rearranged
 from ckptctl.planner.layouts import BASE, HF, MLX, Family
-from ckptctl.planner.mapping.mapped import MappedTensor
-from ckptctl.planner.mapping.strided_views import as_strided
+from ckptctl.planner.mapping.mapped import ComposedTensor
 from ckptctl.planner.mapping.tensors import Change
 from ckptctl.planner.quantization.linear_weights import (
     Role,
@@ -28,7 +28,6 @@ from ckptctl.planner.quantization.linear_weights import (
     together,
 )
 from ckptctl.planner.quantization.recipes import WEIGHT, Recipe, StoredPart, recipes
-from ckptctl.planner.strided import Strided
 from ckptctl.units import counted, format_bytes
 
 PLAIN = ("float32", "bfloat16", "float16")
@@ -43,12 +42,15 @@ def quantize(draft: Draft) -> Draft:
     made = {tensor.name: making.parts_of(tensor) for tensor in chosen}
     tensors = [one for tensor in draft.tensors for one in made.get(tensor.name, (tensor,))]
     parts = {part.name: name for name, some in made.items() for part in some}
+    mapped = {name: one for name, one in draft.mapped.items() if name not in made}
+    for part in (part for some in made.values() for part in some):
+        mapped[part.name] = ComposedTensor.same(_key(part.name), part.name, part.shape)
     found = Quantization(recipe, draft.tensors, parts)
     draft.notes.add(_note(found), *_ragged(recipe, chosen), *_stacks(chosen, draft.change))
     return replace(
         draft,
         inputs=making.catalog,
-        mapped=making.mapped(made),
+        mapped=mapped,
         tensors=tuple(tensors),
         quantization=found,
     )
@@ -271,24 +273,10 @@ class _Making:
         self._computed = dict(draft.inputs.computed)
         self.catalog = replace(draft.inputs, tensors=self._entries, computed=self._computed)
         self._known: dict[str, Input] = {}
-        self._sources: dict[str, list[MappedTensor]] = {}
-        for item in draft.mapped:
-            for key in {target.key for target in item.targets}:
-                self._sources.setdefault(key, []).append(item)
 
     def parts_of(self, tensor: OutputTensor) -> list[OutputTensor]:
         """Return what *tensor* is stored as, in the order of the recipe."""
         return [self._part(tensor, part) for part in self._recipe.parts]
-
-    def mapped(self, made: Mapping[str, Sequence[OutputTensor]]) -> list[MappedTensor]:
-        """Return what becomes of all tensors where *made* takes the place of its keys."""
-        found: list[MappedTensor] = []
-        for item in self._draft.mapped:
-            left = tuple(target for target in item.targets if target.key not in made)
-            if left:
-                found.append(replace(item, targets=left) if left != item.targets else item)
-        parts = [part for some in made.values() for part in some]
-        return found + [MappedTensor.same(_key(part.name), part.name, part.shape) for part in parts]
 
     def _part(self, tensor: OutputTensor, part: StoredPart) -> OutputTensor:
         shape, dtype = part.shape(tensor.shape), part.dtype or tensor.dtype
@@ -318,27 +306,14 @@ class _Making:
         """Return the plain tensor: that of the source where it is the same, else a virtual one."""
         key = computed_name(f"{tensor.name}@plain")
         if key not in self._known:
-            items = self._sources[tensor.name]
-            first = self._entries[items[0].sources[0].key]
-            same = items[0].renames and len(items) == 1 and first.dtype == tensor.dtype
-            made = Input(self.catalog.root, first) if same else None
-            self._known[key] = made or self._virtual(key, self._rearranged(tensor, items))
+            composed = self._draft.mapped[tensor.name]
+            first = self._entries[composed.sources[0].key]
+            if composed.renames and first.dtype == tensor.dtype:
+                self._known[key] = Input(self.catalog.root, first)
+            else:
+                made = elements_of(self.catalog, composed, tensor.dtype, self._computed)
+                self._known[key] = self._virtual(key, rearranged(self.catalog.root, made))
         return self._known[key]
-
-    def _rearranged(self, tensor: OutputTensor, items: Sequence[MappedTensor]) -> Computed:
-        read = dict.fromkeys(source.key for item in items for source in item.sources)
-        entries = {key: self._entries[key] for key in read}
-        if len({entry.dtype for entry in entries.values()}) > 1:
-            entries = {key: self._cast(entry, tensor.dtype) for key, entry in entries.items()}
-        made = as_strided(items, tensor.name, entries, tensor.dtype)
-        return rearranged(self.catalog.root, made)
-
-    def _cast(self, entry: TensorEntry, dtype: str) -> TensorEntry:
-        key = computed_name(f"{entry.name}@{dtype}")
-        if entry.dtype == dtype or key in self._entries:
-            return self._entries.get(key, entry)
-        made = Strided.whole(entry).cast(dtype)
-        return self._virtual(key, rearranged(self.catalog.root, made)).entry
 
     def _virtual(self, key: str, made: Computed) -> Input:
         entry = made.entry(key, (key,), key)

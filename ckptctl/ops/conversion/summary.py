@@ -18,7 +18,7 @@ from ckptctl.catalog import Extent, TensorEntry, is_computed
 from ckptctl.columns import files_of
 from ckptctl.formats.base import OutputTensor
 from ckptctl.ops.conversion.draft import Draft
-from ckptctl.planner.mapping.mapped import MappedTensor
+from ckptctl.planner.mapping.mapped import ComposedTensor
 from ckptctl.results import JsonField, Result
 from ckptctl.units import counted, format_bytes
 
@@ -124,8 +124,8 @@ def summarize(draft: Draft, output: Draft) -> Summary:
     source, origins, skipped = draft.source, draft.origins, output.notes.reasons("skipped")
     written = {one.name: one for one in draft.own_tensors}
     groups = _Groups(_Origins(draft), written)
-    for item in draft.mapped:
-        groups.add(item)
+    for composed in draft.mapped.values():
+        groups.add(composed)
     used = {name for name in groups.sources if not name.startswith("/")}
     unused = source.tensors.keys() - used
     lost = unused & draft.missing.keys()
@@ -226,17 +226,15 @@ class _Groups:
         self.sources: set[str] = set()
         self._targets: set[str] = set()
 
-    def add(self, item: MappedTensor) -> None:
-        """Take in what becomes of one logical tensor."""
-        targets = [target.key for target in item.targets if target.key in self._written]
-        if not targets:
+    def add(self, composed: ComposedTensor) -> None:
+        """Take in what a tensor of the output is made of."""
+        if composed.key not in self._written:
             return
-        sources = {name for source in item.sources for name in self._origins.of(source.key)}
+        sources = {name for key in composed.keys for name in self._origins.of(key)}
         self.sources |= sources
-        self._targets.update(targets)
-        first = (1, targets[0])
-        for node in (*((0, name) for name in sources), *((1, key) for key in targets[1:])):
-            self._above[self._top(node)] = self._top(first)
+        self._targets.add(composed.key)
+        for node in ((0, name) for name in sources):
+            self._above[self._top(node)] = self._top((1, composed.key))
 
     def kinds(self) -> dict[str, Regrouped]:
         """Return how many tensors become how many, in which way."""

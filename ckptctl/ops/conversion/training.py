@@ -15,7 +15,7 @@ from ckptctl.catalog import Blob, Catalog, Path, TensorEntry
 from ckptctl.errors import RefusedError, spell_option
 from ckptctl.formats.mcore.spelling import whole_of
 from ckptctl.formats.shared.leaves import join
-from ckptctl.planner.mapping.mapped import MappedTensor, TargetTensor, Zeros
+from ckptctl.planner.mapping.mapped import ComposedTensor, LogicalSource, Zeros, compose
 from ckptctl.planner.mapping.tensors import Change
 
 COPIES = frozenset({"fp32_param", "master_param"})
@@ -29,7 +29,7 @@ class Rest:
     """Leaves outside the model, under their names in the output.
 
     Attributes:
-        tensors: What becomes what; source keys are checkpoint-wide names.
+        tensors: By their names; source keys are checkpoint-wide names.
         paths: Key path of each target.
         blobs: The leaves that are not tensors.
         must_equal: Pairs of names, kept and left out, whose bytes have to be the same: counters of
@@ -37,7 +37,7 @@ class Rest:
         zeros: What moments have where their parameters are filled up with zeros.
     """
 
-    tensors: list[MappedTensor] = field(default_factory=list)
+    tensors: dict[str, ComposedTensor] = field(default_factory=dict)
     paths: dict[str, Path] = field(default_factory=dict)
     blobs: list[Blob] = field(default_factory=list)
     must_equal: list[tuple[str, str]] = field(default_factory=list)
@@ -58,8 +58,10 @@ def follow(catalog: Catalog, names: Sequence[str], root: str, change: Change) ->
         )
     _require_no_parts(tensors, change)
     if change.identity or not names:
-        same = [MappedTensor.same(entry.name, entry.name, entry.shape) for entry in tensors]
-        return Rest(same, {entry.name: entry.path for entry in tensors}, blobs)
+        same = (ComposedTensor.same(entry.name, entry.name, entry.shape) for entry in tensors)
+        return Rest(
+            {one.key: one for one in same}, {entry.name: entry.path for entry in tensors}, blobs
+        )
     run = _Follow(catalog, root, change)
     for entry in tensors:
         run.tensor(entry)
@@ -91,13 +93,10 @@ class _Follow:
     def __init__(self, catalog: Catalog, root: str, change: Change) -> None:
         self.root, self.entries, self.zeros = root, catalog.tensors, change.zeros
         self.rest = Rest()
-        self.mapped: dict[str, list[MappedTensor]] = {}
-        self.sharing: dict[str, list[MappedTensor]] = {}
-        for item in change.tensors:
-            for key in dict.fromkeys(source.key for source in item.sources):
-                self.mapped.setdefault(key, []).append(item)
-            for target in item.targets:
-                self.sharing.setdefault(target.key, []).append(item)
+        self.targets: dict[str, list[ComposedTensor]] = {}
+        for composed in compose(change.tensors).values():
+            for key in composed.keys:
+                self.targets.setdefault(key, []).append(composed)
         self.counters: dict[str, str] = {}
         self.leaves: dict[str, tuple[str, Blob]] = {}
         self.alike: dict[Path, dict[str, TensorEntry]] = {}
@@ -123,7 +122,7 @@ class _Follow:
     def _keep(self, entry: TensorEntry, path: Path, name: str) -> None:
         first = self.counters.setdefault(name, entry.name)
         if first == entry.name:
-            self.rest.tensors.append(MappedTensor.same(entry.name, name, entry.shape))
+            self.rest.tensors[name] = ComposedTensor.same(entry.name, name, entry.shape)
             self.rest.paths[name] = path
         else:
             self.rest.must_equal.append((first, entry.name))
@@ -143,20 +142,18 @@ class _Follow:
     def moments(self) -> None:
         """Map the moments of one kind together, as their parameters are."""
         for moments in self.alike.values():
-            wanted = {id(item): item for key in moments for item in self.mapped[key]}
-            for item in wanted.values():
-                self._follow(item, moments)
+            wanted = {one.key: one for name in moments for one in self.targets[name]}
+            for composed in wanted.values():
+                self._follow(composed, moments)
             for zeros in self.zeros:
                 if zeros.like in moments:
                     entry = moments[zeros.like]
                     key = join(_replaced(entry.path, zeros.like, zeros.key))
                     self.rest.zeros.append(replace(zeros, key=key, like=entry.name))
 
-    def _follow(self, item: MappedTensor, moments: Mapping[str, TensorEntry]) -> None:
-        some = next(source.key for source in item.sources if source.key in moments)
-        parts = (other for target in item.targets for other in self.sharing[target.key])
-        needed = (source.key for part in parts for source in part.sources)
-        lacking = next((key for key in needed if key not in moments), None)
+    def _follow(self, composed: ComposedTensor, moments: Mapping[str, TensorEntry]) -> None:
+        some = next(key for key in composed.keys if key in moments)
+        lacking = next((key for key in composed.keys if key not in moments), None)
         if lacking is not None:
             raise RefusedError(
                 "optimizer state is missing for some parts of a tensor",
@@ -164,14 +161,11 @@ class _Follow:
                 why=f"`{some}` and `{lacking}` become one tensor, but `{lacking}` has no state",
                 hint=f"pass {spell_option('--only model')}, or keep the layout",
             )
-        targets: list[TargetTensor] = []
-        for target in item.targets:
-            path = _replaced(moments[some].path, some, target.key)
-            self.rest.paths[join(path)] = path
-            targets.append(target._replace(key=join(path)))
-        sources = tuple(source._replace(key=moments[source.key].name) for source in item.sources)
-        plus = _added(item, moments[some].name)
-        self.rest.tensors.append(replace(item, sources=sources, targets=tuple(targets), plus=plus))
+        path = _replaced(moments[some].path, some, composed.key)
+        name = join(path)
+        sources = tuple(_source_of(source, moments[source.key].name) for source in composed.sources)
+        self.rest.tensors[name] = replace(composed, key=name, sources=sources)
+        self.rest.paths[name] = path
 
     def blob(self, blob: Blob) -> None:
         """Take a leaf that is no tensor; lists of parameter names are translated."""
@@ -199,14 +193,11 @@ class _Follow:
 
     def _renamed(self, name: str) -> list[str]:
         """The target's names of a parameter; any other name as it is."""
-        items = self.mapped.get(name)
-        if items is None:
-            return [name]
-        return list(dict.fromkeys(target.key for item in items for target in item.targets))
+        return [one.key for one in self.targets[name]] if name in self.targets else [name]
 
     def _parameter(self, name: str) -> str | None:
         """The longest parameter name that stands in *name* between dots."""
-        return next((part for part in name_parts(name) if part in self.mapped), None)
+        return next((part for part in name_parts(name) if part in self.targets), None)
 
     def _targets(self, path: Path, found: str) -> list[Path]:
         return [_replaced(path, found, target) for target in self._renamed(found)]
@@ -229,18 +220,18 @@ def name_parts(name: str) -> Iterator[str]:
             yield ".".join(pieces[start : start + length])
 
 
-def _added(item: MappedTensor, name: str) -> int:
-    """Return what is added to what an optimizer calls *name* where *item* is its parameter."""
-    kinds = [part for part in name.split(".") if part in COPIES or _STATISTIC.search(part)]
-    if item.plus and not kinds:
+def _source_of(parameter: LogicalSource, name: str) -> LogicalSource:
+    """Return what an optimizer calls *name* as it is read where *parameter* is its parameter."""
+    kinds = {part for part in name.split(".") if part in COPIES or _STATISTIC.search(part)}
+    if parameter.plus and not kinds:
         raise RefusedError(
             "cannot map optimizer state to its parameter",
             where=f"tensor `{name}`",
-            why=f"the layouts store the parameter with an offset of {abs(item.plus)}, and it "
+            why=f"the layouts store the parameter with an offset of {abs(parameter.plus)}, and it "
             "is unknown whether this tensor is a copy",
             hint=f"pass {spell_option('--only model')}, or keep the layout",
         )
-    return item.plus if COPIES & {*kinds} else 0
+    return parameter._replace(key=name, plus=parameter.plus if COPIES & kinds else 0)
 
 
 def _is_moment(name: str) -> bool:

@@ -19,8 +19,7 @@ from ckptctl.columns import files_of
 from ckptctl.file_identity import FileIdentity
 from ckptctl.formats.base import Output, Place
 from ckptctl.planner.copying.blocks import rearranged
-from ckptctl.planner.mapping.mapped import MappedTensor
-from ckptctl.planner.mapping.strided_views import as_strided, by_target
+from ckptctl.planner.mapping.mapped import ComposedTensor
 from ckptctl.planner.plan import RawCopy, Record, TargetBox, Transfer
 from ckptctl.planner.strided import Strided
 from ckptctl.storage.files import source_files
@@ -35,36 +34,39 @@ class Transfers(NamedTuple):
 
 def plan_transfers(
     catalog: Catalog,
-    tensors: Sequence[MappedTensor],
+    tensors: Mapping[str, ComposedTensor],
     output: Output,
     target_dtypes: Mapping[str, str],
 ) -> Transfers:
     """Plan the transfer of each tensor of an output that has boxes."""
     computed, found = dict(catalog.computed), list[Transfer]()
-    for key, parts in by_target(tensors).items():
+    for key, composed in tensors.items():
         places = output.boxes.get(key)
         if not places:
             continue
         dtype = target_dtypes[key]
-        read = {source.key: catalog.tensors[source.key] for one in parts for source in one.sources}
-        if len({entry.dtype for entry in read.values()}) > 1:
-            read = {
-                name: _cast(catalog.root, entry, dtype, computed) for name, entry in read.items()
-            }
-        tensor = as_strided(parts, key, read, dtype)
+        tensor = elements_of(catalog, composed, dtype, computed)
         item = dtypes.itemsize(dtype)
         boxes = tuple(_target(place, output.records[place.record], item) for place in places)
         found.append(Transfer(key, tensor, boxes))
     return Transfers(tuple(found), computed)
 
 
-def _cast(root: str, entry: TensorEntry, dtype: str, computed: dict[str, Computed]) -> TensorEntry:
-    """Return a stored tensor in another dtype, as a virtual file where it has to be cast."""
-    if entry.dtype == dtype:
-        return entry
-    file = computed_name(f"{entry.name}@{dtype}")
-    computed[file] = made = rearranged(root, Strided.whole(entry).cast(dtype))
-    return made.entry(entry.name, entry.path, file)
+def elements_of(
+    catalog: Catalog, composed: ComposedTensor, dtype: str, computed: dict[str, Computed]
+) -> Strided:
+    """Return a tensor of the target as elements of stored ones that are to have *dtype*.
+
+    Where stored ones differ in their dtypes, virtual files with casts are added to *computed*.
+    """
+    read = {key: catalog.tensors[key] for key in composed.keys}
+    if len({entry.dtype for entry in read.values()}) > 1:
+        for key, entry in read.items():
+            if entry.dtype != dtype:
+                file = computed_name(f"{entry.name}@{dtype}")
+                made = rearranged(catalog.root, Strided.whole(entry).cast(dtype))
+                computed[file], read[key] = made, made.entry(entry.name, entry.path, file)
+    return composed.elements(read, dtype)
 
 
 def _target(place: Place, record: Record, itemsize: int) -> TargetBox:

@@ -34,7 +34,6 @@ from ckptctl.ops.loading.state_mapping import StateMapping, Wanted
 from ckptctl.ops.recognition.model import Request, understand
 from ckptctl.ops.recognition.roots import checked_root, roots
 from ckptctl.ops.sources import leaf_values, located
-from ckptctl.planner.mapping.mapped import stored_shapes
 from ckptctl.results import JsonField, Result
 from ckptctl.storage.kinds import require_torch_for
 from ckptctl.storage.outcome import OUT_OF_RANGE, OutOfRange
@@ -90,13 +89,13 @@ def _extract(path: str | Path, tensor: str, options: ExtractOptions) -> Extracti
     catalog, mapping = mapped_source(source, options)
     taken = _taken(mapping, tensor, options)
     wanted = {one.name: Wanted(one.dtype, one.whole, ()) for one in taken}
-    chosen = [one for one in mapping.tensors if any(target.key in wanted for target in one.targets)]
-    names = [source.key for one in chosen for source in one.sources]
+    chosen = {one.name: mapping.tensors[one.name] for one in taken}
+    names = [key for composed in chosen.values() for key in composed.keys]
     if options.dtype is not None:
         require_uncast(mapping.catalog, names)
     mapping.notes.add(*_short(taken))
-    mapping = replace(mapping, catalog=located(mapping.catalog, names), tensors=tuple(chosen))
-    reading = Reading(mapping, tuple(chosen), casts(mapping, chosen, wanted, True))
+    mapping = replace(mapping, catalog=located(mapping.catalog, names), tensors=chosen)
+    reading = Reading(mapping, casts(mapping, wanted, True))
     if options.output is None:
         return _shown(shown(path), reading, taken)
     output = Path(options.output)
@@ -122,8 +121,8 @@ def _extract(path: str | Path, tensor: str, options: ExtractOptions) -> Extracti
 
 
 def _taken(mapping: StateMapping, tensor: str, options: ExtractOptions) -> list[Taken]:
-    shapes = stored_shapes(mapping.tensors)
-    name, part = (tensor, None) if tensor in shapes else split_name(tensor)
+    there = mapping.tensors
+    name, part = (tensor, None) if tensor in there else split_name(tensor)
     if options.slice is not None:
         if part is not None:
             raise UsageError(
@@ -133,15 +132,12 @@ def _taken(mapping: StateMapping, tensor: str, options: ExtractOptions) -> list[
                 hint="omit one of them",
             )
         name, part = tensor, options.slice
-    kinds = {
-        target.key: mapping.catalog.tensors[one.sources[0].key].dtype
-        for one in mapping.tensors
-        for target in one.targets
-    }
-    return [
-        Taken(key, cast_to(kinds[key], options.dtype), shapes[key], take(part, shapes[key], key))
-        for key in _matching(mapping, shapes, name, options)
-    ]
+    taken = []
+    for key in _matching(mapping, name, options):
+        shape = there[key].shape
+        dtype = mapping.catalog.tensors[there[key].sources[0].key].dtype
+        taken.append(Taken(key, cast_to(dtype, options.dtype), shape, take(part, shape, key)))
+    return taken
 
 
 def _short(taken: Sequence[Taken]) -> Iterator[str]:
@@ -157,10 +153,9 @@ def _short(taken: Sequence[Taken]) -> Iterator[str]:
         )
 
 
-def _matching(
-    mapping: StateMapping, names: Mapping[str, object], glob: str, options: ExtractOptions
-) -> list[str]:
+def _matching(mapping: StateMapping, glob: str, options: ExtractOptions) -> list[str]:
     """Return the tensors of a name or glob, which may lack the model's prefix."""
+    names = mapping.tensors
     prefixes: Sequence[str] = ("", *roots(mapping.catalog))
     if options.root is not None:
         own = checked_root(mapping.catalog, options.root) if options.layout is None else ""
@@ -186,10 +181,9 @@ def _shown(path: str, reading: Reading, taken: Sequence[Taken]) -> Extraction:
 
 
 def _extracted(reading: Reading, one: Taken) -> Extracted:
-    holding = [m for m in reading.tensors if any(target.key == one.name for target in m.targets)]
-    sources = dict.fromkeys(source.key for mapped in holding for source in mapped.sources)
+    sources = tuple(reading.mapping.tensors[one.name].keys)
     nbytes = one.part.box.numel * dtypes.itemsize(one.dtype)
-    return Extracted(one.name, tuple(sources), one.dtype, one.part.shape, one.whole, nbytes)
+    return Extracted(one.name, sources, one.dtype, one.part.shape, one.whole, nbytes)
 
 
 def no_tensor(

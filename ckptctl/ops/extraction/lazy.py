@@ -18,10 +18,10 @@ from ckptctl.ops.extraction.options import OpenOptions
 from ckptctl.ops.extraction.slices import Part, Slice, cut
 from ckptctl.ops.loading.checks import casts
 from ckptctl.ops.loading.reading import Reading, fill
-from ckptctl.ops.loading.state_mapping import StateMapping, Target, Wanted
+from ckptctl.ops.loading.state_mapping import Target, Wanted
 from ckptctl.ops.recognition.roots import checked_root
 from ckptctl.planner.boxes import check_coverage
-from ckptctl.planner.mapping.mapped import MappedTensor, stored_shapes
+from ckptctl.planner.mapping.mapped import ComposedTensor
 from ckptctl.storage.arithmetic import import_torch, tensor
 from ckptctl.storage.outcome import require_in_range
 from ckptctl.storage.pickles.inert import Global, Inert, walk
@@ -50,16 +50,16 @@ class TensorHandle:
         shape: Its shape.
     """
 
-    __slots__ = ("_state", "_tensors", "dtype", "name", "shape")
+    __slots__ = ("_composed", "_state", "dtype", "name", "shape")
 
     def __init__(
-        self, state: LazyStateDict, name: str, tensors: tuple[MappedTensor, ...], dtype: str
+        self, state: LazyStateDict, name: str, composed: ComposedTensor, dtype: str
     ) -> None:
         self._state = state
-        self._tensors = tensors
+        self._composed = composed
         self.name = name
         self.dtype = dtype
-        self.shape = stored_shapes(tensors)[name]
+        self.shape = composed.shape
 
     @property
     def nbytes(self) -> int:
@@ -80,7 +80,7 @@ class TensorHandle:
         wrong = [part for part in parts if isinstance(part, str)]
         if wrong:
             raise UsageError(f"{wrong[0]!r} is not a slice", where=f"`{self.name}`")
-        return self._state._read(self, self._tensors, cut(parts, self.shape, self.name))
+        return self._state._read(self, self._composed, cut(parts, self.shape, self.name))
 
     def __repr__(self) -> str:
         return f"TensorHandle({self.name!r}, {self.dtype}, {list(self.shape)})"
@@ -162,7 +162,10 @@ class LazyStateDict(Mapping[str, TensorHandle]):
         self._prefix = ""
         if options.root is not None and options.layout is None:
             self._prefix = checked_root(catalog, options.root)
-        self._tensors = _by_name(self._mapping, self._prefix)
+        inside = (key for key in self._mapping.tensors if key.startswith(self._prefix))
+        self._tensors = {
+            key.removeprefix(self._prefix): self._mapping.tensors[key] for key in inside
+        }
         self.path = str(path)
         self.format = catalog.format
         self.metadata = catalog.metadata
@@ -184,13 +187,13 @@ class LazyStateDict(Mapping[str, TensorHandle]):
         Raises:
             CkptError: There is none of that name; it is a ``KeyError``, too.
         """
-        tensors = self._tensors.get(name)
-        if tensors is None:
+        composed = self._tensors.get(name)
+        if composed is None:
             kind = "this is a non-tensor value; use `leaves`" if name in self.leaves else None
             raise _missing(name, self._tensors, self._mapping.catalog.path, "tensors", kind)
-        entry = self._mapping.catalog.tensors[tensors[0].sources[0].key]
+        entry = self._mapping.catalog.tensors[composed.sources[0].key]
         dtype = cast_to(entry.dtype, self._options.dtype)
-        return TensorHandle(self, self._prefix + name, tensors, dtype)
+        return TensorHandle(self, self._prefix + name, composed, dtype)
 
     def get(self, key: str, default: Any = None) -> Any:
         """Return the handle of a tensor, or *default* if the name does not exist."""
@@ -214,40 +217,27 @@ class LazyStateDict(Mapping[str, TensorHandle]):
         if self._closed:
             raise UsageError("the checkpoint is closed", where=self.path)
 
-    def _read(self, handle: TensorHandle, tensors: tuple[MappedTensor, ...], part: Slice) -> Tensor:
+    def _read(self, handle: TensorHandle, composed: ComposedTensor, part: Slice) -> Tensor:
         self._require_open()
         require_torch("a slice of a tensor", instead="`ckptctl.extract` writes files without torch")
         import_torch()
-        return tensor(self._bytes(handle, tensors, part), handle.dtype, part.shape)
+        return tensor(self._bytes(handle, composed, part), handle.dtype, part.shape)
 
-    def _bytes(
-        self, handle: TensorHandle, tensors: tuple[MappedTensor, ...], part: Slice
-    ) -> bytearray:
+    def _bytes(self, handle: TensorHandle, composed: ComposedTensor, part: Slice) -> bytearray:
         """Return the row-major elements of a part of a tensor."""
         content = bytearray(part.box.numel * dtypes.itemsize(handle.dtype))
         if not content:
             return content
         steps = row_major(part.box.sizes)
         wanted = {handle.name: Wanted(handle.dtype, handle.shape, (Target(part.box, "0", steps),))}
-        for key in {source.key for one in tensors for source in one.sources}:
+        for key in composed.keys:
             check_coverage(self._mapping.catalog.tensors[key])
-        cast = casts(self._mapping, tensors, wanted, True)
-        plan = Reading(self._mapping, tensors, cast).plan(wanted)
+        plan = Reading(self._mapping, casts(self._mapping, wanted, True)).plan(wanted)
         opened = {name: self._identities.get(name, one) for name, one in plan.sources.items()}
         done = fill(replace(plan, sources=opened), [content], self._options.jobs)
         if not self._options.allow_overflow:
             require_in_range(done.lost, "pass `allow_overflow=True` to return them anyway")
         return content
-
-
-def _by_name(mapping: StateMapping, prefix: str) -> dict[str, tuple[MappedTensor, ...]]:
-    """Return what each tensor below *prefix* is made of, by its name without it."""
-    tensors: dict[str, list[MappedTensor]] = {}
-    for one in mapping.tensors:
-        for key in dict.fromkeys(target.key for target in one.targets):
-            if key.startswith(prefix):
-                tensors.setdefault(key.removeprefix(prefix), []).append(one)
-    return {name: tuple(some) for name, some in tensors.items()}
 
 
 def _missing(

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 from ckptctl import dtypes
@@ -14,16 +13,15 @@ from ckptctl.ops.loading.state_mapping import StateMapping, Target, Wanted
 from ckptctl.ops.recognition.quantized import quantized
 from ckptctl.ops.sources import located
 from ckptctl.planner.boxes import check_coverage, intersect
-from ckptctl.planner.mapping.mapped import MappedTensor, covered, stored_shapes
+from ckptctl.planner.mapping.mapped import ComposedTensor
 from ckptctl.storage.compare import all_zero, equal
 from ckptctl.storage.computed import open_reader
 from ckptctl.units import counted
 
 
-def require_filled(mapped: Sequence[MappedTensor], wanted: Mapping[str, Wanted]) -> None:
-    """Prove that the mapped tensors of the checkpoint fill those that are wanted."""
-    held = covered(mapped)
-    torn = [n for n, one in wanted.items() if n in held and held[n] != math.prod(one.shape)]
+def require_filled(tensors: Mapping[str, ComposedTensor]) -> None:
+    """Prove that the tensors of the checkpoint give *tensors* all of their elements."""
+    torn = [name for name, composed in tensors.items() if not composed.is_covered]
     if torn:
         raise MappingError(
             f"{counted(len(torn), 'tensor')} would be filled only partly",
@@ -45,10 +43,9 @@ def require_boxes(entry: TensorEntry, targets: Iterable[Target]) -> None:
         check_coverage(replace(entry, shape=target.box.sizes, extents=tuple(inside)))
 
 
-def require_shapes(mapped: Sequence[MappedTensor], wanted: Mapping[str, Wanted]) -> None:
+def require_shapes(tensors: Mapping[str, ComposedTensor], wanted: Mapping[str, Wanted]) -> None:
     """Prove that the wanted tensors have the shapes that the checkpoint's get."""
-    shapes = stored_shapes(mapped)
-    wrong = [n for n, one in wanted.items() if n in shapes and shapes[n] != one.shape]
+    wrong = [n for n, one in wanted.items() if n in tensors and tensors[n].shape != one.shape]
     if wrong:
         name = wrong[0]
         raise MappingError(
@@ -59,34 +56,31 @@ def require_shapes(mapped: Sequence[MappedTensor], wanted: Mapping[str, Wanted])
             if wrong[1:]
             else f"`{name}` has a different shape in the checkpoint",
             where=listed(wrong),
-            why=f"`{name}` has shape {list(shapes[name])} in the checkpoint, but "
+            why=f"`{name}` has shape {list(tensors[name].shape)} in the checkpoint, but "
             f"{list(wanted[name].shape)} in the state",
         )
 
 
 def casts(
-    mapping: StateMapping,
-    mapped: Sequence[MappedTensor],
-    wanted: Mapping[str, Wanted],
-    allowed: bool,
+    mapping: StateMapping, wanted: Mapping[str, Wanted], allowed: bool
 ) -> dict[str, tuple[str, str]]:
     """Return the dtypes that change, old and new; refuse to change any that must not."""
     entries = mapping.catalog.tensors
     found: dict[str, tuple[str, str]] = {}
     read: dict[str, str] = {}
-    for one in mapped:
-        held = list(dict.fromkeys(entries[source.key].dtype for source in one.sources))
-        asked = {wanted[target.key].dtype for target in one.targets if target.key in wanted}
-        if len(held) > 1 or len(asked) > 1:
-            raise MappingError(
-                "tensors that are merged or split have different dtypes",
-                where=listed([key for key, _ in (*one.sources, *one.targets)]),
-                why=f"{' and '.join(held)} in the checkpoint, {' and '.join(asked)} in the state",
-            )
-        if asked != set(held):
-            names = [target.key for target in one.targets if target.key in wanted]
-            found |= dict.fromkeys(names, (held[0], next(iter(asked))))
-            read |= {source.key: names[0] for source in one.sources}
+    for name, one in wanted.items():
+        composed = mapping.tensors.get(name)
+        for sources in composed.logical.values() if composed else ():
+            held = list(dict.fromkeys(entries[source.key].dtype for source in sources))
+            if len(held) > 1:
+                raise MappingError(
+                    "tensors that are merged or split have different dtypes",
+                    where=listed([*(source.key for source in sources), name]),
+                    why=f"{' and '.join(held)} in the checkpoint, {one.dtype} in the state",
+                )
+            if held != [one.dtype]:
+                found[name] = held[0], one.dtype
+                read |= {source.key: name for source in sources}
     if found:
         _require_castable(found, allowed)
         _require_plain(mapping.catalog, read)

@@ -14,7 +14,7 @@ from ckptctl.ops.loading.options import LoadReport, Strict
 from ckptctl.ops.loading.state_mapping import StateMapping, moved
 from ckptctl.ops.recognition.quantized import quantized
 from ckptctl.ops.recognition.roots import containers, is_training
-from ckptctl.planner.mapping.mapped import MappedTensor
+from ckptctl.planner.mapping.mapped import ComposedTensor
 
 APART = re.compile(r"rank_(?P<rank>\d+)\.(?P<name>.+)", re.DOTALL)
 
@@ -70,7 +70,7 @@ def require_equal(report: LoadReport, mapping: StateMapping) -> None:
     )
     counts = [f"{len(names):,} {side}" for names, side in sides if names]
     said = [f"{side}: {listed(names)}" for names, side in sides if names]
-    close = [nearest(name, list(mapping.offered)) for name in report.missing[:1]]
+    close = [nearest(name, list(mapping.tensors)) for name in report.missing[:1]]
     hints = [f"did you mean `{close[0]}`?" if close and close[0] else ""]
     if quantized(mapping.catalog):
         hints.append('the checkpoint is quantized: pass `dequantize="bf16"` to dequantize it')
@@ -100,17 +100,12 @@ def compare(
     checkpoint has is expected in it. One without says nothing of the trainer's, nor of containers
     of which it has nothing: what is unexpected in it lies next to something that it has.
     """
-    catalog, offered = mapping.catalog, mapping.offered
+    catalog, offered = mapping.catalog, mapping.tensors
     missing = [name for name in tensors if name not in offered]
     missing += [name for name in values if not held_as(mapping, name, 0)]
     paths = {name: one.path for name, one in catalog.tensors.items()}
     paths |= {name: one.path for name, one in catalog.blobs.items()}
-    read = {
-        source.key
-        for one in mapping.tensors
-        if any(target.key in tensors for target in one.targets)
-        for source in one.sources
-    }
+    read = {key for name in tensors if name in offered for key in offered[name].keys}
     read |= {moved(name, mapping.prefix, mapping.root) for name in values}
     own = (*tensors.values(), *values.values())
     containers = {_container(keys) for keys in own}
@@ -162,7 +157,7 @@ def _is_in_companion(catalog: Catalog, name: str) -> bool:
 
 def require_kinds(mapping: StateMapping, tensors: Collection[str], values: Collection[str]) -> None:
     """Refuse leaves that are tensors on one side and something else on the other."""
-    offered, blobs = mapping.offered, mapping.catalog.blobs
+    offered, blobs = mapping.tensors, mapping.catalog.blobs
     here = [name for name in tensors if name not in offered and held_as(mapping, name, 0)]
     there = [
         name
@@ -219,17 +214,17 @@ def with_own(
         state: All names of the state; what it has itself is not another tensor's.
     """
     apart = kept_apart(mapping.catalog) if rank else ()
-    found: dict[str, MappedTensor] = {}
-    for one in mapping.tensors if apart else ():
-        source, target = one.sources[0].key, one.targets[0].key
-        other = f"rank_{rank}.{source}"
-        free = moved(other, mapping.root, mapping.prefix) not in state
-        if other in apart and one.renames and free and target in plain:
-            found[target] = MappedTensor.same(other, target, mapping.catalog.tensors[other].shape)
-    if not found:
+    own: dict[str, ComposedTensor] = {}
+    for name in plain if apart else ():
+        composed = mapping.tensors.get(name)
+        if composed is None or not composed.renames:
+            continue
+        other = f"rank_{rank}.{composed.sources[0].key}"
+        if other in apart and moved(other, mapping.root, mapping.prefix) not in state:
+            own[name] = ComposedTensor.same(other, name, mapping.catalog.tensors[other].shape)
+    if not own:
         return mapping
-    tensors = tuple(found.get(one.targets[0].key, one) for one in mapping.tensors)
-    return replace(mapping, tensors=tensors, own=frozenset(found))
+    return replace(mapping, tensors={**mapping.tensors, **own}, own=frozenset(own))
 
 
 def inherited(mapping: StateMapping, state: Collection[str], rank: int) -> tuple[str, ...]:

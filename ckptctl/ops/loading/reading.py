@@ -8,7 +8,7 @@ has another layout. No torch here: memory has names.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -22,7 +22,7 @@ from ckptctl.ops.loading.checks import casts, require_boxes, require_filled, req
 from ckptctl.ops.loading.state_mapping import StateMapping, Wanted
 from ckptctl.ops.sources import with_bytes
 from ckptctl.planner.boxes import check_coverage, intersect
-from ckptctl.planner.mapping.mapped import MappedTensor
+from ckptctl.planner.mapping.mapped import ComposedTensor
 from ckptctl.planner.plan import Plan, Record, Transfer
 from ckptctl.storage.execution.executor import execute
 from ckptctl.storage.execution.options import Execution, ExecutionOptions
@@ -34,7 +34,6 @@ class Reading:
     """Tensors that can be read: shapes, dtypes and coverage are proven, nothing is located yet."""
 
     mapping: StateMapping
-    tensors: tuple[MappedTensor, ...]
     cast: Mapping[str, tuple[str, str]]
 
     def plan(self, wanted: Mapping[str, Wanted]) -> Plan:
@@ -43,12 +42,13 @@ class Reading:
 
     def locate(self, wanted: Mapping[str, Wanted]) -> Mapping[str, TensorEntry]:
         """Return the checkpoint's tensors that are read, with the needed extents located."""
-        return _located(self.mapping, *self._chosen(wanted))
+        return _located(self.mapping, self._chosen(wanted), wanted)
 
     def plan_of(self, wanted: Mapping[str, Wanted], entries: Mapping[str, TensorEntry]) -> Plan:
         """Plan the reading of *wanted* from *entries*, which :meth:`locate` has returned."""
         catalog = self.mapping.catalog
-        chosen, held = self._chosen(wanted)
+        chosen = self._chosen(wanted)
+        held = {name: wanted[name] for name in chosen}
         kinds = {name: one.dtype for name, one in held.items()}
         plan = _plan(catalog, entries, chosen, _output(held), kinds)
         return replace(plan, transfers=tuple(sorted(plan.transfers, key=_position)))
@@ -56,14 +56,13 @@ class Reading:
     def plan_file(self, target: Path, output: Output, kinds: Mapping[str, str]) -> Plan:
         """Plan the reading into a file of its own; *kinds* are the dtypes of its tensors."""
         catalog = self.mapping.catalog
-        plan = _plan(catalog, catalog.tensors, self.tensors, output, kinds)
+        plan = _plan(catalog, catalog.tensors, self.mapping.tensors, output, kinds)
         return replace(plan, target=str(target), single_file=True)
 
-    def _chosen(self, wanted: Mapping[str, Wanted]) -> tuple[list[MappedTensor], dict[str, Wanted]]:
-        known = {target.key for one in self.tensors for target in one.targets}
-        held = {name: one for name, one in wanted.items() if one.targets and name in known}
-        filled = (one for one in self.tensors if any(t.key in held for t in one.targets))
-        return list(filled), held
+    def _chosen(self, wanted: Mapping[str, Wanted]) -> dict[str, ComposedTensor]:
+        """Return those that the checkpoint has and that have memory."""
+        known = self.mapping.tensors
+        return {name: known[name] for name, one in wanted.items() if one.targets and name in known}
 
     def elsewhere(self, catalog: Catalog) -> Reading:
         """Return the same reading of a checkpoint with the same index in another place."""
@@ -134,54 +133,54 @@ def prepare(
     mapping: StateMapping, wanted: Mapping[str, Wanted], *, cast: bool, whole: bool = True
 ) -> Reading:
     """Prove that the tensors of *mapping* that are wanted can be read as they are wanted."""
-    chosen = [one for one in mapping.tensors if any(target.key in wanted for target in one.targets)]
+    chosen = {name: mapping.tensors[name] for name in wanted if name in mapping.tensors}
     require_shapes(chosen, wanted)
-    require_filled(mapping.tensors, wanted)
+    require_filled(chosen)
     entries = mapping.catalog.tensors
-    for one in chosen:
-        for source in one.sources:
+    for name, composed in chosen.items():
+        for key in composed.keys:
             if whole:
-                check_coverage(entries[source.key])
+                check_coverage(entries[key])
             else:
-                require_boxes(entries[source.key], wanted[one.targets[0].key].targets)
-    return Reading(mapping, tuple(chosen), casts(mapping, chosen, wanted, cast))
+                require_boxes(entries[key], wanted[name].targets)
+    return Reading(mapping, casts(mapping, wanted, cast))
 
 
 def _located(
-    mapping: StateMapping, mapped: Sequence[MappedTensor], wanted: Mapping[str, Wanted]
+    mapping: StateMapping, tensors: Mapping[str, ComposedTensor], wanted: Mapping[str, Wanted]
 ) -> Mapping[str, TensorEntry]:
     """Return the entries that are read, with those of their extents that may be needed."""
     entries = mapping.catalog.tensors
     found: dict[str, TensorEntry] = {}
-    for one in mapped:
-        for source in one.sources:
-            entry = entries[source.key]
-            if one.renames and len(entry.extents) > 1:
-                boxes = [target.box for target in wanted[one.targets[0].key].targets]
+    for name, composed in tensors.items():
+        for key in composed.keys:
+            entry = entries[key]
+            if len(entry.extents) > 1 and composed.renames:
+                boxes = [target.box for target in wanted[name].targets]
                 meeting = (
                     e
                     for e in entry.extents
                     if any(e.box == box or intersect(e.box, box) is not None for box in boxes)
                 )
                 entry = replace(entry, extents=tuple(meeting))
-            known = found.get(source.key, entry)
+            known = found.get(key, entry)
             if known.extents != entry.extents:  # two tensors of the state come from this one
                 both = {*known.extents, *entry.extents}
-                kept = tuple(one for one in entries[source.key].extents if one in both)
+                kept = tuple(one for one in entries[key].extents if one in both)
                 entry = replace(entry, extents=kept)
-            found[source.key] = entry
+            found[key] = entry
     return with_bytes(mapping.catalog, found).tensors
 
 
 def _plan(
     catalog: Catalog,
     entries: Mapping[str, TensorEntry],
-    mapped: Sequence[MappedTensor],
+    tensors: Mapping[str, ComposedTensor],
     output: Output,
     kinds: Mapping[str, str],
 ) -> Plan:
     located = replace(catalog, tensors=entries)
-    copies, virtual = plan_transfers(located, mapped, output, kinds)
+    copies, virtual = plan_transfers(located, tensors, output, kinds)
     computed, sources = sources_of(catalog.root, copies, virtual)
     return Plan(
         source_root=catalog.root,

@@ -7,10 +7,11 @@ mapping is that of a conversion.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import NamedTuple
 
 from ckptctl.catalog import Box, Catalog, Extent, TensorEntry
@@ -18,19 +19,18 @@ from ckptctl.errors import MappingError, MissingTensorsError, RefusedError, Usag
 from ckptctl.notes import Notes
 from ckptctl.ops.conversion.assets import describe_plain, gather
 from ckptctl.ops.conversion.checks import keep_together
-from ckptctl.ops.conversion.contents import in_checkpoint
 from ckptctl.ops.conversion.training import follow
 from ckptctl.ops.recognition.layout_change import (
     LayoutRequest,
+    apply_change,
     change_layout,
     with_sums,
-    with_zeros,
 )
 from ckptctl.ops.recognition.model import DETECTED, Model, Request, understand
 from ckptctl.ops.recognition.quantized import advised
 from ckptctl.ops.recognition.roots import checked_root, roots, unwrapped
 from ckptctl.ops.saving.local_shards import TensorMeta
-from ckptctl.planner.mapping.mapped import MappedTensor
+from ckptctl.planner.mapping.mapped import ComposedTensor
 from ckptctl.planner.mapping.resizing import Tiling
 from ckptctl.planner.mapping.tensors import Change
 
@@ -59,8 +59,8 @@ class StateMapping:
     """How a checkpoint becomes the state."""
 
     catalog: Catalog  # the checkpoint, with tensors that are made
-    # What becomes what: source keys are the checkpoint's, target keys the state's.
-    tensors: tuple[MappedTensor, ...]
+    # By their names in the state; source keys are the checkpoint's.
+    tensors: Mapping[str, ComposedTensor]
     root: str = ""  # the model's prefix in the checkpoint
     prefix: str = ""  # the model's prefix in the state
     # Names in the checkpoint, used and dropped, that have to hold the same.
@@ -74,11 +74,6 @@ class StateMapping:
     layout: str | None = None
     # Tensors of the state that become what one rank has of them for itself.
     own: frozenset[str] = frozenset()
-
-    @property
-    def offered(self) -> set[str]:
-        """Return the names of the state that can be filled."""
-        return {target.key for one in self.tensors for target in one.targets}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -108,7 +103,7 @@ def map_state(
     """Find out how the tensors of *catalog* become those of *state*."""
     named = request.state.layout or request.source.layout
     same = _keep_matching_names(catalog, state, request)
-    if not named and state.keys() <= same.offered:
+    if not named and state.keys() <= same.tensors.keys():
         return same
     try:
         changed = _change_layout(catalog, state, request)
@@ -120,7 +115,7 @@ def map_state(
             raise
         same.notes.add(f"matched by name only, because the layouts cannot be mapped: {error.what}")
         return same
-    better = len(changed.offered & state.keys()) > len(same.offered & state.keys())
+    better = len(changed.tensors.keys() & state) > len(same.tensors.keys() & state)
     return changed if named or better else same
 
 
@@ -135,18 +130,20 @@ def understand_source(catalog: Catalog, request: MappingRequest) -> Model:
 
 
 def map_model(
-    model: Model, change: Change, prefix: str = "", rest: Iterable[MappedTensor] = ()
+    model: Model,
+    change: Change,
+    prefix: str = "",
+    rest: Mapping[str, ComposedTensor] = MappingProxyType({}),
 ) -> StateMapping:
     """Map the tensors of a model as *change* says, to names under *prefix*, and *rest* as it is."""
     root = model.root
-    catalog, zeros = with_zeros(model.catalog, change.zeros, root, prefix)
-    tensors = (*in_checkpoint(change.tensors, root, prefix), *zeros, *rest)
+    catalog, tensors = apply_change(model.catalog, change, root, prefix)
     notes = Notes()
     notes.add(*change.notes.texts())
     notes.explain("dropped", {root + name: why for name, why in change.dropped.items()})
     return StateMapping(
-        with_sums(catalog, tensors),
-        tensors,
+        with_sums(catalog, rest.values()),
+        {**tensors, **rest},
         root,
         prefix,
         tuple((root + kept, root + gone) for kept, gone in change.must_equal),
@@ -165,10 +162,10 @@ def map_model(
 def keep_names(catalog: Catalog, root: str = "", prefix: str = "") -> StateMapping:
     """Map every tensor to its own name, those below *root* to names below *prefix*."""
     same = (
-        MappedTensor.same(name, moved(name, root, prefix), entry.shape)
+        ComposedTensor.same(name, moved(name, root, prefix), entry.shape)
         for name, entry in catalog.tensors.items()
     )
-    return StateMapping(catalog, tuple(same), root, prefix)
+    return StateMapping(catalog, {one.key: one for one in same}, root, prefix)
 
 
 def _keep_matching_names(
@@ -228,7 +225,7 @@ def _change_layout(
     keep_together(model.catalog, held, renamed=not change.identity, dtype=None)
     outside = len(names) < len(state)
     rest = model.selection.rest if outside else ()
-    around = follow(model.catalog, rest, model.root, change).tensors if outside else ()
+    around = follow(model.catalog, rest, model.root, change).tensors if outside else {}
     return replace(map_model(model, change, wanted.root, around), layout=wanted.layout)
 
 

@@ -27,7 +27,7 @@ from ckptctl.planner.configs.demands import demanded
 from ckptctl.planner.configs.facts import does_without, read_lists
 from ckptctl.planner.configs.tensor_facts import Tensors
 from ckptctl.planner.layouts import Family, is_base
-from ckptctl.planner.mapping.mapped import MappedTensor, Zeros
+from ckptctl.planner.mapping.mapped import ComposedTensor, MappedTensor, Zeros, compose
 from ckptctl.planner.mapping.resizing import resized
 from ckptctl.planner.mapping.source import SurplusError
 from ckptctl.planner.mapping.tensors import Change, map_tensors
@@ -247,12 +247,25 @@ def _unchanged(
     return Change(None, known.layout, known.layout, mapped, notes=_notes(agreed, notes))
 
 
+def apply_change(
+    catalog: Catalog, change: Change, root: str, prefix: str = ""
+) -> tuple[Catalog, dict[str, ComposedTensor]]:
+    """Return what a model below *root* becomes below *prefix*, and *catalog* with what is made."""
+    catalog, tensors = with_zeros(
+        catalog, compose(change.tensors, root, prefix), change.zeros, root, prefix
+    )
+    return with_sums(catalog, tensors.values()), tensors
+
+
 def with_zeros(
-    catalog: Catalog, zeros: Sequence[Zeros], root: str, prefix: str
-) -> tuple[Catalog, list[MappedTensor]]:
-    """Return *catalog* with tensors of zeros in virtual files, and what becomes of them."""
-    entries, computed = dict(catalog.tensors), dict(catalog.computed)
-    mapped: list[MappedTensor] = []
+    catalog: Catalog,
+    tensors: Mapping[str, ComposedTensor],
+    zeros: Sequence[Zeros],
+    root: str = "",
+    prefix: str = "",
+) -> tuple[Catalog, dict[str, ComposedTensor]]:
+    """Return *catalog* with tensors of zeros in virtual files, and *tensors* with these zeros."""
+    entries, computed, tensors = dict(catalog.tensors), dict(catalog.computed), dict(tensors)
     for item in zeros:
         key = prefix + item.key
         name = computed_name(f"{key}@{item.origin}" if item.origin else key)
@@ -260,21 +273,21 @@ def with_zeros(
         path = entries[root + item.like].path if item.like else (key,)
         computed[name] = Computed("constant", kind, item.shape)
         entries[name] = computed[name].entry(name, path, name)
-        same = MappedTensor.same(name, key, item.shape)
-        target = same.targets[0]
+        made = ComposedTensor.same(name, key, item.shape)
+        tensor = made.tensor
         for dim, start in enumerate(item.origin):
-            end = start + item.shape[dim]
-            target = target._replace(tensor=target.tensor.place(dim, start, end))
-        mapped.append(replace(same, targets=(target,)))
-    return replace(catalog, tensors=entries, computed=computed), mapped
+            tensor = tensor.place(dim, start, start + item.shape[dim])
+        made = replace(made, tensor=tensor)
+        tensors[key] = tensors[key] + made if key in tensors else made
+    return replace(catalog, tensors=entries, computed=computed), tensors
 
 
-def with_sums(catalog: Catalog, tensors: Iterable[MappedTensor]) -> Catalog:
+def with_sums(catalog: Catalog, tensors: Iterable[ComposedTensor]) -> Catalog:
     """Return *catalog* with those of its tensors to which a number is added in virtual files.
 
     Sums have the dtype of the tensors; they are cast afterwards, if at all.
     """
-    plus = {source.key: one.plus for one in tensors if one.plus for source in one.sources}
+    plus = {source.key: source.plus for one in tensors for source in one.sources if source.plus}
     if not plus:
         return catalog
     entries, computed = dict(catalog.tensors), dict(catalog.computed)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from ckptctl.catalog import TensorEntry
 from ckptctl.errors import MappingError, UnsupportedError, listed, spell_option
@@ -15,9 +15,8 @@ from ckptctl.planner.mapping.adapters import (
     models_apart,
     scaled_biases,
 )
-from ckptctl.planner.mapping.mapped import MappedTensor
+from ckptctl.planner.mapping.mapped import ComposedTensor, compose
 from ckptctl.planner.mapping.source import SurplusError
-from ckptctl.planner.mapping.strided_views import as_strided
 from ckptctl.planner.mapping.tensors import map_tensors
 from ckptctl.planner.strided import Strided
 from ckptctl.units import counted
@@ -104,7 +103,8 @@ def deltas(
             f"the adapter has {error.name} = {error.count:,}, but its model has {error.stated:,}",
             hint="check that the adapter belongs to this model",
         ) from error
-    return _Formulas(base, layouts, model.tensors, adapter.tensors, shapes, factors).result()
+    composed = compose(model.tensors), compose(adapter.tensors)
+    return _Formulas(base, layouts, *composed, shapes, factors).result()
 
 
 class _Formulas:
@@ -112,20 +112,18 @@ class _Formulas:
         self,
         base: Family,
         layouts: tuple[str, str],
-        model: Sequence[MappedTensor],
-        adapter: Sequence[MappedTensor],
+        model: Mapping[str, ComposedTensor],
+        adapter: Mapping[str, ComposedTensor],
         shapes: Shapes,
         factors: Mapping[str, TensorEntry],
     ) -> None:
         self.base, self.layouts, self.shapes, self.factors = base, layouts, shapes, factors
-        self.model = {item.targets[0].key: item for item in model}
-        self.parts: dict[str, dict[str, MappedTensor]] = {}
-        for item in adapter:
-            for target in item.targets:
-                head, dot, rest = target.key.partition(".")
-                logical, role = head.rsplit("-", 1)
-                roles = self.parts.setdefault(f"{logical}{dot}{rest}", {})
-                roles[role] = replace(item, targets=(target,))
+        self.model = model
+        self.parts: dict[str, dict[str, ComposedTensor]] = {}
+        for key, item in adapter.items():
+            head, dot, rest = key.partition(".")
+            logical, role = head.rsplit("-", 1)
+            self.parts.setdefault(f"{logical}{dot}{rest}", {})[role] = item
         self._choose_variants()
 
     def _choose_variants(self) -> None:
@@ -179,7 +177,7 @@ class _Formulas:
         logical = frozenset(self.parts)
         return Deltas(tuple(changed.values()), replaced, frozenset(pinned), logical)
 
-    def _trained(self, key: str, roles: Mapping[str, MappedTensor]) -> MappedTensor | None:
+    def _trained(self, key: str, roles: Mapping[str, ComposedTensor]) -> ComposedTensor | None:
         """Return what takes the place of a tensor: one that was trained as a whole, or a bias.
 
         The bias of a layer with factors is trained in the layer that these are laid over.
@@ -187,7 +185,7 @@ class _Formulas:
         vector = len(self.shapes[key]) == 1
         return roles.get("saved") or (roles.get("beneath") if vector else None)
 
-    def _delta(self, name: str, roles: Mapping[str, MappedTensor]) -> Delta:
+    def _delta(self, name: str, roles: Mapping[str, ComposedTensor]) -> Delta:
         for role in ROLES[:2]:
             if role not in roles:
                 there = _source(next(iter(roles.values())))
@@ -195,7 +193,7 @@ class _Formulas:
         layer = self.model[name]
         a, b, magnitude = (roles.get(role) for role in ROLES)
         assert a is not None and b is not None
-        ranks = a.targets[0].tensor.shape[0], b.targets[0].tensor.shape[-1]
+        ranks = a.shape[0], b.shape[-1]
         if ranks[0] != ranks[1] or not ranks[0]:
             raise UnsupportedError(
                 f"A has rank {ranks[0]}, B has rank {ranks[1]}",
@@ -206,24 +204,20 @@ class _Formulas:
             _source(layer),
             range(self.shapes[_source(layer)][0]) if rows is None else rows,
             (_source(a), _source(b)),
-            self._elements(a),
+            a.elements(self.factors),
             self._rows_of(layer, b),
             self._rows_of(layer, magnitude) if magnitude else None,
             self._replacement(name, roles["beneath"]) if "beneath" in roles else None,
             self._bias(name) if magnitude else None,
         )
 
-    def _elements(self, item: MappedTensor) -> Strided:
-        """Return what the adapter has of a tensor, in the order of the model's."""
-        return as_strided([item], item.targets[0].key, self.factors)
-
-    def _rows_of(self, layer: MappedTensor, item: MappedTensor) -> Strided:
+    def _rows_of(self, layer: ComposedTensor, item: ComposedTensor) -> Strided:
         """Return the rows of a factor or a magnitude that go with those of a layer.
 
         Of a tensor whose parts are interleaved they are all rows, which its parts have in common.
         """
         if _rows(layer) is not None and _rows(item) is not None:
-            return self._elements(item)
+            return item.elements(self.factors)
         stored = self.factors[_source(item)]
         alike = stored.shape[0] == self.shapes[_source(layer)][0]
         if not alike or _along_rows(layer) != _along_rows(item):
@@ -259,15 +253,14 @@ class _Formulas:
         )
         return next(leaves).dims[0]
 
-    def _replacement(self, name: str, saved: MappedTensor) -> Strided:
+    def _replacement(self, name: str, saved: ComposedTensor) -> Strided:
         """Return what of the adapter takes the place of a tensor of the model."""
         old, new = self.model[name], self.factors[_source(saved)]
-        if not saved.plus and len(saved.sources) == 1:
-            place = old.targets[0].place
-            if new.shape == self.shapes[_source(old)] and saved.targets[0].place == place:
+        if len(saved.sources) == 1 and not saved.sources[0].plus:
+            if new.shape == self.shapes[_source(old)] and saved.place == old.place:
                 return Strided.whole(new)
             if old.renames:
-                return self._elements(saved)
+                return saved.elements(self.factors)
         raise MappingError(
             "a tensor that the adapter replaces is stored differently in the model",
             where=f"tensor `{_source(saved)}`",
@@ -276,17 +269,17 @@ class _Formulas:
         )
 
 
-def _source(item: MappedTensor) -> str:
+def _source(item: ComposedTensor) -> str:
     return item.sources[0].key
 
 
-def _piece(item: MappedTensor) -> tuple[str, object]:
-    return _source(item), item.targets[0].place
+def _piece(item: ComposedTensor) -> tuple[str, object]:
+    return _source(item), item.place
 
 
-def _rows(item: MappedTensor) -> range | None:
+def _rows(item: ComposedTensor) -> range | None:
     """Return the rows that what is stored has of a tensor, or None if others lie between them."""
-    rows = item.targets[0].tensor.shape[0]
+    rows = item.shape[0]
     for begin, _, axes in _along_rows(item):
         if sum((size - 1) * stride for size, _, stride in axes) >= rows:
             return None
@@ -294,7 +287,7 @@ def _rows(item: MappedTensor) -> range | None:
     return range(rows)
 
 
-def _along_rows(item: MappedTensor) -> list[tuple[int, int, list[tuple[int, int, int]]]]:
+def _along_rows(item: ComposedTensor) -> list[tuple[int, int, list[tuple[int, int, int]]]]:
     """Return where each part of a tensor lies along the rows of what is stored."""
     return [
         (
@@ -302,5 +295,5 @@ def _along_rows(item: MappedTensor) -> list[tuple[int, int, list[tuple[int, int,
             part.origin[0],
             [(axis.size, axis.step, axis.stride) for axis in part.axes if axis.at == 0],
         )
-        for part in item.targets[0].tensor.parts
+        for part in item.tensor.parts
     ]

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+from ckptctl.catalog import TensorEntry
 from ckptctl.errors import MappingError, spell_option
 from ckptctl.planner.families.tables import Tensor
 from ckptctl.planner.layouts import Layout
@@ -42,12 +43,6 @@ class TargetTensor(NamedTuple):
     key: str
     tensor: Strided
 
-    @property
-    def place(self) -> tuple[object, ...]:
-        """Return what is the same for the same elements of any stored tensors."""
-        parts = [(part.of.name, *part[1:]) for part in self.tensor.parts]
-        return self.tensor.shape, tuple(parts)
-
 
 @dataclass(frozen=True, slots=True)
 class MappedTensor:
@@ -71,15 +66,6 @@ class MappedTensor:
         written = TargetTensor(target, stand_in(0, shape))
         return cls(target, (SourceTensor(source, shape),), (written,))
 
-    @property
-    def renames(self) -> bool:
-        """Return whether a stored tensor is kept, all its bytes in order."""
-        if not len(self.sources) == len(self.targets) == 1 or self.plus:
-            return False
-        tensor = self.targets[0].tensor
-        same = all(tensor == Strided.whole(part.of) for part in tensor.parts)
-        return same and (bool(tensor.parts) or self.sources[0].shape == tensor.shape)
-
 
 @dataclass(frozen=True, slots=True)
 class Zeros:
@@ -98,33 +84,132 @@ class Zeros:
     like: str = ""
 
 
-def stored_shapes(tensors: Iterable[MappedTensor]) -> dict[str, tuple[int, ...]]:
-    """Return the shape of each stored tensor of the target."""
-    found: dict[str, tuple[int, ...]] = {}
-    for mapped in tensors:
-        for target in mapped.targets:
-            shape = target.tensor.shape
-            known = found.setdefault(target.key, shape)
-            if known != shape:  # zeros behind the rows of a vocabulary
-                found[target.key] = tuple(map(max, known, shape))
-    return found
+class LogicalSource(NamedTuple):
+    """A stored tensor of the source, and the logical tensor that is read from it.
+
+    Attributes:
+        plus: What is added to each of its elements.
+    """
+
+    key: str
+    shape: tuple[int, ...]
+    logical: str
+    plus: int = 0
 
 
-def covered(tensors: Iterable[MappedTensor]) -> dict[str, int]:
-    """Return how many elements of each stored tensor of the target there are."""
-    found: dict[str, int] = {}
+@dataclass(frozen=True, slots=True)
+class ComposedTensor:
+    """A stored tensor of the target with all that logical tensors give to it.
+
+    Attributes:
+        tensor: Its parts are those of stand-ins, which are numbered as *sources* are.
+    """
+
+    key: str
+    tensor: Strided
+    sources: tuple[LogicalSource, ...]
+
+    @classmethod
+    def same(cls, source: str, target: str, shape: tuple[int, ...]) -> ComposedTensor:
+        """Return a stored tensor that keeps its axes, whatever they are."""
+        return cls(target, stand_in(0, shape), (LogicalSource(source, shape, target),))
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Return its shape."""
+        return self.tensor.shape
+
+    @property
+    def keys(self) -> dict[str, None]:
+        """Return the keys of the source's tensors, each once."""
+        return dict.fromkeys([source.key for source in self.sources])
+
+    @property
+    def logical(self) -> dict[str, list[LogicalSource]]:
+        """Return the source's tensors by the logical tensors that are read from them."""
+        held: dict[str, list[LogicalSource]] = {}
+        for source in self.sources:
+            held.setdefault(source.logical, []).append(source)
+        return held
+
+    @property
+    def place(self) -> tuple[object, ...]:
+        """Return what is the same for the same elements of any stored tensors."""
+        return self.shape, tuple([(part.of.name, *part[1:]) for part in self.tensor.parts])
+
+    @property
+    def renames(self) -> bool:
+        """Return whether a stored tensor is kept, all its bytes in order."""
+        first, *others = self.sources
+        if others or first.plus:
+            return False
+        same = all(self.tensor == Strided.whole(part.of) for part in self.tensor.parts)
+        return same and (bool(self.tensor.parts) or first.shape == self.shape)
+
+    @property
+    def is_covered(self) -> bool:
+        """Return whether logical tensors give it all of its elements."""
+        return self.tensor.covered == math.prod(self.shape)
+
+    def elements(self, entries: Mapping[str, TensorEntry], dtype: str | None = None) -> Strided:
+        """Return it as elements of stored tensors, to which nothing is added.
+
+        Args:
+            entries: The source's tensors.
+            dtype: The dtype to which elements are cast, or None to keep theirs.
+
+        Raises:
+            MappingError: They have different dtypes.
+        """
+        read = [entries[source.key] for source in self.sources]
+        stored_dtype = read[0].dtype
+        for entry in read:
+            if entry.dtype != stored_dtype:
+                raise MappingError(
+                    f"parts of one tensor have different dtypes: {stored_dtype} and {entry.dtype}",
+                    where=f"tensor `{entry.name}`",
+                    why=f"they are merged into one tensor, `{self.key}`",
+                )
+        parts = [part._replace(of=read[int(part.of.name)]) for part in self.tensor.parts]
+        return Strided(self.shape, stored_dtype, dtype or stored_dtype, tuple(parts))
+
+    def __add__(self, other: ComposedTensor) -> ComposedTensor:
+        """Return the tensor with what *other* gives to it, too."""
+        count = len(self.sources)
+        others = [
+            part._replace(of=replace(part.of, name=str(count + int(part.of.name))))
+            for part in other.tensor.parts
+        ]
+        parts = (*self.tensor.parts, *others)
+        shape = tuple(map(max, self.shape, other.shape))  # zeros behind the rows of a vocabulary
+        tensor = replace(self.tensor, shape=shape, parts=parts)
+        return replace(self, tensor=tensor, sources=(*self.sources, *other.sources))
+
+
+def compose(
+    tensors: Iterable[MappedTensor], root: str = "", prefix: str = ""
+) -> dict[str, ComposedTensor]:
+    """Return the stored tensors of the target by their keys, in the order of *tensors*.
+
+    Keys of the source get *root* before them, keys of the target *prefix*.
+    """
+    composed: dict[str, ComposedTensor] = {}
     for mapped in tensors:
+        logical, plus = mapped.logical, mapped.plus
+        sources = tuple(
+            [LogicalSource(root + key, shape, logical, plus) for key, shape in mapped.sources]
+        )
         for target in mapped.targets:
-            found[target.key] = found.get(target.key, 0) + target.tensor.covered
-    return found
+            key, tensor = prefix + target.key, target.tensor
+            made = ComposedTensor(key, tensor, sources)
+            composed[key] = composed[key] + made if key in composed else made
+    return composed
 
 
 def require_covered(tensors: Sequence[MappedTensor]) -> None:
     """Refuse a target tensor of which only some parts are there."""
-    shapes, held = stored_shapes(tensors), covered(tensors)
-    lacking = {key for key, shape in shapes.items() if held[key] != math.prod(shape)}
-    if lacking:
-        key = next(key for key in shapes if key in lacking)
+    key = next((key for key, one in compose(tensors).items() if not one.is_covered), None)
+    if key is not None:
         raise MappingError(
             "a target tensor would be only partly filled",
             where=f"tensor `{key}`",

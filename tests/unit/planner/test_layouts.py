@@ -14,11 +14,12 @@ from ckptctl.planner.families.tables import parse_dims, parse_tables, show_dims
 from ckptctl.planner.families.templates import Template, TemplateTable
 from ckptctl.planner.layouts import PRESENT, Family
 from ckptctl.planner.mapping.detect import detect
-from ckptctl.planner.mapping.mapped import stored_shapes
+from ckptctl.planner.mapping.mapped import compose
 from ckptctl.planner.mapping.tensors import map_tensors
 from ckptctl.planner.model_parallel import cuts, divide, divided_dim, possible_repeats, ranks_fit
 from tests import effort
 from tests.contract import tables
+from tests.contract.tables import stored_shapes
 
 V, D, F, H, K, E, N = 48, 32, 40, 4, 2, 8, 3
 SIZES = {"v": V, "d": D, "f": F, "h": H, "k": K, "e": E, "i": N}
@@ -104,8 +105,8 @@ def test_parts_that_take_turns_in_both_layouts_are_kept_as_one():
     deepseek = family("deepseek_v3")
     key = "model.layers.0.self_attn.kv_b_proj.weight"
     found = map_tensors(deepseek, "hf", "deepseek", tables.tiny(deepseek, "hf"))
-    ours = [t for t in found.tensors if t.sources[0].key == key]
-    assert [(t.logical, t.renames) for t in ours] == [("kv_b_k.0", True)]
+    ours = [t for t in compose(found.tensors).values() if t.sources[0].key == key]
+    assert [([*t.logical], t.renames) for t in ours] == [(["kv_b_k.0"], True)]
 
 
 @given(st.text(alphabet="a.0129#{}xé٣", max_size=12))
@@ -205,8 +206,9 @@ def test_meta_to_hf_permutes_as_transformers_does():
 @pytest.mark.parametrize("target", ["torchtune", "torchtitan@0.2", "torchtitan@0.3"])
 def test_interleaved_layouts_differ_in_names_only_and_need_no_config(target):
     mapped = map_tensors(family("llama3"), "meta", target, meta())
-    assert all(tensor.renames for tensor in mapped.tensors)
-    assert [t.sources[0].key for t in mapped.tensors] == list(meta())
+    composed = compose(mapped.tensors).values()
+    assert all(tensor.renames for tensor in composed)
+    assert [t.sources[0].key for t in composed] == list(meta())
 
 
 def test_expected_titan_names():

@@ -10,7 +10,7 @@ import ckptctl
 from ckptctl.catalog import Box, Extent, TensorEntry
 from ckptctl.errors import UnsupportedError
 from ckptctl.ops.conversion.contents import cast_to, main_dtype, output_tensors
-from ckptctl.planner.mapping.mapped import MappedTensor
+from ckptctl.planner.mapping.mapped import ComposedTensor
 from tests.checkpoints import save_torch, tiny_llama
 
 
@@ -19,13 +19,13 @@ def entry(name, dtype="bfloat16"):
 
 
 def mapped(name, logical):
-    return replace(MappedTensor.same(name, name, (4,)), logical=logical)
+    return replace(ComposedTensor.same(name, logical, (4,)), key=name)
 
 
 def planned(entries, tensors, **options):
-    placed = {item.targets[0].key: (item.targets[0].key,) for item in tensors}
+    placed = {item.key: (item.key,) for item in tensors}
     options = {"dtype": None, "pinned": (), "aliases": True, **options}
-    return output_tensors(tensors, entries, placed, **options)
+    return output_tensors({item.key: item for item in tensors}, entries, placed, **options)
 
 
 def test_only_floating_tensors_are_cast_and_pinned_ones_stay():

@@ -15,7 +15,7 @@ from ckptctl.ops.conversion.transfers import plan_transfers, sources_of
 from ckptctl.planner.copying.copies import lower
 from ckptctl.planner.copying.tile import Limits
 from ckptctl.planner.mapping.logical import stand_in
-from ckptctl.planner.mapping.mapped import MappedTensor, SourceTensor, TargetTensor
+from ckptctl.planner.mapping.mapped import MappedTensor, SourceTensor, TargetTensor, compose
 from ckptctl.planner.plan import RawCopy, Record, Transfer
 from ckptctl.planner.strided import Strided, concat
 from tests.transfers import stored, target
@@ -87,7 +87,7 @@ def test_parts_of_interleaved_rows_wherever_boxes_are_cut(
         mapped.append(MappedTensor("p", (SourceTensor("t", (rows, WIDTH)),), (into,)))
         first += part
     catalog = Catalog("/", "/", "torch", {}, {"t": entry})
-    ((found,), _) = plan_transfers(catalog, mapped, output, {"u": "uint8"})
+    ((found,), _) = plan_transfers(catalog, compose(mapped), output, {"u": "uint8"})
     assert len(found.tensor.parts) == len(PARTS)
     written = bytearray(rows * WIDTH)
     for tile in steps(lower(found, records, Limits())):
@@ -112,7 +112,7 @@ def test_parts_of_several_dtypes_are_cast_before_they_are_merged() -> None:
     ]
     output = Output((), (Record("ab", "f", 0, 8),), {"ab": (Place(Box((0,), (4,)), 0),)})
     catalog = Catalog("/", "/", "torch", {}, entries)
-    (transfer,), computed = plan_transfers(catalog, mapped, output, {"ab": "bfloat16"})
+    (transfer,), computed = plan_transfers(catalog, compose(mapped), output, {"ab": "bfloat16"})
     assert (transfer.tensor.stored_dtype, transfer.casts) == ("bfloat16", False)
     assert transfer.files() == {"b", *computed}
     (made,) = computed.values()

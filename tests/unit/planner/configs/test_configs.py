@@ -18,7 +18,7 @@ from ckptctl.planner.configs.params import (
 )
 from ckptctl.planner.configs.rope import rope
 from ckptctl.planner.mapping.detect import detect
-from ckptctl.planner.mapping.mapped import stored_shapes
+from tests.contract.tables import stored_shapes
 
 PARAMS_KEYS = (
     "dim",

@@ -16,13 +16,14 @@ from ckptctl.families import family
 from ckptctl.planner.layouts import Family, Layout
 from ckptctl.planner.mapping.logical import stand_in
 from ckptctl.planner.mapping.mapped import (
+    ComposedTensor,
     MappedTensor,
     SourceTensor,
     TargetTensor,
+    compose,
     require_covered,
 )
 from ckptctl.planner.mapping.matching import match
-from ckptctl.planner.mapping.strided_views import as_strided, by_target
 from tests.contract import tables
 from tests.unit.planner.test_strided import Arrays
 
@@ -95,18 +96,16 @@ def test_tensors_of_another_layout_have_the_elements_that_numpy_moves(name):
 
 
 def test_only_a_whole_tensor_in_its_order_is_renamed() -> None:
-    same = MappedTensor.same("a", "b", (2, 3))
+    same = ComposedTensor.same("a", "b", (2, 3))
     assert same.renames
-    assert not replace(same, plus=1).renames
-    (view,) = same.targets
-    for tensor in (view.tensor.permute((1, 0)), view.tensor.narrow(0, 0, 1)):
-        assert not replace(same, targets=(view._replace(tensor=tensor),)).renames
-    assert MappedTensor.same("a", "b", (0, 3)).renames
+    assert not replace(same, sources=(same.sources[0]._replace(plus=1),)).renames
+    for tensor in (same.tensor.permute((1, 0)), same.tensor.narrow(0, 0, 1)):
+        assert not replace(same, tensor=tensor).renames
+    assert ComposedTensor.same("a", "b", (0, 3)).renames
 
 
 def test_an_empty_tensor_has_no_parts() -> None:
-    same = MappedTensor.same("a", "b", (0, 3))
-    found = as_strided([same], "b", {"a": entry("a", (0, 3))})
+    found = ComposedTensor.same("a", "b", (0, 3)).elements({"a": entry("a", (0, 3))})
     assert (found.shape, found.dtype, found.parts) == ((0, 3), "float32", ())
 
 
@@ -127,7 +126,7 @@ def fused(*names: str) -> list[MappedTensor]:
 def test_parts_of_different_dtypes_are_refused() -> None:
     entries = {"a": entry("a", (2,)), "b": entry("b", (2,), "bfloat16")}
     with pytest.raises(MappingError, match="float32 and bfloat16") as caught:
-        as_strided(by_target(fused("a", "b"))["ab"], "ab", entries)
+        compose(fused("a", "b"))["ab"].elements(entries)
     assert caught.value.where == "tensor `b`"
 
 

@@ -14,11 +14,10 @@ from ckptctl.planner.families.templates import Template, key_kinds, taken_apart
 from ckptctl.planner.layouts import Drop
 from ckptctl.planner.mapping.completeness import Expected
 from ckptctl.planner.mapping.detect import detect
-from ckptctl.planner.mapping.mapped import stored_shapes
 from ckptctl.planner.mapping.matching import match
 from ckptctl.planner.mapping.numbering import observed
 from ckptctl.planner.mapping.tensors import map_tensors
-from tests.contract.tables import ALL, FAMILIES, tiny
+from tests.contract.tables import ALL, FAMILIES, stored_shapes, tiny
 
 LAYER = (
     "self_attn.q_proj",
