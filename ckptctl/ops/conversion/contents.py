@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from ckptctl import dtypes, formats
@@ -33,7 +33,7 @@ from ckptctl.ops.recognition.model import require_one_model, root_hint
 from ckptctl.ops.sources import located
 from ckptctl.planner.configs.facts import tying
 from ckptctl.planner.layouts import HF
-from ckptctl.planner.mapping.mapped import ComposedTensor
+from ckptctl.planner.mapping.mapped import ComposedTensor, LogicalSource
 
 
 def map_layout(draft: Draft) -> Draft:
@@ -211,14 +211,15 @@ def output_tensors(
     tensors = []
     for key, composed in mapped.items():
         original = first.setdefault(_memory(composed, entries), key)
+        logical = composed.logical
         gradient = any(
             all(entries[source.key].requires_grad for source in sources)
-            for sources in composed.logical.values()
+            for sources in logical.values()
         )
         tensors.append(
             OutputTensor(
                 name=key,
-                dtype=_dtype(composed, entries, dtype, pinned),
+                dtype=_dtype(key, logical, entries, dtype, pinned),
                 shape=composed.shape,
                 path=placed[key],
                 alias_of=original if aliases and original != key else None,
@@ -237,14 +238,15 @@ def _memory(composed: ComposedTensor, entries: Mapping[str, TensorEntry]) -> obj
 
 
 def _dtype(
-    composed: ComposedTensor,
+    key: str,
+    logical: Mapping[str, Sequence[LogicalSource]],
     entries: Mapping[str, TensorEntry],
     dtype: str | None,
     pinned: Collection[str],
 ) -> str:
     """The element type that a tensor gets; the logical tensors that it holds have to agree."""
     made = ""
-    for logical, sources in composed.logical.items():
+    for name, sources in logical.items():
         stored = entries[sources[0].key].dtype
         for source in sources:
             other = entries[source.key].dtype
@@ -253,13 +255,13 @@ def _dtype(
                     f"first convert with {spell_option('--dtype')} in the same layout, then "
                     "convert the result"
                 )
-                raise _mixed(composed.key, stored, other, source.key, hint)
-        kept = logical.partition(".")[0] in pinned
+                raise _mixed(key, stored, other, source.key, hint)
+        kept = name.partition(".")[0] in pinned
         kind = stored if kept or dtype is None else cast_to(stored, dtype)
         made = made or kind
         if kind != made:
             hint = f"pass {spell_option('--dtype')} to cast all of them to one dtype"
-            raise _mixed(composed.key, made, kind, entries[sources[0].key].name, hint)
+            raise _mixed(key, made, kind, entries[sources[0].key].name, hint)
     return made
 
 

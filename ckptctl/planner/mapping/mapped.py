@@ -127,10 +127,10 @@ class ComposedTensor:
     @property
     def logical(self) -> dict[str, list[LogicalSource]]:
         """Return the source's tensors by the logical tensors that are read from them."""
-        held: dict[str, list[LogicalSource]] = {}
+        groups: dict[str, list[LogicalSource]] = {}
         for source in self.sources:
-            held.setdefault(source.logical, []).append(source)
-        return held
+            groups.setdefault(source.logical, []).append(source)
+        return groups
 
     @property
     def place(self) -> tuple[object, ...]:
@@ -208,7 +208,11 @@ def compose(
 
 def require_covered(tensors: Sequence[MappedTensor]) -> None:
     """Refuse a target tensor of which only some parts are there."""
-    key = next((key for key, one in compose(tensors).items() if not one.is_covered), None)
+    lacking: dict[str, int] = {}
+    for mapped in tensors:
+        for key, tensor in mapped.targets:
+            lacking[key] = lacking.get(key, math.prod(tensor.shape)) - tensor.covered
+    key = next((key for key, count in lacking.items() if count), None)
     if key is not None:
         raise MappingError(
             "a target tensor would be only partly filled",
