@@ -20,7 +20,7 @@ from ckptctl.ops.comparison.result import Difference, LeafDifference, TensorDiff
 from ckptctl.ops.comparison.values import Windows, compare_leaves, same_checksums
 from ckptctl.ops.conversion.leaves import unpacked
 from ckptctl.ops.conversion.proofs import not_padding
-from ckptctl.ops.loading.state_mapping import MappingRequest, StateMapping
+from ckptctl.ops.loading.state_mapping import MappingRequest, StateMapping, keep_names
 from ckptctl.ops.recognition.model import Request
 from ckptctl.ops.recognition.quantized import dequantized, quantized
 from ckptctl.ops.recognition.roots import checked_root, outside
@@ -231,7 +231,7 @@ def _values(
     if bitwise:
         _require_bits(todo, tolerance)
     with progress(total) as advance:
-        windows = Windows(a, mapping, options.jobs or 0, bitwise)
+        windows = Windows(keep_names(a), mapping, options.jobs or 0, bitwise)
         errors = windows.errors(todo, tolerance, advance)
     lost, lost_read = _lost(mapping)
     read_a, read_b = windows.bytes_read

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from ckptctl import dtypes
 from ckptctl.catalog import Box, Catalog, TensorEntry, row_major
@@ -13,7 +13,7 @@ from ckptctl.file_identity import FileIdentity
 from ckptctl.ops.comparison.pairing import Pair
 from ckptctl.ops.comparison.result import LeafDifference
 from ckptctl.ops.loading.reading import Reading, fill
-from ckptctl.ops.loading.state_mapping import StateMapping, Target, Wanted, keep_names
+from ckptctl.ops.loading.state_mapping import StateMapping, Target, Wanted
 from ckptctl.planner.plan import Plan
 from ckptctl.storage.compare import Errors, Tolerance, errors_between
 from ckptctl.storage.kinds import require_torch_for
@@ -76,16 +76,16 @@ class Windows:
     """Reads the same boxes of two checkpoints, both located.
 
     Attributes:
-        a: The first one.
-        mapping: The other one.
+        a: The first one, under its own names.
+        b: The other one.
         jobs: Threads that read; 0: this process's part of the cores.
         bitwise: Whether elements are compared by their bits alone, without torch.
         seen: What the files first were.
         bytes_read: Bytes that were read from the files of the first one, and of the other one.
     """
 
-    a: Catalog
-    mapping: StateMapping
+    a: StateMapping
+    b: StateMapping
     jobs: int = 0
     bitwise: bool = False
     seen: dict[tuple[str, str], FileIdentity] = field(default_factory=dict)
@@ -124,17 +124,14 @@ class Windows:
         return found
 
     def _planned(self, batch: Sequence[tuple[Pair, Box]]) -> tuple[Planned, Planned]:
-        names = dict.fromkeys(pair.entry.name for pair, _ in batch)
-        same = keep_names(replace(self.a, tensors={name: self.a.tensors[name] for name in names}))
-        own, other = Reading(same, {}), Reading(self.mapping, {})
         x = [(pair.entry.name, pair.entry.dtype, pair, box) for pair, box in batch]
         y = [(pair.entry.name, pair.dtype, pair, box) for pair, box in batch]
         first, second = self._buffers
-        return self._plan(own, x, first), self._plan(other, y, second)
+        return self._plan(self.a, x, first), self._plan(self.b, y, second)
 
     def _plan(
         self,
-        reading: Reading,
+        mapping: StateMapping,
         wanted: Sequence[tuple[str, str, Pair, Box]],
         room: WindowBuffers,
     ) -> Planned:
@@ -145,7 +142,7 @@ class Windows:
             targets.setdefault(name, []).append(Target(box, str(number), row_major(box.sizes)))
             kinds[name] = dtype, pair.entry.shape
         boxes = {name: Wanted(*kinds[name], tuple(found)) for name, found in targets.items()}
-        return reading.plan(boxes), buffers
+        return Reading(mapping, {}).plan(boxes), buffers
 
     def _fill(self, plan: Plan, buffers: list[bytearray]) -> int:
         """Read what is planned into *buffers*; return how many bytes of files were read."""

@@ -212,11 +212,11 @@ def require_covered(tensors: Sequence[MappedTensor]) -> None:
     for mapped in tensors:
         for key, tensor in mapped.targets:
             lacking[key] = lacking.get(key, math.prod(tensor.shape)) - tensor.covered
-    key = next((key for key, count in lacking.items() if count), None)
-    if key is not None:
+    partly = next((key for key, count in lacking.items() if count), None)
+    if partly is not None:
         raise MappingError(
             "a target tensor would be only partly filled",
-            where=f"tensor `{key}`",
+            where=f"tensor `{partly}`",
             why="the tensors for the rest of it are missing",
             hint=f"convert all of them or none ({spell_option('--include')}, "
             f"{spell_option('--exclude')})",
