@@ -214,11 +214,8 @@ def _values(
 ) -> _Compared:
     alike = [one for one in pairs if one.entry.shape == one.composed.shape and "," not in one.dtype]
     names = [key for one in alike for key in one.composed.keys]
-    # what is dropped for what it holds has to be read as well
-    held_back = [*mapping.must_be_zero, *(name for both in mapping.must_equal for name in both)]
     a = located(first, [one.entry.name for one in alike])
-    held_back += [mapping.root + part.key for one in mapping.tilings for part in one.empty]
-    other = located(mapping.catalog, [*names, *held_back])
+    other = located(mapping.catalog, [*names, *mapping.names_to_prove])
     mapping = replace(mapping, catalog=other)
     known = [one for one in alike if options.quick and _known(a, other, one)]
     skipped = {one.entry.name for one in known}

@@ -123,12 +123,7 @@ def _require_plain(catalog: Catalog, read: Mapping[str, str]) -> None:
 
 def require_nothing_lost(mapping: StateMapping) -> None:
     """Read tensors that the mapping drops as duplicates or zeros, and prove that they are."""
-    catalog, root = mapping.catalog, mapping.root
-    names = {*mapping.must_be_zero, *(name for pair in mapping.must_equal for name in pair)}
-    for tiling in mapping.tilings:
-        regions = (*tiling.empty, *(part for pair in tiling.equal for part in pair))
-        names |= {root + region.key for region in regions}
-    catalog = located(catalog, [name for name in catalog.tensors if name in names])
+    catalog = located(mapping.catalog, mapping.names_to_prove)
     with open_reader(catalog) as files:
         for name in mapping.must_be_zero:
             if not all_zero(files, catalog.tensors[name]):
@@ -138,7 +133,7 @@ def require_nothing_lost(mapping: StateMapping) -> None:
                     why="skipping it would change the model",
                 )
         for tiling in mapping.tilings:
-            require_regular(files, catalog, root, tiling)
+            require_regular(files, catalog, mapping.root, tiling)
         for kept, dropped in mapping.must_equal:
             if not equal(files, catalog.tensors[kept], catalog.tensors[dropped]):
                 raise MappingError(

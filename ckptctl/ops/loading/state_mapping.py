@@ -75,6 +75,15 @@ class StateMapping:
     # Tensors of the state that become what one rank has of them for itself.
     own: frozenset[str] = frozenset()
 
+    @property
+    def names_to_prove(self) -> dict[str, None]:
+        """Return the checkpoint's tensors whose data proves that nothing is lost."""
+        names = [*self.must_be_zero, *(name for pair in self.must_equal for name in pair)]
+        for tiling in self.tilings:
+            regions = (*tiling.empty, *(part for pair in tiling.equal for part in pair))
+            names += [self.root + region.key for region in regions]
+        return dict.fromkeys(names)
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MappingRequest:

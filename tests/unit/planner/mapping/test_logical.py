@@ -123,6 +123,27 @@ def fused(*names: str) -> list[MappedTensor]:
     ]
 
 
+def test_composed_tensors_have_names_in_both_checkpoints() -> None:
+    same = MappedTensor.same("c", "c", (3,))
+    found = compose([*fused("a", "b"), same], "model.", "state.")
+    assert list(found) == ["state.ab", "state.c"]
+    assert [list(one.keys) for one in found.values()] == [["model.a", "model.b"], ["model.c"]]
+    assert list(found["state.ab"].logical) == ["a", "b"]
+    entries = {f"model.{key}": entry(f"model.{key}", (2,)) for key in "ab"}
+    elements = found["state.ab"].elements(entries)
+    assert [(part.of.name, part.origin) for part in elements.parts] == [
+        ("model.a", (0,)),
+        ("model.b", (2,)),
+    ]
+
+
+def test_a_composed_tensor_is_as_long_as_its_longest_part() -> None:
+    (first,) = compose(fused("a")).values()
+    rows = ComposedTensor.same("zeros", "ab", (2,))
+    more = first + replace(rows, tensor=rows.tensor.place(0, 4, 6))
+    assert (more.shape, more.is_covered, more.renames) == ((6,), False, False)
+
+
 def test_parts_of_different_dtypes_are_refused() -> None:
     entries = {"a": entry("a", (2,)), "b": entry("b", (2,), "bfloat16")}
     with pytest.raises(MappingError, match="float32 and bfloat16") as caught:
