@@ -114,7 +114,7 @@ def checks_of(
     checked = frozenset(pair for pair in checked if pair[1] not in shared)
     names = {name for _, name in checked}
     read = [(root, entry) for entry in entries]
-    read += [(one.root, one.entry) for made in computed.values() for one in made.inputs.values()]
+    read += [(one.root, one.entry) for made in computed.values() for one in made.inputs]
     ranges: dict[tuple[str, RecordedRange], str] = {}
     for directory, entry in read:
         is_taken = directory == root and entry.name in names

@@ -559,7 +559,7 @@ def with_label(catalog: Catalog, label: str) -> Catalog:
     computed = {
         computed_name(label + name): replace(
             made,
-            inputs={r: replace(one, entry=labeled(one.entry)) for r, one in made.inputs.items()},
+            inputs=tuple(replace(one, entry=labeled(one.entry)) for one in made.inputs),
         )
         for name, made in catalog.computed.items()
     }

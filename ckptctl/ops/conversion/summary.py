@@ -207,7 +207,7 @@ class _Origins:
     def _inside(self, entry: TensorEntry) -> Iterator[str]:
         """Yield what virtual files are made of."""
         for file in filter(is_computed, dict.fromkeys(files_of(entry.extents))):
-            for one in self._catalog.computed[file].inputs.values():
+            for one in self._catalog.computed[file].inputs:
                 if one.root == self._source.root and one.entry.name in self._source.tensors:
                     yield one.entry.name
                 yield from self._inside(one.entry)
