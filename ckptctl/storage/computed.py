@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 RECTANGLE = 1 << 20
 """Bytes computed at a time."""
-KEPT = 8 << 20
+CACHED = 8 << 20
 """Bytes of small inputs that each thread keeps for the next call."""
 
 
@@ -77,9 +77,9 @@ class OpenFiles:
         self.bytes_read = 0
         self.depth = 0
         self._virtual: dict[str, ComputedFile] = {}
-        self._kept: OrderedDict[tuple[object, ...], memoryview] = OrderedDict()
-        self._held = 0
-        self._rooms: dict[int, TileBuffers] = {}
+        self._cache: OrderedDict[tuple[object, ...], memoryview] = OrderedDict()
+        self._cached_bytes = 0
+        self._buffers: dict[int, TileBuffers] = {}
 
     def source(self, files: SourceFiles, name: str) -> ByteSource:
         """Return *name*, a virtual file or one of *files*, which is read before the next one."""
@@ -87,33 +87,33 @@ class OpenFiles:
 
     def computed(self, name: str) -> ComputedFile | None:
         """Return the virtual file called *name*, or None if it is a stored one."""
-        found = self._virtual.get(name)
-        if found is None and name in self._computed:
-            found = self._virtual[name] = ComputedFile(self, name, self._computed[name])
-        return found
+        file = self._virtual.get(name)
+        if file is None and name in self._computed:
+            file = self._virtual[name] = ComputedFile(self, name, self._computed[name])
+        return file
 
     def reader(self, root: str) -> RootReader:
         """Return a reader of the files below *root*, virtual ones included."""
         return RootReader(self, self.roots(root))
 
-    def kept(self, key: tuple[object, ...], read: Callable[[], memoryview]) -> memoryview:
+    def cached(self, key: tuple[object, ...], read: Callable[[], memoryview]) -> memoryview:
         """Return the result of *read* for *key*, of an earlier call where it is small."""
-        found = self._kept.pop(key, None)
-        if found is None:
-            found = read()
-            self._held += len(found)
-        self._kept[key] = found
-        while len(self._kept) > 1 and self._held > KEPT:
-            self._held -= len(self._kept.popitem(last=False)[1])
-        return found
+        content = self._cache.pop(key, None)
+        if content is None:
+            content = read()
+            self._cached_bytes += len(content)
+        self._cache[key] = content
+        while len(self._cache) > 1 and self._cached_bytes > CACHED:
+            self._cached_bytes -= len(self._cache.popitem(last=False)[1])
+        return content
 
     @property
     def buffers(self) -> TileBuffers:
         """Return the buffers of what is being computed, which those it is made of do not touch."""
-        found = self._rooms.get(self.depth)
-        if found is None:
-            found = self._rooms[self.depth] = TileBuffers()
-        return found
+        buffers = self._buffers.get(self.depth)
+        if buffers is None:
+            buffers = self._buffers[self.depth] = TileBuffers()
+        return buffers
 
 
 class StoredFile(ByteSource):
@@ -146,7 +146,8 @@ class ComputedFile(ByteSource):
         if needs_torch(computed):
             import_torch()
         self._inputs = tuple(
-            InputTensor(opened, one, name, number) for number, one in enumerate(computed.inputs)
+            InputTensor(opened, made_of, name, number)
+            for number, made_of in enumerate(computed.inputs)
         )
         self._item = dtypes.itemsize(computed.dtype)
         self._width = last_of(computed.shape) * self._item or 1  # of an empty tensor
@@ -183,8 +184,8 @@ class ComputedFile(ByteSource):
         return self._inputs[0].source_rows(rows) if self.kind.keeps_infinite else None
 
     def _source_elements(self, output: Output) -> torch.Tensor | None:
-        found = self.source_rows(output.rows)
-        return None if found is None else found[:, output.columns.start : output.columns.stop]
+        rows = self.source_rows(output.rows)
+        return None if rows is None else rows[:, output.columns.start : output.columns.stop]
 
     def _computing(
         self, pieces: Iterable[Piece], buffer: memoryview
@@ -193,14 +194,14 @@ class ComputedFile(ByteSource):
         together = self._width * self.kind.rows
         limit = max(RECTANGLE // together, 1) * together
         limit = limit if limit <= 2 * RECTANGLE else RECTANGLE
-        for found in rectangles(pieces, self._width, limit):
-            rows = range(found.row, found.row + found.rows)
-            end = found.start + found.nbytes
-            columns = range(found.start // self._item, end // self._item)
-            views = [buffer[start : start + nbytes] for start, nbytes in found.places]
-            size = found.rows * found.nbytes
-            out = views[0] if len(views) == 1 else self._opened.buffers.get("", size)[:size]
-            output = Output(self._opened, self._computed, self._inputs, rows, columns, out)
+        for part in rectangles(pieces, self._width, limit):
+            rows = range(part.row, part.row + part.rows)
+            end = part.start + part.nbytes
+            columns = range(part.start // self._item, end // self._item)
+            views = [buffer[start : start + nbytes] for start, nbytes in part.places]
+            size = part.rows * part.nbytes
+            memory = views[0] if len(views) == 1 else self._opened.buffers.get("", size)[:size]
+            output = Output(self._opened, self._computed, self._inputs, rows, columns, memory)
             self._opened.depth += 1
             try:
                 rounding = self.kind.compute(output)
@@ -208,7 +209,7 @@ class ComputedFile(ByteSource):
                 self._opened.depth -= 1
             yield output, rounding or EXACT
             if len(views) > 1:
-                _scatter(out, views)
+                _scatter(memory, views)
 
 
 class RootReader:

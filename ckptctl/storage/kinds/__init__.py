@@ -74,8 +74,8 @@ class InputTensor:
         memory = self._opened.buffers.get(str(self._key[1]), len(rows) * len(taken) * item)
         memory = memory[: len(rows) * len(taken) * item]
         self._reader.fill(rectangle(rows, taken), memory)
-        found = elements(memory, self.entry.dtype, len(taken))
-        return found if taken == part else found[:, part.start : part.stop]
+        matrix = elements(memory, self.entry.dtype, len(taken))
+        return matrix if taken == part else matrix[:, part.start : part.stop]
 
     def read_all(self) -> torch.Tensor:
         """Return all of a small tensor as it is shaped; kept for the next call, so do not write.
@@ -83,8 +83,8 @@ class InputTensor:
         Nothing bounds its size: it is for tensors that are small by nature.
         """
         entry = self.entry
-        kept = self._opened.kept(self._key, lambda: memoryview(self._reader.read()))
-        return elements(kept, entry.dtype, last_of(entry.shape)).view(entry.shape)
+        content = self._opened.cached(self._key, lambda: memoryview(self._reader.read()))
+        return elements(content, entry.dtype, last_of(entry.shape)).view(entry.shape)
 
     def read_transposed(
         self, columns: range, dtype: str, convert: Callable[[torch.Tensor], torch.Tensor]
@@ -105,7 +105,7 @@ class InputTensor:
         step = max(PIECE // (width * dtypes.itemsize(dtype)), 1)
 
         def read() -> memoryview:
-            found = [
+            parts = [
                 # torch transposes in blocks where it writes dense memory. One row is dense already,
                 # in memory that the next one takes, so it has to be copied, too.
                 convert(self.read(range(start, min(start + step, height)), columns))
@@ -113,14 +113,14 @@ class InputTensor:
                 .clone(memory_format=torch.contiguous_format)
                 for start in range(0, height, step)
             ]
-            kept = memoryview(bytearray(sum(part.nbytes for part in found)))
-            into, start = elements(kept, dtype, height), 0
-            for part in found:
+            content = memoryview(bytearray(sum(part.nbytes for part in parts)))
+            into, start = elements(content, dtype, height), 0
+            for part in parts:
                 into[:, start : start + part.shape[1]].copy_(part)
                 start += part.shape[1]
-            return kept
+            return content
 
-        return elements(self._opened.kept((*self._key, columns), read), dtype, height)
+        return elements(self._opened.cached((*self._key, columns), read), dtype, height)
 
     def source_rows(self, rows: range) -> torch.Tensor | None:
         """Return the elements that the checkpoint itself has in *rows*, or None if all are finite.
@@ -194,7 +194,7 @@ class Kind:
         overflows: Whether its arithmetic can leave the range of a dtype.
         keeps_infinite: Whether elements that are infinite or NaN in the first input, which has the
             file's shape, may be so here; else arithmetic has made them.
-        plain: Whether a file is computed without torch.
+        needs_torch: Whether torch computes a file.
         rows: How many rows are best computed together, from a multiple of that number on.
         package: The package that computes it, which an extra of the same name installs; empty:
             there is none beside torch.
@@ -203,7 +203,7 @@ class Kind:
     compute: Callable[[Output], Rounding | None]
     overflows: bool = False
     keeps_infinite: bool = False
-    plain: Callable[[Computed], bool] = lambda _: False
+    needs_torch: Callable[[Computed], bool] = lambda _: True
     rows: int = 1
     package: str = ""
 
@@ -260,7 +260,7 @@ def can_overflow(computed: Computed) -> bool:
 
 def needs_torch(computed: Computed) -> bool:
     """Return whether torch computes *computed*."""
-    return not kinds()[computed.kind].plain(computed)
+    return kinds()[computed.kind].needs_torch(computed)
 
 
 def takes_torch(plan: Plan) -> bool:
@@ -272,14 +272,15 @@ def calculates(plan: Plan) -> bool:
     """Return whether elements are computed or cast: with torch."""
     if any(map(needs_torch, plan.computed.values())):
         return True
-    return any(one.casts for one in plan.transfers)
+    return any(transfer.casts for transfer in plan.transfers)
 
 
 def require_torch_for(plan: Plan, what: str) -> None:
     """Refuse *plan*, before anything is read, where it takes torch and there is none."""
     if not has_torch() and takes_torch(plan):
         require_torch(what, "elements are cast, computed or transposed one by one")
-    for package in sorted({kinds()[one.kind].package for one in plan.computed.values()} - {""}):
+    packages = {kinds()[computed.kind].package for computed in plan.computed.values()}
+    for package in sorted(packages - {""}):
         require_package(package, what)
 
 

@@ -49,6 +49,6 @@ def _added(out: Output) -> None:
 
 KINDS = {
     "added": Kind(_added),
-    "constant": Kind(_constant, plain=_is_zero),
+    "constant": Kind(_constant, needs_torch=lambda computed: not _is_zero(computed)),
     "mirrored": Kind(_mirrored),
 }

@@ -64,11 +64,11 @@ def _block_fp8(out: Output) -> None:
     dtype = weight.entry.dtype
     groups = list(_groups(out.rows, out.computed.shape[-2], down))
     first = groups[0][0]
-    some = range(first, groups[-1][0] + 1)
+    scale_rows = range(first, groups[-1][0] + 1)
     if across < out.computed.shape[-1]:
-        scale = factors(scales.read(some))
+        scale = factors(scales.read(scale_rows))
     else:
-        scale = factors(scales.read_all()).view(-1, 1)[some.start : some.stop]
+        scale = factors(scales.read_all()).view(-1, 1)[scale_rows.start : scale_rows.stop]
     if down == 1 and not len(columns) % across and not columns.start % across:
         each = scale[:, columns.start // across : columns.stop // across]
         numbers, each = _numbers(out, raw, dtype, each)
@@ -118,8 +118,8 @@ def _numbers(
     if dtype != E4M3 or not raw.numel() or _some_nan(raw):
         return from_bytes(raw, dtype), scale
     moved = _fp8_halves(raw, out.scratch("moved", "int16", raw.numel()).view(raw.shape))
-    found = out.scratch("numbers", "float32", raw.numel()).view(raw.shape)
-    return times(FP8_OF_HALVES, found.copy_(moved), scale)
+    numbers = out.scratch("numbers", "float32", raw.numel()).view(raw.shape)
+    return times(FP8_OF_HALVES, numbers.copy_(moved), scale)
 
 
 def times(

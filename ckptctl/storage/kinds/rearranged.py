@@ -35,14 +35,14 @@ def _rearranged(out: Output) -> None:
         engine.copy(out.inputs[0].files, tile, 0, kinds, unchecked, unchecked)
 
 
-def _plain(computed: Computed) -> bool:
-    """Return whether bytes are only moved, in runs."""
+def _needs_torch(computed: Computed) -> bool:
+    """Return whether elements are cast or moved one by one."""
     reader = _reader(computed)
-    return reader.tensor.stored_dtype == computed.dtype and not reader.permuted
+    return reader.tensor.stored_dtype != computed.dtype or reader.permuted
 
 
 def _reader(computed: Computed) -> BlockReader:
     return typed(BlockReader, computed.arguments)
 
 
-KINDS = {"rearranged": Kind(_rearranged, plain=_plain)}
+KINDS = {"rearranged": Kind(_rearranged, needs_torch=_needs_torch)}

@@ -66,20 +66,20 @@ def _read(files: SourceFiles, packed: TensorEntry, computed: Computed) -> _Item:
         if room.nbytes > most:
             why = f"more than {counted(most, 'byte')} for {computed.dtype} {list(computed.shape)}"
             raise UnsupportedError(f"an item of `{name}` is too long", where=where, why=why)
-    found = read_item_tensor(room, place.file, 0, room.nbytes)
-    require_chunk((found.dtype, found.shape), name, computed.dtype, computed.shape, lambda: where)
-    whole = Box.whole(found.shape)
+    stored = read_item_tensor(room, place.file, 0, room.nbytes)
+    require_chunk((stored.dtype, stored.shape), name, computed.dtype, computed.shape, lambda: where)
+    whole = Box.whole(stored.shape)
     extent = Extent(
-        *(whole, place.file, found.offset, found.nbytes),
-        strides=found.strides,
-        crc32=found.crc32,
-        within=found.within,
+        *(whole, place.file, stored.offset, stored.nbytes),
+        strides=stored.strides,
+        crc32=stored.crc32,
+        within=stored.within,
     )
     sum_ = extent.recorded
     if sum_ and crc_of(room, place.file, sum_.offset, sum_.nbytes) != sum_.crc32:
         why = f"the CRC-32 of `{name}` differs from the one in its zip"
         raise DamagedError("checksum mismatch", where=where, why=why)
-    return _Item(room, TensorEntry(name, found.dtype, found.shape, (extent,), packed.path))
+    return _Item(room, TensorEntry(name, stored.dtype, stored.shape, (extent,), packed.path))
 
 
 class TemporaryFile(SourceFiles):
@@ -98,7 +98,7 @@ class TemporaryFile(SourceFiles):
             with tempfile.TemporaryFile(prefix="ckptctl-") as file:
                 self._descriptor = os.dup(file.fileno())
         except OSError as error:
-            raise self._unwritten(error) from error
+            raise self._write_error(error) from error
 
     def __del__(self) -> None:
         if self._descriptor >= 0:
@@ -112,7 +112,7 @@ class TemporaryFile(SourceFiles):
                 try:
                     count = os.write(self._descriptor, left)
                 except OSError as error:
-                    raise self._unwritten(error) from error
+                    raise self._write_error(error) from error
                 left = left[count:]
             self.nbytes += len(piece)
 
@@ -146,11 +146,11 @@ class TemporaryFile(SourceFiles):
             raise StorageError.from_os_error(error, "read", str(self.root / name)) from error
         return done
 
-    def _unwritten(self, error: OSError) -> StorageError:
-        found = StorageError.from_os_error(error, "write a temporary file", self._folder)
-        found.why = f"the file buffers parts of {self.root / self.name}"
-        found.hint = "set `TMPDIR` to another folder"
-        return found
+    def _write_error(self, error: OSError) -> StorageError:
+        failed = StorageError.from_os_error(error, "write a temporary file", self._folder)
+        failed.why = f"the file buffers parts of {self.root / self.name}"
+        failed.hint = "set `TMPDIR` to another folder"
+        return failed
 
 
-KINDS = {"unpacked": Kind(_unpacked, plain=lambda _: True)}
+KINDS = {"unpacked": Kind(_unpacked, needs_torch=lambda _: False)}
