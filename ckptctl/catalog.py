@@ -197,14 +197,14 @@ class Computed:
         kind: How: a name in ``ckptctl/storage/kinds``.
         dtype: torch's name of the dtype of its elements.
         shape: Their number along each dimension.
-        inputs: What they are made of, by the names that the kind gives them.
+        inputs: What they are made of, in the order that the kind expects.
         arguments: What else the kind has to know; a type of the kind's own.
     """
 
     kind: str
     dtype: str
     shape: tuple[int, ...]
-    inputs: Mapping[str, Input] = field(default_factory=dict)
+    inputs: tuple[Input, ...] = ()
     arguments: object = None
 
     def extent(self, name: str) -> Extent:
@@ -242,7 +242,7 @@ def made_of(computed: Mapping[str, Computed]) -> frozenset[tuple[str, str]]:
     return frozenset(
         (found.root, extent.file)
         for one in computed.values()
-        for found in one.inputs.values()
+        for found in one.inputs
         for extent in found.entry.extents
         if extent.file not in computed
     )
@@ -256,8 +256,7 @@ def reached(computed: Mapping[str, Computed], files: Iterable[str]) -> dict[str,
         name = names.pop()
         if name in computed and name not in found:
             found[name] = one = computed[name]
-            inputs = one.inputs.values()
-            names += [extent.file for item in inputs for extent in item.entry.extents]
+            names += [extent.file for item in one.inputs for extent in item.entry.extents]
     return dict(sorted(found.items()))
 
 

@@ -402,10 +402,10 @@ def _joined(
     first = held[f"{PREFIX}{parts[0].modules[0]}{A}"]
     ranks = [held[f"{PREFIX}{part.modules[0]}{A}"].shape[0] for part in parts]
     extents: list[Extent] = []
-    inputs: dict[str, Input] = {}
+    inputs: list[Input] = []
     at = 0
     for expert in range(stack.experts):
-        for number, (part, rank) in enumerate(zip(parts, ranks, strict=True)):
+        for part, rank in zip(parts, ranks, strict=True):
             name = f"{PREFIX}{part.modules[expert]}"
             a, b = held[name + A], held[name + B]
             shapes = (rank, stack.inputs), (part.rows, rank)
@@ -418,10 +418,10 @@ def _joined(
                 )
             extents += _moved(a, at)
             at += rank
-            inputs[f"b{number}.{expert}"] = Input(root, b)
+            inputs.append(Input(root, b))
     shape = (stack.outputs, sum(ranks) * stack.experts)
     starts = tuple(part.start for part in parts)
-    virtual = Computed("experts_b", first.dtype, shape, inputs, starts)
+    virtual = Computed("experts_b", first.dtype, shape, tuple(inputs), starts)
     file = computed_name(module + B)
     return (
         TensorEntry(module + A, first.dtype, (at, stack.inputs), tuple(extents), (module + A,)),

@@ -51,7 +51,7 @@ from ckptctl.planner.mapping.deltas import AdapterMismatchError, Delta, Deltas, 
 from ckptctl.planner.mapping.source import SurplusError
 from ckptctl.planner.strided import Strided
 from ckptctl.results import JsonField, Result
-from ckptctl.storage.kinds import given_to
+from ckptctl.storage.kinds import can_overflow
 from ckptctl.storage.kinds.lora import Change
 from ckptctl.storage.paths import named
 from ckptctl.storage.threads import Advance
@@ -279,8 +279,9 @@ class Merging:
     ) -> Computed:
         _require_plain(base)
         beneath = next((delta.beneath for delta in changes if delta.beneath), None)
-        inputs, arguments = self._inputs(changes, computed)
-        inputs["base"] = self._part(beneath, computed) if beneath else wide
+        base_input = self._part(beneath, computed) if beneath else wide
+        factors, arguments = self._factors_of(changes, computed)
+        inputs = (base_input, *(one for some in factors for one in some))
         pinned = changes[0].key in self.found.pinned
         dtype = base.dtype if pinned else cast_to(base.dtype, self.options.dtype)
         return Computed("lora", dtype, base.shape, inputs, arguments)
@@ -294,34 +295,31 @@ class Merging:
     ) -> Computed:
         """Return a bias that is scaled as the rows of its weight."""
         _require_plain(bias.entry)
-        inputs, arguments = self._inputs(changes, computed)
-        inputs["bias"] = bias
-        inputs |= {f"weight{number}": weights[one.key] for number, one in enumerate(changes)}
+        factors, arguments = self._factors_of(changes, computed)
+        inputs = [bias]
+        for change, own in zip(changes, factors, strict=True):
+            inputs += [weights[change.key], *own]
         dtype = cast_to(bias.entry.dtype, self.options.dtype)
-        return Computed("dora_bias", dtype, bias.entry.shape, inputs, arguments)
+        return Computed("dora_bias", dtype, bias.entry.shape, tuple(inputs), arguments)
 
-    def _inputs(
+    def _factors_of(
         self, changes: Sequence[Delta], computed: dict[str, Computed]
-    ) -> tuple[dict[str, Input], tuple[Change, ...]]:
-        """Return what *changes* read of the adapter, and what the kind has to know of them.
+    ) -> tuple[list[list[Input]], tuple[Change, ...]]:
+        """Return the factors of each of *changes*, and what the kind has to know of them.
 
         Factors that are stored in another order are added to *computed*.
         """
-        inputs: dict[str, Input] = {}
+        factors: list[list[Input]] = []
         arguments: list[Change] = []
-        for number, delta in enumerate(changes):
+        for delta in changes:
             scale = self.settings.scale(delta.factors[0], delta.a.shape[0])
             _require_small(delta.a)
             self.scales.add(scale)
-            parts = {"a": delta.a, "b": delta.b, "magnitude": delta.magnitude}
-            inputs |= {
-                f"{name}{number}": self._part(part, computed)
-                for name, part in parts.items()
-                if part
-            }
+            parts = (delta.a, delta.b, delta.magnitude)
+            factors.append([self._part(part, computed) for part in parts if part])
             bias_start = delta.bias[1] if delta.bias else 0
             arguments.append(Change(delta.rows, scale, bool(delta.magnitude), bias_start))
-        return inputs, tuple(arguments)
+        return factors, tuple(arguments)
 
     def _part(self, part: Strided, computed: dict[str, Computed]) -> Input:
         """Return a part of a factor: a view of what is stored, or a file added to *computed*."""
@@ -349,7 +347,7 @@ def _in_float32(entry: TensorEntry, computed: dict[str, Computed]) -> TensorEntr
     """Return a dequantized tensor before it is rounded; what is added to *computed* makes it."""
     extent, *others = entry.extents
     made = computed.get(extent.file)
-    if made is None or others or given_to(made) is None:
+    if made is None or others or not can_overflow(made):
         return entry
     wide = replace(made, dtype="float32")
     name = computed_name(f"{entry.name}+float32")

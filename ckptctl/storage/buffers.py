@@ -30,27 +30,27 @@ class TileBuffers:
     def __init__(self) -> None:
         self._buffers: dict[str, memoryview] = {}
         self._views: dict[Pattern, list[BufferParts]] = {}
-        self._held = 0
+        self._view_count = 0
 
     def get(self, name: str, nbytes: int) -> memoryview:
         """Return the buffer *name*, of at least *nbytes*; what it held is left in it."""
-        found = self._buffers.get(name)
-        if found is None or len(found) < nbytes:
-            self._views, self._held = {}, 0
-            found = None
+        buffer = self._buffers.get(name)
+        if buffer is None or len(buffer) < nbytes:
+            self._views, self._view_count = {}, 0
+            buffer = None
             self._buffers.pop(name, None)
-            found = self._buffers[name] = self._allocate(nbytes)
-        return found
+            buffer = self._buffers[name] = self._allocate(nbytes)
+        return buffer
 
     def places(self, pattern: Pattern, buffer: memoryview) -> list[BufferParts]:
         """Return the places of *pattern* in the buffer ``TILE``; tiles alike share them."""
-        found = self._views.get(pattern)
-        if found is None:
-            if self._held + len(pattern.runs) > MAX_VIEWS:
-                self._views, self._held = {}, 0
-            found = self._views[pattern] = list(scattered(pattern, buffer))
-            self._held += len(pattern.runs)
-        return found
+        parts = self._views.get(pattern)
+        if parts is None:
+            if self._view_count + len(pattern.runs) > MAX_VIEWS:
+                self._views, self._view_count = {}, 0
+            parts = self._views[pattern] = list(scattered(pattern, buffer))
+            self._view_count += len(pattern.runs)
+        return parts
 
     @property
     def nbytes(self) -> int:
@@ -66,6 +66,6 @@ class TileBuffers:
 def scattered(pattern: Pattern, buffer: memoryview) -> Iterator[BufferParts]:
     """Yield the places of *pattern* in any memory."""
     for first in range(0, len(pattern.runs), IOV_MAX):
-        some = pattern.runs[first : first + IOV_MAX]
-        views = [buffer[start : start + nbytes] for start, nbytes in some]
-        yield sum(nbytes for _, nbytes in some), views
+        runs = pattern.runs[first : first + IOV_MAX]
+        views = [buffer[start : start + nbytes] for start, nbytes in runs]
+        yield sum(nbytes for _, nbytes in runs), views

@@ -12,23 +12,23 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from ckptctl import dtypes
 from ckptctl.catalog import Catalog, Computed, made_of
-from ckptctl.storage.arithmetic import elements, import_torch, out_of_range
+from ckptctl.storage.arithmetic import import_torch, out_of_range
 from ckptctl.storage.buffers import TileBuffers
 from ckptctl.storage.byte_files import ByteSource, Piece
 from ckptctl.storage.files import SourceFiles, source_files
-from ckptctl.storage.kinds import Inputs, kinds, last_of, needs_torch
-from ckptctl.storage.outcome import EXACT, NONE, Outcome, OutOfRange, Rounding
+from ckptctl.storage.kinds import InputTensor, Output, kinds, last_of, needs_torch
+from ckptctl.storage.outcome import EXACT, NONE, Outcome, Rounding
 
 if TYPE_CHECKING:
     import torch
 
 RECTANGLE = 1 << 20
 """Bytes computed at a time."""
-KEPT = 8 << 20
+CACHED = 8 << 20
 """Bytes of small inputs that each thread keeps for the next call."""
 
 
@@ -60,15 +60,6 @@ class Rectangle:
             self.places.append((start, nbytes))
 
 
-class _Made(NamedTuple):
-    """A rectangle that was computed: its rows and columns, its elements, how far they are off."""
-
-    rows: range
-    columns: range
-    out: memoryview
-    rounding: Rounding
-
-
 class OpenFiles:
     """The files that one thread reads, stored or computed, opened as they are asked for.
 
@@ -86,9 +77,9 @@ class OpenFiles:
         self.bytes_read = 0
         self.depth = 0
         self._virtual: dict[str, ComputedFile] = {}
-        self._kept: OrderedDict[tuple[str, str], memoryview] = OrderedDict()
-        self._held = 0
-        self._rooms: dict[int, TileBuffers] = {}
+        self._cache: OrderedDict[tuple[object, ...], memoryview] = OrderedDict()
+        self._cached_bytes = 0
+        self._buffers: dict[int, TileBuffers] = {}
 
     def source(self, files: SourceFiles, name: str) -> ByteSource:
         """Return *name*, a virtual file or one of *files*, which is read before the next one."""
@@ -96,33 +87,33 @@ class OpenFiles:
 
     def computed(self, name: str) -> ComputedFile | None:
         """Return the virtual file called *name*, or None if it is a stored one."""
-        found = self._virtual.get(name)
-        if found is None and name in self._computed:
-            found = self._virtual[name] = ComputedFile(self, name, self._computed[name])
-        return found
+        file = self._virtual.get(name)
+        if file is None and name in self._computed:
+            file = self._virtual[name] = ComputedFile(self, name, self._computed[name])
+        return file
 
     def reader(self, root: str) -> RootReader:
         """Return a reader of the files below *root*, virtual ones included."""
         return RootReader(self, self.roots(root))
 
-    def kept(self, key: tuple[str, str], read: Callable[[], memoryview]) -> memoryview:
+    def cached(self, key: tuple[object, ...], read: Callable[[], memoryview]) -> memoryview:
         """Return the result of *read* for *key*, of an earlier call where it is small."""
-        found = self._kept.pop(key, None)
-        if found is None:
-            found = read()
-            self._held += len(found)
-        self._kept[key] = found
-        while len(self._kept) > 1 and self._held > KEPT:
-            self._held -= len(self._kept.popitem(last=False)[1])
-        return found
+        content = self._cache.pop(key, None)
+        if content is None:
+            content = read()
+            self._cached_bytes += len(content)
+        self._cache[key] = content
+        while len(self._cache) > 1 and self._cached_bytes > CACHED:
+            self._cached_bytes -= len(self._cache.popitem(last=False)[1])
+        return content
 
     @property
     def buffers(self) -> TileBuffers:
         """Return the buffers of what is being computed, which those it is made of do not touch."""
-        found = self._rooms.get(self.depth)
-        if found is None:
-            found = self._rooms[self.depth] = TileBuffers()
-        return found
+        buffers = self._buffers.get(self.depth)
+        if buffers is None:
+            buffers = self._buffers[self.depth] = TileBuffers()
+        return buffers
 
 
 class StoredFile(ByteSource):
@@ -149,12 +140,15 @@ class ComputedFile(ByteSource):
     together = True
 
     def __init__(self, opened: OpenFiles, name: str, computed: Computed) -> None:
+        self.kind = kinds()[computed.kind]
         self._opened = opened
         self._computed = computed
-        self._kind = kinds()[computed.kind]
         if needs_torch(computed):
             import_torch()
-        self._inputs = Inputs(opened, name, computed)
+        self._inputs = tuple(
+            InputTensor(opened, made_of, name, number)
+            for number, made_of in enumerate(computed.inputs)
+        )
         self._item = dtypes.itemsize(computed.dtype)
         self._width = last_of(computed.shape) * self._item or 1  # of an empty tensor
 
@@ -168,11 +162,10 @@ class ComputedFile(ByteSource):
     def gather(self, pieces: Iterable[Piece], buffer: memoryview) -> Outcome:
         """See :meth:`ByteSource.gather`."""
         lost, rounding = NONE, EXACT
-        for found in self._computing(pieces, buffer):
-            rounding += found.rounding
-            if self._kind.given is not None:
-                before = partial(self._kind.given, self._inputs, found.rows)
-                lost += _lost(self._computed, found.out, found.columns, before)
+        for output, off in self._computing(pieces, buffer):
+            rounding += off
+            if self.kind.overflows:
+                lost += out_of_range(output.elements, partial(self._source_elements, output))
         return Outcome(lost, rounding)
 
     def best_step(self, offset: int, nbytes: int) -> int:
@@ -180,36 +173,43 @@ class ComputedFile(ByteSource):
 
         They end with a row, or with rows that are best computed together; at most 2 * *nbytes*.
         """
-        for stride in (self._width * self._kind.rows, self._width):
+        for stride in (self._width * self.kind.rows, self._width):
             end = max((offset + nbytes) // stride, offset // stride + 1) * stride
             if end - offset <= 2 * nbytes:
                 return end - offset
         return nbytes
 
-    def given(self, rows: range) -> torch.Tensor | None:
-        """Return the source's own elements in some rows; see ``Given``."""
-        return self._kind.given(self._inputs, rows) if self._kind.given else None
+    def source_rows(self, rows: range) -> torch.Tensor | None:
+        """See :meth:`InputTensor.source_rows`."""
+        return self._inputs[0].source_rows(rows) if self.kind.keeps_infinite else None
 
-    def _computing(self, pieces: Iterable[Piece], buffer: memoryview) -> Iterator[_Made]:
-        """Fill *buffer*, rectangle by rectangle."""
-        together = self._width * self._kind.rows
+    def _source_elements(self, output: Output) -> torch.Tensor | None:
+        rows = self.source_rows(output.rows)
+        return None if rows is None else rows[:, output.columns.start : output.columns.stop]
+
+    def _computing(
+        self, pieces: Iterable[Piece], buffer: memoryview
+    ) -> Iterator[tuple[Output, Rounding]]:
+        """Fill *buffer*, rectangle by rectangle, each with how far its elements are off."""
+        together = self._width * self.kind.rows
         limit = max(RECTANGLE // together, 1) * together
         limit = limit if limit <= 2 * RECTANGLE else RECTANGLE
-        for found in rectangles(pieces, self._width, limit):
-            rows = range(found.row, found.row + found.rows)
-            end = found.start + found.nbytes
-            columns = range(found.start // self._item, end // self._item)
-            views = [buffer[start : start + nbytes] for start, nbytes in found.places]
-            size = found.rows * found.nbytes
-            out = views[0] if len(views) == 1 else self._opened.buffers.get("", size)[:size]
+        for part in rectangles(pieces, self._width, limit):
+            rows = range(part.row, part.row + part.rows)
+            end = part.start + part.nbytes
+            columns = range(part.start // self._item, end // self._item)
+            views = [buffer[start : start + nbytes] for start, nbytes in part.places]
+            size = part.rows * part.nbytes
+            memory = views[0] if len(views) == 1 else self._opened.buffers.get("", size)[:size]
+            output = Output(self._opened, self._computed, self._inputs, rows, columns, memory)
             self._opened.depth += 1
             try:
-                rounding = self._kind.compute(self._inputs, self._computed, rows, columns, out)
+                rounding = self.kind.compute(output)
             finally:
                 self._opened.depth -= 1
-            yield _Made(rows, columns, out, rounding or EXACT)
+            yield output, rounding or EXACT
             if len(views) > 1:
-                _scatter(out, views)
+                _scatter(memory, views)
 
 
 class RootReader:
@@ -255,21 +255,6 @@ def _parts(offset: int, nbytes: int, width: int, limit: int) -> Iterator[tuple[i
         yield row, rows, start, size
         offset += rows * size
         nbytes -= rows * size
-
-
-def _lost(
-    computed: Computed,
-    out: memoryview,
-    columns: range,
-    given: Callable[[], torch.Tensor | None],
-) -> OutOfRange:
-    """Count what became infinite, NaN or saturated in a rectangle; *given* has its whole rows."""
-
-    def before() -> torch.Tensor | None:
-        found = given()
-        return None if found is None else found[:, columns.start : columns.stop]
-
-    return out_of_range(elements(out, computed.dtype, len(columns)), before)
 
 
 def _scatter(data: memoryview, views: Sequence[memoryview]) -> None:

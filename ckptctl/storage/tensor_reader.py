@@ -41,10 +41,10 @@ class TensorReader:
     def _range(self) -> tuple[str, int] | None:
         """The file and the first byte, where all elements are one range in their order."""
         whole = Box.whole(self._shape)
-        found = self._reader.dense(whole.offsets, whole.sizes).items()
-        blocks = [(source.file, block) for source, some in found for block in some]
-        one = len(blocks) == 1 and not blocks[0][1].axes
-        return (blocks[0][0], blocks[0][1].source) if one else None
+        by_source = self._reader.dense(whole.offsets, whole.sizes).items()
+        places = [(source.file, block) for source, blocks in by_source for block in blocks]
+        is_range = len(places) == 1 and not places[0][1].axes
+        return (places[0][0], places[0][1].source) if is_range else None
 
     def fill(self, box: Box, view: memoryview) -> None:
         """Fill *view* with the elements of *box*."""
@@ -81,12 +81,12 @@ class TensorReader:
             for number, (_, stride, step) in zip(index, axes, strict=True):
                 source, start = source + number * stride, start + number * step
             for first in range(0, count, each):
-                place, some = start + first * far, min(each, count - first)
-                target = view[place : place + (some - 1) * far + run]
-                found = target if some == 1 else memoryview(bytearray((some - 1) * near + run))
-                self._files.readv(file, [found], source + first * near)
-                if some > 1:
-                    _spread(found, near, target, far, run, item)
+                place, runs = start + first * far, min(each, count - first)
+                target = view[place : place + (runs - 1) * far + run]
+                stored = target if runs == 1 else memoryview(bytearray((runs - 1) * near + run))
+                self._files.readv(file, [stored], source + first * near)
+                if runs > 1:
+                    _spread(stored, near, target, far, run, item)
 
 
 def _spread(

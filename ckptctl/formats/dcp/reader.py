@@ -387,7 +387,7 @@ def unpacked(
         length = Box.whole((extent.nbytes,))
         stored = Extent(length, extent.file, extent.offset, extent.nbytes)
         item = TensorEntry(leaf.name, "uint8", length.sizes, (stored,), leaf.path)
-        made = Computed("unpacked", leaf.dtype, extent.box.sizes, {"item": Input(root, item)})
+        made = Computed("unpacked", leaf.dtype, extent.box.sizes, (Input(root, item),))
         computed[name] = made
         extents.append(replace(made.extent(name), box=extent.box))
     return replace(entry, extents=tuple(extents))

@@ -123,7 +123,7 @@ def _mirrored(
     key: str, place: KeyPath, leaf: StoredTensor, stored: TensorEntry, root: str
 ) -> tuple[TensorEntry, Computed]:
     """Return a conjugate or negative view, and the virtual file that its elements lie in."""
-    flags, inputs = tuple(sorted(leaf.flags)), {"base": Input(root, stored)}
+    flags, inputs = tuple(sorted(leaf.flags)), (Input(root, stored),)
     computed = Computed("mirrored", leaf.dtype, leaf.shape, inputs, flags)
     extents = (computed.extent(computed_name(key)),)
     grad = leaf.requires_grad

@@ -12,8 +12,8 @@ from ckptctl.errors import ChangedError
 from ckptctl.file_identity import FileIdentity
 from ckptctl.ops.comparison.pairing import Pair
 from ckptctl.ops.comparison.result import LeafDifference
-from ckptctl.ops.loading.reading import Reading, fill
-from ckptctl.ops.loading.state_mapping import StateMapping, Target, Wanted
+from ckptctl.ops.loading.reading import Reading, WantedBox, fill
+from ckptctl.ops.loading.state_mapping import StateMapping
 from ckptctl.planner.plan import Plan
 from ckptctl.storage.compare import Errors, Tolerance, errors_between
 from ckptctl.storage.kinds import require_torch_for
@@ -37,8 +37,9 @@ class WindowBuffers:
     def __init__(self) -> None:
         self._free: dict[int, list[bytearray]] = {}
 
-    def take(self, sizes: Sequence[int]) -> list[bytearray]:
-        """Return a buffer for each of *sizes*; those that fit none are let go first."""
+    def take(self, boxes: Sequence[WantedBox]) -> list[bytearray]:
+        """Return a buffer for each of *boxes*; those that fit none are let go first."""
+        sizes = [one.box.numel * dtypes.itemsize(one.dtype) for one in boxes]
         free, self._free = self._free, {}
         found = [free[size].pop() if free.get(size) else None for size in sizes]
         del free
@@ -124,25 +125,11 @@ class Windows:
         return found
 
     def _planned(self, batch: Sequence[tuple[Pair, Box]]) -> tuple[Planned, Planned]:
-        x = [(pair.entry.name, pair.entry.dtype, pair, box) for pair, box in batch]
-        y = [(pair.entry.name, pair.dtype, pair, box) for pair, box in batch]
+        x = [WantedBox(p.entry.name, p.entry.dtype, p.entry.shape, box) for p, box in batch]
+        y = [WantedBox(p.entry.name, p.dtype, p.entry.shape, box) for p, box in batch]
         first, second = self._buffers
-        return self._plan(self.a, x, first), self._plan(self.b, y, second)
-
-    def _plan(
-        self,
-        mapping: StateMapping,
-        wanted: Sequence[tuple[str, str, Pair, Box]],
-        room: WindowBuffers,
-    ) -> Planned:
-        targets: dict[str, list[Target]] = {}
-        kinds: dict[str, tuple[str, tuple[int, ...]]] = {}
-        buffers = room.take([box.numel * dtypes.itemsize(dtype) for _, dtype, _, box in wanted])
-        for number, (name, dtype, pair, box) in enumerate(wanted):
-            targets.setdefault(name, []).append(Target(box, str(number), row_major(box.sizes)))
-            kinds[name] = dtype, pair.entry.shape
-        boxes = {name: Wanted(*kinds[name], tuple(found)) for name, found in targets.items()}
-        return Reading(mapping, {}).plan(boxes), buffers
+        own, other = Reading(self.a, {}), Reading(self.b, {})
+        return (own.plan_boxes(x), first.take(x)), (other.plan_boxes(y), second.take(y))
 
     def _fill(self, plan: Plan, buffers: list[bytearray]) -> int:
         """Read what is planned into *buffers*; return how many bytes of files were read."""

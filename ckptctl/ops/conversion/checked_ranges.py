@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TypeVar
 
 from ckptctl import dtypes
-from ckptctl.catalog import Box, Computed, TensorEntry, is_computed, row_major
+from ckptctl.catalog import Box, Computed, TensorEntry, row_major
 from ckptctl.columns import ExtentColumns
 from ckptctl.ops.conversion.transfers import entries_read
 from ckptctl.planner.boxes import intersect
@@ -55,8 +55,7 @@ def _is_recorded(entry: TensorEntry) -> bool:
     if isinstance(entry.extents, ExtentColumns):
         return entry.extents.crcs is not None
     return any(one.recorded for one in entry.extents) and not any(
-        is_computed(one.file) or (one.strides and one.strides != row_major(one.box.sizes))
-        for one in entry.extents
+        one.strides and one.strides != row_major(one.box.sizes) for one in entry.extents
     )
 
 
@@ -114,7 +113,7 @@ def checks_of(
     checked = frozenset(pair for pair in checked if pair[1] not in shared)
     names = {name for _, name in checked}
     read = [(root, entry) for entry in entries]
-    read += [(one.root, one.entry) for made in computed.values() for one in made.inputs.values()]
+    read += [(one.root, one.entry) for made in computed.values() for one in made.inputs]
     ranges: dict[tuple[str, RecordedRange], str] = {}
     for directory, entry in read:
         is_taken = directory == root and entry.name in names
@@ -122,7 +121,7 @@ def checks_of(
         if isinstance(entry.extents, ExtentColumns) and (is_complete or entry.extents.crcs is None):
             continue
         for extent in entry.extents:
-            found = None if is_computed(extent.file) else recorded_range(extent, entry.name)
+            found = recorded_range(extent, entry.name)
             if found is None or (is_complete and found.name):
                 continue
             found = found if is_taken else found._replace(name="")

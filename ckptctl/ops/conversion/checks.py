@@ -36,7 +36,7 @@ from ckptctl.planner.mapping.mapped import ComposedTensor
 from ckptctl.planner.quantization.schemes.fp8 import FP8
 from ckptctl.planner.quantization.survey import Survey
 from ckptctl.storage.execution.options import LEAST
-from ckptctl.storage.kinds import given_to
+from ckptctl.storage.kinds import can_overflow
 from ckptctl.storage.paths import named
 from ckptctl.storage.remote.urls import is_url
 from ckptctl.units import counted, format_bytes
@@ -176,7 +176,7 @@ def _made(catalog: Catalog, name: str, dtype: str) -> bool:
     """Return whether a tensor is cast to *dtype*, here or where it is computed."""
     source = catalog.tensors[name]
     computed = (catalog.computed.get(extent.file) for extent in source.extents)
-    return source.dtype != dtype or any(given_to(made) is not None for made in computed if made)
+    return source.dtype != dtype or any(can_overflow(made) for made in computed if made)
 
 
 def keep_together(

@@ -157,7 +157,7 @@ def digest_of(
     for name, content in contents.items():
         found.update(repr((name, len(content))).encode() + content)
     for virtual, one in computed.items():
-        inputs = [(key, made_of.entry) for key, made_of in one.inputs.items()]
+        inputs = [made_of.entry for made_of in one.inputs]
         how = (virtual, one.kind, one.dtype, one.shape, inputs, one.arguments)
         found.update(repr(how).encode())
     for check in checks:

@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from ckptctl import families, formats
-from ckptctl.catalog import Catalog, Computed, TensorEntry, computed_name, is_computed, reached
+from ckptctl.catalog import Catalog, Computed, TensorEntry, computed_name, reached
 from ckptctl.columns import files_of
 from ckptctl.errors import (
     CkptError,
@@ -531,19 +531,18 @@ def with_label(catalog: Catalog, label: str) -> Catalog:
     if not catalog.computed:
         return catalog
 
+    names = {name: computed_name(label + name) for name in catalog.computed}
+
     def labeled(entry: TensorEntry) -> TensorEntry:
-        if not any(map(is_computed, files_of(entry.extents))):
+        if names.keys().isdisjoint(files_of(entry.extents)):
             return entry
-        extents = (
-            replace(one, file=computed_name(label + one.file)) if is_computed(one.file) else one
-            for one in entry.extents
-        )
+        extents = (replace(one, file=names.get(one.file, one.file)) for one in entry.extents)
         return replace(entry, extents=tuple(extents))
 
     computed = {
-        computed_name(label + name): replace(
+        names[name]: replace(
             made,
-            inputs={r: replace(one, entry=labeled(one.entry)) for r, one in made.inputs.items()},
+            inputs=tuple(replace(one, entry=labeled(one.entry)) for one in made.inputs),
         )
         for name, made in catalog.computed.items()
     }

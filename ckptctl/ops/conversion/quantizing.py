@@ -282,23 +282,20 @@ class _Making:
         shape, dtype = part.shape(tensor.shape), part.dtype or tensor.dtype
         name = part.name(tensor.name)
         if part is self._recipe.shared:
-            inputs = {
-                f"largest{number}": self._largest(self._output[one])
-                for number, one in enumerate(self._groups[tensor.name])
-            }
+            inputs = [self._largest(self._output[one]) for one in self._groups[tensor.name]]
         else:
-            inputs = {"weight": self._plain(tensor)}
+            inputs = [self._plain(tensor)]
             if self._recipe.shared:
                 self._part(tensor, self._recipe.shared)
                 key = _key(self._recipe.shared.name(tensor.name))
-                inputs["global"] = Input(self.catalog.root, self._entries[key])
-        self._virtual(_key(name), Computed(part.kind, dtype, shape, inputs))
+                inputs.append(Input(self.catalog.root, self._entries[key]))
+        self._virtual(_key(name), Computed(part.kind, dtype, shape, tuple(inputs)))
         return OutputTensor(name, dtype, shape, (name,), requires_grad=False)
 
     def _largest(self, tensor: OutputTensor) -> Input:
         key = computed_name(f"{tensor.name}@largest")
         if key not in self._known:
-            weight = {"weight": self._plain(tensor)}
+            weight = (self._plain(tensor),)
             self._known[key] = self._virtual(key, Computed("largest", tensor.dtype, (1,), weight))
         return self._known[key]
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Annotated
 
-from ckptctl.catalog import Extent, TensorEntry, is_computed
+from ckptctl.catalog import Extent, TensorEntry
 from ckptctl.columns import files_of
 from ckptctl.formats.base import OutputTensor
 from ckptctl.ops.conversion.draft import Draft
@@ -176,7 +176,8 @@ class _Origins:
             # A tensor of no file of its own may be computed of others, or lie in a leaf.
             found = {name}
             if name not in self._source.tensors:
-                stored = (one for one in entry.extents if not is_computed(one.file))
+                computed = self._catalog.computed
+                stored = (one for one in entry.extents if one.file not in computed)
                 found = {self._holder(one) or name for one in stored}
             if self._catalog.computed:
                 found.update(self._inside(entry))
@@ -206,8 +207,9 @@ class _Origins:
 
     def _inside(self, entry: TensorEntry) -> Iterator[str]:
         """Yield what virtual files are made of."""
-        for file in filter(is_computed, dict.fromkeys(files_of(entry.extents))):
-            for one in self._catalog.computed[file].inputs.values():
+        made = map(self._catalog.computed.get, dict.fromkeys(files_of(entry.extents)))
+        for computed in filter(None, made):
+            for one in computed.inputs:
                 if one.root == self._source.root and one.entry.name in self._source.tensors:
                     yield one.entry.name
                 yield from self._inside(one.entry)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from ckptctl import dtypes, families, formats
-from ckptctl.catalog import Blob, Catalog, row_major
+from ckptctl.catalog import Blob, Catalog
 from ckptctl.errors import MappingError, RefusedError, UnsupportedError, UsageError, listed, nearest
 from ckptctl.installed import require_torch
 from ckptctl.ops.conversion.contents import cast_to
@@ -17,8 +17,8 @@ from ckptctl.ops.extraction.mapped_source import mapped_source
 from ckptctl.ops.extraction.options import OpenOptions
 from ckptctl.ops.extraction.slices import Part, Slice, cut
 from ckptctl.ops.loading.checks import casts
-from ckptctl.ops.loading.reading import Reading, fill
-from ckptctl.ops.loading.state_mapping import Target, Wanted
+from ckptctl.ops.loading.reading import Reading, WantedBox, fill
+from ckptctl.ops.loading.state_mapping import Wanted
 from ckptctl.ops.recognition.roots import checked_root
 from ckptctl.planner.boxes import check_coverage
 from ckptctl.planner.mapping.mapped import ComposedTensor
@@ -228,11 +228,11 @@ class LazyStateDict(Mapping[str, TensorHandle]):
         content = bytearray(part.box.numel * dtypes.itemsize(handle.dtype))
         if not content:
             return content
-        steps = row_major(part.box.sizes)
-        wanted = {handle.name: Wanted(handle.dtype, handle.shape, (Target(part.box, "0", steps),))}
         for key in composed.keys:
             check_coverage(self._mapping.catalog.tensors[key])
-        plan = Reading(self._mapping, casts(self._mapping, wanted, True)).plan(wanted)
+        box = WantedBox(handle.name, handle.dtype, handle.shape, part.box)
+        cast = casts(self._mapping, {box.name: Wanted(box.dtype, box.shape, ())}, True)
+        plan = Reading(self._mapping, cast).plan_boxes([box])
         opened = {name: self._identities.get(name, one) for name, one in plan.sources.items()}
         done = fill(replace(plan, sources=opened), [content], self._options.jobs)
         if not self._options.allow_overflow:

@@ -11,11 +11,10 @@ from types import EllipsisType
 from typing import NamedTuple, SupportsIndex
 
 from ckptctl import dtypes
-from ckptctl.catalog import Box, row_major
+from ckptctl.catalog import Box
 from ckptctl.errors import UsageError, spell_option
 from ckptctl.installed import require_torch
-from ckptctl.ops.loading.reading import Reading, fill
-from ckptctl.ops.loading.state_mapping import Target, Wanted
+from ckptctl.ops.loading.reading import Reading, WantedBox, fill
 from ckptctl.storage.arithmetic import Number, numbers, plain, shown
 from ckptctl.storage.kinds import require_torch_for
 from ckptctl.units import counted
@@ -138,15 +137,12 @@ def preview(
     chosen = [_edges(size, EDGE if dim >= len(sizes) - 2 else 1) for dim, size in enumerate(sizes)]
     boxes = [Box(*zip(*spans, strict=True)) if spans else Box((), ()) for spans in product(*chosen)]
     buffers = [bytearray(box.numel * dtypes.itemsize(dtype)) for box in boxes]
-    targets = tuple(
-        Target(_shifted(box, taken.box), str(number), row_major(box.sizes))
-        for number, box in enumerate(boxes)
-    )
     if any(buffers):
         if not plain(dtype):
             instead = f"{spell_option('--output')} writes the bytes without torch"
             require_torch("the preview", f"`{name}` is {dtype}", instead=instead)
-        plan = reading.plan({name: Wanted(dtype, whole, targets)})
+        wanted = [WantedBox(name, dtype, whole, _shifted(box, taken.box)) for box in boxes]
+        plan = reading.plan_boxes(wanted)
         require_torch_for(plan, "the preview")
         fill(plan, buffers, jobs=1)
     values: dict[tuple[int, ...], Number] = {}

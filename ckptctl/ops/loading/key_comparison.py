@@ -6,7 +6,7 @@ import re
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 
-from ckptctl.catalog import Catalog, is_computed
+from ckptctl.catalog import Catalog
 from ckptctl.catalog import Path as Keys
 from ckptctl.errors import MappingError, listed, nearest
 from ckptctl.formats.dcp.reader import COMPANION
@@ -137,7 +137,7 @@ def compare(
     dropped = mapping.notes.reasons("dropped")
     left_out = {name: why for name, why in dropped.items() if name not in read}
     for name, keys in paths.items():
-        if name in read or name in left_out or is_computed(name):
+        if name in read or name in left_out or name in catalog.computed:
             continue
         why = excuse(name, keys)
         if why:

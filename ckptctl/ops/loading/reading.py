@@ -11,15 +11,16 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import NamedTuple
 
 from ckptctl import dtypes
-from ckptctl.catalog import Catalog, Extent, TensorEntry, memory_name
+from ckptctl.catalog import Box, Catalog, Extent, TensorEntry, memory_name, row_major
 from ckptctl.columns import ranges_of
 from ckptctl.formats.base import Output, Place
 from ckptctl.ops.conversion.checked_ranges import find_checked
 from ckptctl.ops.conversion.transfers import identities, plan_transfers, sources_of
 from ckptctl.ops.loading.checks import casts, require_boxes, require_filled, require_shapes
-from ckptctl.ops.loading.state_mapping import StateMapping, Wanted
+from ckptctl.ops.loading.state_mapping import StateMapping, Target, Wanted
 from ckptctl.ops.sources import with_bytes
 from ckptctl.planner.boxes import check_coverage, intersect
 from ckptctl.planner.mapping.mapped import ComposedTensor
@@ -27,6 +28,15 @@ from ckptctl.planner.plan import Plan, Record, Transfer
 from ckptctl.storage.execution.executor import execute
 from ckptctl.storage.execution.options import Execution, ExecutionOptions
 from ckptctl.storage.paths import path_at
+
+
+class WantedBox(NamedTuple):
+    """A box of a tensor, of which dtype and shape are said, that is read row-major."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    box: Box
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +88,15 @@ class Reading:
             opened=catalog.opened,
         )
         return replace(self, mapping=replace(self.mapping, catalog=moved))
+
+    def plan_boxes(self, boxes: Sequence[WantedBox]) -> Plan:
+        """Plan the reading of *boxes* into the buffers that :func:`fill` takes, one of each."""
+        targets: dict[str, list[Target]] = {}
+        for number, one in enumerate(boxes):
+            target = Target(one.box, str(number), row_major(one.box.sizes))
+            targets.setdefault(one.name, []).append(target)
+        kinds = {one.name: (one.dtype, one.shape) for one in boxes}
+        return self.plan({n: Wanted(*kinds[n], tuple(some)) for n, some in targets.items()})
 
 
 def fill(plan: Plan, buffers: Iterable[bytearray], jobs: int | None = None) -> Execution:

@@ -306,4 +306,4 @@ def _sum(root: str, entry: TensorEntry, plus: int) -> Computed:
             where=f"tensor `{entry.name}`",
             hint=f"pass {spell_option('--dequantize bf16')} if the tensor is quantized",
         )
-    return Computed("added", entry.dtype, entry.shape, {"base": Input(root, entry)}, plus)
+    return Computed("added", entry.dtype, entry.shape, (Input(root, entry),), plus)

@@ -256,7 +256,7 @@ def dequantized(catalog: Catalog, dtype: str, more: Sequence[Statement] | None =
     """
     seen = surveyed(catalog, more or ())
     found = _understood(seen, catalog, more)
-    names = (name for weight in found for name in (weight.lead, *weight.inputs.values()))
+    names = (name for weight in found for name in weight.inputs)
     entries = located(catalog, dict.fromkeys(names)).tensors
     inputs = {name: Input(catalog.root, entry) for name, entry in entries.items()}
     made = {weight.lead: weight for weight in found}
@@ -266,7 +266,7 @@ def dequantized(catalog: Catalog, dtype: str, more: Sequence[Statement] | None =
     for name, entry in catalog.tensors.items():
         if name in made:
             weight = made[name]
-            made_of = {role: inputs[name] for role, name in weight.inputs.items()}
+            made_of = tuple(inputs[name] for name in weight.inputs)
             virtual = Computed(weight.kind, dtype, weight.shape, made_of, weight.arguments)
             computed[computed_name(weight.key)] = virtual
             tensors[weight.key] = _entry(weight, inputs[weight.lead].entry, virtual)

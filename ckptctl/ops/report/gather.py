@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ckptctl import families
-from ckptctl.catalog import Box, Catalog, Finding, TensorEntry, is_computed
+from ckptctl.catalog import Box, Catalog, Finding, TensorEntry
 from ckptctl.errors import (
     CkptError,
     FormatError,
@@ -127,7 +127,7 @@ def _gathered(path: str | Path, options: ReportOptions, progress: Watch, *, pair
                 replace(tensor, statistics=statistics.get(tensor.alias_of or tensor.name))
                 for tensor in chosen
             ]
-        maps = ChunkMaps()
+        maps = ChunkMaps(catalog.computed)
         tensors = tuple(
             TensorReport(
                 tensor,
@@ -264,7 +264,11 @@ class ChunkMaps:
         holes: Missing boxes that had none.
     """
 
-    def __init__(self, room: int = IN_ALL, each: int = PER_TENSOR) -> None:
+    def __init__(
+        self, virtual: Collection[str] = (), room: int = IN_ALL, each: int = PER_TENSOR
+    ) -> None:
+        """Show the file of every chunk but of those in *virtual* files."""
+        self._virtual = virtual
         self.chunks = 0
         self.holes = 0
         self._room = room
@@ -281,7 +285,7 @@ class ChunkMaps:
         holes = self._taken(parts)
         self.holes += len(holes[1])
         extents = (
-            Chunk(extent.box, None if is_computed(extent.file) else extent.file)
+            Chunk(extent.box, None if extent.file in self._virtual else extent.file)
             for extent in entry.extents
         )
         chunks = self._taken(list(extents))

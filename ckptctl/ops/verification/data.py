@@ -205,7 +205,7 @@ def _packed(resolved: Catalog) -> Iterator[PackedItem]:
         for extent in entry.extents if resolved.computed else ():
             made = resolved.computed.get(extent.file)
             if made is not None and made.kind == "unpacked" and extent.nbytes:
-                stored = made.inputs["item"].entry.extents[0]
+                stored = made.inputs[0].entry.extents[0]
                 size = dtypes.itemsize(entry.dtype)
                 yield PackedItem(entry.name, extent.file, extent.nbytes, size, stored)
 

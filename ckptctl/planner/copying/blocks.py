@@ -312,7 +312,7 @@ def rearranged(root: str, tensor: Strided) -> Computed:
         tensor: The tensor.
     """
     entries = {id(part.of): part.of for part in tensor.parts}
-    inputs = {str(number): Input(root, entry) for number, entry in enumerate(entries.values())}
+    inputs = tuple(Input(root, entry) for entry in entries.values())
     matrix = BlockReader(tensor.as_matrix())
     return Computed("rearranged", tensor.dtype, tensor.shape, inputs, matrix)
 

@@ -33,6 +33,7 @@ class IntegerGroups(NamedTuple):
         transposed: Whether they are stored transposed, and not centered.
         offset: Number that is added to zero points, modulo the number of codes.
         symmetric: Whether zero points have to be the middle of the codes.
+        optional: Which of ``zero``, ``order`` and ``shape`` follow the integers and the scales.
     """
 
     group: int
@@ -40,6 +41,7 @@ class IntegerGroups(NamedTuple):
     transposed: bool = False
     offset: int = 0
     symmetric: bool = False
+    optional: tuple[str, ...] = ()
 
 
 class MlxGroups(NamedTuple):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, TypeAlias
@@ -28,7 +28,7 @@ class QuantizedWeight:
     Attributes:
         key: The plain tensor's name.
         lead: The tensor of the quantized elements, whose place the plain one takes.
-        inputs: What it is computed from: tensors by what the kind calls them.
+        inputs: The tensors that it is computed from, in the order that the kind expects.
         how: For people, as in ``fp8 blocks of 128x128``.
         kind: What computes it: a kind in ``ckptctl/storage/kinds``.
         shape: Its shape, as the kind computes it.
@@ -39,7 +39,7 @@ class QuantizedWeight:
 
     key: str
     lead: str
-    inputs: Mapping[str, str]
+    inputs: tuple[str, ...]
     how: str
     kind: str
     shape: tuple[int, ...]
@@ -50,7 +50,7 @@ class QuantizedWeight:
     @property
     def names(self) -> tuple[str, ...]:
         """Return all tensors that stand for the plain one, the lead first."""
-        return tuple(dict.fromkeys((self.lead, *self.inputs.values(), *self.others)))
+        return tuple(dict.fromkeys((*self.inputs, *self.others)))
 
     @property
     def scale_blocks(self) -> ScaleBlocks | None:
@@ -88,28 +88,27 @@ class Group:
         how: str,
         kind: str,
         shape: tuple[int, ...],
+        roles: Sequence[str] = (),
         arguments: object = None,
         *,
-        unread: Collection[str] = (),
         transposed: bool = False,
     ) -> QuantizedWeight:
         """Return what the group stands for; see :class:`QuantizedWeight`.
 
-        The kind calls the quantized elements ``weight``, and the parts as they are called here.
-        Nothing is computed from those in *unread*.
+        It is computed from the quantized elements, followed by the parts in *roles* that are there.
         """
-        names = {role: part.name for role, part in self.parts.items()}
-        inputs = {role: name for role, name in names.items() if role not in unread}
+        read = [self.parts[role].name for role in roles if role in self.parts]
+        others = [part.name for role, part in self.parts.items() if role not in roles]
         return QuantizedWeight(
             self.key,
             self.lead.name,
-            {"weight": self.lead.name, **inputs},
+            (self.lead.name, *read),
             how,
             kind,
             shape,
             arguments,
             transposed,
-            tuple(name for role, name in names.items() if role in unread),
+            tuple(others),
         )
 
     def unfit(self, why: str, role: str | None = None) -> UnsupportedError:

@@ -1,21 +1,23 @@
 """How virtual files are computed: a :class:`Kind` each, found in the modules of this package.
 
-A module has ``KINDS``, its kinds by name. Nothing else needs to be told about them. Each reads the
-tensors that a virtual file is made of from :class:`Inputs`.
+A module has ``KINDS``, its kinds by name. Nothing else needs to be told about them. Each fills an
+:class:`Output`, a rectangle of a virtual file, from the :class:`InputTensor` that it is made of.
 """
 
 from __future__ import annotations
 
 import importlib
-import math
 import pkgutil
-from collections.abc import Callable
-from dataclasses import dataclass
-from functools import cache
-from typing import TYPE_CHECKING
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cache, cached_property
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from weakref import WeakKeyDictionary
 
 from ckptctl import dtypes
-from ckptctl.catalog import Box, Computed, TensorEntry
+from ckptctl.catalog import Box, Computed, Input
 from ckptctl.installed import has_torch, require_package, require_torch
 from ckptctl.planner.copying.copies import permutes
 from ckptctl.planner.plan import Plan
@@ -30,7 +32,7 @@ if TYPE_CHECKING:
     from ckptctl.storage.files import SourceFiles
     from ckptctl.storage.outcome import Rounding
 
-
+T = TypeVar("T")
 SEEK = 64 << 10
 """Bytes that are read in the time in which reading begins anew elsewhere."""
 MOST = 8 << 20
@@ -39,142 +41,148 @@ PIECE = 1 << 20
 """Bytes of a matrix that are read at a time."""
 
 
-class Inputs:
-    """What one virtual file is made of."""
+class InputTensor:
+    """One tensor that a virtual file is made of, read as a matrix of its last dimension.
 
-    def __init__(self, opened: OpenFiles, name: str, computed: Computed) -> None:
-        self.opened = opened
-        self._name = name
-        self._computed = computed
-        self._readers: dict[str, TensorReader] = {}
+    Attributes:
+        entry: The tensor.
+    """
 
-    def entry(self, key: str) -> TensorEntry:
-        """Return the tensor called *key* in the definition."""
-        return self._computed.inputs[key].entry
+    def __init__(self, opened: OpenFiles, made_of: Input, file: str, number: int) -> None:
+        self.entry = made_of.entry
+        self._opened = opened
+        self._root = made_of.root
+        self._key = file, number
 
-    def files(self, key: str) -> SourceFiles:
-        """Return the files that the input *key* lies in."""
-        return self.opened.roots(self._computed.inputs[key].root)
+    @property
+    def files(self) -> SourceFiles:
+        """Return the files that it lies in."""
+        return self._opened.roots(self._root)
 
-    def room(self, use: str, nbytes: int) -> memoryview:
-        """Return memory for one use, until more is asked for the same; not an input's name."""
-        return self.opened.buffers.get(use, nbytes)[:nbytes]
+    def read(self, rows: range, columns: range | None = None) -> torch.Tensor:
+        """Return consecutive columns, or all, of consecutive rows, until the next call.
 
-    def tensor(self, key: str, rows: range) -> torch.Tensor:
-        """Return consecutive rows of the input *key*, seen as a matrix of its last dimension.
-
-        Returns:
-            ``[len(rows), last dimension]``; a copy, until the next call for *key*.
+        No more than the columns is read where that is faster.
         """
-        entry = self.entry(key)
-        return elements(self.raw(key, rows), entry.dtype, last_of(entry.shape))
+        width, item = last_of(self.entry.shape), dtypes.itemsize(self.entry.dtype)
+        part = columns or range(width)
+        more, complete = (width - len(part)) * item, len(rows) * width * item
+        near = more == 0 or (more < SEEK and complete <= MOST)
+        taken = part
+        if near or len(self.entry.extents) > 1 or not self.files.local:
+            taken = range(width)
+        memory = self._opened.buffers.get(str(self._key[1]), len(rows) * len(taken) * item)
+        memory = memory[: len(rows) * len(taken) * item]
+        self._reader.fill(rectangle(rows, taken), memory)
+        matrix = elements(memory, self.entry.dtype, len(taken))
+        return matrix if taken == part else matrix[:, part.start : part.stop]
 
-    def block(self, key: str, rows: range, columns: range) -> torch.Tensor:
-        """Return consecutive columns of such rows, of which no more is read where that is faster.
+    def read_all(self) -> torch.Tensor:
+        """Return all of a small tensor as it is shaped; kept for the next call, so do not write.
 
-        Returns:
-            ``[len(rows), len(columns)]``; until the next call for *key*.
+        Nothing bounds its size: it is for tensors that are small by nature.
         """
-        entry = self.entry(key)
-        width, item = last_of(entry.shape), dtypes.itemsize(entry.dtype)
-        more, whole = (width - len(columns)) * item, len(rows) * width * item
-        near = more == 0 or (more < SEEK and whole <= MOST)
-        if near or len(entry.extents) > 1 or not self.files(key).local:
-            return self.tensor(key, rows)[:, columns.start : columns.stop]
-        return elements(self._read(key, rows, columns), entry.dtype, len(columns))
+        entry = self.entry
+        content = self._opened.cached(self._key, lambda: memoryview(self._reader.read()))
+        return elements(content, entry.dtype, last_of(entry.shape)).view(entry.shape)
 
-    def turned(
-        self,
-        key: str,
-        columns: range,
-        dtype: str,
-        made: Callable[[torch.Tensor], torch.Tensor],
+    def read_transposed(
+        self, columns: range, dtype: str, convert: Callable[[torch.Tensor], torch.Tensor]
     ) -> torch.Tensor:
-        """Return what is made of consecutive columns of a matrix, transposed.
+        """Return consecutive columns of a matrix, converted some rows at a time and transposed.
 
         Args:
-            key: Of the matrix.
-            columns: They are columns of *key*.
-            dtype: What *made* returns.
-            made: Is called for some rows.
+            columns: The columns.
+            dtype: That of the result of *convert*.
+            convert: Is called for some rows.
 
         Returns:
             ``[columns, rows]``; kept for the next call, so do not write.
         """
         import torch
 
-        entry = self.entry(key)
-        height, _ = entry.shape
-        step = max(PIECE // (entry.shape[1] * dtypes.itemsize(entry.dtype)), 1)
+        height, width = self.entry.shape
+        step = max(PIECE // (width * dtypes.itemsize(dtype)), 1)
 
         def read() -> memoryview:
-            found = [
+            parts = [
                 # torch transposes in blocks where it writes dense memory. One row is dense already,
                 # in memory that the next one takes, so it has to be copied, too.
-                made(self.block(key, range(start, min(start + step, height)), columns))
+                convert(self.read(range(start, min(start + step, height)), columns))
                 .t()
                 .clone(memory_format=torch.contiguous_format)
                 for start in range(0, height, step)
             ]
-            kept = memoryview(bytearray(sum(part.nbytes for part in found)))
-            into, start = elements(kept, dtype, height), 0
-            for part in found:
+            content = memoryview(bytearray(sum(part.nbytes for part in parts)))
+            into, start = elements(content, dtype, height), 0
+            for part in parts:
                 into[:, start : start + part.shape[1]].copy_(part)
                 start += part.shape[1]
-            return kept
+            return content
 
-        return elements(self.opened.kept((self._name, f"{key} {columns}"), read), dtype, height)
+        return elements(self._opened.cached((*self._key, columns), read), dtype, height)
 
-    def raw(self, key: str, rows: range) -> memoryview:
-        """Return the bytes of :meth:`tensor`, for what needs no arithmetic; likewise a copy."""
-        return self._read(key, rows, range(last_of(self.entry(key).shape)))
+    def source_rows(self, rows: range) -> torch.Tensor | None:
+        """Return the elements that the checkpoint itself has in *rows*, or None if all are finite.
+
+        Infinite and NaN elements among them are not made by arithmetic.
+        """
+        made = self._opened.computed(self.entry.extents[0].file)
+        return made.source_rows(rows) if made and made.kind.overflows else self.read(rows)
+
+    @cached_property
+    def _reader(self) -> TensorReader:
+        matrix = Strided.whole(self.entry).as_matrix()
+        return TensorReader(self._opened.reader(self._root), matrix)
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """A rectangle of a virtual file, which is seen as a matrix of its last dimension.
+
+    Attributes:
+        opened: The files of this thread.
+        computed: The definition of the file.
+        inputs: The tensors that it is made of.
+        rows: Consecutive rows.
+        columns: Consecutive elements of each of them.
+        memory: Room for exactly those elements, row-major.
+    """
+
+    opened: OpenFiles
+    computed: Computed
+    inputs: Sequence[InputTensor]
+    rows: range
+    columns: range
+    memory: memoryview
+
+    @property
+    def arguments(self) -> Any:
+        """Return what else the kind has to know, of a type of its own."""
+        return self.computed.arguments
+
+    @property
+    def elements(self) -> torch.Tensor:
+        """Return the elements, ``[rows, columns]``, to be written."""
+        return elements(self.memory, self.computed.dtype, len(self.columns))
+
+    def groups(self, size: int) -> range:
+        """Return the groups of so many columns that the rectangle has elements of."""
+        return range(self.columns.start // size, -(-self.columns.stop // size))
+
+    def write(self, values: torch.Tensor, first: int = 0) -> None:
+        """Write, cast, the columns out of *values*: more of the same rows, from *first* on."""
+        wide = values.reshape(len(self.rows), -1)
+        self.elements.copy_(wide[:, self.columns.start - first : self.columns.stop - first])
 
     def scratch(self, use: str, dtype: str, count: int) -> torch.Tensor:
         """Return room for *count* elements, whatever is in it, until the next call for *use*.
 
         New memory for each rectangle would cost more than most of what is done in it.
         """
-        room = self.room(f"/{use}", count * dtypes.itemsize(dtype))
+        nbytes = count * dtypes.itemsize(dtype)
+        room = self.opened.buffers.get(f"/{use}", nbytes)[:nbytes]
         return elements(room, dtype, max(count, 1)).view(-1)[:count]
-
-    def given(self, key: str, rows: range) -> torch.Tensor | None:
-        """Return the source's own elements behind :meth:`tensor`; None: all of them are finite."""
-        made = self.opened.computed(self.entry(key).extents[0].file)
-        return made.given(rows) if made else self.tensor(key, rows)
-
-    def whole(self, key: str) -> torch.Tensor:
-        """Return all of a small input as it is shaped; kept for the next call, so do not write.
-
-        Nothing bounds its size: it is for inputs that are small by nature.
-        """
-        entry = self.entry(key)
-        rows, columns = range(math.prod(entry.shape[:-1])), range(last_of(entry.shape))
-
-        def read() -> memoryview:
-            return self._read(key, rows, columns, memoryview(bytearray(entry.nbytes)))
-
-        kept = self.opened.kept((self._name, key), read)
-        return elements(kept, entry.dtype, last_of(entry.shape)).view(entry.shape)
-
-    def _read(
-        self, key: str, rows: range, columns: range, room: memoryview | None = None
-    ) -> memoryview:
-        """Fill *room*, or that of *key*, with consecutive columns of consecutive rows."""
-        if room is None:
-            room = self.room(key, len(rows) * len(columns) * dtypes.itemsize(self.entry(key).dtype))
-        reader = self._readers.get(key)
-        if reader is None:
-            files = self.opened.reader(self._computed.inputs[key].root)
-            matrix = Strided.whole(self.entry(key)).as_matrix()
-            reader = self._readers[key] = TensorReader(files, matrix)
-        reader.fill(rectangle(rows, columns), room)
-        return room
-
-
-Given = Callable[[Inputs, range], "torch.Tensor | None"]
-"""Returns of consecutive rows the elements that the source itself has there, ``[rows, last
-dimension]``: what is infinite or NaN among these may be so. None: nothing is."""
-Compute = Callable[[Inputs, Computed, range, range, memoryview], "Rounding | None"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,23 +190,59 @@ class Kind:
     """How one kind of virtual file is computed.
 
     Attributes:
-        compute: Writes a rectangle of a virtual file. It gets what reads the tensors that the file
-            is made of; the file, seen as a matrix: its last dimension and all others; consecutive
-            rows; consecutive elements of each of them; and room for exactly those elements,
-            row-major, in the file's dtype. Where it quantizes, it returns how far these are off.
-        given: Knows the source's own elements, where the arithmetic can leave the range of a
-            dtype; None: it does none.
-        plain: Whether a file is computed without torch.
+        compute: Fills a rectangle; where it quantizes, it returns how far the elements are off.
+        overflows: Whether its arithmetic can leave the range of a dtype.
+        keeps_infinite: Whether elements that are infinite or NaN in the first input, which has the
+            file's shape, may be so here; else arithmetic has made them.
+        needs_torch: Whether torch computes a file.
         rows: How many rows are best computed together, from a multiple of that number on.
         package: The package that computes it, which an extra of the same name installs; empty:
             there is none beside torch.
     """
 
-    compute: Compute
-    given: Given | None = None
-    plain: Callable[[Computed], bool] = lambda _: False
+    compute: Callable[[Output], Rounding | None]
+    overflows: bool = False
+    keeps_infinite: bool = False
+    needs_torch: Callable[[Computed], bool] = lambda _: True
     rows: int = 1
     package: str = ""
+
+
+@dataclass(slots=True)
+class _Result(Generic[T]):
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    value: T | None = None
+
+
+class SharedResults(Generic[T]):
+    """Results that all threads share, by the files that they are of: each is computed once.
+
+    Args:
+        is_too_much: Returns whether results, each None until it is there, are too many to keep;
+            those used longest ago are let go then. None: all are kept as long as the files.
+    """
+
+    def __init__(self, is_too_much: Callable[[Sequence[T | None]], bool] | None = None) -> None:
+        self._is_too_much = is_too_much
+        self._lock = threading.Lock()
+        self._by_files: WeakKeyDictionary[SourceFiles, OrderedDict[object, _Result[T]]] = (
+            WeakKeyDictionary()
+        )
+
+    def get(self, files: SourceFiles, key: object, compute: Callable[[], T]) -> T:
+        """Return the result of *compute* for *key* of *files*, perhaps that of another thread."""
+        with self._lock:
+            known = self._by_files.setdefault(files, OrderedDict())
+            result = known.setdefault(key, _Result())
+            known.move_to_end(key)
+            while self._is_too_much and len(known) > 1:
+                if not self._is_too_much([one.value for one in known.values()]):
+                    break
+                known.popitem(last=False)
+        with result.lock:
+            if result.value is None:
+                result.value = compute()
+            return result.value
 
 
 @cache
@@ -209,14 +253,14 @@ def kinds() -> dict[str, Kind]:
     return {name: kind for module in modules for name, kind in module.KINDS.items()}
 
 
-def given_to(computed: Computed) -> Given | None:
-    """Return the reader of the source's own elements; None: *computed* does no arithmetic."""
-    return kinds()[computed.kind].given
+def can_overflow(computed: Computed) -> bool:
+    """Return whether *computed* does arithmetic that can leave the range of a dtype."""
+    return kinds()[computed.kind].overflows
 
 
 def needs_torch(computed: Computed) -> bool:
     """Return whether torch computes *computed*."""
-    return not kinds()[computed.kind].plain(computed)
+    return kinds()[computed.kind].needs_torch(computed)
 
 
 def takes_torch(plan: Plan) -> bool:
@@ -228,14 +272,15 @@ def calculates(plan: Plan) -> bool:
     """Return whether elements are computed or cast: with torch."""
     if any(map(needs_torch, plan.computed.values())):
         return True
-    return any(one.casts for one in plan.transfers)
+    return any(transfer.casts for transfer in plan.transfers)
 
 
 def require_torch_for(plan: Plan, what: str) -> None:
     """Refuse *plan*, before anything is read, where it takes torch and there is none."""
     if not has_torch() and takes_torch(plan):
         require_torch(what, "elements are cast, computed or transposed one by one")
-    for package in sorted({kinds()[one.kind].package for one in plan.computed.values()} - {""}):
+    packages = {kinds()[computed.kind].package for computed in plan.computed.values()}
+    for package in sorted(packages - {""}):
         require_package(package, what)
 
 

@@ -4,27 +4,23 @@
 is the element, None for 0. ``added``: elements as another tensor has them, each plus the number
 that the argument is, rounded once to the dtype. ``mirrored``: elements of a view that is lazily
 conjugate or negative, as torch saves it; the arguments are ``conj``, ``neg`` or both. The last two
-have an input ``base`` of the same dtype and shape.
+have one input, of the same dtype and shape.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
 from typing import cast as typed
 
 from ckptctl.catalog import Computed
-from ckptctl.storage.arithmetic import elements
-from ckptctl.storage.kinds import Inputs, Kind
+from ckptctl.storage.kinds import Kind, Output
 
 
-def _constant(
-    _inputs: Inputs, computed: Computed, _rows: range, columns: range, out: memoryview
-) -> None:
-    if _is_zero(computed):
-        out[:] = bytes(len(out))
-        return
-    elements(out, computed.dtype, len(columns)).fill_(_value(computed))
+def _constant(out: Output) -> None:
+    if _is_zero(out.computed):
+        out.memory[:] = bytes(len(out.memory))
+    else:
+        out.elements.fill_(_value(out.computed))
 
 
 def _is_zero(computed: Computed) -> bool:
@@ -37,28 +33,22 @@ def _value(computed: Computed) -> float:
     return 0.0 if computed.arguments is None else float(typed(float, computed.arguments))
 
 
-def _mirrored(
-    inputs: Inputs, computed: Computed, rows: range, columns: range, out: memoryview
-) -> None:
-    found = inputs.tensor("base", rows)[:, columns.start : columns.stop]
-    flags = typed(Collection[str], computed.arguments)
-    if "conj" in flags:
-        found = found.conj()
-    if "neg" in flags:
-        found = found.neg()
-    elements(out, computed.dtype, len(columns)).copy_(found)
+def _mirrored(out: Output) -> None:
+    values = out.inputs[0].read(out.rows, out.columns)
+    if "conj" in out.arguments:
+        values = values.conj()
+    if "neg" in out.arguments:
+        values = values.neg()
+    out.elements.copy_(values)
 
 
-def _added(
-    inputs: Inputs, computed: Computed, rows: range, columns: range, out: memoryview
-) -> None:
+def _added(out: Output) -> None:
     # torch adds narrow elements in float32 and rounds the sum.
-    found = inputs.tensor("base", rows)[:, columns.start : columns.stop]
-    elements(out, computed.dtype, len(columns)).copy_(found + _value(computed))
+    out.elements.copy_(out.inputs[0].read(out.rows, out.columns) + _value(out.computed))
 
 
 KINDS = {
     "added": Kind(_added),
-    "constant": Kind(_constant, plain=_is_zero),
+    "constant": Kind(_constant, needs_torch=lambda computed: not _is_zero(computed)),
     "mirrored": Kind(_mirrored),
 }

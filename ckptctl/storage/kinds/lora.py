@@ -2,30 +2,25 @@
 
 LoRA (Hu et al., arXiv:2106.09685): ``W + scale · B A``. DoRA (Liu et al., arXiv:2402.09353): the
 rows of that, scaled to given lengths. Sources: peft's ``tuners/lora`` (``merge_and_unload``),
-torchtune's ``get_merged_lora_ckpt``. The arguments are :class:`Change`, of which the n-th, counted
-from 0, has inputs of its own. A and the magnitudes are small by nature and are kept.
+torchtune's ``get_merged_lora_ckpt``. The arguments are :class:`Change`. A and the magnitudes are
+small by nature and are kept.
 
-Inputs:
-    base: Floating ``[rows, columns]``.
-    a{n}: ``[rank, columns]``.
-    b{n}: ``[rows of the change, rank]``.
-    magnitude{n}: One length for each row of B; optional.
+``lora``: the inputs are W, floating ``[rows, columns]``, then of each change A, ``[rank,
+columns]``, B, ``[rows of the change, rank]``, and where it has them magnitudes, one length for each
+row of B.
 
 ``dora_bias`` is a bias that torchtune's DoRA scales as the rows of its weight: a layer computes
 ``length / |W + scale · B A|`` times ``(W + scale · B A) x + bias`` (``modules/peft/dora.py``). PEFT
-leaves the bias as it is. Its inputs are ``bias``, floating ``[rows]``, and ``weight{n}``, floating
-``[rows, columns]``, W, instead of ``base``.
+leaves the bias as it is. The inputs are the bias, floating ``[rows]``, then of each change W, A, B
+and magnitudes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, NamedTuple
-from typing import cast as typed
 
-from ckptctl.catalog import Computed
-from ckptctl.storage.arithmetic import elements
-from ckptctl.storage.kinds import Inputs, Kind, last_of
+from ckptctl.storage.kinds import InputTensor, Kind, Output, last_of
 
 if TYPE_CHECKING:
     import torch
@@ -51,46 +46,52 @@ class Change(NamedTuple):
     bias_start: int = 0
 
 
-def _changes(computed: Computed) -> Iterator[tuple[int, Change]]:
-    """Yield the changes, numbered."""
-    return enumerate(typed(tuple[Change, ...], computed.arguments))
-
-
-def _weight(
-    inputs: Inputs, computed: Computed, rows: range, columns: range, out: memoryview
-) -> None:
+def _weight(out: Output) -> None:
     import torch
 
-    base = inputs.tensor("base", rows).to(torch.float32)
-    for number, change in _changes(computed):
+    rows, others = out.rows, iter(out.inputs[1:])
+    merged = out.inputs[0].read(rows).to(torch.float32)
+    changes: tuple[Change, ...] = out.arguments
+    for change in changes:
+        factors = _Factors(change, others)
         start = change.rows.start
         first, last = max(start, rows.start), min(change.rows.stop, rows.stop)
         if first < last:
-            part = base[first - rows.start : last - rows.start]
+            part = merged[first - rows.start : last - rows.start]
             changed = range(first - start, last - start)
-            _add(inputs, number, change.scale, changed, part)
+            factors.add_to(part, changed)
             if change.has_magnitude:
-                part.mul_(_scales(inputs, number, changed, part))
-    target = elements(out, computed.dtype, len(columns))
-    target.copy_(base[:, columns.start : columns.stop])
+                part.mul_(factors.scales(part, changed))
+    out.write(merged)
 
 
-def _add(inputs: Inputs, number: int, scale: float, rows: range, part: torch.Tensor) -> None:
-    """Add scale · B A to *part*, which is *rows* of those that the change applies to."""
-    import torch
+class _Factors:
+    """The factors of a change, the next ones of the inputs.
 
-    a = inputs.whole(f"a{number}").to(torch.float32)
-    b = inputs.tensor(f"b{number}", rows).to(torch.float32)
-    _add_product(part, b, a, scale)
+    Rows are counted among those that the change applies to.
+    """
 
+    def __init__(self, change: Change, inputs: Iterator[InputTensor]) -> None:
+        self._scale = change.scale
+        self._a, self._b = next(inputs), next(inputs)
+        self._magnitude = next(inputs) if change.has_magnitude else None
 
-def _scales(inputs: Inputs, number: int, rows: range, part: torch.Tensor) -> torch.Tensor:
-    """Return DoRA's factors of *part*, to which B A is added already: ``[rows, 1]``."""
-    import torch
+    def add_to(self, part: torch.Tensor, rows: range) -> None:
+        """Add scale · B A to *part*, which is *rows*."""
+        import torch
 
-    length = inputs.whole(f"magnitude{number}")[rows.start : rows.stop].view(-1, 1)
-    norms: torch.Tensor = torch.linalg.norm(part, dim=1, keepdim=True)
-    return length.to(torch.float32) / norms
+        a = self._a.read_all().to(torch.float32)
+        b = self._b.read(rows).to(torch.float32)
+        _add_product(part, b, a, self._scale)
+
+    def scales(self, part: torch.Tensor, rows: range) -> torch.Tensor:
+        """Return DoRA's factors of *part*, to which B A is added already: ``[rows, 1]``."""
+        import torch
+
+        assert self._magnitude
+        length = self._magnitude.read_all()[rows.start : rows.stop].view(-1, 1)
+        norms: torch.Tensor = torch.linalg.norm(part, dim=1, keepdim=True)
+        return length.to(torch.float32) / norms
 
 
 def _add_product(part: torch.Tensor, b: torch.Tensor, a: torch.Tensor, scale: float) -> None:
@@ -109,36 +110,30 @@ def _add_product(part: torch.Tensor, b: torch.Tensor, a: torch.Tensor, scale: fl
         part[whole:] = rest.addmm_(factors, a, alpha=scale)[: len(b) - whole]
 
 
-def _bias(
-    inputs: Inputs, computed: Computed, _rows: range, columns: range, out: memoryview
-) -> None:
+def _bias(out: Output) -> None:
     import torch
 
-    bias = inputs.tensor("bias", range(1)).to(torch.float32).view(-1)[columns.start : columns.stop]
-    for number, change in _changes(computed):
+    columns, others = out.columns, iter(out.inputs[1:])
+    scaled = out.inputs[0].read(range(1), columns).to(torch.float32).view(-1)
+    changes: tuple[Change, ...] = out.arguments
+    for change in changes:
+        weight, factors = next(others), _Factors(change, others)
         at = change.bias_start
-        first = max(at, columns.start)
-        last = min(at + len(change.rows), columns.stop)
-        step = max(LIMIT // (4 * last_of(inputs.entry(f"weight{number}").shape)), 1)
+        first, last = max(at, columns.start), min(at + len(change.rows), columns.stop)
+        step = max(LIMIT // (4 * last_of(weight.entry.shape)), 1)
         for begin in range(first, last, step):
             end = min(begin + step, last)
-            factors = _factors(inputs, number, change, range(begin - at, end - at))
-            bias[begin - columns.start : end - columns.start].mul_(factors)
-    elements(out, computed.dtype, len(columns)).copy_(bias.view(1, -1))
-
-
-def _factors(inputs: Inputs, number: int, change: Change, rows: range) -> torch.Tensor:
-    """Return the factors of *rows* of those that the change applies to, ``[rows]``."""
-    import torch
-
-    held = change.rows[rows.start : rows.stop]
-    weight = inputs.tensor(f"weight{number}", held).to(torch.float32)
-    _add(inputs, number, change.scale, rows, weight)
-    return _scales(inputs, number, rows, weight).view(-1)
+            rows = range(begin - at, end - at)
+            part = weight.read(change.rows[rows.start : rows.stop]).to(torch.float32)
+            factors.add_to(part, rows)
+            scaled[begin - columns.start : end - columns.start].mul_(
+                factors.scales(part, rows).view(-1)
+            )
+    out.elements.copy_(scaled.view(1, -1))
 
 
 # The model's own elements are what may be infinite or NaN; what an adapter makes of them is not.
 KINDS = {
-    "lora": Kind(_weight, lambda inputs, rows: inputs.given("base", rows), rows=BLOCK),
-    "dora_bias": Kind(_bias, lambda inputs, _rows: inputs.given("bias", range(1))),
+    "lora": Kind(_weight, overflows=True, keeps_infinite=True, rows=BLOCK),
+    "dora_bias": Kind(_bias, overflows=True, keeps_infinite=True),
 }

@@ -3,13 +3,12 @@
 Elements of a row lie in its uint32 from the lowest bits on, so in its bytes one after the other.
 
 ``mlx_affine``: integers times the scale of their group, plus its bias, both rounded to the dtype of
-the scales: what ``mlx.core.dequantize`` returns (0.32.4, on the CPU) is cast. Inputs: ``weight``,
-uint32 ``[..., columns * bits / 32]``, ``scales`` and ``biases``, floating ``[..., columns /
-group]``.
+the scales: what ``mlx.core.dequantize`` returns (0.32.4, on the CPU) is cast. Inputs: uint32
+``[..., columns * bits / 32]``, the scales and the biases, floating ``[..., columns / group]``.
 
 ``mlx_float``: E2M1 or E4M3 numbers times the scale of their group, in float32, rounded once.
-Inputs: ``weight`` as above, ``scales``, uint8. The mode ``nvfp4`` has E4M3 as scales, others have
-E8M0, whose 255 MLX takes for infinite. The arguments of both are
+Inputs: uint32 as above, the scales, uint8. The mode ``nvfp4`` has E4M3 as scales, others have E8M0,
+whose 255 MLX takes for infinite. The arguments of both are
 :class:`~ckptctl.planner.quantization.formulas.MlxGroups`.
 """
 
@@ -17,14 +16,10 @@ from __future__ import annotations
 
 from functools import cache
 from typing import TYPE_CHECKING
-from typing import cast as typed
 
-from ckptctl.catalog import Computed
 from ckptctl.planner.quantization.formulas import MlxGroups
-from ckptctl.storage.arithmetic import elements
-from ckptctl.storage.kinds import Inputs, Kind
-from ckptctl.storage.kinds.fp4 import E2M1, nibbles
-from ckptctl.storage.kinds.quantized import E4M3, factors, from_bytes
+from ckptctl.storage.kinds import Kind, Output
+from ckptctl.storage.kinds.narrow_floats import E2M1, E4M3, factors, from_bytes, nibbles
 
 if TYPE_CHECKING:
     import torch
@@ -34,58 +29,45 @@ TOGETHER = 8
 """So many elements of any width are whole bytes."""
 
 
-def _affine(
-    inputs: Inputs, computed: Computed, rows: range, columns: range, out: memoryview
-) -> None:
-    group, bits, _ = typed(MlxGroups, computed.arguments)
-    first, last = columns.start // group, -(-columns.stop // group)
-    packed = _packed(inputs, rows, first * group * bits // 8, last * group * bits // 8)
-    scales = inputs.tensor("scales", rows)[:, first:last, None]
-    biases = inputs.tensor("biases", rows)[:, first:last, None]
-    if TOGETHER % bits == 0:
-        numbers = _looked_up(_integers(bits, scales.dtype), packed)
+def _affine(out: Output) -> None:
+    form: MlxGroups = out.arguments
+    _, scales, biases = out.inputs
+    groups = out.groups(form.group)
+    packed, scale = _packed(out, form), scales.read(out.rows, groups)[..., None]
+    if TOGETHER % form.bits == 0:
+        numbers = _looked_up(_integers(form.bits, scale.dtype), packed)
     else:
-        numbers = _unpacked(packed.reshape(-1, bits), bits).to(scales.dtype)
-    values = numbers.view(len(rows), last - first, group).mul_(scales).add_(biases)
-    _write(values, first * group, computed, columns, out)
+        numbers = _unpacked(packed.reshape(-1, form.bits), form.bits).to(scale.dtype)
+    values = numbers.view(len(out.rows), len(groups), form.group).mul_(scale)
+    out.write(values.add_(biases.read(out.rows, groups)[..., None]), groups.start * form.group)
 
 
-def _float(
-    inputs: Inputs, computed: Computed, rows: range, columns: range, out: memoryview
-) -> None:
+def _float(out: Output) -> None:
     import torch
 
-    group, bits, mode = typed(MlxGroups, computed.arguments)
-    first, last = columns.start // group, -(-columns.stop // group)
-    packed = _packed(inputs, rows, first * group * bits // 8, last * group * bits // 8)
-    scales = inputs.tensor("scales", rows)[:, first:last, None]
-    if mode == "nvfp4":
-        scales = factors(scales.view(torch.float8_e4m3fn))
+    form: MlxGroups = out.arguments
+    groups = out.groups(form.group)
+    packed, scale = _packed(out, form), out.inputs[1].read(out.rows, groups)
+    if form.mode == "nvfp4":
+        scale = factors(scale.view(torch.float8_e4m3fn))
     else:
-        scales = factors(scales).nan_to_num_(nan=torch.inf)
-    if bits == FOUR:
-        numbers = inputs.scratch("numbers", "float32", 2 * packed.numel())
-        nibbles(inputs, packed.contiguous(), E2M1, numbers)
+        scale = factors(scale).nan_to_num_(nan=torch.inf)
+    if form.bits == FOUR:
+        numbers = out.scratch("numbers", "float32", 2 * packed.numel())
+        nibbles(out, packed.contiguous(), E2M1, numbers)
     else:
         numbers = from_bytes(packed, E4M3)
-    values = numbers.view(len(rows), last - first, group).mul_(scales)
-    _write(values, first * group, computed, columns, out)
+    values = numbers.view(len(out.rows), len(groups), form.group).mul_(scale[..., None])
+    out.write(values, groups.start * form.group)
 
 
-def _packed(inputs: Inputs, rows: range, start: int, stop: int) -> torch.Tensor:
-    """Return bytes of each of consecutive rows, ``[len(rows), stop - start]``."""
+def _packed(out: Output, form: MlxGroups) -> torch.Tensor:
+    """Return the bytes of whole groups, ``[rows, bytes]``."""
     import torch
 
-    return inputs.tensor("weight", rows).view(torch.uint8)[:, start:stop]
-
-
-def _write(
-    values: torch.Tensor, begin: int, computed: Computed, columns: range, out: memoryview
-) -> None:
-    """Write *columns* of *values*, whose first has the number *begin*."""
-    whole = values.view(len(values), -1)
-    start = columns.start - begin
-    elements(out, computed.dtype, len(columns)).copy_(whole[:, start : start + len(columns)])
+    groups = out.groups(form.group)
+    start, stop = (group * form.group * form.bits // 8 for group in (groups.start, groups.stop))
+    return out.inputs[0].read(out.rows).view(torch.uint8)[:, start:stop]
 
 
 def _looked_up(table: torch.Tensor, packed: torch.Tensor) -> torch.Tensor:
@@ -121,6 +103,6 @@ def _integers(bits: int, dtype: torch.dtype) -> torch.Tensor:
 
 KINDS = {
     # Scales and biases that are not finite show in what is computed, and are no numbers of a model.
-    "mlx_affine": Kind(_affine, lambda _inputs, _rows: None),
-    "mlx_float": Kind(_float, lambda _inputs, _rows: None),
+    "mlx_affine": Kind(_affine, overflows=True),
+    "mlx_float": Kind(_float, overflows=True),
 }

@@ -6,18 +6,18 @@ stored less 2 to the power of (bits - 1) is said below to be centred. All are ro
 ``int_groups``: groups of consecutive columns, as compressed-tensors and GPTQ have them. Sources:
 ``pack_quantized`` and ``naive_quantized`` in its ``compressors``, and ``_dequantize`` in its
 ``quantization/lifecycle/forward_helpers.py``; ``convert_gptq_file`` in GPTQModel's
-``utils/model_dequant.py``. Inputs: ``weight``, int8 ``[..., rows, columns]`` or centred and packed
-along the columns, int32 ``[..., rows, words]``; ``scale``, floating ``[..., rows, groups]``, where
-there is one group or one scale anything that has as many elements; ``zero``, likewise int8, or
-centred and packed along the rows, int32 ``[..., words, groups]``; ``order``, the group of each
-column, ``[columns]``; ``shape``, the sizes that the weight has to have. The last three are
-optional. GPTQ's lie transposed, and are not centred: ``weight``, int32 ``[words, rows]``;
-``scale``, ``[groups, rows]``; ``zero``, ``[groups, words]``. Its groups need not divide a row.
+``utils/model_dequant.py``. Inputs: the integers, int8 ``[..., rows, columns]`` or centred and
+packed along the columns, int32 ``[..., rows, words]``; the scales, floating ``[..., rows,
+groups]``, where there is one group or one scale anything that has as many elements. Those that the
+arguments name follow: ``zero``, likewise int8, or centred and packed along the rows, int32 ``[...,
+words, groups]``; ``order``, the group of each column, ``[columns]``; ``shape``, the sizes that the
+weight has to have. GPTQ's lie transposed, and are not centred: int32 ``[words, rows]``; the scales,
+``[groups, rows]``; ``zero``, ``[groups, words]``. Its groups need not divide a row.
 
 ``int_rows``: groups of consecutive rows of 4-bit integers, as AWQ has them; the matrix is the
 weight transposed. Source: ``convert_awq_file`` in GPTQModel's ``utils/model_dequant.py``. Inputs:
-``weight``, 8 columns in a word in an order of its own, int32 ``[rows, words]``; ``scale``, floating
-``[groups, columns]``; ``zero``, packed likewise, int32 ``[groups, words]``.
+the integers, 8 columns in a word in an order of its own, int32 ``[rows, words]``; the scales,
+floating ``[groups, columns]``; ``zero``, packed likewise, int32 ``[groups, words]``.
 
 The arguments of both are :class:`~ckptctl.planner.quantization.formulas.IntegerGroups`.
 """
@@ -27,14 +27,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from functools import lru_cache
 from math import lcm, prod
-from typing import TYPE_CHECKING
-from typing import cast as typed
+from typing import TYPE_CHECKING, NamedTuple
 
-from ckptctl.catalog import Computed
 from ckptctl.errors import UnsupportedError
 from ckptctl.planner.quantization.formulas import IntegerGroups
-from ckptctl.storage.arithmetic import elements
-from ckptctl.storage.kinds import Inputs, Kind
+from ckptctl.storage.kinds import InputTensor, Kind, Output
 
 if TYPE_CHECKING:
     import torch
@@ -49,7 +46,7 @@ STRETCH = 4 << 20
 """Bytes of a weight that lies transposed that are read at a time."""
 
 Room = Callable[[str, str, int], "torch.Tensor"]
-"""Returns room for a use: its dtype, and how many elements; as :meth:`Inputs.scratch`."""
+"""Returns room for a use: its dtype, and how many elements; as :meth:`Output.scratch`."""
 
 
 def _new(_use: str, dtype: str, count: int) -> torch.Tensor:
@@ -107,32 +104,42 @@ def _padded(words: torch.Tensor, each: int, dim: int) -> torch.Tensor:
     return torch.cat((words, torch.zeros(shape, dtype=words.dtype)), dim=dim)
 
 
-def _arguments(computed: Computed) -> IntegerGroups:
-    return typed(IntegerGroups, computed.arguments)
+class _Weight(NamedTuple):
+    """The inputs and the arguments."""
+
+    form: IntegerGroups
+    integers: InputTensor
+    scale: InputTensor
+    zero: InputTensor | None = None
+    order: InputTensor | None = None
+    shape: InputTensor | None = None
 
 
-def _int_groups(
-    inputs: Inputs, computed: Computed, rows: range, columns: range, out: memoryview
-) -> None:
-    if "shape" in computed.inputs:
-        said, name = inputs.whole("shape").view(-1).tolist(), inputs.entry("shape").name
-        if tuple(said) != computed.shape:
-            why = f"it contains {said}, but the scales fit {list(computed.shape)}"
+def _weight(out: Output) -> _Weight:
+    form: IntegerGroups = out.arguments
+    integers, scale, *others = out.inputs
+    return _Weight(form, integers, scale, **dict(zip(form.optional, others, strict=True)))
+
+
+def _int_groups(out: Output) -> None:
+    weight, rows, columns = _weight(out), out.rows, out.columns
+    if weight.shape:
+        sizes, name = weight.shape.read_all().view(-1).tolist(), weight.shape.entry.name
+        if tuple(sizes) != out.computed.shape:
+            why = f"it contains {sizes}, but the scales fit {list(out.computed.shape)}"
             raise UnsupportedError(f"`{name}` does not match the scales", where=name, why=why)
-    target = elements(out, computed.dtype, len(columns))
-    width, (group, _, transposed, _, _) = computed.shape[-1], _arguments(computed)
-    which = _order(inputs, computed)
+    width, group, transposed = out.computed.shape[-1], weight.form.group, weight.form.transposed
+    which = _order(weight, width)
     unit = lcm(group, WORD) if which is None else width
     place = range(columns.start // unit * unit, min(-(-columns.stop // unit) * unit, width))
-    for some in _stretches(inputs, rows) if transposed else (rows,):
+    for some in _stretches(weight, rows) if transposed else (rows,):
         read = _transposed if transposed else _straight
-        integers, factors, zeros = read(inputs, computed, some, place)
+        integers, factors, zeros = read(out, weight, some, place)
         if zeros is not None:
-            _require_middle(inputs, computed, zeros, centred=not transposed)
-        straight = len(place) == len(columns) and computed.dtype == "float32"
-        into = target[some.start - rows.start : some.stop - rows.start]
-        if not straight:
-            into = inputs.scratch("numbers", "float32", integers.numel())
+            _require_middle(weight, zeros, centred=not transposed)
+        straight = len(place) == len(columns) and out.computed.dtype == "float32"
+        target = out.elements[some.start - rows.start : some.stop - rows.start]
+        into = target if straight else out.scratch("numbers", "float32", integers.numel())
         numbers = into.view(len(some), len(place))
         numbers.copy_(integers)
         if which is not None:
@@ -147,32 +154,29 @@ def _int_groups(
             numbers.sub_(zeros)
         numbers = numbers.mul_(factors).view(len(some), len(place))
         if not straight:
-            found = numbers[:, columns.start - place.start : columns.stop - place.start]
-            target[some.start - rows.start : some.stop - rows.start].copy_(found)
+            target.copy_(numbers[:, columns.start - place.start : columns.stop - place.start])
 
 
 def _straight(
-    inputs: Inputs, computed: Computed, rows: range, place: range
+    out: Output, weight: _Weight, rows: range, place: range
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """Return the integers of some columns, and of all groups the scales and zero points."""
     import torch
 
-    scale = per_group(inputs, "scale", computed, rows).to(torch.float32)
-    zeros = _zeros(inputs, computed, rows).to(torch.float32) if "zero" in computed.inputs else None
-    return _integers(inputs, computed, rows, place), scale, zeros
+    scale = _per_group(out, weight.scale, rows).to(torch.float32)
+    zeros = _zeros(out, weight.zero, rows).to(torch.float32) if weight.zero else None
+    return _integers(out, weight, rows, place), scale, zeros
 
 
-def _require_middle(
-    inputs: Inputs, computed: Computed, zeros: torch.Tensor, *, centred: bool
-) -> None:
+def _require_middle(weight: _Weight, zeros: torch.Tensor, *, centred: bool) -> None:
     """Refuse zero points of a weight that is said to be symmetric, unless they change nothing."""
-    _, bits, _, _, symmetric = _arguments(computed)
-    if not symmetric:
+    if not weight.form.symmetric:
         return
-    middle = 0 if centred else 1 << (bits - 1)
+    middle = 0 if centred else 1 << (weight.form.bits - 1)
     other = zeros[zeros != middle]
     if other.numel():
-        name = inputs.entry("zero").name
+        assert weight.zero
+        name = weight.zero.entry.name
         raise UnsupportedError(
             f"`{name}` contradicts the configuration",
             where=name,
@@ -181,89 +185,89 @@ def _require_middle(
         )
 
 
-def _stretch(inputs: Inputs, row: int) -> range:
+def _stretch(weight: _Weight, row: int) -> range:
     """Return which rows are read together with *row* where they are columns of what is stored."""
-    height, width = inputs.entry("weight").shape
+    height, width = weight.integers.entry.shape
     each = max(STRETCH // (4 * height) // WORD, 1) * WORD
     start = row // each * each
     return range(start, min(start + each, width))
 
 
-def _stretches(inputs: Inputs, rows: range) -> Iterator[range]:
+def _stretches(weight: _Weight, rows: range) -> Iterator[range]:
     """Yield those of *rows* that are read together."""
     start = rows.start
     while start < rows.stop:
-        stop = min(_stretch(inputs, start).stop, rows.stop)
+        stop = min(_stretch(weight, start).stop, rows.stop)
         yield range(start, stop)
         start = stop
 
 
 def _transposed(
-    inputs: Inputs, computed: Computed, rows: range, place: range
+    out: Output, weight: _Weight, rows: range, place: range
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """Return the same of what lies transposed."""
     import torch
 
-    _, bits, _, offset, _ = _arguments(computed)
-    every = _stretch(inputs, rows.start)
+    bits, offset = weight.form.bits, weight.form.offset
+    every = _stretch(weight, rows.start)
     own, words = slice(rows.start - every.start, rows.stop - every.start), _words(place, bits)
 
     def zeros(packed: torch.Tensor) -> torch.Tensor:
         found = unpacked(packed, bits, 1)[:, : len(every)].add(offset)
         return found.bitwise_and_((1 << bits) - 1).to(torch.float32)
 
-    packed = inputs.turned("weight", every, "int32", lambda found: found)[own]
-    zero = inputs.turned("zero", _words(every, bits), "float32", zeros)[own]
-    scale = inputs.turned("scale", every, "float32", lambda found: found.to(torch.float32))[own]
-    integers = unpacked(packed[:, words.start : words.stop], bits, 1, inputs.scratch)
-    return integers[:, : len(place)], scale, zero
+    assert weight.zero
+    packed = weight.integers.read_transposed(every, "int32", lambda found: found)[own]
+    zero = weight.zero.read_transposed(_words(every, bits), "float32", zeros)[own]
+    scale = weight.scale.read_transposed(every, "float32", lambda found: found.to(torch.float32))
+    integers = unpacked(packed[:, words.start : words.stop], bits, 1, out.scratch)
+    return integers[:, : len(place)], scale[own], zero
 
 
-def per_group(inputs: Inputs, key: str, computed: Computed, rows: range) -> torch.Tensor:
+def _per_group(out: Output, tensor: InputTensor, rows: range) -> torch.Tensor:
     """Return what each group of consecutive columns has one of, ``[rows, groups]``.
 
     Of what each row, each matrix or the whole tensor has one of: ``[rows, 1]`` or ``[1, 1]``.
     """
     import torch
 
-    width, group = computed.shape[-1], _arguments(computed).group
-    if group < width:
-        return inputs.tensor(key, rows)
-    found = inputs.whole(key).view(-1, 1)
+    form: IntegerGroups = out.arguments
+    if form.group < out.computed.shape[-1]:
+        return tensor.read(rows)
+    found = tensor.read_all().view(-1, 1)
     if len(found) == 1:
         return found
-    each = prod(computed.shape[:-1]) // len(found)
+    each = prod(out.computed.shape[:-1]) // len(found)
     which = torch.arange(rows.start, rows.stop).div_(each, rounding_mode="floor")
     return found.index_select(0, which)
 
 
-def _integers(inputs: Inputs, computed: Computed, rows: range, place: range) -> torch.Tensor:
+def _integers(out: Output, weight: _Weight, rows: range, place: range) -> torch.Tensor:
     """Return the integers of some columns, from one on that begins a word, int8."""
     import torch
 
-    bits = _arguments(computed).bits
+    bits = weight.form.bits
     if not bits:
-        return inputs.tensor("weight", rows)[:, place.start : place.stop]
-    words = _words(place, bits)
-    packed = inputs.tensor("weight", rows)[:, words.start : words.stop]
-    found = unpacked(packed, bits, 1, inputs.scratch).view(torch.int8)[:, : len(place)]
+        return weight.integers.read(rows, place)
+    packed = weight.integers.read(rows, _words(place, bits))
+    found = unpacked(packed, bits, 1, out.scratch).view(torch.int8)[:, : len(place)]
     half = 1 << (bits - 1)
     return found.bitwise_xor_(-half) if bits == BYTE else found.sub_(half)
 
 
-def _zeros(inputs: Inputs, computed: Computed, rows: range) -> torch.Tensor:
+def _zeros(out: Output, zero: InputTensor, rows: range) -> torch.Tensor:
     """Return the zero points of rows, ``[rows, groups]``."""
     import torch
 
-    entry, bits = inputs.entry("zero"), _arguments(computed).bits
-    if entry.dtype != "int32":
-        return per_group(inputs, "zero", computed, rows)
-    words, parts = entry.shape[-2], []
-    for matrix, part in _matrices(rows, computed.shape[-2]):
+    form: IntegerGroups = out.arguments
+    if zero.entry.dtype != "int32":
+        return _per_group(out, zero, rows)
+    words, bits, parts = zero.entry.shape[-2], form.bits, []
+    for matrix, part in _matrices(rows, out.computed.shape[-2]):
         first = part.start // WORD * WORD
         last = min(-(-part.stop // WORD) * bits, words)
         held = range(matrix * words + first * bits // WORD, matrix * words + last)
-        found = unpacked(inputs.tensor("zero", held), bits, 0)
+        found = unpacked(zero.read(held), bits, 0)
         parts.append(found[part.start - first : part.stop - first].to(torch.int16))
     return torch.cat(parts).sub_(1 << (bits - 1))
 
@@ -278,16 +282,16 @@ def _matrices(rows: range, height: int) -> Iterator[tuple[int, range]]:
         start = stop
 
 
-def _order(inputs: Inputs, computed: Computed) -> torch.Tensor | None:
+def _order(weight: _Weight, width: int) -> torch.Tensor | None:
     """Return which group each column is of; None: one after the other, and all are whole."""
     import torch
 
-    width, group = computed.shape[-1], _arguments(computed).group
-    if "order" not in computed.inputs:
+    group = weight.form.group
+    if weight.order is None:
         return None if width % group == 0 else _in_a_row(width, group)
-    found, groups = inputs.whole("order").view(-1), -(-width // group)
+    found, groups = weight.order.read_all().view(-1), -(-width // group)
     if len(found) and not 0 <= int(found.min()) <= int(found.max()) < groups:
-        name = inputs.entry("order").name
+        name = weight.order.entry.name
         raise UnsupportedError(
             f"`{name}` refers to groups that do not exist",
             where=name,
@@ -305,31 +309,30 @@ def _in_a_row(width: int, group: int) -> torch.Tensor:
     return every.div_(group, rounding_mode="floor")
 
 
-def _int_rows(
-    inputs: Inputs, computed: Computed, rows: range, columns: range, out: memoryview
-) -> None:
+def _int_rows(out: Output) -> None:
+    weight, rows, columns = _weight(out), out.rows, out.columns
     place = range(columns.start // EACH * EACH, -(-columns.stop // EACH) * EACH)
-    words, group = _words(place, FOUR), _arguments(computed).group
-    codes = _interleaved(inputs.block("weight", rows, words), inputs.scratch)
+    words, group = _words(place, FOUR), weight.form.group
+    codes = _interleaved(weight.integers.read(rows, words), out.scratch)
     some = slice(columns.start - place.start, columns.stop - place.start)
-    target = elements(out, computed.dtype, len(columns))
     for number in range(rows.start // group, -(-rows.stop // group)):
         own = range(max(number * group, rows.start), min((number + 1) * group, rows.stop))
-        zero, scale = _of_group(inputs, number, place)
-        _require_middle(inputs, computed, zero, centred=False)
+        zero, scale = _of_group(weight, number, place)
+        _require_middle(weight, zero, centred=False)
         part = slice(own.start - rows.start, own.stop - rows.start)
-        numbers = inputs.scratch("numbers", "float32", len(own) * len(place))
+        numbers = out.scratch("numbers", "float32", len(own) * len(place))
         numbers = numbers.view(len(own), -1).copy_(codes[part]).sub_(zero).mul_(scale)
-        target[part].copy_(numbers[:, some])
+        out.elements[part].copy_(numbers[:, some])
 
 
-def _of_group(inputs: Inputs, group: int, place: range) -> tuple[torch.Tensor, torch.Tensor]:
+def _of_group(weight: _Weight, group: int, place: range) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the zero points and scales of a group, ``[1, columns]`` each."""
     import torch
 
+    assert weight.zero
     one = range(group, group + 1)
-    zero = _interleaved(inputs.block("zero", one, _words(place, FOUR)))
-    return zero.to(torch.float32), inputs.block("scale", one, place).to(torch.float32)
+    zero = _interleaved(weight.zero.read(one, _words(place, FOUR)))
+    return zero.to(torch.float32), weight.scale.read(one, place).to(torch.float32)
 
 
 def _words(place: range, bits: int) -> range:
@@ -353,6 +356,6 @@ def _interleaved(words: torch.Tensor, room: Room = _new) -> torch.Tensor:
 
 
 KINDS = {
-    "int_groups": Kind(_int_groups, lambda _inputs, _rows: None),
-    "int_rows": Kind(_int_rows, lambda _inputs, _rows: None),
+    "int_groups": Kind(_int_groups, overflows=True),
+    "int_rows": Kind(_int_rows, overflows=True),
 }

@@ -1,7 +1,7 @@
 """Kinds that quantize a weight by the largest of its elements: round to nearest, without data.
 
 Each way has a kind for the quantized elements and one for their scales. Both read the plain weight
-as they go, in pieces. The input ``weight`` is float16, bfloat16 or float32, ``[rows, columns]``;
+as they go, in pieces. It is the first input: float16, bfloat16 or float32, ``[rows, columns]``;
 arithmetic is done in its dtype where the reference does so, so that all bits are the same. A stack
 of weights of whole blocks is one of more rows.
 
@@ -11,29 +11,25 @@ of a row or column may be smaller. Source: ``Fp8Quantize`` in transformers'
 
 ``to_fp8_channel``: E4M3, a scale for each row. ``to_mxfp8``: E4M3, an E8M0 scale for each 32
 elements. ``to_mxfp4``: two E2M1 numbers in a byte, the low half first, likewise. ``to_nvfp4``: the
-same with an E4M3 scale for each 16 elements; the input ``global`` is a float32 that all scales are
+same with an E4M3 scale for each 16 elements; the second input is a float32 that all scales are
 multiplied by. Sources: compressed-tensors' ``calculate_qparams``, ``generate_mx_scales``,
 ``generate_gparam`` and ``pack_fp4_to_uint8``, as llm-compressor's ``model_free_ptq`` calls them.
 
 ``to_nvfp4_global`` is that number, of several weights together where programs fuse them; its inputs
-``largest0``, ... are of the kind ``largest``: the largest absolute value of a weight, found once.
+are of the kind ``largest``: the largest absolute value of a weight, found once.
 """
 
 from __future__ import annotations
 
 import math
-import threading
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache, partial
 from typing import TYPE_CHECKING, TypeAlias
-from weakref import WeakKeyDictionary
 
-from ckptctl.catalog import VIRTUAL, Computed
+from ckptctl.catalog import VIRTUAL
 from ckptctl.errors import RefusedError, spell_option
-from ckptctl.storage.arithmetic import elements
-from ckptctl.storage.files import SourceFiles
-from ckptctl.storage.kinds import Inputs, Kind, last_of
+from ckptctl.storage.kinds import InputTensor, Kind, Output, SharedResults
 from ckptctl.storage.outcome import EXACT, Rounding
 
 if TYPE_CHECKING:
@@ -80,21 +76,19 @@ class _Way:
         return found[:, None, :, None]
 
 
-def _elements(
-    way: _Way, inputs: Inputs, computed: Computed, rows: range, columns: range, out: memoryview
-) -> Rounding:
-    target = elements(out, computed.dtype, len(columns))
-    shape, each = _matrix(inputs), 1 + way.packed
-    shared = inputs.whole("global") if "global" in computed.inputs else None
+def _elements(way: _Way, out: Output) -> Rounding:
+    rows, columns, target = out.rows, out.columns, out.elements
+    weight, shape, shared = _inputs(out)
+    each = 1 + way.packed
     wanted = range(columns.start * each, columns.stop * each)
     total = EXACT
     for block in _aligned(rows, shape[0], way.rows, shape[1]):
-        weight = inputs.tensor("weight", block)
+        plain = weight.read(block)
         own = range(max(block.start, rows.start), min(block.stop, rows.stop))
         for span in _spans(wanted, shape[1], way.columns, len(block)):
-            part = weight[:, span.start : span.stop]
+            part = plain[:, span.start : span.stop]
             blocks = _blocks(part, way)
-            scales = _scales_of(way, inputs, blocks, shared)
+            scales = _scales_of(way, weight, blocks, shared)
             divisors = way.divisors(scales, shared)
             numbers = way.numbers(blocks * divisors if way.multiplied else blocks / divisors)
             factors = (1.0 / divisors) if way.multiplied else divisors
@@ -154,29 +148,27 @@ class _Cut:
         )
 
 
-def _scales(
-    way: _Way, inputs: Inputs, computed: Computed, rows: range, columns: range, out: memoryview
-) -> None:
-    target = elements(out, computed.dtype, len(columns))
-    shape = _matrix(inputs)
-    shared = inputs.whole("global") if "global" in computed.inputs else None
+def _scales(way: _Way, out: Output) -> None:
+    rows, columns, target = out.rows, out.columns, out.elements
+    weight, shape, shared = _inputs(out)
     across = way.columns or shape[1]
     whole = range(rows.start * way.rows, min(rows.stop * way.rows, shape[0]))
     wanted = range(columns.start * across, min(columns.stop * across, shape[1]))
     for block in _aligned(whole, shape[0], way.rows, shape[1]):
-        weight = inputs.tensor("weight", block)
+        plain = weight.read(block)
         for span in _spans(wanted, shape[1], way.columns, len(block)):
-            blocks = _blocks(weight[:, span.start : span.stop], way)
-            found = way.stored(_scales_of(way, inputs, blocks, shared))
+            blocks = _blocks(plain[:, span.start : span.stop], way)
+            found = way.stored(_scales_of(way, weight, blocks, shared))
             first = span.start // across - columns.start
             into = target[block.start // way.rows - rows.start :][: len(found)]
             into[:, first : first + found.shape[1]].copy_(found)
 
 
-def _matrix(inputs: Inputs) -> tuple[int, int]:
-    """Return the rows and columns of the weight, those of a stack together."""
-    *rows, columns = inputs.entry("weight").shape
-    return math.prod(rows), columns
+def _inputs(out: Output) -> tuple[InputTensor, tuple[int, int], torch.Tensor | None]:
+    """Return the weight, its rows, those of a stack together, and columns; and the global scale."""
+    weight, *shared = out.inputs
+    *rows, columns = weight.entry.shape
+    return weight, (math.prod(rows), columns), shared[0].read_all() if shared else None
 
 
 def _aligned(rows: range, height: int, down: int, width: int) -> Iterator[range]:
@@ -212,21 +204,21 @@ def _blocks(part: torch.Tensor, way: _Way) -> torch.Tensor:
 
 
 def _scales_of(
-    way: _Way, inputs: Inputs, blocks: torch.Tensor, shared: torch.Tensor | None
+    way: _Way, weight: InputTensor, blocks: torch.Tensor, shared: torch.Tensor | None
 ) -> torch.Tensor:
-    return _finite(inputs, way.scales(_largest(inputs, blocks), shared))
+    return _finite(weight, way.scales(_largest(weight, blocks), shared))
 
 
-def _largest(inputs: Inputs, blocks: torch.Tensor) -> torch.Tensor:
+def _largest(weight: InputTensor, blocks: torch.Tensor) -> torch.Tensor:
     """Return the largest absolute value of each block."""
-    return _finite(inputs, blocks.abs().amax((1, 3)))
+    return _finite(weight, blocks.abs().amax((1, 3)))
 
 
-def _finite(inputs: Inputs, found: torch.Tensor) -> torch.Tensor:
+def _finite(weight: InputTensor, found: torch.Tensor) -> torch.Tensor:
     if not bool(found.isfinite().all()):
         raise RefusedError(
             "a weight to be quantized contains infinity, NaN or values near the dtype's maximum",
-            where=f"tensor `{inputs.entry('weight').name.removeprefix(VIRTUAL)}`",
+            where=f"tensor `{weight.entry.name.removeprefix(VIRTUAL)}`",
             why="no scale can represent them",
             hint=f"pass {spell_option('--quantize-not GLOB')} to skip it",
         )
@@ -326,49 +318,27 @@ def _itself(scales: torch.Tensor) -> torch.Tensor:
 # ----------------------------------------------------------------------------- the whole weight
 
 
-@dataclass(slots=True)
-class _Found:
-    """The largest absolute value of a weight, once it was asked for."""
-
-    lock: threading.Lock = field(default_factory=threading.Lock)
-    value: torch.Tensor | None = None
+_LARGEST = SharedResults["torch.Tensor"]()
 
 
-_LOCK = threading.Lock()
-_FOUND: WeakKeyDictionary[SourceFiles, dict[str, _Found]] = WeakKeyDictionary()
+def _of_all(out: Output) -> None:
+    weight, (height, width), _ = _inputs(out)
+
+    def search() -> torch.Tensor:
+        import torch
+
+        parts = (weight.read(rows) for rows in _aligned(range(height), height, 1, width))
+        return torch.cat([_largest(weight, part[None, :, None, :]) for part in parts]).amax()
+
+    out.elements.copy_(_LARGEST.get(weight.files, weight.entry.name, search))
 
 
-def _of_all(
-    inputs: Inputs, computed: Computed, _rows: range, _columns: range, out: memoryview
-) -> None:
-    entry = inputs.entry("weight")
-    with _LOCK:
-        found = _FOUND.setdefault(inputs.files("weight"), {}).setdefault(entry.name, _Found())
-    with found.lock:
-        if found.value is None:
-            found.value = _search(inputs, entry.shape)
-    elements(out, computed.dtype, 1).copy_(found.value)
-
-
-def _search(inputs: Inputs, shape: tuple[int, ...]) -> torch.Tensor:
+def _global(out: Output) -> None:
     import torch
 
-    parts = [
-        _largest(inputs, inputs.tensor("weight", rows)[None, :, None, :])
-        for rows in _aligned(range(shape[0]), shape[0], 1, last_of(shape))
-    ]
-    return torch.cat(parts).amax()
-
-
-def _global(
-    inputs: Inputs, computed: Computed, _rows: range, _columns: range, out: memoryview
-) -> None:
-    import torch
-
-    every = torch.stack([inputs.whole(key) for key in computed.inputs])
+    every = torch.stack([one.read_all() for one in out.inputs])
     largest = every.amax().clamp(min=torch.finfo(every.dtype).tiny).reshape(1)
-    found = torch.nan_to_num(FP8 * FP4 / largest, nan=1.0, posinf=1.0, neginf=1.0)
-    elements(out, computed.dtype, 1).copy_(found)
+    out.elements.copy_(torch.nan_to_num(FP8 * FP4 / largest, nan=1.0, posinf=1.0, neginf=1.0))
 
 
 MXFP8 = _Way(1, 32, partial(_power, offset=8), _exponents, _e4m3)

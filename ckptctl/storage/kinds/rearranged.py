@@ -17,34 +17,32 @@ from ckptctl.planner.copying.tile import MIB, Limits
 from ckptctl.planner.plan import Record, TargetBox
 from ckptctl.storage.byte_files import HostMemory
 from ckptctl.storage.execution.tile_engine import TileEngine
-from ckptctl.storage.kinds import Inputs, Kind, rectangle
+from ckptctl.storage.kinds import Kind, Output, rectangle
 
 LIMITS = Limits(tile=MIB, widest=MIB, flat=MIB, arithmetic=4 * MIB, check=False)
 RECORDS = (Record("", "", 0, 0),)
 """What the targets are said to be part of."""
 
 
-def _rearranged(
-    inputs: Inputs, computed: Computed, rows: range, columns: range, out: memoryview
-) -> None:
-    reader, box = _reader(computed), rectangle(rows, columns)
-    strides = dense(box.sizes, (0, 1), dtypes.itemsize(computed.dtype))
+def _rearranged(out: Output) -> None:
+    reader, box, dtype = _reader(out.computed), rectangle(out.rows, out.columns), out.computed.dtype
+    strides = dense(box.sizes, (0, 1), dtypes.itemsize(dtype))
     target = TargetBox("", 0, box.offsets, box.sizes, strides, record=0)
-    sink, unchecked = HostMemory(out), list[int]()
-    engine = TileEngine(inputs.opened, lambda _: sink, inputs.opened.buffers, checksum=False)
-    kinds = reader.tensor.stored_dtype, computed.dtype
+    sink, unchecked = HostMemory(out.memory), list[int]()
+    engine = TileEngine(out.opened, lambda _: sink, out.opened.buffers, checksum=False)
+    kinds = reader.tensor.stored_dtype, dtype
     for tile in tiles(reader, (target,), RECORDS, LIMITS):
-        engine.copy(inputs.files("0"), tile, 0, kinds, unchecked, unchecked)
+        engine.copy(out.inputs[0].files, tile, 0, kinds, unchecked, unchecked)
 
 
-def _plain(computed: Computed) -> bool:
-    """Return whether bytes are only moved, in runs."""
+def _needs_torch(computed: Computed) -> bool:
+    """Return whether elements are cast or moved one by one."""
     reader = _reader(computed)
-    return reader.tensor.stored_dtype == computed.dtype and not reader.permuted
+    return reader.tensor.stored_dtype != computed.dtype or reader.permuted
 
 
 def _reader(computed: Computed) -> BlockReader:
     return typed(BlockReader, computed.arguments)
 
 
-KINDS = {"rearranged": Kind(_rearranged, plain=_plain)}
+KINDS = {"rearranged": Kind(_rearranged, needs_torch=_needs_torch)}

@@ -1,6 +1,6 @@
 """A kind that decompresses: elements of a write item of DCP that went through an extension.
 
-``unpacked``: the input ``item`` is the bytes of the item; they hold one tensor of the file's dtype
+``unpacked``: the input is the bytes of the item; they hold one tensor of the file's dtype
 and shape in a ``torch.save`` zip. Such bytes can only be read from their first on: the whole item
 is decompressed once, into a temporary file, from which all threads of a run read. The items used
 last are kept.
@@ -8,18 +8,19 @@ last are kept.
 
 from __future__ import annotations
 
-import threading
-from collections import OrderedDict
-from dataclasses import dataclass, field
-from weakref import WeakKeyDictionary
+import os
+import tempfile
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import NamedTuple
 
 from ckptctl.catalog import Box, Computed, Extent, TensorEntry
-from ckptctl.errors import DamagedError, UnsupportedError
+from ckptctl.errors import DamagedError, StorageError, UnsupportedError
+from ckptctl.file_identity import FileIdentity
 from ckptctl.planner.strided import Strided
 from ckptctl.storage.crc import crc_of
-from ckptctl.storage.files import SourceFiles
-from ckptctl.storage.kinds import Inputs, Kind, rectangle
-from ckptctl.storage.temporary import TemporaryFile
+from ckptctl.storage.files import IOV_MAX, SourceFiles, after
+from ckptctl.storage.kinds import Kind, Output, SharedResults, rectangle
 from ckptctl.storage.tensor_reader import TensorReader
 from ckptctl.storage.zips.items import read_item_tensor, require_chunk
 from ckptctl.storage.zstd import decompressed
@@ -31,63 +32,30 @@ MOST_TIMES, MOST_MORE = 4, 64 << 20
 """How much longer than its elements an item may be: it may have a part of a larger storage."""
 
 
-@dataclass(slots=True)
-class _Item:
-    """What one item holds, once it was asked for."""
+class _Item(NamedTuple):
+    """A decompressed item, and the tensor in it."""
 
-    lock: threading.Lock = field(default_factory=threading.Lock)
-    files: TemporaryFile | None = None
-    entry: TensorEntry | None = None
-
-    @property
-    def nbytes(self) -> int:
-        return self.files.nbytes if self.files else 0
+    files: TemporaryFile
+    entry: TensorEntry
 
 
-class _Items:
-    """The items of the files below one root."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._kept: OrderedDict[tuple[str, int], _Item] = OrderedDict()
-
-    def item(self, extent: Extent) -> _Item:
-        """Return the item in *extent*, which may not be read yet; let go of those used longest ago.
-
-        Whoever reads one of them goes on with it.
-        """
-        key = (extent.file, extent.offset)
-        with self._lock:
-            item = self._kept.setdefault(key, _Item())
-            self._kept.move_to_end(key)
-            total = sum(one.nbytes for one in self._kept.values())
-            while len(self._kept) > 1 and (len(self._kept) > KEPT_ITEMS or total > KEPT_BYTES):
-                total -= self._kept.popitem(last=False)[1].nbytes
-            return item
+def _is_too_much(items: Sequence[_Item | None]) -> bool:
+    nbytes = sum(item.files.nbytes for item in items if item)
+    return len(items) > KEPT_ITEMS or nbytes > KEPT_BYTES
 
 
-_LOCK = threading.Lock()
-_ITEMS: WeakKeyDictionary[SourceFiles, _Items] = WeakKeyDictionary()
+_ITEMS = SharedResults[_Item](_is_too_much)
 
 
-def _unpacked(
-    inputs: Inputs, computed: Computed, rows: range, columns: range, out: memoryview
-) -> None:
-    files, extent = inputs.files("item"), inputs.entry("item").extents[0]
-    with _LOCK:
-        items = _ITEMS.setdefault(files, _Items())
-    item = items.item(extent)
-    with item.lock:
-        if item.entry is None:
-            item.files, item.entry = _read(files, inputs.entry("item"), computed)
-    assert item.files
+def _unpacked(out: Output) -> None:
+    files, packed = out.inputs[0].files, out.inputs[0].entry
+    place = packed.extents[0].file, packed.extents[0].offset
+    item = _ITEMS.get(files, place, lambda: _read(files, packed, out.computed))
     matrix = Strided.whole(item.entry).as_matrix()
-    TensorReader(item.files, matrix).fill(rectangle(rows, columns), out)
+    TensorReader(item.files, matrix).fill(rectangle(out.rows, out.columns), out.memory)
 
 
-def _read(
-    files: SourceFiles, packed: TensorEntry, computed: Computed
-) -> tuple[TemporaryFile, TensorEntry]:
+def _read(files: SourceFiles, packed: TensorEntry, computed: Computed) -> _Item:
     """Decompress an item, and look at all of it."""
     name, place = packed.name, packed.extents[0]
     where = f"{files.root / place.file}, at byte {place.offset:,}"
@@ -98,20 +66,91 @@ def _read(
         if room.nbytes > most:
             why = f"more than {counted(most, 'byte')} for {computed.dtype} {list(computed.shape)}"
             raise UnsupportedError(f"an item of `{name}` is too long", where=where, why=why)
-    found = read_item_tensor(room, place.file, 0, room.nbytes)
-    require_chunk((found.dtype, found.shape), name, computed.dtype, computed.shape, lambda: where)
-    whole = Box.whole(found.shape)
+    stored = read_item_tensor(room, place.file, 0, room.nbytes)
+    require_chunk((stored.dtype, stored.shape), name, computed.dtype, computed.shape, lambda: where)
+    whole = Box.whole(stored.shape)
     extent = Extent(
-        *(whole, place.file, found.offset, found.nbytes),
-        strides=found.strides,
-        crc32=found.crc32,
-        within=found.within,
+        *(whole, place.file, stored.offset, stored.nbytes),
+        strides=stored.strides,
+        crc32=stored.crc32,
+        within=stored.within,
     )
     sum_ = extent.recorded
     if sum_ and crc_of(room, place.file, sum_.offset, sum_.nbytes) != sum_.crc32:
         why = f"the CRC-32 of `{name}` differs from the one in its zip"
         raise DamagedError("checksum mismatch", where=where, why=why)
-    return room, TensorEntry(name, found.dtype, found.shape, (extent,), packed.path)
+    return _Item(room, TensorEntry(name, stored.dtype, stored.shape, (extent,), packed.path))
 
 
-KINDS = {"unpacked": Kind(_unpacked, plain=lambda _: True)}
+class TemporaryFile(SourceFiles):
+    """One file without a name on the disk, which is gone with this object.
+
+    *root* and *name* are those of what it was made of, for errors.
+    """
+
+    def __init__(self, root: Path, name: str) -> None:
+        self.root = root
+        self.name = name
+        self.nbytes = 0
+        self._folder = tempfile.gettempdir()
+        self._descriptor = -1
+        try:
+            with tempfile.TemporaryFile(prefix="ckptctl-") as file:
+                self._descriptor = os.dup(file.fileno())
+        except OSError as error:
+            raise self._write_error(error) from error
+
+    def __del__(self) -> None:
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+
+    def append(self, pieces: Iterable[bytes]) -> None:
+        """Write *pieces* behind what there is."""
+        for piece in pieces:
+            left = memoryview(piece)
+            while left:
+                try:
+                    count = os.write(self._descriptor, left)
+                except OSError as error:
+                    raise self._write_error(error) from error
+                left = left[count:]
+            self.nbytes += len(piece)
+
+    def path(self, name: str) -> Path:
+        """Return the path that it is shown under."""
+        return self.root / name
+
+    def identity(self, name: str) -> FileIdentity:  # noqa: ARG002
+        """Return its size."""
+        return FileIdentity(self.nbytes, 0, 0, 0, 0)
+
+    def read_some(self, name: str, offset: int, nbytes: int) -> bytes:
+        """See :meth:`~ckptctl.storage.files.SourceFiles.read_some`."""
+        try:
+            return os.pread(self._descriptor, nbytes, offset)
+        except OSError as error:
+            raise StorageError.from_os_error(error, "read", str(self.root / name)) from error
+
+    def fill(self, name: str, views: Sequence[memoryview], offset: int) -> int:
+        """See :meth:`~ckptctl.storage.files.SourceFiles.fill`."""
+        done = 0
+        left = [view for view in views if view]
+        try:
+            while left:
+                count = os.preadv(self._descriptor, left[:IOV_MAX], offset + done)
+                if not count:
+                    break
+                done += count
+                left = after(left, count)
+        except OSError as error:
+            raise StorageError.from_os_error(error, "read", str(self.root / name)) from error
+        return done
+
+    def _write_error(self, error: OSError) -> StorageError:
+        failed = StorageError.from_os_error(error, "write a temporary file", self._folder)
+        failed.why = f"the file buffers parts of {self.root / self.name}"
+        failed.hint = "set `TMPDIR` to another folder"
+        return failed
+
+
+KINDS = {"unpacked": Kind(_unpacked, needs_torch=lambda _: False)}

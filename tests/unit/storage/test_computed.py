@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -66,7 +67,7 @@ def same_everywhere(files, computed, expected):
 
 
 def fp8(files, weight, scale, dtype, block=(128, 128)):
-    inputs = {"weight": stored(files, "weight", weight), "scale": stored(files, "scale", scale)}
+    inputs = stored(files, "weight", weight), stored(files, "scale", scale)
     sizes = ScaleBlocks(*block)
     return Computed("block_fp8", dtype, tuple(weight.shape), inputs, sizes)
 
@@ -123,7 +124,7 @@ def test_mxfp4_as_transformers_does(files, dtype):
     torch.manual_seed(2)
     blocks = torch.randint(0, 256, (3, 40, 5, 16), dtype=torch.uint8)
     scales = torch.randint(0, 256, (3, 40, 5), dtype=torch.uint8)
-    inputs = {"weight": stored(files, "b", blocks), "scales": stored(files, "s", scales)}
+    inputs = stored(files, "b", blocks), stored(files, "s", scales)
     mxfp4 = pytest.importorskip("transformers.integrations.mxfp4")
     theirs = mxfp4.convert_moe_packed_tensors(blocks, scales, dtype=DTYPES[dtype]).transpose(1, 2)
     same_everywhere(files, Computed("mxfp4", dtype, (3, 40, 160), inputs), theirs)
@@ -133,7 +134,7 @@ def test_mxfp4_as_transformers_does(files, dtype):
 def test_every_pair_of_byte_and_scale_of_mxfp4(files, dtype):
     blocks = torch.arange(256, dtype=torch.uint8).view(1, 16, 16).repeat(256, 1, 1)
     scales = torch.arange(256, dtype=torch.uint8).view(256, 1).repeat(1, 16)
-    inputs = {"weight": stored(files, "b", blocks), "scales": stored(files, "s", scales)}
+    inputs = stored(files, "b", blocks), stored(files, "s", scales)
     mxfp4 = pytest.importorskip("transformers.integrations.mxfp4")
     theirs = mxfp4.convert_moe_packed_tensors(blocks[None], scales[None], dtype=DTYPES[dtype])
     expected = theirs[0].transpose(0, 1)
@@ -159,7 +160,7 @@ def test_a_virtual_file_may_be_made_of_another(files):
     inner = computed_name("scale")
     whole = Extent(Box((0, 0), (1, 1)), inner, 0, 4)
     scale = Input("", TensorEntry("scale", "float32", (1, 1), (whole,), ("scale",)))
-    inputs = {"weight": stored(files, "w", weight), "scale": scale}
+    inputs = stored(files, "w", weight), scale
     sizes = ScaleBlocks(128, 128)
     computed = Computed("block_fp8", "float32", (8, 8), inputs, sizes)
     constant = Computed("constant", "float32", (1, 1), arguments=2.5)
@@ -181,13 +182,13 @@ def test_rearranged_elements_are_read_in_any_rectangles(files, dtype, turned):
 
 
 def test_what_is_computed_of_what_is_computed_has_memory_of_its_own(files):
-    """A rectangle of the outer file takes two of the inner one, and both have an input `base`."""
+    """A rectangle of the outer file takes two of the inner one, and both have an input."""
     base = torch.randn(1024, 1024, generator=torch.Generator().manual_seed(2))
     inner, shape = computed_name("inner"), tuple(base.shape)
-    whole = {"base": stored(files, "base", base)}
+    whole = (stored(files, "base", base),)
     same = Computed("added", "float32", shape, whole, 0)
     given = Input("", same.entry("inner", ("inner",), inner))
-    computed = Computed("lora", "bfloat16", shape, {"base": given}, ())
+    computed = Computed("lora", "bfloat16", shape, (given,), ())
     found = read(files, computed, [(0, base.nbytes // 2)], {inner: same}.items())
     assert found == raw_bytes(base.bfloat16())
 
@@ -228,7 +229,8 @@ def test_inputs_may_be_cut_into_boxes(files):
         Extent(Box((0, 70), (300, 130)), "right", 0, 300 * 130),
     )
     entry = TensorEntry("weight", "float8_e4m3fn", (300, 200), extents, ("weight",))
-    computed.inputs["weight"] = Input(str(files.root), entry)
+    cut = Input(str(files.root), entry)
+    computed = replace(computed, inputs=(cut, computed.inputs[1]))
     same_everywhere(files, computed, deepseek(weight, scale, torch.float32))
 
 
@@ -271,7 +273,7 @@ def test_a_row_beyond_the_limit_is_cut():
     ],
 )
 def test_a_range_is_cut_where_rows_are_computed_together(width, offset, step):
-    computed = Computed("lora", "bfloat16", (4096, width // 2), {}, ())
+    computed = Computed("lora", "bfloat16", (4096, width // 2), (), ())
     found = OpenFiles({NAME: computed}, lambda _: pytest.fail("nothing is read")).computed(NAME)
     assert found.best_step(offset, 1 << 20) == step
 

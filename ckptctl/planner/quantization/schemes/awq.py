@@ -45,7 +45,13 @@ def _weight(group: Group) -> QuantizedWeight:
         f"AWQ INT{BITS} with groups of {rows // count}",
         "int_rows",
         (rows, columns),
-        IntegerGroups(rows // count, BITS, symmetric=group.statement.flag("zero_point") is False),
+        ("scale", "zero"),
+        IntegerGroups(
+            rows // count,
+            BITS,
+            symmetric=group.statement.flag("zero_point") is False,
+            optional=("zero",),
+        ),
         transposed=True,
     )
 

@@ -58,8 +58,8 @@ def _four_bits(group: Group) -> QuantizedWeight:
         f"bitsandbytes {kind} with blocks of {block}",
         "bnb_4bit",
         shape,
+        ("table", "absmax", "nested", "nested_table"),
         formula,
-        unread=("state",),
     )
 
 
@@ -106,7 +106,7 @@ def _eight_bits(group: Group) -> QuantizedWeight:
         "bitsandbytes int8 with one scale per row",
         "bnb_int8",
         shape,
-        unread=("format",),
+        ("scale",),
     )
 
 

@@ -85,11 +85,13 @@ def _integers(
         if order.dtype not in ("int32", "int64") or order.shape != shape[-1:] or count < 2:
             raise group.unfit("expected a group for each column", "order")
     how = f"{NAME} INT{said.bits} with {_words(said, width)}"
+    optional = tuple(role for role in ("zero", "order", "shape") if role in group.parts)
     return group.quantized(
         how + ("" if said.symmetric else " and zero points"),
         "int_groups",
         shape,
-        IntegerGroups(width, bits, symmetric=said.symmetric),
+        ("scale", *optional),
+        IntegerGroups(width, bits, symmetric=said.symmetric, optional=optional),
     )
 
 
@@ -175,8 +177,8 @@ def _fp4(group: Group, said: Arguments) -> QuantizedWeight:
         f"{NAME} {'NVFP4' if whole else 'MXFP4'} with blocks of {width}",
         "fp4_groups",
         shape,
+        ("scale", "global"),
         Fp4Groups(width, divided=whole is not None),
-        unread=("shape",),
     )
 
 

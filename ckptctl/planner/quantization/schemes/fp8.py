@@ -35,7 +35,9 @@ DROPPED = dict.fromkeys((".input_scale", ".activation_scale", "_activation_scale
 def scaled(group: Group, how: str, block: tuple[int, int]) -> QuantizedWeight:
     """Return a float8 weight with scales of blocks, none of which is taken for larger than it."""
     down, across = (max(min(pair), 1) for pair in zip(block, group.lead.shape[-2:], strict=True))
-    return group.quantized(how, "block_fp8", group.lead.shape, ScaleBlocks(down, across))
+    return group.quantized(
+        how, "block_fp8", group.lead.shape, ("scale",), ScaleBlocks(down, across)
+    )
 
 
 def _weight(group: Group) -> QuantizedWeight:
@@ -111,6 +113,7 @@ def _fp4(group: Group) -> QuantizedWeight:
         f"MXFP4 with blocks of {MX}",
         "fp4_groups",
         (*weight.shape[:-1], columns),
+        ("scale",),
         Fp4Groups(MX),
     )
 

@@ -27,7 +27,7 @@ def _weight(kind: BlockType, group: Group) -> QuantizedWeight:
         f"GGUF {kind.name}",
         "gguf",
         (*rows, width // kind.nbytes * kind.elements),
-        kind,
+        arguments=kind,
     )
 
 

@@ -47,16 +47,19 @@ def _weight(group: Group) -> QuantizedWeight:
     if zeros.shape != (count, -(-columns * bits // WORD)) or zeros.dtype != "int32":
         raise group.unfit("expected packed zero points for each scale", "zero")
     ordered = group.statement.flag("desc_act") is not False and "order" in group.parts
+    optional = tuple(role for role in ("zero", "order") if role in group.parts)
     return group.quantized(
         f"GPTQ INT{bits} with groups of {width}{' in activation order' if ordered else ''}",
         "int_groups",
         (columns, rows),
+        ("scale", *optional),
         IntegerGroups(
             width,
             bits,
             transposed=True,
             offset=int(_stored(group) == V1),
             symmetric=bool(group.statement.flag("sym")),
+            optional=optional,
         ),
     )
 

@@ -52,6 +52,7 @@ def _weight(group: Group) -> QuantizedWeight:
         f"MLX {shown} with groups of {size}",
         kind,
         (*lead, groups * size),
+        ("scales", "biases"),
         MlxGroups(size, bits, mode),
     )
 

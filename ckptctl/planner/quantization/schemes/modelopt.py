@@ -62,6 +62,7 @@ def _nvfp4(group: Group) -> QuantizedWeight:
         f"ModelOpt NVFP4 with blocks of {width}",
         "fp4_groups",
         shape,
+        ("scale", "global"),
         Fp4Groups(width),
     )
 

@@ -29,6 +29,7 @@ def _weight(group: Group) -> QuantizedWeight:
         f"MXFP4 with blocks of {BLOCK}",
         "mxfp4",
         (*lead, count * BLOCK),
+        ("scales",),
         transposed=blocks.name.endswith(ENDING),
     )
 

@@ -243,7 +243,7 @@ def test_no_room_for_temporary_files(
     def full(*_: object) -> int:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr("ckptctl.storage.temporary.os.write", full)
+    monkeypatch.setattr("ckptctl.storage.kinds.unpacked.os.write", full)
     with pytest.raises(StorageError, match="ENOSPC") as caught:
         ckptctl.load(like(STATE), source)
     assert "TMPDIR" in str(caught.value.hint)

@@ -35,15 +35,12 @@ def test_files_are_named_once(tmp_path: Path) -> None:
             (folder / name).write_bytes(bytes(number))
     outer, inner, unread = map(computed_name, ("outer", "inner", "unread"))
     virtual = {
-        outer: Computed("added", "uint8", (4,), {"base": Input(str(root), stored(inner, [4]))}),
+        outer: Computed("added", "uint8", (4,), (Input(str(root), stored(inner, [4])),)),
         inner: Computed(
             "added",
             "uint8",
             (4,),
-            {
-                "base": Input(str(root), stored("c", [4])),
-                "more": Input(str(other), stored("d", [4])),
-            },
+            (Input(str(root), stored("c", [4])), Input(str(other), stored("d", [4]))),
         ),
         unread: Computed("constant", "uint8", (4,)),
     }

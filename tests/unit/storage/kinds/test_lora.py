@@ -42,7 +42,7 @@ def read(made, pieces, every=1):
     computed, others = made
     found = bytearray(ROWS * COLUMNS * getattr(torch, computed.dtype).itemsize)
     view, start = memoryview(found), 0
-    root = computed.inputs["base"].root
+    root = computed.inputs[0].root
     with source_files(root) as files:
         virtual = OpenFiles({"//x": computed, **others}, lambda _: files).reader(root)
         while start < len(found):
@@ -66,16 +66,16 @@ def definition(
     inputs, dtype="float32", dora=False, order=None, first=0, rows=(0, ROWS), columns=()
 ):
     names = ("b", "magnitude") if dora else ("b",)
-    parts = {"a0": reordered(Strided.whole(inputs["a"].entry), 1, columns)}
+    parts = {"a": reordered(Strided.whole(inputs["a"].entry), 1, columns)}
     for name in names:
         held = Strided.whole(inputs[name].entry).narrow(0, first, ROWS)
-        parts[f"{name}0"] = reordered(held, 0, order)
+        parts[name] = reordered(held, 0, order)
     root = inputs["base"].root
     others = {f"//{name}": rearranged(root, part) for name, part in parts.items()}
-    named = {name: Input(root, others[f"//{name}"].entry(name, (), f"//{name}")) for name in parts}
+    made = (Input(root, others[f"//{name}"].entry(name, (), f"//{name}")) for name in parts)
     change = Change(range(*rows), 0.7, dora)
-    inputs = {"base": inputs["base"], **named}
-    return Computed("lora", dtype, (ROWS, COLUMNS), inputs, arguments=(change,)), others
+    every = (inputs["base"], *made)
+    return Computed("lora", dtype, (ROWS, COLUMNS), every, arguments=(change,)), others
 
 
 def expected(state, first=0, order=None, dora=False):

@@ -26,7 +26,7 @@ def integers(bits, *shape):
 
 
 def computed(files, kind, dtype, shape, given, said):
-    inputs = {role: stored(files, role, value) for role, value in given.items()}
+    inputs = tuple(stored(files, role, value) for role, value in given.items())
     return Computed(kind, dtype, shape, inputs, said)
 
 

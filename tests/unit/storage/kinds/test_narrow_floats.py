@@ -3,11 +3,11 @@
 import pytest
 import torch
 
-from ckptctl.storage.kinds.quantized import _numbers
+from ckptctl.storage.kinds.narrow_floats import _numbers
 
 
 class Room:
-    """Of the inputs of a virtual file, only the memory."""
+    """Of the output, only the memory for what is between."""
 
     def scratch(self, _use, dtype, count):
         return torch.empty(count, dtype=getattr(torch, dtype))
