@@ -204,8 +204,8 @@ class Command:
                     values[one.name] = one.read(texts[one.name])
             _require_one_form(values)
             if when := values[COLOR.name]:
-                output.choose(when)
-            output.lay_out(values.get(FORM.name))
+                output.WANTED.color = when
+            output.WANTED.form = values.get(FORM.name)
             if values.get(FORM.name) == "json":
                 values["json"] = True
             require_compatible(every, values)
