@@ -240,8 +240,9 @@ def _members(items: Mapping[str, Path], modules: Collection[str]) -> Iterator[tu
 
 def _modules(root: Path, items: Collection[str]) -> set[str]:
     """Return the configurations in the folders that sentence-transformers' list names."""
-    found = _content(root, "modules.json") if "modules.json" in items else None
-    modules = find(list[object], found) or []
+    if "modules.json" not in items:
+        return set()
+    modules = find(list[object], _content(root, "modules.json")) or []
     paths = {path for one in modules if (path := find(str, one, "path")) in items}
     return {f"{path}/config.json" for path in paths}
 
