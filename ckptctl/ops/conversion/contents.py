@@ -37,7 +37,7 @@ from ckptctl.planner.mapping.mapped import MappedTensor, TargetTensor, stored_sh
 
 def map_layout(draft: Draft) -> Draft:
     """Say what the model's tensors become, and what a user should know of it."""
-    options, target, root = draft.options, draft.target, draft.root
+    options, target, root = draft.options, draft.target, draft.model.root
     # To copy what is tied is content where nothing is.
     shared = any(entry.alias_of for entry in draft.catalog.tensors.values())
     known = draft.model.exact and draft.model.model_type is not None
@@ -72,7 +72,7 @@ def map_layout(draft: Draft) -> Draft:
 
 def collect_contents(draft: Draft) -> Draft:
     """Say what becomes of the selected part, and find its bytes, whose coverage is proven."""
-    root, target, notes, change = draft.root, draft.target, draft.notes, draft.change
+    root, target, notes, change = draft.model.root, draft.target, draft.notes, draft.change
     apart = notes.reasons("skipped").keys() | draft.missing.keys()
     catalog, parts = _with_values(draft, apart) if draft.catalog.blobs else (draft.catalog, {})
     outside = dict.fromkeys(leaf for n in draft.selection.rest for leaf in parts.get(n, (n,)))
@@ -203,10 +203,10 @@ def _paths(
                 where=f"{draft.catalog.root}/{entry.extents[0].file}",
                 why="tensors in a checkpoint must have names",
             )
-        head, prefix = container(old, draft.root) if draft.root else ((), "")
+        head, prefix = container(old, draft.model.root) if draft.model.root else ((), "")
         for key in (target.key for target in item.targets):
             if draft.change.identity and not copied:
-                placed[key] = old if draft.everything else inside(old, draft.root)
+                placed[key] = old if draft.everything else inside(old, draft.model.root)
             elif draft.everything:
                 placed[key] = (*head, key.removeprefix(prefix))
             else:
