@@ -12,9 +12,9 @@ def main() -> None:
     # of a short command: importing modules and reading indexes makes many objects and no garbage.
     gc.set_threshold(50_000, 20, 50)
     try:
-        from ckptctl.cli.app import main as run
+        from ckptctl.cli import app
 
-        run()
+        app.main()
     except KeyboardInterrupt:
         from ckptctl.cli.output import Output, StoppedError, wants_json
 

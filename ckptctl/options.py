@@ -227,15 +227,18 @@ class Options:
         Raises:
             UsageError: One of them makes no sense; it says which.
         """
-        values = {}
-        for one in declared(type(self)):
-            value = getattr(self, one.name)
-            with about(one.name):
+        options, values = declared(type(self)), {}
+        try:
+            for one in options:
+                value = getattr(self, one.name)
                 if value is None and not one.optional:
                     raise UsageError("it cannot be None", hint="omit it to use the default")
                 values[one.name] = one.checked(value)
                 object.__setattr__(self, one.name, values[one.name])
-        require_compatible(declared(type(self)), values)
+        except UsageError as error:
+            error.where = error.where or one.name
+            raise
+        require_compatible(options, values)
 
 
 def require_compatible(options: Sequence[Declared], values: Mapping[str, Any]) -> None:

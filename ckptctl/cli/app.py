@@ -45,7 +45,8 @@ class CkptGroup(PlainText, TyperGroup):
     # Typer's own context class is not public, hence Any.
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Remember the command line as it was typed, for hints that repeat it."""
-        args = reworded(args)
+        if args[:1] == ["help"]:  # `help CMD` is `CMD --help`
+            args = [*args[1:], "--help"]
         remember(args)
         with _told(ctx, args):
             return super().parse_args(ctx, list(args))
@@ -88,11 +89,6 @@ def _told(ctx: Any, args: Sequence[str]) -> Iterator[None]:
 
             error = explained(error, ctx, args)
         _fail(error, Output(machine), bool(ctx.params.get("debug")))
-
-
-def reworded(args: list[str]) -> list[str]:
-    """Return *args*, where `help CMD` is `CMD --help`."""
-    return [*args[1:], "--help"] if args[:1] == ["help"] else args
 
 
 def _fail(error: BaseException, output: Output, debug: bool) -> NoReturn:
@@ -158,8 +154,8 @@ def root(
     from ckptctl.storage.remote.retries import patience
 
     with about(COLOR.shown):
-        printer.choose(COLOR.read(color) or "auto")
-    printer.lay_out(None)
+        printer.WANTED.color = COLOR.read(color) or "auto"
+    printer.WANTED.form = None
     machine = wants_json(typed_words())
     with about("--timeout"):
         patience.seconds = None if timeout is None else tolerated(number(float, timeout))
@@ -204,10 +200,10 @@ def main() -> None:
     sys.stderr = sys.stderr or open(os.devnull, "w")  # noqa: PTH123, SIM115
     # torch says so at import where NumPy, which nothing here needs, is not installed.
     warnings.filterwarnings("ignore", "Failed to initialize NumPy", UserWarning)
-    asked = [] if completion.wanted() else reworded(sys.argv[1:])
-    overview = not completion.wanted() and set(asked) <= {*HELP}
+    words = [word for word in sys.argv[1:3] if word != "help"]  # `help CMD` is `CMD --help`
+    overview = not completion.wanted() and set(words) <= {*HELP}
     try:
-        program("".join(asked[:1]), overview=overview)(prog_name="ckptctl")
+        program("".join(words[:1]), overview=overview)(prog_name="ckptctl")
     except SystemExit as end:
         leave(end.code if isinstance(end.code, int) else int(end.code is not None))
         raise

@@ -21,6 +21,7 @@ from typer.core import TyperCommand
 
 from ckptctl import cli
 from ckptctl.cli import output
+from ckptctl.cli.typed_paths import typed_words
 from ckptctl.errors import UsageError, nearest
 from ckptctl.options import (
     Argument,
@@ -28,7 +29,6 @@ from ckptctl.options import (
     Option,
     Options,
     Panel,
-    about,
     declared,
     require_compatible,
 )
@@ -199,13 +199,16 @@ class Command:
 
         def run(**texts: Any) -> None:
             values: dict[str, Any] = {}
-            for one in every:
-                with about(one.shown):
+            try:
+                for one in every:
                     values[one.name] = one.read(texts[one.name])
+            except UsageError as error:
+                error.where = error.where or one.shown
+                raise
             _require_one_form(values)
             if when := values[COLOR.name]:
-                output.choose(when)
-            output.lay_out(values.get(FORM.name))
+                output.WANTED.color = when
+            output.WANTED.form = values.get(FORM.name)
             if values.get(FORM.name) == "json":
                 values["json"] = True
             require_compatible(every, values)
@@ -284,7 +287,7 @@ def _parameter(one: Declared) -> inspect.Parameter:
     more: dict[str, Any] = {
         "metavar": option.metavar or None,
         "help": option.help,
-        "autocompletion": _completion(one),
+        "autocompletion": _completion(one) if one.words or option.offers else None,
         "show_default": not (argument or one.required),
         "rich_help_panel": option.panel,
     }
@@ -300,10 +303,8 @@ def _parameter(one: Declared) -> inspect.Parameter:
     )
 
 
-def _completion(one: Declared) -> Callable[[typer.Context], list[str]] | None:
+def _completion(one: Declared) -> Callable[[typer.Context], list[str]]:
     offers = one.option.offers
-    if offers is None and not one.words:
-        return None
 
     def offered(context: typer.Context) -> list[str]:
         if offers is None:
@@ -348,12 +349,12 @@ class PlainCommand(PlainText, TyperCommand):
     brief: frozenset[str] = frozenset()
     _long = _summary = False
 
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Note which help is asked for: ``--help`` is the long one."""
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        """Write the help that is asked for: ``--help`` is the long one."""
         options = [one for one in self.get_params(ctx) if one.param_type_name == "option"]
         self._long = len(options) > MANY
-        self._summary = self._long and "--help" not in args
-        return super().parse_args(ctx, args)
+        self._summary = self._long and "--help" not in typed_words()
+        super().format_help(ctx, formatter)
 
     def collect_usage_pieces(self, ctx: Any) -> list[str]:
         """Return the usage line without Typer's braces."""

@@ -17,6 +17,7 @@ import sys
 import textwrap
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from itertools import groupby, pairwise
 from typing import Literal, TextIO, TypeVar
 
@@ -53,12 +54,24 @@ Row = Sequence[object]
 NARROW = 20
 WIDE = 100
 MARK = "…"
-_when: list[When] = ["auto"]
-"""What ``--color`` says."""
-_form: list[Form | None] = [None]
-"""What ``--format`` says."""
 _unwritten: list[OSError] = []
 """What kept the answer from being written."""
+
+
+@dataclass
+class Wanted:
+    """The way in which the user wants output, for the whole program.
+
+    Attributes:
+        color: What ``--color`` says.
+        form: What ``--format`` says; None: a table on a terminal, else tab-separated rows.
+    """
+
+    color: When = "auto"
+    form: Form | None = None
+
+
+WANTED = Wanted()
 
 
 class StoppedError(CkptError):
@@ -79,7 +92,7 @@ class Output:
 
     def __init__(self, machine: bool = False, quiet: bool = False, header: bool = True) -> None:
         self.header = header
-        table = _form == ["table"] or (_form == [None] and _tty(sys.stdout))
+        table = WANTED.form == "table" or (WANTED.form is None and _tty(sys.stdout))
         self.mode: Mode = "json" if machine else "quiet" if quiet else "human" if table else "plain"
 
     @property
@@ -259,16 +272,6 @@ class Output:
         _write(sys.stderr, "\n".join(lines))
 
 
-def choose(when: When) -> None:
-    """Obey ``--color``."""
-    _when[:] = [when]
-
-
-def lay_out(form: Form | None) -> None:
-    """Obey ``--format``; None: a terminal gets a table, and anything else tab-separated rows."""
-    _form[:] = [form]
-
-
 def wants_json(words: Sequence[str]) -> bool:
     """Return whether a command line asks for JSON, before it is parsed."""
     options = words[: words.index("--")] if "--" in words else words
@@ -282,8 +285,8 @@ def colored(stream: TextIO) -> bool:
     ``FORCE_COLOR`` is about what is said to people: what a program may read stays plain, unless
     ``--color always`` asks for it.
     """
-    if _when != ["auto"]:
-        return _when == ["always"]
+    if WANTED.color != "auto":
+        return WANTED.color == "always"
     if os.environ.get("NO_COLOR"):
         return False
     forced = (os.environ.get(name, "0") for name in ("FORCE_COLOR", "CLICOLOR_FORCE"))
@@ -294,7 +297,7 @@ def colored(stream: TextIO) -> bool:
 
 def _columns() -> int:
     """Return the width of the answer: of the terminal, ``COLUMNS``, or else one for a pipe."""
-    piped = _form == ["table"] and not _tty(sys.stdout)
+    piped = WANTED.form == "table" and not _tty(sys.stdout)
     return shutil.get_terminal_size((WIDE, 24) if piped else (80, 24)).columns
 
 
@@ -312,7 +315,7 @@ def _wrapped(text: str, width: int, indent: str) -> list[str]:
 
 
 def _plain(cell: object) -> str:
-    return _painted(visible(str(cell)), style_of(cell) if _when == ["always"] else None)
+    return _painted(visible(str(cell)), style_of(cell) if WANTED.color == "always" else None)
 
 
 def _painted(text: str, style: str | None) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 import pkgutil
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
 from functools import cache
@@ -132,25 +132,29 @@ def target(name: str) -> WritableFormat:
 def sniff(path: Path) -> dict[str, Sniff]:
     """Return every format that *path* looks like, with the evidence."""
     names = [item.name for item in path.iterdir()] if path.is_dir() else [path.name]
-    return _sniffed_by(builtin(), path, names) or _sniffed_by(added(), path, names)
-
-
-def _sniffed_by(known: Mapping[str, Format], path: Path, names: Sequence[str]) -> dict[str, Sniff]:
-    """Ask the formats whose marks are among the *names* in a folder, or are that of a file."""
-    asked = (one for one in known.values() if not one.marks or any(map(one.marks.match, names)))
-    return {one.name: sign for one in asked if (sign := one.sniff(path))}
+    for known in (builtin, added):
+        asked = (
+            one for one in known().values() if not one.marks or any(map(one.marks.match, names))
+        )
+        if sniffed := {one.name: sign for one in asked if (sign := one.sniff(path))}:
+            return sniffed
+    return {}
 
 
 def detect(path: str | Path) -> Format:
     """Return the one format of *path*."""
+    path = existing(path)
+    return only_format(path, sniff(path))
+
+
+def only_format(path: Path, sniffed: Mapping[str, Sniff]) -> Format:
+    """Return the one format that *path* looks like, or raise what else it is."""
     from ckptctl.formats import dcp
     from ckptctl.formats.dcp import METADATA
 
-    path = existing(path)
     if (path.name == METADATA or path.suffix == dcp.DATA) and path.is_file():
         what = f"`{path.name}` is one file of a checkpoint"
         raise FormatError(what, where=str(path), hint=f"pass its folder, `{path.parent}`")
-    sniffed = sniff(path)
     if len(sniffed) == 1:
         return get(next(iter(sniffed)))
     if sniffed:
@@ -194,12 +198,14 @@ def open_checkpoint(
 
 
 def _read(path: Path, format: str | None, asked: ReadOptions, manifest: bool | None) -> Catalog:
-    inside = None if format or sniff(path) else only_inside(path)
+    sniffed = {} if format else sniff(path)
+    inside = None if format or sniffed else only_inside(path)
     problem = unfinished(path)
     if problem and not asked.partial:
         raise problem
-    path = inside or path
-    known = get(format) if format else detect(path)
+    if inside:
+        path, sniffed = inside, sniff(inside)
+    known = get(format) if format else only_format(path, sniffed)
     strange = [
         name
         for name in ("weights", "tag", "rules", "ranks")

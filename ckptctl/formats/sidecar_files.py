@@ -145,8 +145,11 @@ def beside(
     for name in own:
         items.pop(name.partition("/")[0], None)
     foreign = alone and not any((root / name).is_file() for name in (*DOCUMENTS, ADAPTER))
-    modules = set() if foreign else _modules(root, items)
-    named = modules if foreign else modules | _code(root, items)
+    modules, named = set[str](), set[str]()
+    if "modules.json" in items and not foreign:
+        modules = named = _modules(root, items)
+    if any(name.endswith(".py") for name in items) and not foreign:
+        named = modules | _code(root, items)
     assets: dict[str, int] = {}
     others: dict[str, str] = {}
     for name, item in _members(items, {name.partition("/")[0] for name in modules}):
@@ -240,8 +243,7 @@ def _members(items: Mapping[str, Path], modules: Collection[str]) -> Iterator[tu
 
 def _modules(root: Path, items: Collection[str]) -> set[str]:
     """Return the configurations in the folders that sentence-transformers' list names."""
-    found = _content(root, "modules.json") if "modules.json" in items else None
-    modules = find(list[object], found) or []
+    modules = find(list[object], _content(root, "modules.json")) or []
     paths = {path for one in modules if (path := find(str, one, "path")) in items}
     return {f"{path}/config.json" for path in paths}
 
@@ -254,8 +256,6 @@ def _code(root: Path, items: Collection[str]) -> set[str]:
     """
     there = {name for name in items if name.endswith(".py")}
     found: set[str] = set()
-    if not there:
-        return found
     new = {name for file in _CODE_IN if file in items for name in _named(_content(root, file))}
     with source_files(root) as files:
         while new := (new & there) - found:

@@ -6,6 +6,7 @@ import math
 import operator
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import SupportsIndex
 
@@ -16,6 +17,7 @@ from ckptctl.units import counted
 MOST_THREADS = 1024
 STEPS = "ckptctl.steps"
 """The group of entry points with steps of conversions."""
+READ_HERE = "pass a path; `.` is the working directory"
 AnyPath = str | Path
 
 
@@ -90,7 +92,7 @@ def quantization_schemes(_: Given | None = None) -> list[str]:
 # ---------------------------------------------------------------------------------- checks
 
 
-def path(value: AnyPath, hint: str = "pass a path; `.` is the working directory") -> Path:
+def path(value: AnyPath, hint: str = READ_HERE) -> Path:
     """Return the path of a file; *hint* is for one who gives none."""
     from ckptctl.storage.remote.urls import path_text  # which `--help` need not
 
@@ -99,18 +101,15 @@ def path(value: AnyPath, hint: str = "pass a path; `.` is the working directory"
     return Path(value)
 
 
-def place(value: AnyPath) -> Path:
-    """Return the path or URL of a checkpoint, which is not looked at yet."""
+def place(value: AnyPath, hint: str = READ_HERE) -> Path:
+    """Return the path or URL of a checkpoint, which is not looked at yet; see :func:`path`."""
     from ckptctl.storage.paths import named
 
-    path(value)
+    path(value, hint)
     return named(value)
 
 
-def new_place(value: AnyPath) -> Path:
-    """Return the path or URL of a checkpoint that is to be made."""
-    path(value, "pass the path of the output")
-    return place(value)
+new_place = partial(place, hint="pass the path of the output")
 
 
 def output_file(value: AnyPath) -> Path:

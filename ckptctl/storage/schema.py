@@ -17,7 +17,8 @@ once, so that time and memory grow with the input, and messages show little of i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from functools import lru_cache, partial
@@ -42,7 +43,7 @@ from ckptctl.units import counted
 SHOWN = 40
 """Characters of a value, or of a key, that a message shows."""
 T = TypeVar("T")
-_Seen = dict[Any, dict[int, Any]]
+_Seen = defaultdict[Any, dict[int, Any]]
 """What was read, by the reader and the identity of the value."""
 _Reader = Callable[[Any, _Seen], Any]
 _CALLED = {
@@ -159,7 +160,7 @@ def read_as(kind: type[T], value: object, name: str = "") -> T:
         MismatchError: It has another structure; see :func:`malformed`.
     """
     try:
-        found: T = _reader(cast("Any", kind))(value, {})
+        found: T = _reader(cast("Any", kind))(value, defaultdict(dict))
     except MismatchError as error:
         error.path.append(name)
         raise
@@ -205,20 +206,28 @@ def _reader(kind: Any) -> _Reader:
     """Return the reader of a kind: a function of a value and of what was read before."""
     origin, inner = get_origin(kind), get_args(kind)
     if origin is Annotated:
-        return _checked(_reader(inner[0]), inner[1])
+        return partial(_read_checked, _reader(inner[0]), inner[1])
     if origin in (Union, UnionType):
-        return _either([_reader(one) for one in inner])
+        return partial(_read_either, [_reader(one) for one in inner])
     if origin is Literal:
-        return _checked(_any, Constraint(" or ".join(map(repr, inner)), partial(_is_one, inner)))
-    if origin is tuple and inner[-1] is not Ellipsis:
-        return _once(_row([_reader(one) for one in inner]))
-    if origin in (tuple, list):
-        return _once(_elements(origin, _reader(inner[0])))
-    if origin in (dict, Mapping):
-        return _once(_entries(_reader(inner[0]), _reader(inner[1])))
+        words = Constraint(" or ".join(map(repr, inner)), partial(_is_one, inner))
+        return partial(_read_checked, _any, words)
     if kind in (Any, object):
         return _any
-    return _once(_members(kind)) if issubclass(kind, Schema) else _instance(kind)
+    if origin is tuple and inner[-1] is not Ellipsis:
+        reader: _Reader = partial(_read_row, [_reader(one) for one in inner])
+    elif origin in (tuple, list):
+        reader = partial(_read_elements, origin, _reader(inner[0]))
+    elif origin in (dict, Mapping):
+        reader = partial(_read_entries, _reader(inner[0]), _reader(inner[1]))
+    elif issubclass(kind, Schema):
+        hints = get_type_hints(kind, include_extras=True)
+        members = {one.name: _reader(hints[one.name]) for one in fields(kind)}
+        required = {one.name for one in fields(kind) if one.default is one.default_factory}
+        reader = partial(_read_members, kind, members, required)
+    else:
+        return _instance(kind)
+    return partial(_read_once, reader)
 
 
 def _any(value: object, _: _Seen) -> object:
@@ -229,76 +238,56 @@ def _is_one(choices: tuple[object, ...], value: object) -> bool:
     return type(value) in map(type, choices) and value in choices
 
 
-def _once(reader: _Reader) -> _Reader:
-    """Return a reader that reads a value once, however often it occurs."""
-
-    def read_once(value: object, seen: _Seen) -> object:
-        known = seen.setdefault(reader, {})
-        found = known.get(id(value), known)
-        if found is known:
-            found = known[id(value)] = reader(value, seen)
-        return found
-
-    return read_once
+def _read_once(reader: _Reader, value: object, seen: _Seen) -> object:
+    """Read a value once, however often it occurs."""
+    known, place = seen[reader], id(value)
+    if place not in known:
+        known[place] = reader(value, seen)
+    return known[place]
 
 
 def _instance(kind: type) -> _Reader:
-    plain, expected = kind in _CALLED, _CALLED.get(kind, f"of class `{kind.__name__}`")
+    """Return a reader of single values: a closure, since most of what is read goes through one."""
 
     def read_instance(value: object, _: _Seen) -> object:
-        if type(value) is not kind and (plain or not isinstance(value, kind)):
-            raise MismatchError(expected, value)
+        if type(value) is not kind and (kind in _CALLED or not isinstance(value, kind)):
+            raise MismatchError(_CALLED.get(kind, f"of class `{kind.__name__}`"), value)
         return value
 
     return read_instance
 
 
-def _checked(reader: _Reader, constraint: Constraint) -> _Reader:
-    test = constraint.test
-
-    def read_checked(value: object, seen: _Seen) -> object:
-        found = reader(value, seen)
-        if not test(found):
-            raise MismatchError(constraint.expected, value)
-        return found
-
-    return read_checked
+def _read_checked(reader: _Reader, constraint: Constraint, value: object, seen: _Seen) -> object:
+    found = reader(value, seen)
+    if not constraint.test(found):
+        raise MismatchError(constraint.expected, value)
+    return found
 
 
-def _either(readers: Sequence[_Reader]) -> _Reader:
-    """Return a reader that takes the first kind that fits, or else tells of the closest one."""
-
-    def read_either(value: object, seen: _Seen) -> object:
-        errors = []
-        for reader in readers:
-            try:
-                return reader(value, seen)
-            except MismatchError as error:
-                errors.append(error)
-        inside = [error for error in errors if error.path]
-        raise (
-            inside[0] if inside else MismatchError(either([one.expected for one in errors]), value)
-        )
-
-    return read_either
+def _read_either(readers: Sequence[_Reader], value: object, seen: _Seen) -> object:
+    """Read a value as the first kind that fits, or else tell of the closest one."""
+    errors = []
+    for reader in readers:
+        try:
+            return reader(value, seen)
+        except MismatchError as error:
+            errors.append(error)
+    inside = [error for error in errors if error.path]
+    raise inside[0] if inside else MismatchError(either([one.expected for one in errors]), value)
 
 
-def _row(readers: Sequence[_Reader]) -> _Reader:
-    def read_row(value: object, seen: _Seen) -> object:
-        if not isinstance(value, list | tuple) or len(value) != len(readers):
-            raise MismatchError(f"a list of {counted(len(readers), 'item')}", value)
-        return tuple(_read_each(readers, value, seen))
-
-    return read_row
+def _read_row(readers: Sequence[_Reader], value: object, seen: _Seen) -> object:
+    if not isinstance(value, list | tuple) or len(value) != len(readers):
+        raise MismatchError(f"a list of {counted(len(readers), 'item')}", value)
+    return tuple(_read_each(readers, value, seen))
 
 
-def _elements(make: Callable[[list[object]], object], reader: _Reader) -> _Reader:
-    def read_elements(value: object, seen: _Seen) -> object:
-        if not isinstance(value, list | tuple):
-            raise MismatchError("a list", value)
-        return make(_read_each(repeat(reader), value, seen))
-
-    return read_elements
+def _read_elements(
+    make: Callable[[list[object]], object], reader: _Reader, value: object, seen: _Seen
+) -> object:
+    if not isinstance(value, list | tuple):
+        raise MismatchError("a list", value)
+    return make(_read_each(repeat(reader), value, seen))
 
 
 def _read_each(readers: Iterable[_Reader], values: Sequence[object], seen: _Seen) -> list[object]:
@@ -312,47 +301,47 @@ def _read_each(readers: Iterable[_Reader], values: Sequence[object], seen: _Seen
     return found
 
 
-def _entries(key_reader: _Reader, reader: _Reader) -> _Reader:
-    def read_entries(value: object, seen: _Seen) -> object:
-        if not isinstance(value, dict):
-            raise MismatchError("a dict", value)
-        found = {}
-        key: object = None
-        try:
-            for key, one in value.items():
-                found[key_reader(key, seen)] = reader(one, seen)
-        except MismatchError as error:
-            error.path.append(f"[{describe(key)}]")
-            raise
-        return value if reader is _any else found
-
-    return read_entries
+def _read_entries(key_reader: _Reader, reader: _Reader, value: object, seen: _Seen) -> object:
+    if not isinstance(value, dict):
+        raise MismatchError("a dict", value)
+    found = {}
+    key: object = None
+    try:
+        for key, one in value.items():
+            found[key_reader(key, seen)] = reader(one, seen)
+    except MismatchError as error:
+        error.path.append(f"[{describe(key)}]")
+        raise
+    return value if reader is _any else found
 
 
-def _members(kind: type[Any]) -> _Reader:
-    hints = get_type_hints(kind, include_extras=True)
-    is_object, is_closed = issubclass(kind, ObjectSchema), issubclass(kind, ClosedSchema)
-    members = {one.name: _reader(hints[one.name]) for one in fields(kind)}
-    required = {one.name for one in fields(kind) if one.default is one.default_factory}
-
-    def read_members(value: object, seen: _Seen) -> object:
-        held, found = attributes(value) if is_object else value, {}
-        if not isinstance(held, dict):
-            raise MismatchError("a dict", value)
-        if is_closed and (strange := [key for key in held if key not in members]):
-            name = str(strange[0])[:SHOWN]
-            close = nearest(name, [*members])
-            advice = f"; did you mean `{close}`?" if close else ""
-            raise MismatchError("", name=f".{name}", problem=f"is unknown{advice}")
+def _read_members(
+    kind: type[Any],
+    members: Mapping[str, _Reader],
+    required: Collection[str],
+    value: object,
+    seen: _Seen,
+) -> object:
+    if isinstance(value, dict):
+        held: Mapping[Any, object] = value
+    elif issubclass(kind, ObjectSchema):
+        held = attributes(value)
+    else:
+        raise MismatchError("a dict", value)
+    if issubclass(kind, ClosedSchema) and (strange := [key for key in held if key not in members]):
+        name = str(strange[0])[:SHOWN]
+        close = nearest(name, [*members])
+        advice = f"; did you mean `{close}`?" if close else ""
+        raise MismatchError("", name=f".{name}", problem=f"is unknown{advice}")
+    found: dict[str, object] = {}
+    name = ""
+    try:
         for name, reader in members.items():
-            try:
-                if name in held:
-                    found[name] = reader(held[name], seen)
-                elif name in required:
-                    raise MismatchError("", problem="is missing")
-            except MismatchError as error:
-                error.path.append(f".{name}")
-                raise
-        return kind(**found)
-
-    return read_members
+            if name in held:
+                found[name] = reader(held[name], seen)
+            elif name in required:
+                raise MismatchError("", problem="is missing")
+    except MismatchError as error:
+        error.path.append(f".{name}")
+        raise
+    return kind(**found)

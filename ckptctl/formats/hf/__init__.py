@@ -33,9 +33,9 @@ from ckptctl.formats.base import (
 from ckptctl.formats.hf.files import (
     BIN,
     INDEX,
-    chosen,
+    OF_RANK,
+    files_to_read,
     main_files,
-    of_rank,
     proven,
     shards_of,
     torch_consolidated,
@@ -100,7 +100,7 @@ class HfFormat(WritableFormat):
         """See :meth:`Format.sniff`."""
         if path.is_file():
             foreign = path.name.startswith(("adapter_model", "consolidated"))
-            if foreign or of_rank(path.name):
+            if foreign or OF_RANK.fullmatch(path.name):
                 return None
             named = path.name.endswith((".safetensors", INDEX)) or path.name in BIN
             return Sniff(path.name) if named or torch_file.HF_BIN.fullmatch(path.name) else None
@@ -112,14 +112,14 @@ class HfFormat(WritableFormat):
     def read(self, path: Path, asked: ReadOptions = AS_IT_IS) -> Catalog:
         """See :meth:`Format.read`."""
         root = path if path.is_dir() else path.parent
-        main = chosen(path)
+        names = files_to_read(path)
+        main = names[0]
         with source_files(root) as files:
             if main.endswith("index.json"):
                 return self._read_index(files, path, main, asked.partial)
             if main.endswith(".bin"):
                 whole = read_bin(files, main)
                 return self._catalog(files, path, whole.tensors, {}, [main], whole.notes, None)
-            names = [main] if path.is_file() else sorted(main_files(path))
             return self._read_safetensors(files, path, names)
 
     def _read_safetensors(self, files: SourceFiles, path: Path, names: list[str]) -> Catalog:

@@ -24,6 +24,8 @@ _EXPECTED = f"expected *.safetensors, *{INDEX} or {' or '.join(BIN)}"
 _PART = re.compile(r"(.+)-(\d+)-of-(\d+)\.(safetensors|bin)")
 RANK = re.compile(r"model(\d+)-mp(\d+)\.safetensors")
 SHARD = re.compile(r"shard-(\d{5,})-model-(\d{5,})-of-(\d{5,})\.safetensors")
+OF_RANK = re.compile(f"{RANK.pattern}|{SHARD.pattern}")
+"""Names of files that hold what one rank has of a model."""
 _OTHER = ("adapter_model", "consolidated", "optimizer", "model.sharded")
 
 
@@ -32,17 +34,12 @@ def main_files(path: Path) -> list[str]:
     names = sorted(item.name for item in path.iterdir() if item.is_file())
     indices = [n for n in names if n.endswith(INDEX) and not n.startswith(_OTHER)]
     singles = [n for n in names if n.endswith(".safetensors") and not n.startswith(_OTHER)]
-    singles = [n for n in singles if not of_rank(n)]
+    singles = [n for n in singles if not OF_RANK.fullmatch(n)]
     if indices:
         return indices + [n for n in singles if n == "model.safetensors" and _unlisted(path, n)]
     if singles:
         return singles
     return [n for n in BIN if n in names][:1]
-
-
-def of_rank(name: str) -> bool:
-    """Return whether a file of this name holds what one rank has of a model."""
-    return bool(RANK.fullmatch(name) or SHARD.fullmatch(name))
 
 
 def _unlisted(path: Path, name: str) -> bool:
@@ -53,8 +50,8 @@ def _unlisted(path: Path, name: str) -> bool:
     )
 
 
-def chosen(path: Path) -> str:
-    """Return the name of the one file to begin with: weights, a shard of a set, or an index."""
+def files_to_read(path: Path) -> list[str]:
+    """Return the names of the files to read: weights, all shards of a set, or an index."""
     if path.is_file():
         if path.suffix == ".json" and not path.name.endswith("index.json"):
             raise FormatError("this is not a weight file", where=str(path), why=_EXPECTED)
@@ -65,15 +62,16 @@ def chosen(path: Path) -> str:
                 hint=f"pass the directory `{path.parent}`",
             )
         require_whole(path, [path.name], f"pass the directory `{path.parent}`, or its index")
-        return path.name
+        return [path.name]
     main = main_files(path)
     if not main:
         raise FormatError("no weight files were found", where=str(path), why=_EXPECTED)
-    if _complete_set(main):
-        return main[0]
+    is_index = len(main) == 1 and main[0].endswith(INDEX)
+    if is_index or _complete_set(main):
+        return main
     require_whole(path, main, "download the missing shards, and the index")
     if len(main) == 1:
-        return main[0]
+        return main
     raise FormatError(
         "several files may contain the model",
         where=str(path),

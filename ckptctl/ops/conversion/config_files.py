@@ -36,7 +36,7 @@ def config_files(draft: Draft) -> Draft:
     cast = (options.dtype or options.dequantize) is not None
     dtype = None
     if cast or CONFIG not in assets.documents:
-        own = compose(change.tensors, draft.root, draft.kept_root)
+        own = compose(change.tensors, draft.model.root, draft.kept_root)
         plain = draft.quantization.plain if draft.quantization else draft.tensors
         dtype = main_dtype([tensor for tensor in plain if tensor.name in own])
     written = _written(assets, target, change, draft.ranks, dtype, cast)
@@ -133,7 +133,8 @@ def _written(
     config, params = assets.documents.get(CONFIG), assets.documents.get(PARAMS)
     written: dict[str, Json] = {}
     if config is not None:
-        changed = resized(_untied(_with_dtype(config, dtype) if cast else config, change), change)
+        adapted = adapted_config(config, change)
+        changed = _with_dtype(adapted, dtype) if cast else adapted
         changed = for_layout(changed, change.family, change.target_layout)
         if changed != config or CONFIG not in assets.sizes or CONFIG in assets.changed:
             written[CONFIG] = changed
@@ -143,7 +144,7 @@ def _written(
             written[CONFIG] = params_to_config(family, params, sizes, tied=change.tied, dtype=dtype)
         elif recorded and family.megatron:
             made = megatron_to_config(family, recorded, sizes, tied=change.tied, dtype=dtype)
-            written[CONFIG] = resized(made, change)
+            written[CONFIG] = adapted_config(made, change)
     if target.name == "dcp" and params is not None:
         written[PARAMS] = params
     if target.described:
@@ -169,8 +170,8 @@ def _params(config: Json | None, params: Json | None, change: Change, ranks: int
         return amended(params, "vocab_size", change.vocab) if change.vocab else params
     if config is None:
         return None
-    told = resized(_untied(config, change), change)
-    return config_to_params(change.family, told, change.sizes or {}, ranks=ranks)
+    adapted = adapted_config(config, change)
+    return config_to_params(change.family, adapted, change.sizes or {}, ranks=ranks)
 
 
 def _no_params(to_format: str, change: Change) -> MappingError:
@@ -191,16 +192,13 @@ def _with_dtype(config: Json, dtype: str | None) -> Json:
     return {**config, **dict.fromkeys(names, dtype)}
 
 
-def _untied(config: Json, change: Change) -> Json:
-    """Return *config* as it holds after ``--untie``."""
-    if change.family is None or change.tied or not config.get("tie_word_embeddings"):
+def adapted_config(config: Json, change: Change) -> Json:
+    """Return *config* as it holds after ``--untie`` and ``--vocab-size``."""
+    if change.family is None:
         return config
-    return {**config, "tie_word_embeddings": False}
-
-
-def resized(config: Json, change: Change) -> Json:
-    """Return *config* as it holds after ``--vocab-size``."""
-    if change.family is None or change.vocab is None:
+    if not change.tied and config.get("tie_word_embeddings"):
+        config = {**config, "tie_word_embeddings": False}
+    if change.vocab is None:
         return config
     name = spelled(config, change.family.sizes["v"][0])
     return _replaced(config, name.split("."), change.vocab)

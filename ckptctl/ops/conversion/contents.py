@@ -38,7 +38,7 @@ from ckptctl.planner.mapping.mapped import ComposedTensor, LogicalSource
 
 def map_layout(draft: Draft) -> Draft:
     """Say what the model's tensors become, and what a user should know of it."""
-    options, target, root = draft.options, draft.target, draft.root
+    options, target, root = draft.options, draft.target, draft.model.root
     # To copy what is tied is content where nothing is.
     shared = any(entry.alias_of for entry in draft.catalog.tensors.values())
     known = draft.model.exact and draft.model.model_type is not None
@@ -73,7 +73,7 @@ def map_layout(draft: Draft) -> Draft:
 
 def collect_contents(draft: Draft) -> Draft:
     """Say what becomes of the selected part, and find its bytes, whose coverage is proven."""
-    root, target, notes, change = draft.root, draft.target, draft.notes, draft.change
+    root, target, notes, change = draft.model.root, draft.target, draft.notes, draft.change
     apart = notes.reasons("skipped").keys() | draft.missing.keys()
     catalog, parts = _with_values(draft, apart) if draft.catalog.blobs else (draft.catalog, {})
     outside = dict.fromkeys(leaf for n in draft.selection.rest for leaf in parts.get(n, (n,)))
@@ -188,9 +188,9 @@ def _paths(
                 why="tensors in a checkpoint must have names",
             )
         if draft.change.identity and not copied:
-            placed[key] = old if draft.everything else inside(old, draft.root)
+            placed[key] = old if draft.everything else inside(old, draft.model.root)
         elif draft.everything:
-            head, prefix = container(old, draft.root) if draft.root else ((), "")
+            head, prefix = container(old, draft.model.root) if draft.model.root else ((), "")
             placed[key] = (*head, key.removeprefix(prefix))
         else:
             placed[key] = (key,)

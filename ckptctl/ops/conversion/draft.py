@@ -156,11 +156,6 @@ class Draft:
         return is_adapter(self.catalog.tensors)
 
     @property
-    def root(self) -> str:
-        """Prefix of the model's names."""
-        return self.model.root
-
-    @property
     def everything(self) -> bool:
         """Whether what surrounds the model is converted, too; then the model keeps its prefix."""
         return self.options.only == "all"
@@ -168,7 +163,7 @@ class Draft:
     @property
     def kept_root(self) -> str:
         """Prefix of the model's names in the output."""
-        return self.root if self.everything else ""
+        return self.model.root if self.everything else ""
 
     @property
     def layout(self) -> str | None:

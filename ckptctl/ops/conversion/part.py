@@ -37,7 +37,7 @@ EXTRA_STATE = "._extra_state/"
 
 def choose_part(draft: Draft) -> Draft:
     """Select what is converted, as options say, and of that what is complete."""
-    catalog, options, root, notes = draft.catalog, draft.options, draft.root, draft.notes
+    catalog, options, root, notes = draft.catalog, draft.options, draft.model.root, draft.notes
     names, files = find_missing(draft.source) if options.allow_missing else ({}, {})
     selection = select(catalog, root)
     if draft.target.training:
@@ -93,7 +93,7 @@ def skip_parts(draft: Draft, parts: Mapping[str, str]) -> Draft:
 
     The notes say then what is missing of all that was selected.
     """
-    root, selection = draft.root, draft.selection
+    root, selection = draft.model.root, draft.selection
     gone = {**draft.missing, **{root + name: why for name, why in parts.items()}}
     model = {root + name for name in (*selection.tensors, *parts)} | gone.keys()
     outside = selection.rest if draft.everything else ()
@@ -105,7 +105,7 @@ def skip_parts(draft: Draft, parts: Mapping[str, str]) -> Draft:
 def _is_wanted(draft: Draft, name: str) -> bool:
     """Return whether a leaf that is not there would be converted if it were."""
     globs = draft.options.include, draft.options.exclude
-    return wanted(draft.catalog, name, draft.root, *globs, draft.everything)
+    return wanted(draft.catalog, name, draft.model.root, *globs, draft.everything)
 
 
 def _with_states_of_modules(selection: Selection, catalog: Catalog) -> Selection:
@@ -122,7 +122,7 @@ def _incomplete(
     draft: Draft, selection: Selection, names: Mapping[str, str]
 ) -> tuple[tuple[str, ...], dict[str, str]]:
     """Return the model's tensors that only *names* tells of, and what is not written, and why."""
-    catalog, root = draft.catalog, draft.root
+    catalog, root = draft.catalog, draft.model.root
     here = {root + name for name in (*selection.tensors, *selection.blobs)}
     outside = selection.rest if draft.everything else ()
     there = {*here, *outside}

@@ -8,7 +8,6 @@ boxes, can decide differently.
 
 from __future__ import annotations
 
-import hashlib
 import os
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
@@ -71,6 +70,8 @@ def require_agreement(
 
 def generation(said: Sequence[RankStatement]) -> bytes:
     """Return the name of the plan that the ranks make now."""
+    import hashlib  # with OpenSSL, which one process should not wait for
+
     found = hashlib.blake2b(digest_size=DIGEST)
     for one in said:
         found.update(one.nonce)

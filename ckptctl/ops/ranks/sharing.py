@@ -7,7 +7,6 @@ everybody's checksums and publishes. A group of one does all of it as :func:`exe
 
 from __future__ import annotations
 
-import hashlib
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
@@ -43,6 +42,8 @@ def portion(ranks: Coordinator, items: Sequence[T], nbytes: Callable[[T], int]) 
 
 def summary(values: object) -> str:
     """Return a digest of values that are too long for a message."""
+    import hashlib  # with OpenSSL, which one process should not wait for
+
     return hashlib.sha256(repr(values).encode()).hexdigest()
 
 

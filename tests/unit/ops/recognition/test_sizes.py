@@ -6,7 +6,7 @@ import pytest
 
 from ckptctl.errors import MappingError, UsageError
 from ckptctl.families import family
-from ckptctl.ops.conversion.config_files import resized
+from ckptctl.ops.conversion.config_files import adapted_config
 from ckptctl.ops.recognition.agreement import agree
 from ckptctl.ops.recognition.model import Description
 from ckptctl.planner.configs.facts import axis_called, read_sizes
@@ -47,8 +47,8 @@ def test_the_first_name_wins_and_is_shown():
 
 def test_the_name_that_is_there_is_written():
     change = Change(NAMED, "hf", "hf", (), {}, vocab=8)
-    assert resized({"words": 4}, change) == {"words": 8}
-    assert resized({}, change) == {"vocab": 8}
+    assert adapted_config({"words": 4}, change) == {"words": 8}
+    assert adapted_config({}, change) == {"vocab": 8}
 
 
 def test_it_fills_what_the_configuration_leaves_open():
