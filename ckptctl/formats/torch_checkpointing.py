@@ -22,6 +22,7 @@ from ckptctl.formats import rank_files
 from ckptctl.formats.base import AS_IT_IS, Format, ReadOptions, Sniff, require_folder
 from ckptctl.formats.shared.findings import Faults
 from ckptctl.formats.shared.indexes import read_whole
+from ckptctl.formats.shared.joined_tensors import ONE_SAVE
 from ckptctl.formats.shared.leaves import flatten, join
 from ckptctl.formats.sidecar_files import beside
 from ckptctl.storage.files import SourceFiles, source_files
@@ -336,7 +337,7 @@ def _compare(name: str, item: ItemMetadata, joined: Leaves, where: str) -> None:
             f"{METADATA} and the files of item `{name}` list different tensors",
             where=where,
             why=f"`{'.'.join(map(str, path))}` is in {here} but not in {there}",
-            hint="restore the files of one save (these belong to different saves)",
+            hint=ONE_SAVE,
         )
     for path, said in item.tensors.items():
         entry, expected = own[path], said.kind
@@ -346,7 +347,7 @@ def _compare(name: str, item: ItemMetadata, joined: Leaves, where: str) -> None:
                 where=where,
                 why=f"it is {entry.dtype} {list(entry.shape)}, expected {expected[0]} "
                 f"{list(expected[1])}",
-                hint="restore the files of one save (these belong to different saves)",
+                hint=ONE_SAVE,
             )
 
 

@@ -26,6 +26,7 @@ from ckptctl.errors import (
 from ckptctl.formats.dcp import metadata_name
 from ckptctl.formats.dcp.metadata import UNKNOWN, Item, MetadataLeaf, Origin, refuse_twins
 from ckptctl.formats.shared.findings import UNUSABLE, Faults
+from ckptctl.formats.shared.joined_tensors import ONE_SAVE, ranks_disagree_error
 from ckptctl.formats.shared.leaves import below_rank, join
 from ckptctl.planner.boxes import coverage
 from ckptctl.storage.files import SourceFiles
@@ -83,13 +84,11 @@ class Union:
                 held.leaf.shape,
                 held.leaf.path,
             ):
-                raise UnsupportedError(
-                    f"two ranks disagree on `{name}`",
-                    where=self._file(rank),
-                    why=f"it is {_described(leaf)} in this file and {_described(held.leaf)} for "
-                    f"rank {held.rank}",
-                    hint="restore the files of one save (these belong to different saves)",
+                why = (
+                    f"it is {_described(leaf)} in this file and {_described(held.leaf)} for "
+                    f"rank {held.rank}"
                 )
+                raise ranks_disagree_error(name, self._file(rank), why)
             for file, _, end in leaf.ranges:
                 if not file.startswith(own):
                     raise UnsupportedError(
@@ -114,7 +113,7 @@ class Union:
                 f"two ranks disagree on a chunk of `{held.leaf.name}`",
                 where=self._file(rank),
                 why=f"this file has {Box(offsets, sizes)}, `{before[2]}` has {Box(*before[:2])}",
-                hint="restore the files of one save (these belong to different saves)",
+                hint=ONE_SAVE,
             )
         if self._repeated:
             self.copies.setdefault(held.leaf.name, {}).setdefault(offsets, []).append(row)
@@ -169,7 +168,7 @@ class Union:
                     if self.world
                     else ""
                 ),
-                hint="restore the files of one save (these belong to different saves)",
+                hint=ONE_SAVE,
             )
         self.world = origin.world
 

@@ -23,6 +23,7 @@ from ckptctl.formats.mcore.spelling import (
     spellings,
 )
 from ckptctl.formats.shared.findings import Faults
+from ckptctl.formats.shared.joined_tensors import ONE_SAVE
 
 IN_TWO_WAYS = "the items are stored in two different ways"
 MAX_TENSORS, MAX_PARTS = 1 << 22, 1 << 24
@@ -149,7 +150,7 @@ class _Joiner:
                 f"two tensors cannot be joined as `{name}`",
                 where=str(self.faults.root),
                 why=" and ".join(f"`{one.name}` is {one.dtype} {list(one.shape)}" for one in both),
-                hint="restore the files of one save (these belong to different saves)",
+                hint=ONE_SAVE,
             )
         count = self.experts[first.spelling.family] if None not in experts else 0
         wanted = [

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from ckptctl.catalog import Box, Catalog, Extent, TensorEntry
+from ckptctl.catalog import Box, Catalog, Extent
 from ckptctl.errors import MappingError, UnsupportedError
 from ckptctl.formats.base import ReadOptions
 from ckptctl.formats.megatron.files import (
@@ -34,11 +34,15 @@ from ckptctl.formats.megatron.rules import (
     partner_of,
 )
 from ckptctl.formats.shared.copies import CopyComparison
-from ckptctl.formats.shared.dtensor import LocalShard
 from ckptctl.formats.shared.findings import Faults
+from ckptctl.formats.shared.joined_tensors import (
+    JoinedTensor,
+    part_extent,
+    separate_entry,
+    tensor_entries,
+)
 from ckptctl.formats.shared.leaves import join, unknown_notes
-from ckptctl.formats.shared.rank_merge import piece_extent
-from ckptctl.formats.shared.stored_leaves import NO_CHECKSUMS, Leaves
+from ckptctl.formats.shared.stored_leaves import NO_CHECKSUMS, Leaves, extent_of
 from ckptctl.formats.shared.tags import tag_folder
 from ckptctl.formats.sidecar_files import beside
 from ckptctl.planner.configs.megatron_words import ARGUMENTS
@@ -74,7 +78,7 @@ def read(path: Path, asked: ReadOptions, name: str) -> Catalog:
     return replace(
         around.catalog(path, name),
         files=sizes,
-        tensors={**model.tensors, **others.tensors},
+        tensors={**tensor_entries(model.joined), **others.tensors},
         blobs=others.blobs,
         arguments=dict(_facts(grid.first.arguments)),
         notes=(
@@ -82,7 +86,11 @@ def read(path: Path, asked: ReadOptions, name: str) -> Catalog:
             *others.notes,
             *unknown_notes(others.blobs.values()),
         ),
-        replicas=model.replicas if asked.replicas else {},
+        replicas={
+            name: tuple(tensor.copies)
+            for name, tensor in model.joined.items()
+            if tensor.copies and asked.replicas
+        },
         findings=tuple(faults.findings),
         lost=model.lost,
     )
@@ -146,7 +154,7 @@ class Copies:
         Copies that a rule alone has *claimed* are always read. Of others the recorded checksums are
         compared, and those that have none are read if they are small.
         """
-        first, second = _alone(name, dtype, one), _alone(name, dtype, other)
+        first, second = (separate_entry(name, dtype, extent) for extent in (one, other))
         same = (
             same_elements(self.compared.files, first, second, of_any_size=True)
             if claimed
@@ -186,19 +194,11 @@ class Copies:
                     )
 
 
-def _alone(name: str, dtype: str, extent: Extent) -> TensorEntry:
-    """Return what an extent holds as a tensor of its own."""
-    whole = Box.whole(extent.box.sizes)
-    return TensorEntry(name, dtype, whole.sizes, (replace(extent, box=whole),), (name,))
-
-
 class JoinedModel:
     """The whole model; without *rules* one rank has all of it.
 
     Attributes:
-        tensors: By name; with holes where a rank's file could not be read.
-        replicas: Further copies of their boxes.
-        lost: The boxes in files that could not be read.
+        joined: The tensors by name; with holes where a rank's file could not be read.
         copies: Has the names of tensors whose copies were not compared.
     """
 
@@ -208,10 +208,8 @@ class JoinedModel:
         self.grid, self.where = grid, where
         self.names = Names(grid, rules or Rules(where), where)
         self.copies = Copies(CopyComparison(files), where)
-        self.tensors: dict[str, TensorEntry] = {}
-        self.replicas: dict[str, tuple[Extent, ...]] = {}
-        self.lost: dict[str, tuple[tuple[Box, str], ...]] = {}
-        self._first: dict[object, str] = {}
+        self.joined: dict[str, JoinedTensor] = {}
+        self._lost: dict[str, dict[Box, str]] = {}
         for chunk, keys in self.names.chunks.items():
             for key in keys:
                 self._add(chunk, key)
@@ -283,41 +281,39 @@ class JoinedModel:
         is_expert: bool,
     ) -> None:
         path = (MODEL_KEY, *(like.path if join(like.path) == name else (name,)))
-        entry = TensorEntry(
-            join(path),
-            like.tensor.dtype,
-            division.shape,
-            (),
-            path,
-            requires_grad=like.tensor.requires_grad,
-        )
-        whole = _Whole(self.tensors.get(entry.name, entry), entry, self.copies)
+        key, dtype, shape = join(path), like.tensor.dtype, division.shape
+        file, grad = self.grid.first.file, like.tensor.requires_grad
+        tensor = self.joined.setdefault(key, JoinedTensor(dtype, shape, path, file, grad))
+        if (tensor.dtype, tensor.shape) != (dtype, shape):  # embeddings, in two pipeline stages
+            raise UnsupportedError(
+                f"two pipeline stages disagree on `{key}`",
+                where=self.where,
+                why=f"it is {tensor.dtype} {list(tensor.shape)} in one, "
+                f"{dtype} {list(shape)} in the other",
+            )
+        divided = division.dim is not None
         for place, local in held.items():
+            file = self.grid.files[place]
             for box, start in division.pieces(place.tensor):
-                file = self.grid.files[place]
                 if local is None:
-                    whole.lost.setdefault(box, file)
-                else:
-                    piece = LocalShard(box, local.tensor, start)
-                    whole.add(piece_extent(piece, entry.dtype, file), division.dim is None)
+                    self._lost.setdefault(key, {}).setdefault(box, file)
+                    continue
+                extent = extent_of(local.tensor, file)
+                extent = part_extent(extent, dtype, local.tensor.shape, start, box)
+                before = tensor.add(extent)
+                if before is not None:
+                    self.copies.require_same(key, dtype, before, extent, claimed=not divided)
             if local is not None:
-                divided = division.dim is not None
                 self.copies.note(place, local.tensor, divided=divided, expert=is_expert)
-        self._put(whole)
 
-    def _put(self, whole: _Whole) -> None:
-        """Add a tensor; of those with the same bytes the later ones share the first one's."""
-        entry = replace(whole.entry, extents=tuple(whole.extents.values()))
-        name, stored = entry.name, any(extent.nbytes for extent in entry.extents)
-        identity = (entry.dtype, entry.shape, entry.extents)
-        alias = self._first.setdefault(identity, name) if stored else name
-        self.tensors[name] = replace(entry, alias_of=None if alias == name else alias)
-        if whole.replicas:
-            self.replicas[name] = (*self.replicas.get(name, ()), *whole.replicas)
-        lost = dict(self.lost.pop(name, ())) | whole.lost
-        gone = tuple((box, file) for box, file in lost.items() if box not in whole.extents)
-        if gone:
-            self.lost[name] = gone
+    @property
+    def lost(self) -> dict[str, tuple[tuple[Box, str], ...]]:
+        """Return for each tensor the boxes that are only in files that could not be read."""
+        lost = {
+            name: tuple(pair for pair in boxes.items() if pair[0] not in self.joined[name].extents)
+            for name, boxes in self._lost.items()
+        }
+        return {name: pairs for name, pairs in lost.items() if pairs}
 
     def _wrong(self, name: str, why: str) -> UnsupportedError:
         return UnsupportedError(
@@ -326,28 +322,3 @@ class JoinedModel:
             why=why,
             hint="check for files of different saves, or a wrong rule",
         )
-
-
-class _Whole:
-    """A tensor that is being put together; two pipeline stages may have it, as embeddings."""
-
-    def __init__(self, before: TensorEntry, entry: TensorEntry, copies: Copies) -> None:
-        if (before.dtype, before.shape) != (entry.dtype, entry.shape):
-            raise UnsupportedError(
-                f"two pipeline stages disagree on `{entry.name}`",
-                where=copies.where,
-                why=f"it is {before.dtype} {list(before.shape)} in one, "
-                f"{entry.dtype} {list(entry.shape)} in the other",
-            )
-        self.entry, self.copies = before, copies
-        self.extents = {extent.box: extent for extent in before.extents}
-        self.replicas: list[Extent] = []
-        self.lost: dict[Box, str] = {}
-
-    def add(self, extent: Extent, claimed: bool) -> None:
-        """Add what a rank has; a box that is there already has to hold the same."""
-        known = self.extents.setdefault(extent.box, extent)
-        if known is not extent:
-            name, dtype = self.entry.name, self.entry.dtype
-            self.copies.require_same(name, dtype, known, extent, claimed=claimed)
-            self.replicas.append(extent)
