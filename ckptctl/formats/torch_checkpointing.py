@@ -255,7 +255,6 @@ def _joined(files: SourceFiles, found: _Found, merger: RankMerger) -> Leaves:
     described = found.metadata.items
     if not described:
         merger.refuse_unrelated(str(files.root))
-    merger.faults.lost |= merger.lost()
     for name, item in described.items():
         _add_lost(name, item, joined, merger)
         _compare(name, item, joined, str(files.root / METADATA))

@@ -231,7 +231,10 @@ class RankValues:
         for run in _runs(held):
             try:
                 for leaf, digest in _digests(self.files, run):
-                    self._take(rank, leaf, digest)
+                    if self._first.setdefault(leaf.name, digest) != digest:
+                        path = below_rank(rank, leaf.path)
+                        self.apart[join(path)] = replace(leaf, name=join(path), path=path)
+                        self.differing[leaf.name] = None
             except SourceNotFoundError:
                 gone = DamagedError(
                     "a data file is missing",
@@ -242,12 +245,6 @@ class RankValues:
                 self.faults.unreadable(gone, run[0][1].file)
             except UNUSABLE as error:
                 self.faults.unreadable(error, run[0][1].file)
-
-    def _take(self, rank: int, leaf: MetadataLeaf, digest: bytes) -> None:
-        if self._first.setdefault(leaf.name, digest) != digest:
-            path = below_rank(rank, leaf.path)
-            self.apart[join(path)] = replace(leaf, name=join(path), path=path)
-            self.differing[leaf.name] = None
 
 
 def _runs(held: Sequence[_Value]) -> Iterator[Sequence[_Value]]:
@@ -272,7 +269,10 @@ def _hash(data: bytes | memoryview = b"") -> blake2b:
 def _digests(files: SourceFiles, run: Sequence[_Value]) -> Iterator[tuple[MetadataLeaf, bytes]]:
     first, last = run[0][1], run[-1][1]
     if len(run) == 1:
-        yield run[0][0], _digest(files, first)
+        found, end = _hash(), first.offset + first.nbytes
+        for start in range(first.offset, end, RUN):
+            found.update(files.read(first.file, start, min(RUN, end - start)))
+        yield run[0][0], found.digest()
         return
     data = memoryview(
         files.read(first.file, first.offset, last.offset + last.nbytes - first.offset)
@@ -280,11 +280,3 @@ def _digests(files: SourceFiles, run: Sequence[_Value]) -> Iterator[tuple[Metada
     for leaf, item in run:
         start = item.offset - first.offset
         yield leaf, _hash(data[start : start + item.nbytes]).digest()
-
-
-def _digest(files: SourceFiles, item: Item) -> bytes:
-    found = _hash()
-    end = item.offset + item.nbytes
-    for start in range(item.offset, end, RUN):
-        found.update(files.read(item.file, start, min(RUN, end - start)))
-    return found.digest()

@@ -15,8 +15,24 @@ from pathlib import Path
 from ckptctl.catalog import Catalog
 from ckptctl.errors import listed
 from ckptctl.formats.base import AS_IT_IS, Format, ReadOptions, Sniff
-from ckptctl.formats.gguf.files import is_gguf, models
 from ckptctl.formats.hf.files import main_files
+
+MAGIC = b"GGUF"
+SUFFIX = ".gguf"
+
+
+def models(folder: Path) -> list[str]:
+    """Return the GGUF files in a folder that hold a language model, not what sees pictures."""
+    found = (item for item in folder.iterdir() if item.name.endswith(SUFFIX))
+    return sorted(i.name for i in found if not i.name.startswith("mmproj") and is_gguf(i))
+
+
+def is_gguf(path: Path) -> bool:
+    """Return whether a file begins as one of this format."""
+    if not path.is_file():
+        return False
+    with path.open("rb") as file:
+        return file.read(4) == MAGIC
 
 
 class GgufFormat(Format):

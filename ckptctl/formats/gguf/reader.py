@@ -10,6 +10,7 @@ Sources: ``docs/gguf.md`` of ggml; ``gguf/constants.py`` and ``gguf_reader.py`` 
 from __future__ import annotations
 
 import math
+import re
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -17,8 +18,9 @@ from pathlib import Path
 from typing import Any
 
 from ckptctl.catalog import Box, Catalog, Extent, TensorEntry
-from ckptctl.errors import DamagedError, UnsupportedError, listed
-from ckptctl.formats.gguf.files import MAGIC, parts_of
+from ckptctl.dtypes import itemsize
+from ckptctl.errors import DamagedError, FormatError, UnsupportedError, listed
+from ckptctl.formats.gguf import MAGIC, SUFFIX, models
 from ckptctl.formats.sidecar_files import beside
 from ckptctl.planner.configs.gguf import FACTORS, described, sizes_of
 from ckptctl.planner.quantization.ggml import BLOCKS, PLAIN
@@ -27,6 +29,7 @@ from ckptctl.storage.schema import MalformedError, malformed
 from ckptctl.units import counted
 
 CONFIG = "config.json"
+_PART = re.compile(r"(.*)-([0-9]{5})-of-([0-9]{5})\.gguf", re.DOTALL)
 MAX_FACTORS = 1 << 12
 VERSIONS = (2, 3)
 ALIGNMENT = "general.alignment"
@@ -68,7 +71,10 @@ def read(path: Path, name: str) -> Catalog:
         _require_all(root, headers)
         sizes = {file: files.size(file) for file in names}
         tensors = _tensors(root, headers)
-        config, notes = _config(files, headers, tensors)
+        metadata = headers[names[0]].metadata
+        values = {key: value for key, value in metadata.items() if not isinstance(value, Many)}
+        counts = {key: value.count for key, value in metadata.items() if isinstance(value, Many)}
+        config, notes = described(values, counts, tensors, _factors(files, tensors))
     around = beside(root, names, alone=path.is_file())
     found = around.catalog(root, name)
     own = CONFIG in found.documents
@@ -79,9 +85,36 @@ def read(path: Path, name: str) -> Catalog:
         files=sizes,
         tensors=tensors,
         documents=documents,
-        stated={names[0]: sizes_of(config)} if own and config else {},
+        stated={f"the metadata of {root / names[0]}": sizes_of(config)} if own and config else {},
         notes=() if own else notes,
     )
+
+
+def parts_of(root: Path, path: Path) -> list[str]:
+    """Return the names of the files of one model."""
+    names = [path.name] if path != root else models(root)
+    parts = [_PART.fullmatch(name) for name in names]
+    first = parts[0] if parts else None
+    if first is None and len(names) == 1:
+        return names
+    if first is None or any(one is None or one[1] != first[1] for one in parts):
+        raise FormatError(
+            f"this folder contains {counted(len(names), 'GGUF file')}, and each may be a model",
+            where=str(root),
+            why=listed(names),
+            hint="pass one of these files",
+        )
+    count = int(first[3])
+    wanted = [f"{first[1]}-{n:05d}-of-{first[3]}{SUFFIX}" for n in range(1, count + 1)]
+    missing = [name for name in wanted if not (root / name).is_file()]
+    if missing or not wanted:
+        raise DamagedError(
+            f"{len(missing):,} of {counted(count, 'file is', 'files are')} missing",
+            where=str(root),
+            why=listed(missing),
+            hint="copy the remaining files of the model",
+        )
+    return wanted
 
 
 def _require_all(root: Path, headers: Mapping[str, Header]) -> None:
@@ -110,38 +143,23 @@ def _tensors(root: Path, headers: Mapping[str, Header]) -> dict[str, TensorEntry
     of: dict[str, str] = {}
     for file, header in headers.items():
         for one in header.tensors:
-            entry = _entry(file, one)
+            name, dtype, shape = one.name, PLAIN.get(one.kind), one.shape
+            if dtype is None:
+                block = BLOCKS[one.kind]
+                name, dtype = f"{name}.{block.name}", "uint8"
+                shape = (*shape[:-1], shape[-1] // block.elements * block.nbytes)
             if of.setdefault(one.name, file) != file:
                 why = f"it is in {listed([of[one.name], file])}"
                 raise DamagedError(f"duplicate tensor `{one.name}`", where=str(root), why=why)
-            if entry.name in found:
+            if name in found:
                 why = (
                     f"without its type suffix, `{one.name}` in {file} has the same name as "
                     "another tensor"
                 )
-                raise UnsupportedError(f"duplicate tensor `{entry.name}`", where=str(root), why=why)
-            found[entry.name] = entry
+                raise UnsupportedError(f"duplicate tensor `{name}`", where=str(root), why=why)
+            extent = Extent(Box.whole(shape), file, one.offset, one.nbytes)
+            found[name] = TensorEntry(name, dtype, shape, (extent,), (name,))
     return found
-
-
-def _entry(file: str, one: Stored) -> TensorEntry:
-    name, dtype, shape = one.name, PLAIN.get(one.kind), one.shape
-    if dtype is None:
-        block = BLOCKS[one.kind]
-        name, dtype = f"{name}.{block.name}", "uint8"
-        shape = (*shape[:-1], shape[-1] // block.elements * block.nbytes)
-    extent = Extent(Box.whole(shape), file, one.offset, one.nbytes)
-    return TensorEntry(name, dtype, shape, (extent,), (name,))
-
-
-def _config(
-    files: SourceFiles, headers: Mapping[str, Header], tensors: Mapping[str, TensorEntry]
-) -> tuple[dict[str, object] | None, tuple[str, ...]]:
-    """Return the config.json that the metadata amounts to; None: of a model that is not known."""
-    metadata = next(iter(headers.values())).metadata
-    values = {key: value for key, value in metadata.items() if not isinstance(value, Many)}
-    counts = {key: value.count for key, value in metadata.items() if isinstance(value, Many)}
-    return described(values, counts, tensors, _factors(files, tensors))
 
 
 def _factors(files: SourceFiles, tensors: Mapping[str, TensorEntry]) -> Sequence[float] | None:
@@ -382,7 +400,7 @@ def _placed(
 def _nbytes(cursor: _Cursor, name: str, shape: tuple[int, ...], kind: int) -> int:
     count = math.prod(shape)
     if kind in PLAIN:
-        return count * _WIDTHS[PLAIN[kind]]
+        return count * itemsize(PLAIN[kind])
     if kind not in BLOCKS:
         raise MalformedError(f"`{name}` has the unknown type {kind}")
     block = BLOCKS[kind]
@@ -391,8 +409,3 @@ def _nbytes(cursor: _Cursor, name: str, shape: tuple[int, ...], kind: int) -> in
             f"a row of `{name}` is not a multiple of {counted(block.elements, 'element')}"
         )
     return count // block.elements * block.nbytes
-
-
-_WIDTHS = {"float32": 4, "float16": 2, "bfloat16": 2, "float64": 8} | {
-    f"int{8 * width}": width for width in (1, 2, 4, 8)
-}

@@ -102,7 +102,11 @@ class _Joiner:
     def joined(self, name: str, pieces: Sequence[_Piece]) -> TensorEntry:
         """Return the canonical tensor called *name*."""
         first = pieces[0]
-        entry, shape = first.entry, self._whole(first)
+        entry, shape, spelling = first.entry, first.shape, first.spelling
+        if spelling.half is not None and shape:
+            shape = (len(HALVES) * shape[0], *shape[1:])
+        if spelling.expert is not None:
+            shape = (self.experts[spelling.family], *shape)
         self._require_parts(name, pieces)
         unread = next((p.entry.unsupported for p in pieces if p.entry.unsupported), None)
         columns = [_columns(piece.entry) for piece in pieces]
@@ -128,13 +132,6 @@ class _Joiner:
             files = [gone[at][1] for at in (rows.at if rows.at is not None else range(len(gone)))]
             found += zip(rows.boxes, files, strict=True)
         return tuple(found)
-
-    def _whole(self, piece: _Piece) -> _Shape:
-        """Return the shape of the canonical tensor that *piece* is part of."""
-        shape, one = piece.shape, piece.spelling
-        if one.half is not None and shape:
-            shape = (len(HALVES) * shape[0], *shape[1:])
-        return shape if one.expert is None else (self.experts[one.family], *shape)
 
     def _require_parts(self, name: str, pieces: Sequence[_Piece]) -> None:
         """Refuse parts that are not those of one tensor; note, or refuse, that some are missing."""
@@ -225,14 +222,10 @@ def _columns(entry: TensorEntry) -> ExtentColumns | None:
         return extents
     if len({one.codec for one in extents}) > 1:
         return None
-    boxes = BoxColumns([e.box.offsets for e in extents], [e.box.sizes for e in extents])
-    return ExtentColumns(
-        boxes,
-        [e.file for e in extents],
-        [e.offset for e in extents],
-        [e.nbytes for e in extents],
-        extents[0].codec if extents else "torch",
-    )
+    rows = ((e.box.offsets, e.box.sizes, e.file, e.offset, e.nbytes) for e in extents)
+    columns = ExtentColumns.of(rows)
+    columns.codec = extents[0].codec if extents else columns.codec
+    return columns
 
 
 def _cut(entry: TensorEntry, boxes: BoxColumns, where: str) -> Sequence[_Rows]:

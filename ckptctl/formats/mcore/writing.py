@@ -89,7 +89,10 @@ def lay_out(request: OutputRequest) -> Output:
     run = training(request.tensors, request.blobs, request.notes)
     request = replace(request, tensors=[t for t in request.tensors if t not in run.tensors])
     layers = stacked(request.tensors) if request.stack_layers else Layers()
-    objects = _objects(request, run, layers)
+    # The objects that Megatron-Core asks for: those of the source, else empty ones.
+    model = [tensor for tensor in request.tensors if not is_state(tensor.name)]
+    held = (stored_object(blob, layers) for blob in run.objects)
+    objects = [*{blob.name: blob for blob in (*extra_states(model, layers), *held)}.values()]
     writer, places = DataFiles(), dict[str, list[Place]]()
     stored: dict[str, OutputTensor] = {}
     for position, shard in enumerate(shards(request)):
@@ -126,14 +129,6 @@ def lay_out(request: OutputRequest) -> Output:
         above={POINTER: run.pointer.encode()},
         own=tuple(described.common),
     )
-
-
-def _objects(request: OutputRequest, run: Training, layers: Layers) -> list[Blob]:
-    """Return the objects that Megatron-Core asks for: those of the source, else empty ones."""
-    model = [tensor for tensor in request.tensors if not is_state(tensor.name)]
-    empty = {blob.name: blob for blob in extra_states(model, layers)}
-    held = (stored_object(blob, layers) for blob in run.objects)
-    return [*{**empty, **{blob.name: blob for blob in held}}.values()]
 
 
 def _with_tensors(

@@ -88,6 +88,7 @@ def read(path: Path, asked: ReadOptions, name: str) -> Catalog:
         rest = {k: value for k, value in values if not is_model(k) and k not in _LEFT_OUT}
         others.add(rest, (), first.file, str(path / first.file))
         sizes = {state.file: files.size(state.file) for state in grid.states.values()}
+    facts = dict(_facts(grid.first.arguments))
     own = {folder, POINTER, *(file.split("/")[0] for file in grid.files.values())}
     around = beside(path, own)
     return replace(
@@ -95,7 +96,7 @@ def read(path: Path, asked: ReadOptions, name: str) -> Catalog:
         files=sizes,
         tensors={**tensor_entries(model.joined), **others.tensors},
         blobs=others.blobs,
-        arguments=dict(_facts(grid.first.arguments)),
+        stated={f"the trainer's arguments in {path}": facts} if facts else {},
         notes=(
             *_notes(grid, model, path),
             *others.notes,
@@ -236,7 +237,8 @@ class JoinedModel:
         like = self._require_alike(key, held)
         for rank in range(self.grid.sizes.expert):
             name, is_expert = self.names.whole(chunk, key, rank)
-            rule = self._rule(name)
+            alone = len(self.grid.files) == 1
+            rule = _WHOLE if alone else self.names.rules.find(name) or _WHOLE
             division = self._division(rule, chunk, key, like.tensor)
             said = self.grid.first.argument(rule.size) if rule.size else None
             if rule.dim is not None and said not in (None, division.shape[rule.dim]):
@@ -249,10 +251,6 @@ class JoinedModel:
             self._join(name, division, like, mine if is_expert else held, is_expert)
             if not is_expert:
                 return
-
-    def _rule(self, name: str) -> DivisionRule:
-        alone = len(self.grid.files) == 1
-        return _WHOLE if alone else self.names.rules.find(name) or _WHOLE
 
     def _require_alike(
         self, key: str, held: Mapping[GridPosition, LocalTensor | None]
@@ -392,8 +390,10 @@ class Names:
             if names is None:
                 lost = chunk
                 continue
-            numbers = _numbers(names, f"{container}.")
-            self._require_from_zero(numbers, f"{container}.")
+            prefix = f"{container}."
+            inside = (name.removeprefix(prefix) for name in names if name.startswith(prefix))
+            numbers = {_number(name.partition(".")[0]) for name in inside}
+            self._require_from_zero(numbers, prefix)
             if lost and numbers:
                 raise self._wrong(
                     "the number of layers is unknown",
@@ -464,11 +464,6 @@ class Names:
 
     def _wrong(self, what: str, why: str) -> UnsupportedError:
         return UnsupportedError(what, where=self.where, why=why)
-
-
-def _numbers(names: Iterable[str], prefix: str) -> set[int]:
-    parts = (n[len(prefix) :].partition(".")[0] for n in names if n.startswith(prefix))
-    return {_number(part) for part in parts}
 
 
 def _number(digits: str) -> int:

@@ -228,7 +228,12 @@ class JoinedShards:
         params, config = self.documents.get("params.json"), self.documents.get("config.json")
         heads = read_sizes(self.family, params=params) if params else self.stored.axes
         possible = possible_repeats(heads, self.ranks)
-        repeated = [key for key in self.order if self._is_repeated(key)]
+        family, layout = self.family, self.layout
+        repeated = [
+            key
+            for key in self.order
+            if any(cut.axis in family.repeated for cut in cuts(family, layout, key))
+        ]
         if not repeated or not possible:
             return 1
         stated = read_sizes(self.family, config).get("k") if config else None
@@ -257,9 +262,6 @@ class JoinedShards:
                 kept = self.ranks // repeats
                 self.documents["params.json"] = amended(params, "n_kv_heads", kept)
         return repeats
-
-    def _is_repeated(self, key: str) -> bool:
-        return any(cut.axis in self.family.repeated for cut in cuts(self.family, self.layout, key))
 
     def _copies(self, files: SourceFiles, key: str, repeats: int) -> bool:
         """Whether neighbors hold the same in the parts that are repeated."""

@@ -202,7 +202,21 @@ class RankMerger:
                 hint="pass one of the files if each is a separate checkpoint",
             )
 
-    def lost(self) -> Lost:
+    def heads(self) -> set[str | int]:
+        """Return the first keys of all tensors."""
+        return {known.path[0] for known in self._tensors.values() if known.path}
+
+    def finish(self) -> Leaves:
+        """Return everything that was taken; whether shards tile their tensors is not checked."""
+        notes = [
+            *kept_apart(self._copies.differing),
+            *unknown_notes(self._blobs.values()),
+            *self._copies.notes(),
+        ]
+        self.faults.lost |= self._lost()
+        return Leaves(tensor_entries(self._tensors), self._blobs, notes)
+
+    def _lost(self) -> Lost:
         """Return for each tensor the boxes that are only in files that cannot be used."""
         found: Lost = {}
         for key, known in self._tensors.items():
@@ -216,19 +230,6 @@ class RankMerger:
                     gone = tuple((box, gap.file) for box in boxes if box not in known.extents)
                     found[key] = (*found.get(key, ()), *gone)
         return {key: gone for key, gone in found.items() if gone}
-
-    def heads(self) -> set[str | int]:
-        """Return the first keys of all tensors."""
-        return {known.path[0] for known in self._tensors.values() if known.path}
-
-    def finish(self) -> Leaves:
-        """Return everything that was taken; whether shards tile their tensors is not checked."""
-        return Leaves(tensor_entries(self._tensors), self._blobs, list(self._notes()))
-
-    def _notes(self) -> Iterable[str]:
-        yield from kept_apart(self._copies.differing)
-        yield from unknown_notes(self._blobs.values())
-        yield from self._copies.notes()
 
 
 def same_value(one: object, other: object) -> bool:
