@@ -214,8 +214,19 @@ def _files_of(files: SourceFiles, merger: RankMerger) -> _Found:
     found = _Found(said or Metadata())
     for path in sorted(files.root.iterdir()):
         match = NAME.fullmatch(path.name)
-        if match and is_there(path) and _is_own(match):
-            _place(found, match, files)
+        if not match or not is_there(path) or not _is_own(match):
+            continue
+        name, rank = match["item"], int(match["rank"])
+        if match["kind"] == "bin" and path.stat().st_size > MAX_RAW:
+            found.raw.append(path.name)
+            continue
+        twin = found.items.setdefault(name, {}).setdefault(rank, path.name)
+        if twin != path.name:
+            raise UnsupportedError(
+                f"two files contain item `{name}` of rank {rank}",
+                where=str(files.root),
+                why=listed([twin, path.name]),
+            )
     items = found.metadata.items
     for name, item in items.items():
         found.items.setdefault(name, {}).update(item.files)
@@ -231,20 +242,6 @@ def _files_of(files: SourceFiles, merger: RankMerger) -> _Found:
     for name, item in items.items():
         _require(merger, found, name, item.ranks or range(found.world))
     return found
-
-
-def _place(found: _Found, match: re.Match[str], files: SourceFiles) -> None:
-    name, rank = match["item"], int(match["rank"])
-    if match["kind"] == "bin" and (files.root / match.string).stat().st_size > MAX_RAW:
-        found.raw.append(match.string)
-        return
-    twin = found.items.setdefault(name, {}).setdefault(rank, match.string)
-    if twin != match.string:
-        raise UnsupportedError(
-            f"two files contain item `{name}` of rank {rank}",
-            where=str(files.root),
-            why=listed([twin, match.string]),
-        )
 
 
 def _joined(files: SourceFiles, found: _Found, merger: RankMerger) -> Leaves:

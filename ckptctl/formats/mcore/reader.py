@@ -87,7 +87,7 @@ def read(path: Path, asked: ReadOptions, name: str) -> Catalog:
         common = _common(files, faults) if inside is None else _common_state(files, inside, faults)
         place = COMMON if inside is None else COMMON_STATE
         require_harmless(common.blobs.values(), str(folder / place))
-        arguments = told(common.blobs)
+        arguments = trainer_arguments(common.blobs)
         catalog = canonical(catalog, faults, arguments)
         around = folder.parent / CONFIGURATION  # verl's
         described = documents(around) if around.is_dir() else {}
@@ -98,26 +98,26 @@ def read(path: Path, asked: ReadOptions, name: str) -> Catalog:
         if inside is not None or is_there(folder / COMMON):
             file = COMMON if inside is None else inside.file or ""
             catalog = with_leaves(files, catalog, file, common)
-        told_of = records(folder, {place: arguments}, faults)
-        catalog = in_order(catalog, told_of)
+        recorded = records(folder, {place: arguments}, faults)
+        catalog = in_order(catalog, recorded)
     other = passed_over(path, folder)
-    beside = tuple(_beside(folder, path, other, asked, name)) if other else ()
+    others_findings = tuple(_other_findings(folder, path, other, asked, name)) if other else ()
     note = (
         f"the checkpoint contains two models; this is the actor. Pass `{other}` for the other one"
     )
     documented: dict[str, Json] = {**described, **catalog.documents}
-    if stated := peft_words(told_of.get(RUN_CONFIG, {})):
+    if stated := peft_words(recorded.get(RUN_CONFIG, {})):
         documented[ADAPTER] = {**adapter_config(folder).get(ADAPTER, {}), **stated}
     return replace(
         catalog,
-        records=told_of,
+        records=recorded,
         documents=documented,
-        findings=(*faults.findings, *beside),
+        findings=(*faults.findings, *others_findings),
         notes=(*catalog.notes, *((note,) * bool(other))),
     )
 
 
-def _beside(
+def _other_findings(
     folder: Path, path: Path, other: str, asked: ReadOptions, name: str
 ) -> Iterator[Finding]:
     """Refuse, or note, what is wrong with the *other* model of the step *path*.
@@ -177,7 +177,7 @@ def _leaves(
     return found
 
 
-def told(blobs: Mapping[str, Blob]) -> dict[str, object]:
+def trainer_arguments(blobs: Mapping[str, Blob]) -> dict[str, object]:
     """Return the trainer's arguments among the leaves of ``common.pt``, by their own names."""
     record = blobs[ARGUMENTS].value if ARGUMENTS in blobs else None
     state = record.state if isinstance(record, Inert) else record

@@ -12,7 +12,7 @@ first layer follows the last one of the part before it.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 
@@ -123,7 +123,7 @@ def _notes(grid: Grid, model: JoinedModel, root: Path) -> Iterator[str]:
         yield f"skipped `{OPTIMIZER}`: flat buffers without parameter names"
     if any(state.extra for state in grid.states.values()):
         yield "skipped `_extra_state` of layers: it does not contain model tensors"
-    yield from model.copies.compared.notes()
+    yield from model.compared.notes()
 
 
 def _facts(arguments: Mapping[str, object]) -> Iterator[tuple[str, object]]:
@@ -145,77 +145,12 @@ def _facts(arguments: Mapping[str, object]) -> Iterator[tuple[str, object]]:
 _WHOLE = DivisionRule((), None)
 
 
-@dataclass(slots=True)
-class Copies:
-    """Compares copies.
-
-    Attributes:
-        compared: What is known of copies.
-        where: The save, for errors.
-        divided: The checksums of what tensor-parallel ranks divide, by rank; those of the first
-            expert-parallel ranks, as the others have the same.
-        experts: The checksums of each rank's experts.
-    """
-
-    compared: CopyComparison
-    where: str
-    divided: dict[GridPosition, list[int | None]] = field(default_factory=dict)
-    experts: dict[GridPosition, list[int | None]] = field(default_factory=dict)
-
-    def require_same(
-        self, name: str, dtype: str, one: Extent, other: Extent, *, claimed: bool
-    ) -> None:
-        """Refuse two extents that have different values.
-
-        Copies that a rule alone has *claimed* are always read. Of others the recorded checksums are
-        compared, and those that have none are read if they are small.
-        """
-        first, second = (separate_entry(name, dtype, extent) for extent in (one, other))
-        same = (
-            same_elements(self.compared.files, first, second, of_any_size=True)
-            if claimed
-            else self.compared.is_same(first, second, name)
-        )
-        if not same:
-            raise UnsupportedError(
-                f"the copies of `{name}` differ",
-                where=self.where,
-                why=("according to the rules, every rank has a copy; " if claimed else "")
-                + f"{one.box} differs between `{one.file}` and `{other.file}`",
-                hint="check for files of different saves, a damaged file, or a wrong rule",
-            )
-
-    def note(
-        self, place: GridPosition, tensor: StoredTensor, *, divided: bool, expert: bool
-    ) -> None:
-        """Remember what a rank alone has."""
-        if expert:
-            self.experts.setdefault(place, []).append(tensor.crc32)
-        elif divided and place.expert == 0:
-            self.divided.setdefault(place, []).append(tensor.crc32)
-
-    def refuse_copied_files(self, grid: Grid) -> None:
-        """Refuse two files with the same parts of everything: one was copied over the other."""
-        for held in (self.divided, self.experts):
-            seen: dict[tuple[int | None, ...], GridPosition] = {}
-            for place, checksums in held.items():
-                other = seen.setdefault(tuple(checksums), place)
-                if other != place and None not in checksums:
-                    raise UnsupportedError(
-                        f"`{grid.files[place]}` records the same checksums as "
-                        f"`{grid.files[other]}`",
-                        where=self.where,
-                        why="the checksums of all divided tensors are equal",
-                        hint="restore the file that was overwritten by a copy of the other",
-                    )
-
-
 class JoinedModel:
     """The whole model; without *rules* one rank has all of it.
 
     Attributes:
         joined: The tensors by name; with holes where a rank's file could not be read.
-        copies: Has the names of tensors whose copies were not compared.
+        compared: What is known of copies.
     """
 
     def __init__(self, files: SourceFiles, grid: Grid, rules: Rules | None, where: str) -> None:
@@ -223,13 +158,17 @@ class JoinedModel:
             require_rules(grid, rules, where)
         self.grid, self.where = grid, where
         self.names = Names(grid, rules or Rules(where), where)
-        self.copies = Copies(CopyComparison(files), where)
+        self.compared = CopyComparison(files)
         self.joined: dict[str, JoinedTensor] = {}
         self._lost: dict[str, dict[Box, str]] = {}
+        # Checksums of what a rank alone has: parts of tensors, and its experts. Of parts those of
+        # the first expert-parallel ranks, as the others have the same.
+        self._divided: dict[GridPosition, list[int | None]] = {}
+        self._experts: dict[GridPosition, list[int | None]] = {}
         for chunk, keys in self.names.chunks.items():
             for key in keys:
                 self._add(chunk, key)
-        self.copies.refuse_copied_files(grid)
+        self._refuse_copied_files()
 
     def _add(self, chunk: VirtualStage, key: str) -> None:
         """Add a tensor, or that of each expert-parallel rank."""
@@ -315,9 +254,49 @@ class JoinedModel:
                 extent = part_extent(extent, dtype, local.tensor.shape, start, box)
                 before = tensor.add(extent)
                 if before is not None:
-                    self.copies.require_same(key, dtype, before, extent, claimed=not divided)
-            if local is not None:
-                self.copies.note(place, local.tensor, divided=divided, expert=is_expert)
+                    self._require_same(key, dtype, before, extent, claimed=not divided)
+            if local is not None and is_expert:
+                self._experts.setdefault(place, []).append(local.tensor.crc32)
+            elif local is not None and divided and place.expert == 0:
+                self._divided.setdefault(place, []).append(local.tensor.crc32)
+
+    def _require_same(
+        self, name: str, dtype: str, one: Extent, other: Extent, *, claimed: bool
+    ) -> None:
+        """Refuse two extents that have different values.
+
+        Copies that a rule alone has *claimed* are always read. Of others the recorded checksums are
+        compared, and those that have none are read if they are small.
+        """
+        first, second = (separate_entry(name, dtype, extent) for extent in (one, other))
+        same = (
+            same_elements(self.compared.files, first, second, of_any_size=True)
+            if claimed
+            else self.compared.is_same(first, second, name)
+        )
+        if not same:
+            raise UnsupportedError(
+                f"the copies of `{name}` differ",
+                where=self.where,
+                why=("according to the rules, every rank has a copy; " if claimed else "")
+                + f"{one.box} differs between `{one.file}` and `{other.file}`",
+                hint="check for files of different saves, a damaged file, or a wrong rule",
+            )
+
+    def _refuse_copied_files(self) -> None:
+        """Refuse two files with the same parts of everything: one was copied over the other."""
+        for held in (self._divided, self._experts):
+            seen: dict[tuple[int | None, ...], GridPosition] = {}
+            for place, checksums in held.items():
+                other = seen.setdefault(tuple(checksums), place)
+                if other != place and None not in checksums:
+                    raise UnsupportedError(
+                        f"`{self.grid.files[place]}` records the same checksums as "
+                        f"`{self.grid.files[other]}`",
+                        where=self.where,
+                        why="the checksums of all divided tensors are equal",
+                        hint="restore the file that was overwritten by a copy of the other",
+                    )
 
     @property
     def lost(self) -> dict[str, tuple[tuple[Box, str], ...]]:
