@@ -250,7 +250,7 @@ class JoinedModel:
                 if local is None:
                     self._lost.setdefault(key, {}).setdefault(box, file)
                     continue
-                extent = extent_of(local.tensor, file)
+                extent = extent_of(local.tensor, file, box)
                 extent = part_extent(extent, dtype, local.tensor.shape, start, box)
                 before = tensor.add(extent)
                 if before is not None:

@@ -78,7 +78,7 @@ def separate_entry(name: str, dtype: str, extent: Extent) -> TensorEntry:
 def part_extent(extent: Extent, dtype: str, shape: Integers, start: Integers, box: Box) -> Extent:
     """Return the extent of *box* in that of a local tensor of *shape*, where it has its *start*."""
     if box.sizes == shape:
-        return replace(extent, box=box)
+        return extent if extent.box is box else replace(extent, box=box)
     strides, item = extent.strides or row_major(shape), dtypes.itemsize(dtype)
     _, span, dense = geometry(box.sizes, strides)
     return Extent(

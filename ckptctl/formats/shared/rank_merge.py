@@ -139,7 +139,7 @@ class RankMerger:
         if self.faults.partial:
             known.held_by = leaf.held_by
         for box, tensor, start in leaf.pieces:
-            local = extent_of(tensor, file)
+            local = extent_of(tensor, file, box)
             extent = part_extent(local, leaf.dtype, tensor.shape, start, box)
             before = known.add(extent)
             if before is None:
