@@ -10,7 +10,6 @@ Sources: ``docs/gguf.md`` of ggml; ``gguf/constants.py`` and ``gguf_reader.py`` 
 from __future__ import annotations
 
 import math
-import re
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -19,8 +18,7 @@ from typing import Any
 
 from ckptctl.catalog import Box, Catalog, Extent, TensorEntry
 from ckptctl.dtypes import itemsize
-from ckptctl.errors import DamagedError, FormatError, UnsupportedError, listed
-from ckptctl.formats.gguf import MAGIC, SUFFIX, models
+from ckptctl.errors import DamagedError, UnsupportedError, listed
 from ckptctl.formats.sidecar_files import beside
 from ckptctl.planner.configs.gguf import FACTORS, described, sizes_of
 from ckptctl.planner.quantization.ggml import BLOCKS, PLAIN
@@ -29,7 +27,6 @@ from ckptctl.storage.schema import MalformedError, malformed
 from ckptctl.units import counted
 
 CONFIG = "config.json"
-_PART = re.compile(r"(.*)-([0-9]{5})-of-([0-9]{5})\.gguf", re.DOTALL)
 MAX_FACTORS = 1 << 12
 VERSIONS = (2, 3)
 ALIGNMENT = "general.alignment"
@@ -62,10 +59,9 @@ _CLAIMS = tuple(struct.Struct(f"<{rank}QIQ") for rank in range(MAX_DIMS + 1))
 """What follows the name and the rank of a tensor: its dimensions, type and offset."""
 
 
-def read(path: Path, name: str) -> Catalog:
-    """Return the catalog of the file or folder *path*; see :meth:`Format.read`."""
+def read(path: Path, names: Sequence[str], name: str) -> Catalog:
+    """Return the catalog of the model in the file or folder *path* that has files of *names*."""
     root = path if path.is_dir() else path.parent
-    names = parts_of(root, path)
     with source_files(root) as files:
         headers = {file: read_header(files, file) for file in names}
         _require_all(root, headers)
@@ -88,33 +84,6 @@ def read(path: Path, name: str) -> Catalog:
         stated={f"the metadata of {root / names[0]}": sizes_of(config)} if own and config else {},
         notes=() if own else notes,
     )
-
-
-def parts_of(root: Path, path: Path) -> list[str]:
-    """Return the names of the files of one model."""
-    names = [path.name] if path != root else models(root)
-    parts = [_PART.fullmatch(name) for name in names]
-    first = parts[0] if parts else None
-    if first is None and len(names) == 1:
-        return names
-    if first is None or any(one is None or one[1] != first[1] for one in parts):
-        raise FormatError(
-            f"this folder contains {counted(len(names), 'GGUF file')}, and each may be a model",
-            where=str(root),
-            why=listed(names),
-            hint="pass one of these files",
-        )
-    count = int(first[3])
-    wanted = [f"{first[1]}-{n:05d}-of-{first[3]}{SUFFIX}" for n in range(1, count + 1)]
-    missing = [name for name in wanted if not (root / name).is_file()]
-    if missing or not wanted:
-        raise DamagedError(
-            f"{len(missing):,} of {counted(count, 'file is', 'files are')} missing",
-            where=str(root),
-            why=listed(missing),
-            hint="copy the remaining files of the model",
-        )
-    return wanted
 
 
 def _require_all(root: Path, headers: Mapping[str, Header]) -> None:
@@ -227,7 +196,7 @@ def read_header(files: SourceFiles, name: str) -> Header:
     """
     cursor = _Cursor(files, name)
     with malformed("unsupported GGUF file", cursor.where):
-        if cursor.size < 4 or cursor.take(4) != MAGIC:
+        if cursor.size < 4 or cursor.take(4) != b"GGUF":
             raise MalformedError("the file does not start with `GGUF`")
         version = cursor.number("<I")
         if version not in VERSIONS:

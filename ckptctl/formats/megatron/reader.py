@@ -345,9 +345,10 @@ class Names:
         said = first.argument("virtual_pipeline_model_parallel_size")
         odd = next((s for s in self.grid.states.values() if len(s.chunks) != parts), None)
         if odd is not None or (said is not None and said != parts):
-            raise self._wrong(
+            raise UnsupportedError(
                 "the ranks disagree on the number of virtual pipeline stages",
-                f"`{first.file}` has {parts}, "
+                where=self.where,
+                why=f"`{first.file}` has {parts}, "
                 + (
                     f"`{odd.file}` has {len(odd.chunks)}"
                     if odd
@@ -374,19 +375,21 @@ class Names:
             numbers = {_number(name.partition(".")[0]) for name in inside}
             self._require_from_zero(numbers, prefix)
             if lost and numbers:
-                raise self._wrong(
+                raise UnsupportedError(
                     "the number of layers is unknown",
-                    f"all files of pipeline stage {lost[1]} are missing, and only they record its "
-                    "number of layers",
+                    where=self.where,
+                    why=f"all files of pipeline stage {lost[1]} are missing, and only they record "
+                    "its number of layers",
                 )
             self.first[chunk, container] = total
             total += len(numbers)
         said = self.grid.first.argument(argument)
         if total and not lost and said is not None and said != total:
-            raise self._wrong(
+            raise UnsupportedError(
                 "layers are missing, or there are too many",
-                f"`{container}` has {counted(total, 'layer')}, but the argument `{argument}` is "
-                f"{said:,}",
+                where=self.where,
+                why=f"`{container}` has {counted(total, 'layer')}, but the argument `{argument}` "
+                f"is {said:,}",
             )
 
     def _count_experts(self, chunk: VirtualStage) -> None:
@@ -402,9 +405,10 @@ class Names:
             self._require_from_zero(numbers, before)
             self.experts[chunk, before, after] = len(numbers)
             if said is not None and said != len(numbers) * ranks:
-                raise self._wrong(
+                raise UnsupportedError(
                     "experts are missing, or there are too many",
-                    f"`{before}*{after}` has {counted(len(numbers), 'expert')} on each of "
+                    where=self.where,
+                    why=f"`{before}*{after}` has {counted(len(numbers), 'expert')} on each of "
                     f"{counted(ranks, 'rank')}, but the argument `{self.rules.experts_count}` is "
                     f"{said:,}",
                 )
@@ -436,13 +440,11 @@ class Names:
         found = set(numbers)
         if found and max(found) != len(found) - 1:
             missing = next(n for n in range(len(found)) if n not in found)
-            raise self._wrong(
+            raise UnsupportedError(
                 "the layer or expert numbers of a rank have a gap",
-                f"`{what}{missing}` is missing, but `{what}{max(found)}` exists",
+                where=self.where,
+                why=f"`{what}{missing}` is missing, but `{what}{max(found)}` exists",
             )
-
-    def _wrong(self, what: str, why: str) -> UnsupportedError:
-        return UnsupportedError(what, where=self.where, why=why)
 
 
 def _number(digits: str) -> int:
