@@ -335,11 +335,9 @@ class Catalog:
             behind them; and why it does not travel.
         documents: ``config.json`` and ``params.json`` where there are any, parsed; params as they
             hold for *tensors*, when shards repeat heads.
-        arguments: What the trainer was told of the model, by the names of config.json, where it is
-            recorded.
-        records: What Megatron's programs record of the model, in their own words, by file.
-        stated: What files of weights themselves say of the model's sizes, by the names of
-            config.json, by file; only where a config.json lies beside them.
+        records: What trainers record of the model in words of their own, by file.
+        stated: What else states facts of the model, such as a trainer's arguments or the metadata
+            of weights: these facts by the names of config.json.
         metadata: Free-form strings that the format carries.
         notes: What a reader should know: disabled checksums, files that nothing refers to, ...
         computed: The virtual files that extents of *tensors* lie in, by name.
@@ -362,7 +360,6 @@ class Catalog:
     assets: Mapping[str, int] = field(default_factory=dict)
     others: Mapping[str, str] = field(default_factory=dict)
     documents: Mapping[str, Mapping[str, object]] = field(default_factory=dict)
-    arguments: Mapping[str, object] = field(default_factory=dict)
     records: Mapping[str, Mapping[str, object]] = field(default_factory=dict)
     stated: Mapping[str, Mapping[str, object]] = field(default_factory=dict)
     metadata: Mapping[str, str] = field(default_factory=dict)

@@ -91,7 +91,7 @@ class OutputRequest:
         family: The model's; None: it is not known.
         sizes: Its axis sizes.
         stack_layers: Whether equal layers become one tensor each, for formats that can do that.
-        records: What Megatron's programs recorded of the model, by file; empty: nothing.
+        records: What trainers recorded of the model in words of their own, by file.
         adapter: What ``adapter_config.json`` says, or would say, of low-rank factors; None: these
             are the tensors of a model.
         layout: The layout that was asked for; None: it is the format's own, or the source's.

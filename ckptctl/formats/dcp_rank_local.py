@@ -12,7 +12,6 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from ckptctl.catalog import Box, Catalog, Extent, Finding, TensorEntry
 from ckptctl.columns import boxes_of, vectors_of
@@ -26,9 +25,6 @@ from ckptctl.storage.paths import is_there
 from ckptctl.storage.read_ahead import ahead
 from ckptctl.storage.threads import no_collection
 from ckptctl.units import counted
-
-if TYPE_CHECKING:
-    pass
 
 _RANK = re.compile(r"__(0|[1-9]\d*)\.metadata")
 _UNFINISHED = re.compile(r"__(0|[1-9]\d*)\.metadata\.tmp")

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from itertools import islice, product
 from pathlib import Path
 
@@ -29,6 +29,11 @@ from ckptctl.formats.base import AS_IT_IS, Format, ReadOptions, Sniff
 from ckptctl.formats.hf.files import INDEX, SHARD
 from ckptctl.formats.shared.findings import Faults, Lost
 from ckptctl.formats.shared.indexes import integers
+from ckptctl.formats.shared.joined_tensors import (
+    JoinedTensor,
+    ranks_disagree_error,
+    tensor_entries,
+)
 from ckptctl.formats.sidecar_files import beside
 from ckptctl.planner.boxes import coverage
 from ckptctl.storage.files import SourceFiles, source_files
@@ -79,15 +84,18 @@ class HfRankShardsFormat(Format):
         files_each = int(next(iter(shards.values()))[3])
         faults = Faults(path, asked.partial)
         _require_all(shards, ranks, files_each, faults)
-        parts: dict[str, _Parts] = {}
+        joined: dict[str, JoinedTensor] = {}
         sizes: dict[str, int] = {}
         with source_files(path) as files:
             for name in heads_ahead(files, shards):
                 header = faults.read(name, lambda name: _read_header(files, name))
                 if header is not None:
-                    _take(parts, *header, name, str(path / name))
+                    _take(joined, *header, name, str(path / name))
                     sizes[name] = files.size(name)
-        tensors = {key: part.entry(key) for key, part in parts.items()}
+        for tensor in joined.values():
+            if 0 not in tensor.shape:  # empty shards tell how far it reaches, and hold nothing
+                tensor.extents = {box: e for box, e in tensor.extents.items() if box.numel}
+        tensors = tensor_entries(joined)
         for entry in tensors.values():
             _require_whole(entry, path, partial=bool(faults.findings))
         sure = faults.findings or asked.ranks
@@ -110,23 +118,6 @@ class HfRankShardsFormat(Format):
         )
 
 
-@dataclass(slots=True)
-class _Parts:
-    """One tensor, as far as it was found."""
-
-    dtype: str
-    file: str
-    shape: tuple[int, ...]
-    extents: dict[Box, Extent] = field(default_factory=dict)
-
-    def entry(self, name: str) -> TensorEntry:
-        """Return the tensor; empty shards have told how far it reaches and hold nothing."""
-        extents = tuple(
-            extent for box, extent in self.extents.items() if box.numel or 0 in self.shape
-        )
-        return TensorEntry(name, self.dtype, self.shape, extents, (name,))
-
-
 def _doubtful(tensors: Mapping[str, TensorEntry], findings: Sequence[Finding]) -> Lost:
     """Return the tensors that may go on in files that cannot be used: all but those of 0-d.
 
@@ -142,7 +133,11 @@ def _doubtful(tensors: Mapping[str, TensorEntry], findings: Sequence[Finding]) -
 
 
 def _take(
-    parts: dict[str, _Parts], header: SafetensorsHeader, offsets: Offsets, name: str, where: str
+    joined: dict[str, JoinedTensor],
+    header: SafetensorsHeader,
+    offsets: Offsets,
+    name: str,
+    where: str,
 ) -> None:
     """Add the tensors of one file."""
     for key, (dtype, sizes, begin, end) in header.tensors.items():
@@ -155,19 +150,17 @@ def _take(
                 f"{counted(len(start), 'offset')}",
             )
         reach = tuple(map(sum, zip(start, sizes, strict=True)))
-        known = parts.setdefault(key, _Parts(dtype, name, reach))
+        known = joined.setdefault(key, JoinedTensor(dtype, reach, (key,), name))
         if known.dtype != dtype or len(known.shape) != len(reach):
-            raise UnsupportedError(
-                f"two ranks disagree on `{key}`",
-                where=where,
-                why=f"it is {dtype} with {counted(len(reach), 'dimension')} in this file, "
-                f"{known.dtype} with {len(known.shape)} in `{known.file}`",
-                hint="restore the files of one save (these belong to different saves)",
+            why = (
+                f"it is {dtype} with {counted(len(reach), 'dimension')} in this file, "
+                f"{known.dtype} with {len(known.shape)} in `{known.file}`"
             )
+            raise ranks_disagree_error(key, where, why)
         known.shape = tuple(map(max, known.shape, reach))
         extent = Extent(Box(start, sizes), name, begin, end - begin)
-        before = known.extents.setdefault(extent.box, extent)
-        if before is not extent and extent.nbytes:
+        before = known.add(extent)
+        if before is not None and extent.nbytes:
             raise UnsupportedError(
                 f"{extent.box} of `{key}` is in two shards",
                 where=where,

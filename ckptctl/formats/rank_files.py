@@ -126,7 +126,7 @@ class RankFilesFormat(Format):
             notes=tuple(joined.notes),
             replicas=merger.replicas,
             findings=tuple(faults.findings),
-            lost=merger.lost(),
+            lost=faults.lost,
         )
 
 

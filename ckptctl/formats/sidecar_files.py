@@ -95,7 +95,7 @@ _MAX_CODE = 1_000_000
 
 
 @dataclass(frozen=True, slots=True)
-class Beside:
+class SidecarFiles:
     """What lies in a checkpoint's folder and is no part of its weights.
 
     Attributes:
@@ -125,7 +125,7 @@ class Beside:
 
 def beside(
     root: Path, own: Collection[str] | None = None, *, alone: bool = False, documented: bool = True
-) -> Beside:
+) -> SidecarFiles:
     """Tell the files of the model in *root* from all else there.
 
     Args:
@@ -159,16 +159,16 @@ def beside(
             assets[name] = size
         else:
             others[name] = why
-    return Beside(assets, others, documents(root) if documented else {})
+    return SidecarFiles(assets, others, documents(root) if documented else {})
 
 
-def with_folder(root: Path, folder: str, own: Collection[str] = ()) -> Beside:
+def with_folder(root: Path, folder: str, own: Collection[str] = ()) -> SidecarFiles:
     """Return what lies in *root*, and in a folder of it whose files belong beside the others."""
     outer = beside(root, {*own, folder})
     if not (root / folder).is_dir():
         return outer
     inner = beside(root / folder)
-    return Beside(
+    return SidecarFiles(
         {**outer.assets, **{f"{folder}/{name}": size for name, size in inner.assets.items()}},
         {**outer.others, **{f"{folder}/{name}": why for name, why in inner.others.items()}},
         {**inner.documents, **outer.documents},

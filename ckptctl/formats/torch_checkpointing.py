@@ -22,6 +22,7 @@ from ckptctl.formats import rank_files
 from ckptctl.formats.base import AS_IT_IS, Format, ReadOptions, Sniff, require_folder
 from ckptctl.formats.shared.findings import Faults
 from ckptctl.formats.shared.indexes import read_whole
+from ckptctl.formats.shared.joined_tensors import ONE_SAVE
 from ckptctl.formats.shared.leaves import flatten, join
 from ckptctl.formats.sidecar_files import beside
 from ckptctl.storage.files import SourceFiles, source_files
@@ -213,8 +214,19 @@ def _files_of(files: SourceFiles, merger: RankMerger) -> _Found:
     found = _Found(said or Metadata())
     for path in sorted(files.root.iterdir()):
         match = NAME.fullmatch(path.name)
-        if match and is_there(path) and _is_own(match):
-            _place(found, match, files)
+        if not match or not is_there(path) or not _is_own(match):
+            continue
+        name, rank = match["item"], int(match["rank"])
+        if match["kind"] == "bin" and path.stat().st_size > MAX_RAW:
+            found.raw.append(path.name)
+            continue
+        twin = found.items.setdefault(name, {}).setdefault(rank, path.name)
+        if twin != path.name:
+            raise UnsupportedError(
+                f"two files contain item `{name}` of rank {rank}",
+                where=str(files.root),
+                why=listed([twin, path.name]),
+            )
     items = found.metadata.items
     for name, item in items.items():
         found.items.setdefault(name, {}).update(item.files)
@@ -232,20 +244,6 @@ def _files_of(files: SourceFiles, merger: RankMerger) -> _Found:
     return found
 
 
-def _place(found: _Found, match: re.Match[str], files: SourceFiles) -> None:
-    name, rank = match["item"], int(match["rank"])
-    if match["kind"] == "bin" and (files.root / match.string).stat().st_size > MAX_RAW:
-        found.raw.append(match.string)
-        return
-    twin = found.items.setdefault(name, {}).setdefault(rank, match.string)
-    if twin != match.string:
-        raise UnsupportedError(
-            f"two files contain item `{name}` of rank {rank}",
-            where=str(files.root),
-            why=listed([twin, match.string]),
-        )
-
-
 def _joined(files: SourceFiles, found: _Found, merger: RankMerger) -> Leaves:
     for name, ranks in found.items.items():
         for rank, file in ahead(files, sorted(ranks.items()), lambda one: zip_ends(one[1])):
@@ -254,7 +252,6 @@ def _joined(files: SourceFiles, found: _Found, merger: RankMerger) -> Leaves:
     described = found.metadata.items
     if not described:
         merger.refuse_unrelated(str(files.root))
-    merger.faults.lost |= merger.lost()
     for name, item in described.items():
         _add_lost(name, item, joined, merger)
         _compare(name, item, joined, str(files.root / METADATA))
@@ -336,7 +333,7 @@ def _compare(name: str, item: ItemMetadata, joined: Leaves, where: str) -> None:
             f"{METADATA} and the files of item `{name}` list different tensors",
             where=where,
             why=f"`{'.'.join(map(str, path))}` is in {here} but not in {there}",
-            hint="restore the files of one save (these belong to different saves)",
+            hint=ONE_SAVE,
         )
     for path, said in item.tensors.items():
         entry, expected = own[path], said.kind
@@ -346,7 +343,7 @@ def _compare(name: str, item: ItemMetadata, joined: Leaves, where: str) -> None:
                 where=where,
                 why=f"it is {entry.dtype} {list(entry.shape)}, expected {expected[0]} "
                 f"{list(expected[1])}",
-                hint="restore the files of one save (these belong to different saves)",
+                hint=ONE_SAVE,
             )
 
 

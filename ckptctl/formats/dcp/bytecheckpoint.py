@@ -106,20 +106,18 @@ def _views(root: object, where: str) -> _Views:
         for index, header in metadata.all_tensor_metadata.items():
             if header is not None:
                 key = read_as(_Index, index)
-                found[key.fqn, key.offset] = _view(header, f"{where}, `{key.fqn}`")
+                place = f"{where}, `{key.fqn}`"
+                view = loads(
+                    header,
+                    where=place,
+                    table=TORCH_TABLE,
+                    persistent_load=lambda pid: StorageRef(*storage_id(pid)),
+                )
+                if type(view) is not TensorView:
+                    what = "a tensor header does not describe a tensor"
+                    raise UnsupportedError(what, where=place)
+                found[key.fqn, key.offset] = view
     return found
-
-
-def _view(header: bytes, where: str) -> TensorView:
-    view = loads(
-        header,
-        where=where,
-        table=TORCH_TABLE,
-        persistent_load=lambda pid: StorageRef(*storage_id(pid)),
-    )
-    if type(view) is not TensorView:
-        raise UnsupportedError("a tensor header does not describe a tensor", where=where)
-    return view
 
 
 def _raw(entry: TensorEntry, item: Extent, views: _Views, where: str) -> Extent:

@@ -231,7 +231,10 @@ def _leaves(
     metadata: _Metadata, where: str, used: list[Chunks | Places]
 ) -> dict[str, MetadataLeaf]:
     entries = {str(name): entry for name, entry in metadata.state_dict_metadata.items()}
-    flattened = _flattened(metadata.mcore_data)
+    # Megatron-Core before 0.15 saved tensors in other shapes than their own, such as the moments of
+    # its distributed optimizer: a rank has a range of the flat elements of a box, which is no box.
+    held = metadata.mcore_data.items() if isinstance(metadata.mcore_data, dict) else ()
+    flattened = {str(name): integers(facts[RESHAPED]) for name, facts in held if facts}
     paths = metadata.planner_data or {}
     stored = stored_items(metadata.storage_data, where, used)
     known: Boxes = {}
@@ -273,16 +276,6 @@ def refuse_twins(leaves: Mapping[str, MetadataLeaf], where: str) -> None:
                 where=where,
                 why=f"both have the path {'/'.join(map(str, leaf.path))}",
             )
-
-
-def _flattened(data: object) -> dict[str, Vector]:
-    """Return the shapes of tensors that Megatron-Core before 0.15 saved in others than their own.
-
-    Such are the moments of its distributed optimizer: a rank has a range of the flat elements of a
-    box, which is no box.
-    """
-    held = data.items() if isinstance(data, dict) else ()
-    return {str(name): integers(facts[RESHAPED]) for name, facts in held if facts}
 
 
 def _tensor(

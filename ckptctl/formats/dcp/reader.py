@@ -61,8 +61,6 @@ from ckptctl.units import counted
 
 FUSED = ".linear_fc1.weight"
 """What Megatron-Core calls a layer of which Megatron-FSDP saves parts."""
-_Size = int | CkptError
-"""How many bytes a file has, or why that is not known."""
 COMPANION = "meta.pt"
 COMPRESSED = "the checkpoint is compressed; each item is decompressed into a temporary file"
 THROUGH = "the items were written with an extension"
@@ -248,11 +246,7 @@ def _data_files(
     files: SourceFiles, leaves: Mapping[str, MetadataLeaf], copies: Mapping[str, int]
 ) -> dict[str, int]:
     """Return the sizes of the files that items lie in; each must be long enough."""
-    ends = {file: (end, "") for file, end in copies.items()}
-    for leaf in leaves.values():
-        for file, _, end in leaf.ranges:
-            if file not in ends or end > ends[file][0]:
-                ends[file] = (end, leaf.name)
+    ends = _last_items(leaves, copies)
     sizes = sizes_of(
         files,
         ends,
@@ -271,6 +265,18 @@ def _data_files(
     return sizes
 
 
+def _last_items(
+    leaves: Mapping[str, MetadataLeaf], copies: Mapping[str, int]
+) -> dict[str, tuple[int, str]]:
+    """Return for each file the byte after its last item, and the leaf that this is of."""
+    ends = {file: (end, "") for file, end in copies.items()}
+    for leaf in leaves.values():
+        for file, _, end in leaf.ranges:
+            if file not in ends or end > ends[file][0]:
+                ends[file] = (end, leaf.name)
+    return ends
+
+
 def _entry_of(leaf: MetadataLeaf) -> TensorEntry:
     """Return a tensor of the metadata as a catalog has it, its items not yet looked at."""
     if leaf.dtype not in dtypes.BY_NAME:
@@ -287,19 +293,26 @@ def _usable(
     files: SourceFiles, leaves: Mapping[str, MetadataLeaf], faults: Faults
 ) -> dict[str, MetadataLeaf]:
     """Return what lies in files that can be used, and name everything that is missing."""
-    ends: dict[str, int] = {}
-    for leaf in leaves.values():
-        for file, _, end in leaf.ranges:
-            ends[file] = max(ends.get(file, 0), end)
-    sizes = {file: -1 if file in faults.files else _size(files, file) for file in sorted(ends)}
-    for file, end in ends.items():
-        size = sizes[file]
-        if file not in faults.files and (isinstance(size, CkptError) or end > size):
-            faults.findings.append(_unusable(file, end, size, leaves))
+    sizes: dict[str, int] = {}
+    for file, (end, _) in _last_items(leaves, {}).items():
+        if file in faults.files:
+            continue
+        try:
+            size = sizes[file] = files.size(file)
+            if end <= size:
+                continue
+            why = f"{counted(end, 'byte is', 'bytes are')} needed, but the file has {size:,}; "
+            finding = Finding("a data file is truncated", why, file=file)
+        except SourceNotFoundError:
+            finding = Finding("a data file is missing", "", file=file)
+        except CkptError as error:
+            finding = replace(of_error(error, file=file), why="")
+        inside = [n for n, leaf in leaves.items() if any(r[0] == file for r in leaf.ranges)]
+        why = f"{finding.why}it contains parts of {listed(inside, 2)}"
+        faults.findings.append(replace(finding, why=why))
     found: dict[str, MetadataLeaf] = {}
     for name, leaf in leaves.items():
-        held = ((end, sizes[file]) for file, _, end in leaf.ranges)
-        fits = [isinstance(size, int) and end <= size for end, size in held]
+        fits = [end <= sizes.get(file, -1) for file, _, end in leaf.ranges]
         if all(fits):
             found[name] = leaf
         elif leaf.item is None:
@@ -312,27 +325,6 @@ def _usable(
             why = f"it is stored in `{file}`, which cannot be used"
             faults.findings.append(Finding("a value is missing", why, "error", file, name))
     return found
-
-
-def _size(files: SourceFiles, name: str) -> _Size:
-    """Return the size of a file, or why there is none."""
-    try:
-        return files.size(name)
-    except CkptError as error:
-        return error
-
-
-def _unusable(file: str, end: int, size: _Size, leaves: Mapping[str, MetadataLeaf]) -> Finding:
-    inside = [
-        name for name, leaf in leaves.items() if any(held == file for held, _, _ in leaf.ranges)
-    ]
-    held = f"it contains parts of {listed(inside, 2)}"
-    if isinstance(size, SourceNotFoundError):
-        return Finding("a data file is missing", held, file=file)
-    if isinstance(size, CkptError):
-        return replace(of_error(size, file=file), why=held)
-    why = f"{counted(end, 'byte is', 'bytes are')} needed, but the file has {size:,}; {held}"
-    return Finding("a data file is truncated", why, file=file)
 
 
 def with_companion(files: SourceFiles, catalog: Catalog, faults: Faults) -> Catalog:

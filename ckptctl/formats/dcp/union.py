@@ -26,6 +26,7 @@ from ckptctl.errors import (
 from ckptctl.formats.dcp import metadata_name
 from ckptctl.formats.dcp.metadata import UNKNOWN, Item, MetadataLeaf, Origin, refuse_twins
 from ckptctl.formats.shared.findings import UNUSABLE, Faults
+from ckptctl.formats.shared.joined_tensors import ONE_SAVE, ranks_disagree_error
 from ckptctl.formats.shared.leaves import below_rank, join
 from ckptctl.planner.boxes import coverage
 from ckptctl.storage.files import SourceFiles
@@ -83,13 +84,11 @@ class Union:
                 held.leaf.shape,
                 held.leaf.path,
             ):
-                raise UnsupportedError(
-                    f"two ranks disagree on `{name}`",
-                    where=self._file(rank),
-                    why=f"it is {_described(leaf)} in this file and {_described(held.leaf)} for "
-                    f"rank {held.rank}",
-                    hint="restore the files of one save (these belong to different saves)",
+                why = (
+                    f"it is {_described(leaf)} in this file and {_described(held.leaf)} for "
+                    f"rank {held.rank}"
                 )
+                raise ranks_disagree_error(name, self._file(rank), why)
             for file, _, end in leaf.ranges:
                 if not file.startswith(own):
                     raise UnsupportedError(
@@ -114,7 +113,7 @@ class Union:
                 f"two ranks disagree on a chunk of `{held.leaf.name}`",
                 where=self._file(rank),
                 why=f"this file has {Box(offsets, sizes)}, `{before[2]}` has {Box(*before[:2])}",
-                hint="restore the files of one save (these belong to different saves)",
+                hint=ONE_SAVE,
             )
         if self._repeated:
             self.copies.setdefault(held.leaf.name, {}).setdefault(offsets, []).append(row)
@@ -169,7 +168,7 @@ class Union:
                     if self.world
                     else ""
                 ),
-                hint="restore the files of one save (these belong to different saves)",
+                hint=ONE_SAVE,
             )
         self.world = origin.world
 
@@ -232,7 +231,10 @@ class RankValues:
         for run in _runs(held):
             try:
                 for leaf, digest in _digests(self.files, run):
-                    self._take(rank, leaf, digest)
+                    if self._first.setdefault(leaf.name, digest) != digest:
+                        path = below_rank(rank, leaf.path)
+                        self.apart[join(path)] = replace(leaf, name=join(path), path=path)
+                        self.differing[leaf.name] = None
             except SourceNotFoundError:
                 gone = DamagedError(
                     "a data file is missing",
@@ -243,12 +245,6 @@ class RankValues:
                 self.faults.unreadable(gone, run[0][1].file)
             except UNUSABLE as error:
                 self.faults.unreadable(error, run[0][1].file)
-
-    def _take(self, rank: int, leaf: MetadataLeaf, digest: bytes) -> None:
-        if self._first.setdefault(leaf.name, digest) != digest:
-            path = below_rank(rank, leaf.path)
-            self.apart[join(path)] = replace(leaf, name=join(path), path=path)
-            self.differing[leaf.name] = None
 
 
 def _runs(held: Sequence[_Value]) -> Iterator[Sequence[_Value]]:
@@ -273,7 +269,10 @@ def _hash(data: bytes | memoryview = b"") -> blake2b:
 def _digests(files: SourceFiles, run: Sequence[_Value]) -> Iterator[tuple[MetadataLeaf, bytes]]:
     first, last = run[0][1], run[-1][1]
     if len(run) == 1:
-        yield run[0][0], _digest(files, first)
+        found, end = _hash(), first.offset + first.nbytes
+        for start in range(first.offset, end, RUN):
+            found.update(files.read(first.file, start, min(RUN, end - start)))
+        yield run[0][0], found.digest()
         return
     data = memoryview(
         files.read(first.file, first.offset, last.offset + last.nbytes - first.offset)
@@ -281,11 +280,3 @@ def _digests(files: SourceFiles, run: Sequence[_Value]) -> Iterator[tuple[Metada
     for leaf, item in run:
         start = item.offset - first.offset
         yield leaf, _hash(data[start : start + item.nbytes]).digest()
-
-
-def _digest(files: SourceFiles, item: Item) -> bytes:
-    found = _hash()
-    end = item.offset + item.nbytes
-    for start in range(item.offset, end, RUN):
-        found.update(files.read(item.file, start, min(RUN, end - start)))
-    return found.digest()

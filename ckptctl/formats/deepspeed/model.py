@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -75,24 +75,26 @@ class MasterWeights:
         """Return all tensors, and the leaves that are none."""
         frozen, shared = self.model.frozen, self.model.shared
         names = dict.fromkeys([*self.model.module, *frozen, *self.found, *shared])
-        entries = [entry for name in names for entry in self.usable(name)]
+        entries = filter(None, map(self.usable, names))
         return Leaves({entry.name: entry for entry in entries}, self.saved.blobs)
 
-    def usable(self, name: str) -> list[TensorEntry]:
+    def usable(self, name: str) -> TensorEntry | None:
         """Return the tensor called *name*, if it is anywhere or has to be."""
         try:
-            return list(self.entries(name))
+            return self.entry(name)
         except _NowhereError as error:
             if not self.faults.partial:
                 raise
             self.faults.nowhere(_key(name), error.why or error.what)
-            return []
+            return None
 
-    def entries(self, name: str) -> Iterator[TensorEntry]:
-        """Yield the tensor called *name*; nothing for a leaf that is none."""
+    def entry(self, name: str) -> TensorEntry | None:
+        """Return the tensor called *name*, or None for a leaf that is no tensor."""
         entry = None
         if name in self.found:
-            entry = self._optimized(name, self.found[name])
+            found, saved = self.found[name], self.saved.tensors.get(_key(name))
+            self._require_same(name, found.shape, name)
+            entry = replace(found, requires_grad=saved is not None and saved.requires_grad)
         elif name in self.model.shared and not self._is_empty(name):
             entry = self._shared(name, self.model.shared[name])
         elif self.partitioned and name in self.model.frozen:
@@ -100,28 +102,23 @@ class MasterWeights:
         elif _key(name) in self.saved.tensors:
             entry = self._kept(name)
         elif name in self.model.module:
-            return
+            return None
         if entry is None:
             raise _NowhereError(
                 f"the data of `{name}` is missing",
                 where=self.where,
                 why="it is neither in a partition nor among the frozen or shared parameters",
             )
-        yield entry
+        return entry
 
     def _is_empty(self, name: str) -> bool:
         """Parameters without elements seem to be shared: the address of all of them is zero."""
         saved = self.saved.tensors.get(_key(name))
         return not self.partitioned and saved is not None and not saved.nbytes
 
-    def _optimized(self, name: str, found: TensorEntry) -> TensorEntry:
-        saved = self.saved.tensors.get(_key(name))
-        self._require_same(name, found.shape, name)
-        return replace(found, requires_grad=saved is not None and saved.requires_grad)
-
     def _shared(self, name: str, source: str) -> TensorEntry:
         known = source != name and source not in self.model.shared
-        found = next(self.entries(source), None) if known else None
+        found = self.entry(source) if known else None
         if found is None:
             raise _NowhereError(
                 f"`{name}` shares the data of `{source}`, which is missing", where=self.where

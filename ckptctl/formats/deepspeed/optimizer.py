@@ -53,27 +53,25 @@ def add_other_ranks(
             continue
         theirs = Leaves()
         theirs.add(rest_of(other), (), other.file, str(files.root / other.file))
-        for leaf in _own(found, theirs, files):
+        own: list[TensorEntry | Blob] = []
+        for name, blob in theirs.blobs.items():
+            known = found.blobs.get(name)
+            if known is None or not same_value(known.value, blob.value):
+                own.append(blob)
+        for name, entry in theirs.tensors.items():
+            first = found.tensors.get(name)
+            if first is None or not same_elements(
+                files,
+                first,
+                entry,
+                of_any_size=has_same_checksum(first.extents[0], entry.extents[0]),
+            ):
+                own.append(entry)
+        for leaf in own:
             path = below_rank(rank, leaf.path)
             found.put(replace(leaf, name=join(path), path=path))
             differing.append(leaf.name)
     found.notes += kept_apart(differing)
-
-
-def _own(found: Leaves, theirs: Leaves, files: SourceFiles) -> Iterator[TensorEntry | Blob]:
-    for name, blob in theirs.blobs.items():
-        known = found.blobs.get(name)
-        if known is None or not same_value(known.value, blob.value):
-            yield blob
-    for name, entry in theirs.tensors.items():
-        first = found.tensors.get(name)
-        if first is None or not same_elements(
-            files,
-            first,
-            entry,
-            of_any_size=has_same_checksum(first.extents[0], entry.extents[0]),
-        ):
-            yield entry
 
 
 def _other_steps(found: Leaves, files: SourceFiles) -> Iterator[str]:

@@ -114,6 +114,9 @@ def read(path: Path, asked: ReadOptions, name: str) -> Catalog:
         replicas.take(save.model.file, of_models(save.models, save.model))
         if save.optims and asked.replicas:
             replicas.take(save.optim.file, _of_counters(save))
+        notes = [] if save.model.checksums else [NO_CHECKSUMS]
+        if save.model.groups is not None and not save.optims:
+            notes.append("the optimizer states of all ranks are missing")
         return catalog_of(
             name,
             faults,
@@ -122,15 +125,8 @@ def read(path: Path, asked: ReadOptions, name: str) -> Catalog:
             blobs=model.blobs,
             others=others,
             replicas=replicas,
-            notes=_notes(save),
+            notes=notes,
         )
-
-
-def _notes(save: Save) -> Iterator[str]:
-    if not save.model.checksums:
-        yield NO_CHECKSUMS
-    if save.model.groups is not None and not save.optims:
-        yield "the optimizer states of all ranks are missing"
 
 
 def _weights(save: Save, asked: ReadOptions, faults: Faults) -> Leaves:

@@ -199,7 +199,8 @@ class UniversalSave:
         file, shape = self.file(name, key), self._known_shape(name)
         if file not in self.faults.files:
             self.faults.missing(file, f"`{key}` of the parameter `{name}`")
-        other = tensor_in(like or next(self._others(key), None))
+        others = (keys[key] for n, keys in self.values.items() if n in self.shapes and key in keys)
+        other = tensor_in(like or next(others, None))
         if other is None and not self.faults.partial:
             where = str(self.source.root / file)
             raise DamagedError(f"`{key}` of `{name}` is missing", where=where)
@@ -208,11 +209,6 @@ class UniversalSave:
             return None
         shape = shape if other.shape and key != "step" and shape is not None else other.shape
         return entry_of(name, other.dtype, shape, (Extent(Box.whole(shape), file, 0, 0),))
-
-    def _others(self, key: str) -> Iterator[object]:
-        for name, keys in self.values.items():
-            if name in self.shapes and key in keys:
-                yield keys[key]
 
     def _known_shape(self, name: str) -> Shape | None:
         """The shape of a parameter by what else there is of it; vocabularies are cut or padded."""

@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from ckptctl.catalog import Box, Catalog, Extent, TensorEntry
+from ckptctl.dtypes import itemsize
 from ckptctl.errors import DamagedError, UnsupportedError, listed
-from ckptctl.formats.gguf.files import MAGIC, parts_of
 from ckptctl.formats.sidecar_files import beside
 from ckptctl.planner.configs.gguf import FACTORS, described, sizes_of
 from ckptctl.planner.quantization.ggml import BLOCKS, PLAIN
@@ -59,16 +59,18 @@ _CLAIMS = tuple(struct.Struct(f"<{rank}QIQ") for rank in range(MAX_DIMS + 1))
 """What follows the name and the rank of a tensor: its dimensions, type and offset."""
 
 
-def read(path: Path, name: str) -> Catalog:
-    """Return the catalog of the file or folder *path*; see :meth:`Format.read`."""
+def read(path: Path, names: Sequence[str], name: str) -> Catalog:
+    """Return the catalog of the model in the file or folder *path* that has files of *names*."""
     root = path if path.is_dir() else path.parent
-    names = parts_of(root, path)
     with source_files(root) as files:
         headers = {file: read_header(files, file) for file in names}
         _require_all(root, headers)
         sizes = {file: files.size(file) for file in names}
         tensors = _tensors(root, headers)
-        config, notes = _config(files, headers, tensors)
+        metadata = headers[names[0]].metadata
+        values = {key: value for key, value in metadata.items() if not isinstance(value, Many)}
+        counts = {key: value.count for key, value in metadata.items() if isinstance(value, Many)}
+        config, notes = described(values, counts, tensors, _factors(files, tensors))
     around = beside(root, names, alone=path.is_file())
     found = around.catalog(root, name)
     own = CONFIG in found.documents
@@ -79,7 +81,7 @@ def read(path: Path, name: str) -> Catalog:
         files=sizes,
         tensors=tensors,
         documents=documents,
-        stated={names[0]: sizes_of(config)} if own and config else {},
+        stated={f"the metadata of {root / names[0]}": sizes_of(config)} if own and config else {},
         notes=() if own else notes,
     )
 
@@ -110,38 +112,23 @@ def _tensors(root: Path, headers: Mapping[str, Header]) -> dict[str, TensorEntry
     of: dict[str, str] = {}
     for file, header in headers.items():
         for one in header.tensors:
-            entry = _entry(file, one)
+            name, dtype, shape = one.name, PLAIN.get(one.kind), one.shape
+            if dtype is None:
+                block = BLOCKS[one.kind]
+                name, dtype = f"{name}.{block.name}", "uint8"
+                shape = (*shape[:-1], shape[-1] // block.elements * block.nbytes)
             if of.setdefault(one.name, file) != file:
                 why = f"it is in {listed([of[one.name], file])}"
                 raise DamagedError(f"duplicate tensor `{one.name}`", where=str(root), why=why)
-            if entry.name in found:
+            if name in found:
                 why = (
                     f"without its type suffix, `{one.name}` in {file} has the same name as "
                     "another tensor"
                 )
-                raise UnsupportedError(f"duplicate tensor `{entry.name}`", where=str(root), why=why)
-            found[entry.name] = entry
+                raise UnsupportedError(f"duplicate tensor `{name}`", where=str(root), why=why)
+            extent = Extent(Box.whole(shape), file, one.offset, one.nbytes)
+            found[name] = TensorEntry(name, dtype, shape, (extent,), (name,))
     return found
-
-
-def _entry(file: str, one: Stored) -> TensorEntry:
-    name, dtype, shape = one.name, PLAIN.get(one.kind), one.shape
-    if dtype is None:
-        block = BLOCKS[one.kind]
-        name, dtype = f"{name}.{block.name}", "uint8"
-        shape = (*shape[:-1], shape[-1] // block.elements * block.nbytes)
-    extent = Extent(Box.whole(shape), file, one.offset, one.nbytes)
-    return TensorEntry(name, dtype, shape, (extent,), (name,))
-
-
-def _config(
-    files: SourceFiles, headers: Mapping[str, Header], tensors: Mapping[str, TensorEntry]
-) -> tuple[dict[str, object] | None, tuple[str, ...]]:
-    """Return the config.json that the metadata amounts to; None: of a model that is not known."""
-    metadata = next(iter(headers.values())).metadata
-    values = {key: value for key, value in metadata.items() if not isinstance(value, Many)}
-    counts = {key: value.count for key, value in metadata.items() if isinstance(value, Many)}
-    return described(values, counts, tensors, _factors(files, tensors))
 
 
 def _factors(files: SourceFiles, tensors: Mapping[str, TensorEntry]) -> Sequence[float] | None:
@@ -209,7 +196,7 @@ def read_header(files: SourceFiles, name: str) -> Header:
     """
     cursor = _Cursor(files, name)
     with malformed("unsupported GGUF file", cursor.where):
-        if cursor.size < 4 or cursor.take(4) != MAGIC:
+        if cursor.size < 4 or cursor.take(4) != b"GGUF":
             raise MalformedError("the file does not start with `GGUF`")
         version = cursor.number("<I")
         if version not in VERSIONS:
@@ -382,7 +369,7 @@ def _placed(
 def _nbytes(cursor: _Cursor, name: str, shape: tuple[int, ...], kind: int) -> int:
     count = math.prod(shape)
     if kind in PLAIN:
-        return count * _WIDTHS[PLAIN[kind]]
+        return count * itemsize(PLAIN[kind])
     if kind not in BLOCKS:
         raise MalformedError(f"`{name}` has the unknown type {kind}")
     block = BLOCKS[kind]
@@ -391,8 +378,3 @@ def _nbytes(cursor: _Cursor, name: str, shape: tuple[int, ...], kind: int) -> in
             f"a row of `{name}` is not a multiple of {counted(block.elements, 'element')}"
         )
     return count // block.elements * block.nbytes
-
-
-_WIDTHS = {"float32": 4, "float16": 2, "bfloat16": 2, "float64": 8} | {
-    f"int{8 * width}": width for width in (1, 2, 4, 8)
-}

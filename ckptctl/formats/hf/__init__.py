@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
@@ -197,19 +197,30 @@ class HfFormat(WritableFormat):
         kept = [tensor for tensor in request.tensors if tensor.alias_of is None]
         aliases = {t.name: t.alias_of for t in request.tensors if t.alias_of is not None}
         by_name = {tensor.name: tensor for tensor in kept}
-        shards = _shards(kept, request)
-        names = request.like_files
-        if not names or not all(name.endswith(".safetensors") for name in names):
-            names = _shard_names(self.stem, len(shards))
-        from ckptctl.planner.layouts import MLX  # which only those that write need
+        # which only those that write need
+        from ckptctl.planner.balance import fill, grouped
+        from ckptctl.planner.layouts import MLX
 
+        if request.like is not None:
+            shards = grouped([t.name for t in kept], request.like, len(request.like_files))
+        else:
+            shards = fill(((t.name, t.nbytes) for t in kept), request.max_shard_size)
+        names, count = request.like_files, len(shards)
+        if not names or not all(name.endswith(".safetensors") for name in names):
+            numbered = (f"{self.stem}-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count))
+            names = (f"{self.stem}.safetensors",) if count == 1 else tuple(numbered)
         mark = MLX if request.layout == MLX else PT
         writer = SafetensorsWriter(aliases if len(shards) == 1 else {}, request.metadata, mark)
         for file, shard in zip(names, shards, strict=True):
             writer.add(file, [by_name[name] for name in shard])
         if len(names) > 1:
             placed = zip(names, shards, strict=True)
-            writer.files.append(_index(self.stem, kept, placed, aliases))
+            index = {
+                "metadata": {"total_size": sum(tensor.nbytes for tensor in kept), **aliases},
+                "weight_map": {name: file for file, shard in placed for name in shard},
+            }
+            content = json.dumps(index, indent=2).encode() + b"\n"
+            writer.files.append(document(f"{self.stem}{INDEX}", content))
         why = "a safetensors file can only store tensors"
         request.notes.explain("skipped", {blob.name: why for blob in request.blobs})
         return Output(tuple(writer.files), tuple(writer.records), writer.boxes)
@@ -262,33 +273,6 @@ def _aligned(tensors: Sequence[OutputTensor]) -> Sequence[OutputTensor]:
             return sorted(tensors, key=lambda one: -dtypes.itemsize(one.dtype))
         position += tensor.nbytes
     return tensors
-
-
-def _shards(kept: Sequence[OutputTensor], request: OutputRequest) -> list[list[str]]:
-    from ckptctl.planner.balance import fill, grouped
-
-    if request.like is not None:
-        return grouped([t.name for t in kept], request.like, len(request.like_files))
-    return fill(((t.name, t.nbytes) for t in kept), request.max_shard_size)
-
-
-def _shard_names(stem: str, count: int) -> tuple[str, ...]:
-    if count == 1:
-        return (f"{stem}.safetensors",)
-    return tuple(f"{stem}-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count))
-
-
-def _index(
-    stem: str,
-    kept: Sequence[OutputTensor],
-    shards: Iterator[tuple[str, list[str]]],
-    aliases: Mapping[str, str],
-) -> OutputFile:
-    content = {
-        "metadata": {"total_size": sum(tensor.nbytes for tensor in kept), **aliases},
-        "weight_map": {name: file for file, shard in shards for name in shard},
-    }
-    return document(f"{stem}{INDEX}", json.dumps(content, indent=2).encode() + b"\n")
 
 
 FORMAT = HfFormat()

@@ -114,14 +114,6 @@ def _complete_set(names: Sequence[str]) -> bool:
     return len(stems) == 1 and set(names) == expected
 
 
-def _shards_beside(root: Path, index: str) -> list[str]:
-    """Return the whole set of safetensors that is called as *index* is; nothing: there is none."""
-    stem = index.removesuffix(INDEX)
-    matches = (_PART.fullmatch(item.name) for item in root.iterdir())
-    names = sorted(m[0] for m in matches if m and (m[1], m[4]) == (stem, "safetensors"))
-    return names if _complete_set(names) else []
-
-
 def torch_consolidated(root: Path) -> tuple[str, ...]:
     """Return a note where the shards of ranks lie beside what torch has made of them.
 
@@ -139,7 +131,11 @@ def torch_consolidated(root: Path) -> tuple[str, ...]:
 
 def shards_of(files: SourceFiles, main: str) -> dict[str, ReadShard]:
     """Return the set of shards next to an index, or nothing if they cannot be read."""
-    names = _shards_beside(files.root, main)
+    stem = main.removesuffix(INDEX)
+    matches = (_PART.fullmatch(item.name) for item in files.root.iterdir())
+    names = sorted(m[0] for m in matches if m and (m[1], m[4]) == (stem, "safetensors"))
+    if not _complete_set(names):
+        return {}
     try:
         return {name: read_shard(files, name) for name in heads_ahead(files, names)}
     except CkptError:

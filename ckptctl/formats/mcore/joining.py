@@ -23,6 +23,7 @@ from ckptctl.formats.mcore.spelling import (
     spellings,
 )
 from ckptctl.formats.shared.findings import Faults
+from ckptctl.formats.shared.joined_tensors import ONE_SAVE
 
 IN_TWO_WAYS = "the items are stored in two different ways"
 MAX_TENSORS, MAX_PARTS = 1 << 22, 1 << 24
@@ -101,7 +102,11 @@ class _Joiner:
     def joined(self, name: str, pieces: Sequence[_Piece]) -> TensorEntry:
         """Return the canonical tensor called *name*."""
         first = pieces[0]
-        entry, shape = first.entry, self._whole(first)
+        entry, shape, spelling = first.entry, first.shape, first.spelling
+        if spelling.half is not None and shape:
+            shape = (len(HALVES) * shape[0], *shape[1:])
+        if spelling.expert is not None:
+            shape = (self.experts[spelling.family], *shape)
         self._require_parts(name, pieces)
         unread = next((p.entry.unsupported for p in pieces if p.entry.unsupported), None)
         columns = [_columns(piece.entry) for piece in pieces]
@@ -128,13 +133,6 @@ class _Joiner:
             found += zip(rows.boxes, files, strict=True)
         return tuple(found)
 
-    def _whole(self, piece: _Piece) -> _Shape:
-        """Return the shape of the canonical tensor that *piece* is part of."""
-        shape, one = piece.shape, piece.spelling
-        if one.half is not None and shape:
-            shape = (len(HALVES) * shape[0], *shape[1:])
-        return shape if one.expert is None else (self.experts[one.family], *shape)
-
     def _require_parts(self, name: str, pieces: Sequence[_Piece]) -> None:
         """Refuse parts that are not those of one tensor; note, or refuse, that some are missing."""
         first = pieces[0]
@@ -149,7 +147,7 @@ class _Joiner:
                 f"two tensors cannot be joined as `{name}`",
                 where=str(self.faults.root),
                 why=" and ".join(f"`{one.name}` is {one.dtype} {list(one.shape)}" for one in both),
-                hint="restore the files of one save (these belong to different saves)",
+                hint=ONE_SAVE,
             )
         count = self.experts[first.spelling.family] if None not in experts else 0
         wanted = [
@@ -224,14 +222,10 @@ def _columns(entry: TensorEntry) -> ExtentColumns | None:
         return extents
     if len({one.codec for one in extents}) > 1:
         return None
-    boxes = BoxColumns([e.box.offsets for e in extents], [e.box.sizes for e in extents])
-    return ExtentColumns(
-        boxes,
-        [e.file for e in extents],
-        [e.offset for e in extents],
-        [e.nbytes for e in extents],
-        extents[0].codec if extents else "torch",
-    )
+    rows = ((e.box.offsets, e.box.sizes, e.file, e.offset, e.nbytes) for e in extents)
+    columns = ExtentColumns.of(rows)
+    columns.codec = extents[0].codec if extents else columns.codec
+    return columns
 
 
 def _cut(entry: TensorEntry, boxes: BoxColumns, where: str) -> Sequence[_Rows]:

@@ -22,28 +22,39 @@ newest (``megatron/training/checkpointing.py``).
 The arguments of Megatron-LM and Bridge's YAML are made of config.json. Where there is none, or
 Megatron-Core has no words for it, the tensors are written all the same: the programs take what they
 are told on their own command lines.
+
+A run goes on from the optimizer's state, and what goes with it. Megatron-Core asks for the tensors
+by their parameters' names, ``optimizer.state.exp_avg.NAME``, where its optimizer is saved in the
+form that any number of ranks loads (``fully_reshardable``; the other forms have the ranges of
+elements that ranks had). The optimizer's settings, the schedule and the counters are in
+``common.pt``. It looks for none of it in a folder called ``release``. Sources:
+``megatron/core/optimizer/distrib_optimizer.py`` (``sharded_state_dict``) and ``load_checkpoint`` of
+Megatron-LM and Megatron-Bridge.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
-from ckptctl.catalog import Blob, Box
-from ckptctl.errors import MappingError, listed, spell_option
+from ckptctl.catalog import Blob, Box, Index, Path
+from ckptctl.errors import MappingError, RefusedError, listed, spell_option
 from ckptctl.formats.base import Output, OutputRequest, OutputTensor, Place, document
 from ckptctl.formats.dcp import METADATA
 from ckptctl.formats.dcp.data_files import DataFiles, shards
 from ckptctl.formats.dcp.metadata_writer import encode
 from ckptctl.formats.mcore.factors import halved
-from ckptctl.formats.mcore.files import COMMON, COMMON_STATE, MARK, RUN_CONFIG, TORCH_DIST
+from ckptctl.formats.mcore.files import COMMON, COMMON_STATE, MARK, RELEASE, RUN_CONFIG, TORCH_DIST
 from ckptctl.formats.mcore.layers import Layers, stacked
-from ckptctl.formats.mcore.objects import extra_states, stored_object
-from ckptctl.formats.mcore.training import Training, is_state, training
+from ckptctl.formats.mcore.objects import extra_states, is_object, stored_object
 from ckptctl.formats.megatron.files import POINTER
+from ckptctl.formats.shared.leaves import nest
+from ckptctl.formats.shared.stored_leaves import stored_leaf
 from ckptctl.formats.torch_file import ZipFrame
+from ckptctl.notes import Notes
 from ckptctl.planner.configs import megatron_carried as carried
 from ckptctl.planner.configs.facts import read_sizes
 from ckptctl.planner.configs.megatron_adapter import SECTION, lacking, section
@@ -78,7 +89,10 @@ def lay_out(request: OutputRequest) -> Output:
     run = training(request.tensors, request.blobs, request.notes)
     request = replace(request, tensors=[t for t in request.tensors if t not in run.tensors])
     layers = stacked(request.tensors) if request.stack_layers else Layers()
-    objects = _objects(request, run, layers)
+    # The objects that Megatron-Core asks for: those of the source, else empty ones.
+    model = [tensor for tensor in request.tensors if not is_state(tensor.name)]
+    held = (stored_object(blob, layers) for blob in run.objects)
+    objects = [*{blob.name: blob for blob in (*extra_states(model, layers), *held)}.values()]
     writer, places = DataFiles(), dict[str, list[Place]]()
     stored: dict[str, OutputTensor] = {}
     for position, shard in enumerate(shards(request)):
@@ -115,14 +129,6 @@ def lay_out(request: OutputRequest) -> Output:
         above={POINTER: run.pointer.encode()},
         own=tuple(described.common),
     )
-
-
-def _objects(request: OutputRequest, run: Training, layers: Layers) -> list[Blob]:
-    """Return the objects that Megatron-Core asks for: those of the source, else empty ones."""
-    model = [tensor for tensor in request.tensors if not is_state(tensor.name)]
-    empty = {blob.name: blob for blob in extra_states(model, layers)}
-    held = (stored_object(blob, layers) for blob in run.objects)
-    return [*{**empty, **{blob.name: blob for blob in held}}.values()]
 
 
 def _with_tensors(
@@ -275,3 +281,100 @@ def common_file(
     """Return how ``common.pt`` lies that holds *content*, in which *tensors* are."""
     storages = [(str(position), tensor.nbytes) for position, tensor in enumerate(tensors)]
     return zip_writer.lay_out(dumps(content), storages, folder="common")
+
+
+STATE = re.compile(r"optimizer\.state\.\w+\.(.+)")
+OPTIMIZER, SETTINGS, ITERATION = "optimizer", "param_groups", "iteration"
+MAX_ITERATION = 10**12
+
+
+class Training(NamedTuple):
+    """What travels beside the model.
+
+    Attributes:
+        objects: Items of the DCP directory.
+        tensors: What of the tensors is in ``common.pt``; the others are in the DCP directory.
+        common: What ``common.pt`` holds; empty: no run goes on from here.
+    """
+
+    objects: tuple[Blob, ...]
+    tensors: tuple[OutputTensor, ...]
+    common: Mapping[str, object]
+
+    @property
+    def folder(self) -> str:
+        """Return the name of the save."""
+        return f"iter_{self.common[ITERATION]:07d}" if self.common else RELEASE
+
+    @property
+    def pointer(self) -> str:
+        """Return what the tracker file says of it."""
+        return str(self.common[ITERATION]) if self.common else RELEASE
+
+
+def training(tensors: Sequence[OutputTensor], blobs: Iterable[Blob], notes: Notes) -> Training:
+    """Return what travels beside the model of *tensors*, among which are the optimizer's.
+
+    Raises:
+        RefusedError: There is an optimizer that Megatron-Core cannot load.
+    """
+    objects, leaves = list[Blob](), list[Blob]()
+    for blob in blobs:
+        (objects if is_object(blob.name) else leaves).append(blob)
+    if not any(is_state(tensor.name) for tensor in tensors):
+        why = "mcore can only store it together with an optimizer state"
+        notes.explain("skipped", {blob.name: why for blob in leaves})
+        return Training(tuple(objects), (), {})
+    inside = tuple(tensor for tensor in tensors if _is_common(tensor))
+    model = {tensor.name for tensor in tensors if not is_state(tensor.name)}
+    for tensor in tensors:
+        found = STATE.fullmatch(tensor.name)
+        named = found is not None and found[1] in model
+        if is_state(tensor.name) and tensor not in inside and not named:
+            raise RefusedError(
+                "Megatron-Core cannot load this optimizer state",
+                where=f"tensor `{tensor.name}`",
+                why="it requires names such as `optimizer.state.exp_avg.` followed by a parameter "
+                "name",
+                hint=f"pass {spell_option('--only model')} to write only the weights",
+            )
+    return Training(tuple(objects), inside, _common(leaves, inside))
+
+
+def is_state(name: str) -> bool:
+    """Return whether a tensor is the optimizer's."""
+    return name.startswith(f"{OPTIMIZER}.")
+
+
+def _is_common(tensor: OutputTensor) -> bool:
+    """Return whether a tensor is a leaf of ``common.pt``, as the scale of a loss is.
+
+    It lies in dictionaries, whereas those of a model and its moments have whole names as keys.
+    """
+    plain = not any("." in str(key) for key in tensor.path)
+    return len(tensor.path) > 1 and plain and not STATE.fullmatch(tensor.name)
+
+
+def _common(leaves: Sequence[Blob], tensors: Sequence[OutputTensor]) -> Mapping[str, object]:
+    stored = ((one.path, stored_leaf(one, str(key))) for key, one in enumerate(tensors))
+    found = (*((one.path, one.value) for one in leaves), *stored)
+    content = cast("dict[str, object]", nest((_numbered(path), leaf) for path, leaf in found))
+    held = [blob.name for blob in leaves if SETTINGS in blob.path]
+    iteration = content.get(ITERATION)
+    if not held or type(iteration) is not int or not 0 < iteration < MAX_ITERATION:
+        lacking = "the iteration number" if held else "the settings of the parameter groups"
+        raise RefusedError(
+            "Megatron-Core cannot resume with this optimizer state",
+            where=f"`{ITERATION if held else SETTINGS}`",
+            why=f"`common.pt` must contain {lacking}, but the source does not",
+            hint=f"pass {spell_option('--only model')} to write only the weights",
+        )
+    return content
+
+
+def _numbered(path: Path) -> Path:
+    """Return *path* with the number of one of several optimizers, which DCP makes a string."""
+    head, *rest = path
+    if head == OPTIMIZER and rest and str(rest[0]).isdecimal() and not isinstance(rest[0], Index):
+        return (head, int(rest[0]), *rest[1:])
+    return path

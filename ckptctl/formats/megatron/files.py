@@ -123,11 +123,14 @@ def read_state(files: SourceFiles, name: str) -> RankState:
     where = str(files.root / name)
     with malformed("this is not a Megatron file", where):
         content = read_as(dict[str, object], archive.root)
-    models = _models(content, where)
-    chunks = tuple(_tensors(content[key], where) for key in models)
+    record = content.get(ARGUMENTS)
+    arguments = record.state if isinstance(record, Inert) else record
+    chunks = tuple(_tensors(content[key], where) for key in _models(content, where))
     return RankState(
         name,
-        _arguments(content.get(ARGUMENTS)),
+        {key: value for key, value in arguments.items() if isinstance(key, str)}
+        if isinstance(arguments, dict)
+        else {},
         content.get(ITERATION),
         tuple(found for found, _ in chunks),
         any(extra for _, extra in chunks),
@@ -154,13 +157,6 @@ def _models(content: Mapping[str, object], where: str) -> tuple[str, ...]:
 def is_model(key: str) -> bool:
     """Return whether a file's key is that of the model or of a part of it."""
     return key == MODEL_KEY or (key.startswith(MODEL_KEY) and key[len(MODEL_KEY) :].isdecimal())
-
-
-def _arguments(record: object) -> Mapping[str, object]:
-    state = record.state if isinstance(record, Inert) else record
-    if not isinstance(state, dict):
-        return {}
-    return {key: value for key, value in state.items() if isinstance(key, str)}
 
 
 def _tensors(model: object, where: str) -> tuple[dict[str, LocalTensor], bool]:

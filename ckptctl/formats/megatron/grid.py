@@ -106,16 +106,6 @@ def _sizes_of_names(named: Mapping[Numbers, str], where: str) -> GridPosition:
     return sizes
 
 
-def _place_of(key: Numbers, sizes: GridPosition) -> GridPosition:
-    """Return the place that the numbers in a folder's name mean."""
-    if len(key) == 3:
-        return GridPosition(key[1], key[2], key[0])
-    second = key[1] if len(key) == 2 else 0
-    return (
-        GridPosition(second, 0, key[0]) if sizes.pipeline > 1 else GridPosition(0, second, key[0])
-    )
-
-
 def _file_of(place: GridPosition, sizes: GridPosition) -> str:
     """Return the file of a rank, relative to the save's folder."""
     pipeline = f"_{place.pipeline:03d}" if sizes.pipeline > 1 else ""
@@ -181,7 +171,12 @@ def read_grid(files: SourceFiles, folder: str, faults: Faults) -> Grid:
     if not states:
         raise DamagedError("none of the rank files can be read", where=where)
     sizes = sizes_of(named, states, where)
-    placed = {_place_of(key, sizes): (named[key], read[key]) for key in named}
+    placed: dict[GridPosition, tuple[str, RankState | None]] = {}
+    for key, file in named.items():
+        tensor, second, third = (*key, 0, 0)[:3]
+        both = len(key) == 3 or sizes.pipeline > 1
+        place = GridPosition(second, third, tensor) if both else GridPosition(third, second, tensor)
+        placed[place] = file, read[key]
     for place in placed:
         if any(at >= size for at, size in zip(place, sizes, strict=True)):
             beyond = f"`{_file_of(place, sizes)}` belongs to another save"

@@ -131,17 +131,15 @@ def _parsed(path: Path, where: str) -> Rules:
     with malformed("this is not a rules file", where, error=UsageError):
         content = read_as(_RulesFile, tomllib.loads(path.read_text("utf-8")))
         for rule in content.rule:
-            _check(rule)
+            names = rule.names
+            if rule.replicated is (rule.dim is not None):
+                raise MismatchError("with either `dim` or `replicated = true`", names, "rule")
+            if rule.replicated and (rule.parts != 1 or rule.size is not None):
+                what = "without `parts` and `size`, which require `dim`"
+                raise MismatchError(what, names, "rule")
         experts = content.experts
         numbers = tuple(map(_number, experts.names))
         return Rules(where, content.rule, content.layers, numbers, experts.count)
-
-
-def _check(rule: DivisionRule) -> None:
-    if rule.replicated is (rule.dim is not None):
-        raise MismatchError("with either `dim` or `replicated = true`", rule.names, "rule")
-    if rule.replicated and (rule.parts != 1 or rule.size is not None):
-        raise MismatchError("without `parts` and `size`, which require `dim`", rule.names, "rule")
 
 
 def _number(name: str) -> re.Pattern[str]:

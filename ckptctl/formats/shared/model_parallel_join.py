@@ -11,10 +11,10 @@ from dataclasses import replace
 from functools import cached_property
 
 from ckptctl import families
-from ckptctl.catalog import Box, Catalog, TensorEntry
+from ckptctl.catalog import Catalog, Extent, TensorEntry
 from ckptctl.errors import MappingError, UnsupportedError, listed, spell_option
 from ckptctl.formats.base import ReadOptions
-from ckptctl.formats.shared.rank_merge import part_of
+from ckptctl.formats.shared.joined_tensors import JoinedTensor, part_extent, separate_entry
 from ckptctl.formats.sidecar_files import amended, beside
 from ckptctl.planner.axes import Sizes, solve
 from ckptctl.planner.configs.facts import read_sizes
@@ -32,7 +32,7 @@ from ckptctl.planner.model_parallel import (
     whole_shape,
     without_repeats,
 )
-from ckptctl.storage.compare import equal
+from ckptctl.storage.compare import same_elements
 from ckptctl.storage.files import SourceFiles
 from ckptctl.units import counted
 
@@ -228,7 +228,12 @@ class JoinedShards:
         params, config = self.documents.get("params.json"), self.documents.get("config.json")
         heads = read_sizes(self.family, params=params) if params else self.stored.axes
         possible = possible_repeats(heads, self.ranks)
-        repeated = [key for key in self.order if self._is_repeated(key)]
+        family, layout = self.family, self.layout
+        repeated = [
+            key
+            for key in self.order
+            if any(cut.axis in family.repeated for cut in cuts(family, layout, key))
+        ]
         if not repeated or not possible:
             return 1
         stated = read_sizes(self.family, config).get("k") if config else None
@@ -258,9 +263,6 @@ class JoinedShards:
                 self.documents["params.json"] = amended(params, "n_kv_heads", kept)
         return repeats
 
-    def _is_repeated(self, key: str) -> bool:
-        return any(cut.axis in self.family.repeated for cut in cuts(self.family, self.layout, key))
-
     def _copies(self, files: SourceFiles, key: str, repeats: int) -> bool:
         """Whether neighbors hold the same in the parts that are repeated."""
         shares = self._shares(key, self.stored, 1)
@@ -269,8 +271,9 @@ class JoinedShards:
             for n, piece in enumerate(share.pieces if share and rank != kept else ()):
                 first = shares[kept]
                 if piece.axis in self.family.repeated and first:
-                    one = _inside(self.shards[kept][key], first.pieces[n])
-                    if not _equal(files, one, _inside(self.shards[rank][key], piece)):
+                    one = _piece_extent(self.shards[kept][key], first.pieces[n])
+                    other = _piece_extent(self.shards[rank][key], piece)
+                    if not self._is_same(files, key, one, other):
                         return False
         return True
 
@@ -293,18 +296,23 @@ class JoinedShards:
         return whole_shape(self.family, self.layout, key, held, sizes, self.ranks, repeats)
 
     def _join(self, files: SourceFiles, key: str, sizes: Sizes, repeats: int) -> TensorEntry:
-        found: dict[Box, TensorEntry] = {}
-        shares = self._shares(key, sizes, repeats)
-        for rank, share in enumerate(shares):
+        first, shape = self.first[key], self._whole(key, sizes, repeats)
+        joined = JoinedTensor(first.dtype, shape, first.path, self.names[0])
+        for rank, share in enumerate(self._shares(key, sizes, repeats)):
             for piece in share.pieces if share else ():
-                part = _inside(self.shards[rank][key], piece)
-                if not _equal(files, found.setdefault(piece.box, part), part, piece.axis):
+                extent = _piece_extent(self.shards[rank][key], piece)
+                before = joined.add(extent)
+                # Pieces of a divided axis are compared elsewhere.
+                if before and piece.axis is None and not self._is_same(files, key, before, extent):
                     self._disagree(key, rank)
-        first = self.first[key]
-        shape = self._whole(key, sizes, repeats)
-        extents = tuple(replace(part.extents[0], box=box) for box, part in found.items())
+        extents = tuple(joined.extents.values())
         alias = first.alias_of if extents == first.extents else None
         return replace(first, shape=shape, extents=extents, alias_of=alias)
+
+    def _is_same(self, files: SourceFiles, key: str, one: Extent, other: Extent) -> bool:
+        dtype = self.first[key].dtype
+        entries = (separate_entry(key, dtype, extent) for extent in (one, other))
+        return same_elements(files, *entries, of_any_size=True) is True
 
     def _disagree(self, key: str, rank: int) -> None:
         """Refuse copies that differ; of what carries no information one is as good as another."""
@@ -337,18 +345,6 @@ class JoinedShards:
         )
 
 
-def _inside(entry: TensorEntry, piece: ShardPiece) -> TensorEntry:
-    """Return a piece of a rank's tensor as a tensor of its own."""
-    sizes = piece.box.sizes
-    part = part_of(entry.extents[0], entry.dtype, entry.shape, piece.offsets, sizes)
-    return replace(entry, shape=sizes, extents=(part,))
-
-
-def _equal(files: SourceFiles, a: TensorEntry, b: TensorEntry, axis: str | None = None) -> bool:
-    """Whether two pieces are the same; those of a divided axis are compared elsewhere."""
-    crcs = a.extents[0].crc32, b.extents[0].crc32
-    if axis is not None:
-        return True
-    if crcs[0] is not None and crcs[1] is not None and crcs[0] != crcs[1]:
-        return False
-    return equal(files, a, b)
+def _piece_extent(entry: TensorEntry, piece: ShardPiece) -> Extent:
+    """Return where a piece of a rank's tensor lies."""
+    return part_extent(entry.extents[0], entry.dtype, entry.shape, piece.offsets, piece.box)

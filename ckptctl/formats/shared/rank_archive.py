@@ -1,36 +1,52 @@
 """One rank's ``torch.save`` file: plain tensors, shards of larger ones, and other leaves.
 
-ShardedTensors, FSDP1's sharded state dict: ``torch/distributed/_shard/sharded_tensor/api.py``
-(``ShardedTensor.__getstate__``) and ``metadata.py``. torch itself needs a process group to read
-them; nothing is built here.
+Shards are DTensors, of which ``torch.save`` leaves a local tensor, a mesh and placements
+(``torch/distributed/tensor/_api.py``, ``_dtensor_spec.py``, ``torch/_tensor.py``; field names are
+those of torch 2.13), and ShardedTensors, FSDP1's sharded state dict
+(``torch/distributed/_shard/sharded_tensor/api.py``, ``metadata.py``). torch itself needs a process
+group to read them; nothing is built here.
 """
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Iterator, Mapping
-from functools import lru_cache, partial
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property, lru_cache, partial
+from typing import NamedTuple
 
-from ckptctl.catalog import Blob, Box, Path
-from ckptctl.errors import CkptError, UnsupportedError
-from ckptctl.formats.shared import dtensor
-from ckptctl.formats.shared.dtensor import LocalShard, Meshes, Sharded, read_dtensor, wrapped
-from ckptctl.formats.shared.indexes import integers
+from ckptctl.catalog import Blob, Box, Path, row_major
+from ckptctl.errors import CkptError, FormatError, UnsupportedError, listed
+from ckptctl.formats.shared.indexes import Integers, integers
 from ckptctl.formats.shared.leaves import flatten, join, require_known
 from ckptctl.formats.shared.stored_leaves import is_stored, refuse_hidden_tensors
+from ckptctl.planner.placements import Local, Shard, local_part
 from ckptctl.storage.files import SourceFiles
 from ckptctl.storage.pickles.inert import Global, Inert
 from ckptctl.storage.pickles.reader import Table
 from ckptctl.storage.pickles.torch_globals import TORCH_TABLE
+from ckptctl.storage.pickles.torch_tensors import MAX_RANK
 from ckptctl.storage.schema import attributes, malformed
 from ckptctl.storage.zips.reader import StoredTensor, read_archive
 from ckptctl.units import counted
 
+Axis = tuple[tuple[int, int], ...]
+"""Sizes and strides of what makes up one dimension of a mesh, the slowest first."""
+_HOMES = ("torch.distributed.tensor", "torch.distributed._tensor")
+_SUBMODULES = ("", ".api", "._api", ".placement_types", "._dtensor_spec", ".device_mesh")
+_DTENSOR = (
+    *("DTensor", "DTensorSpec", "TensorMeta", "ShardOrderEntry", "Shard", "Replicate", "Partial"),
+    *("_Partial", "_NormPartial", "_MaskPartial", "MaskPartial", "_StridedShard", "_RaggedShard"),
+)
 _SHARD = "torch.distributed._shard"
-API = f"{_SHARD}.sharded_tensor.api"
-MAX_WORLD = 1 << 20
-CLASSES: Mapping[str, tuple[str, ...]] = {
-    API: ("ShardedTensor", "ShardedTensor.ProcessGroupState"),
+_CLASSES: Mapping[str, tuple[str, ...]] = {
+    **{home + part: _DTENSOR for home in _HOMES for part in _SUBMODULES},
+    "torch.distributed.device_mesh": ("DeviceMesh",),
+    "torch.distributed._tensor.device_mesh": ("DeviceMesh",),
+    "torch.distributed._mesh_layout": ("_MeshLayout", "_FlatLayout"),
+    "torch._utils": ("_rebuild_wrapper_subclass",),
+    f"{_SHARD}.sharded_tensor.api": ("ShardedTensor", "ShardedTensor.ProcessGroupState"),
     f"{_SHARD}.sharded_tensor.shard": ("Shard",),
     f"{_SHARD}.sharded_tensor.metadata": (
         *("ShardedTensorMetadata", "TensorProperties", "MEM_FORMAT_ENCODING"),
@@ -40,24 +56,284 @@ CLASSES: Mapping[str, tuple[str, ...]] = {
     f"{_SHARD}.sharding_spec.api": ("EnumerableShardingSpec",),
     "torch.distributed.remote_device": ("_remote_device",),
 }
-"""What a pickle of ShardedTensors names besides plain tensors."""
-
+"""What a pickle of DTensors and ShardedTensors names besides plain tensors."""
+_TABLE: Table = {
+    **TORCH_TABLE,
+    **{(home, name): Global(home, name) for home, names in _CLASSES.items() for name in names},
+}
 _FLAT = re.compile(r"_?flat_param(_\d+)?")
-RankLeaf = Sharded | StoredTensor | object
-_NAMED = (dtensor.CLASSES, CLASSES)
 _WRAPPED = Global("torch._utils", "_rebuild_wrapper_subclass")
+MAX_WORLD = 1 << 20
+_REASONS = {
+    "Partial": "each rank has a partial value, and the reduction is not recorded",
+    "_RaggedShard": "the rows are divided by weights that are not recorded",
+}
 
 
-def _refuse_flat(name: str) -> None:
-    """Refuse the flat parameters of FSDP1's ``LOCAL_STATE_DICT``."""
-    if _FLAT.fullmatch(name.rpartition(".")[2]):
-        raise UnsupportedError(
-            "FSDP1's LOCAL_STATE_DICT (flat parameters) is not supported",
-            where=f"tensor `{name}`",
-            why="a vector contains many parameters, and only the model knows their names and "
-            "shapes",
-            hint="load it into the model and save a SHARDED_STATE_DICT or a FULL_STATE_DICT",
+class Mesh:
+    """A device mesh as one rank sees it.
+
+    *order* has the numbers of all ranks, as the strides of *axes* count them.
+
+    Attributes:
+        sizes: Ranks along each dimension.
+        coordinate: This rank's place; None: it is not part of the mesh.
+        rank: This rank's number, if recorded.
+        ranks: The numbers of all ranks, if recorded.
+    """
+
+    def __init__(
+        self, axes: tuple[Axis, ...], coordinate: Integers | None, rank: int | None, order: Integers
+    ) -> None:
+        self.sizes = tuple(math.prod(size for size, _ in axis) for axis in axes)
+        self.coordinate, self.rank, self.ranks = coordinate, rank, frozenset(order)
+        self._axes, self._order = axes, order
+
+    def place(self, rank: int) -> Integers | None:
+        """Return the coordinate of another rank; None: the file does not tell."""
+        at = self._positions.get(rank)
+        return None if at is None else _coordinate(self._axes, at)
+
+    @cached_property
+    def _positions(self) -> Mapping[int, int]:
+        """Where each rank is in the list; nothing if that would contradict *coordinate*."""
+        found = {rank: at for at, rank in enumerate(self._order)}
+        own = None if self.rank is None else found.get(self.rank)
+        if own is None or _coordinate(self._axes, own) != self.coordinate:
+            return {}
+        return found
+
+
+def _coordinate(axes: tuple[Axis, ...], at: int) -> Integers:
+    """Return where in a mesh the rank lies that is at that place of its list."""
+    found = [0] * len(axes)
+    for number, axis in enumerate(axes):
+        for size, stride in axis:
+            found[number] = found[number] * size + at // max(stride, 1) % max(size, 1)
+    return tuple(found)
+
+
+class Meshes:
+    """Reads the device meshes of one file, each once: thousands of tensors share one."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, Mesh] = {}
+
+    def read(self, record: object) -> Mesh:
+        """Return the mesh that *record* describes; the file's objects must stay alive."""
+        found = self._known.get(id(record))
+        if found is None:
+            found = self._known[id(record)] = _mesh(attributes(record))
+            _require_inside(found)
+        return found
+
+
+def _mesh(state: Mapping[str, object]) -> Mesh:
+    if "_coordinate_on_dim" not in state:
+        raise FormatError(
+            "a device mesh does not contain the position of its rank",
+            hint="save it with torch 2.2 or later",
         )
+    coordinate = state["_coordinate_on_dim"]
+    ranks = state.get("_flatten_rank_map", state.get("_flatten_mesh_list")) or ()
+    rank = state.get("_rank")
+    return Mesh(
+        _axes(state),
+        None if coordinate is None else integers(coordinate),
+        rank if type(rank) is int else None,
+        tuple(item for item in ranks if type(item) is int),  # type: ignore[attr-defined]
+    )
+
+
+def _require_inside(mesh: Mesh) -> None:
+    """Refuse a rank that has a place in a mesh and is none of its ranks."""
+    at, who = mesh.coordinate, "a rank" if mesh.rank is None else f"rank {mesh.rank}"
+    if at is None:
+        return
+    sizes = " x ".join(map(str, mesh.sizes))
+    if any(n >= size for n, size in zip(at, mesh.sizes, strict=False)):
+        why = f"its position is {list(at)}, but the mesh has {sizes} ranks"
+    elif mesh.ranks and mesh.rank is not None and mesh.rank not in mesh.ranks:
+        why = f"the {sizes} mesh has the ranks {listed([str(n) for n in sorted(mesh.ranks)])}"
+    else:
+        return
+    raise UnsupportedError(
+        f"{who} is outside the device mesh recorded in its file",
+        why=why,
+        hint="use the file that the rank wrote (this one is damaged or from another run)",
+    )
+
+
+def _axes(state: Mapping[str, object]) -> tuple[Axis, ...]:
+    if "_layout" not in state:
+        mesh = state["mesh"]
+        if not isinstance(mesh, StoredTensor):
+            raise TypeError("the mesh is not a tensor")
+        pairs = zip(mesh.shape, row_major(mesh.shape), strict=True)
+        return tuple((pair,) for pair in pairs)
+    layout = attributes(state["_layout"])
+    if "axes" in layout:
+        found = [attributes(axis) for axis in _items(layout["axes"])]
+        return tuple(_axis(axis["shape"], axis["stride"]) for axis in found)
+    both = zip(_items(layout["shape"]), _items(layout["stride"]), strict=True)
+    return tuple(_axis(shape, stride) for shape, stride in both)
+
+
+def _items(value: object) -> tuple[object, ...]:
+    return tuple(value)[:MAX_RANK] if isinstance(value, tuple | list) else (value,)
+
+
+def _axis(shape: object, stride: object) -> Axis:
+    """Return one mesh dimension, which torch may describe as several."""
+    return tuple(zip(integers(_items(shape)), integers(_items(stride)), strict=True))
+
+
+def nothing_known(_: int) -> tuple[Box, ...]:
+    """Return no box: what another rank holds is not told."""
+    return ()
+
+
+class LocalShard(NamedTuple):
+    """A box of a global tensor and where a file of one rank holds it.
+
+    Attributes:
+        box: The part of the global tensor.
+        tensor: The local tensor.
+        start: The box's first index in the local tensor.
+    """
+
+    box: Box
+    tensor: StoredTensor
+    start: Integers
+
+
+@dataclass(frozen=True, slots=True)
+class Sharded:
+    """What one rank's file says about a tensor that several ranks hold.
+
+    Attributes:
+        dtype: torch's name.
+        shape: Global shape.
+        pieces: What this rank holds.
+        requires_grad: As recorded.
+        rank: The rank that wrote it, if it says so.
+        ranks: All ranks that it knows of.
+        held_by: Returns the boxes that another rank holds, as far as this one tells.
+    """
+
+    dtype: str
+    shape: Integers
+    pieces: tuple[LocalShard, ...]
+    requires_grad: bool
+    rank: int | None
+    ranks: frozenset[int]
+    held_by: Callable[[int], tuple[Box, ...]] = nothing_known
+
+
+class Wrapped(NamedTuple):
+    """The arguments of ``_rebuild_wrapper_subclass`` that matter."""
+
+    dtype: str
+    shape: Integers
+    requires_grad: bool
+
+
+def wrapped(args: object) -> Wrapped:
+    """Return what ``(class, dtype, size, stride, offset, layout, device, requires_grad)`` says."""
+    if not isinstance(args, tuple) or len(args) < 8 or not isinstance(args[1], Global):
+        raise TypeError("the arguments of a tensor subclass differ from those that torch writes")
+    return Wrapped(args[1].name, integers(args[2]), args[7] is True)
+
+
+def read_dtensor(args: object, state: object, meshes: Meshes) -> Sharded:
+    """Return what one rank holds of a DTensor."""
+    whole, fields = wrapped(args), attributes(state)
+    spec, stored = attributes(fields["_spec"]), fields["_local_tensor"]
+    if not isinstance(stored, StoredTensor):
+        raise TypeError("the local part is not a regular tensor")
+    mesh = meshes.read(spec["mesh"])
+    records = spec["placements"]
+    if not isinstance(records, tuple | list) or len(records) > MAX_RANK:
+        raise TypeError("the placements are not a short sequence")
+    placements = tuple(_placement(record) for record in records)
+    order = _order(spec.get("shard_order"))
+    pieces: tuple[LocalShard, ...] = ()
+    if mesh.coordinate is not None:
+        local = _local(whole.shape, mesh.sizes, mesh.coordinate, placements, order)
+        _check_local(local, stored, whole, placements)
+        pieces = tuple(LocalShard(part.box, stored, part.start) for part in local.parts)
+    others = partial(_placed_boxes, whole.shape, mesh, placements, order)
+    return Sharded(
+        whole.dtype, whole.shape, pieces, whole.requires_grad, mesh.rank, mesh.ranks, others
+    )
+
+
+def _placed_boxes(
+    shape: Integers,
+    mesh: Mesh,
+    placements: tuple[Shard | None, ...],
+    order: tuple[tuple[int, Integers], ...] | None,
+    rank: int,
+) -> tuple[Box, ...]:
+    coordinate = mesh.place(rank)
+    if coordinate is None:
+        return ()
+    local = _local(shape, mesh.sizes, coordinate, placements, order)
+    return tuple(part.box for part in local.parts)
+
+
+@lru_cache(maxsize=256)
+def _local(
+    shape: Integers,
+    mesh: Integers,
+    coordinate: Integers,
+    placements: tuple[Shard | None, ...],
+    order: tuple[tuple[int, Integers], ...] | None,
+) -> Local:
+    """Return :func:`local_part`, remembered: the layers of a model have the same shapes."""
+    return local_part(shape, mesh, coordinate, placements, dict(order) if order else None)
+
+
+def _check_local(
+    local: Local, stored: StoredTensor, whole: Wrapped, placements: tuple[Shard | None, ...]
+) -> None:
+    if stored.dtype != whole.dtype:
+        raise UnsupportedError(
+            "the local tensor has a different dtype", why=f"{stored.dtype}, expected {whole.dtype}"
+        )
+    if local.shape == stored.shape:
+        return
+    why = f"its shape is {list(stored.shape)}, the placement requires {list(local.shape)}"
+    if any(one is not None and one.split_factor > 1 for one in placements):
+        raise FormatError(
+            "the placement of an unevenly divided _StridedShard is ambiguous",
+            why=why,
+            hint="save it with `torch.distributed.checkpoint`, or as a full tensor",
+        )
+    raise UnsupportedError("the local tensor does not match its placement", why=why)
+
+
+def _placement(record: object) -> Shard | None:
+    name = record.name if isinstance(record, Inert) else type(record).__name__
+    if name == "Replicate":
+        return None
+    if name not in ("Shard", "_StridedShard") or not isinstance(record, Inert):
+        kind = "Partial" if name.endswith("Partial") else name
+        raise FormatError(
+            f"the DTensor placement `{name}` is not supported",
+            why=_REASONS.get(kind, "only Shard, Replicate and _StridedShard are supported"),
+            hint="redistribute it to Shard or Replicate before saving",
+        )
+    fields = attributes(record) if record.state is not None else {"dim": record.args[0]}
+    numbers = integers([fields["dim"], fields.get("split_factor", 1)])
+    return Shard(numbers[0], numbers[1])
+
+
+def _order(entries: object) -> tuple[tuple[int, Integers], ...] | None:
+    if not isinstance(entries, tuple | list) or len(entries) > MAX_RANK:
+        return None
+    pairs = [entry.args if isinstance(entry, Inert) else entry for entry in entries]
+    return tuple((integers(pair[:1])[0], integers(pair[1])) for pair in pairs)
 
 
 def _read_sharded_tensor(args: object, state: object) -> Sharded:
@@ -75,11 +351,11 @@ def _read_sharded_tensor(args: object, state: object) -> Sharded:
     if world > MAX_WORLD:
         raise UnsupportedError("the world size is too large", why=f"{counted(world, 'rank')}")
     pieces = tuple(_piece(attributes(shard), whole.dtype) for shard in state[0])
-    others = partial(_held_by, attributes(state[1])["shards_metadata"])
+    others = partial(_listed_boxes, attributes(state[1])["shards_metadata"])
     return Sharded(whole.dtype, shape, pieces, whole.requires_grad, rank, _world(world), others)
 
 
-def _held_by(shards: object, rank: int) -> tuple[Box, ...]:
+def _listed_boxes(shards: object, rank: int) -> tuple[Box, ...]:
     """Return the boxes of another rank; every rank's file lists those of all."""
     if not isinstance(shards, list):
         return ()
@@ -108,20 +384,9 @@ def _world(size: int) -> frozenset[int]:
     return frozenset(range(size))
 
 
-TABLE: Table = {
-    **TORCH_TABLE,
-    **{
-        (module, name): Global(module, name)
-        for classes in _NAMED
-        for module, names in classes.items()
-        for name in names
-    },
-}
-
-
-def read_rank_file(files: SourceFiles, name: str) -> Iterator[tuple[Path, RankLeaf]]:
+def read_rank_file(files: SourceFiles, name: str) -> Iterator[tuple[Path, object]]:
     """Yield the leaves of one rank's file with their paths."""
-    archive = read_archive(files, name, table=TABLE, unknown="inert")
+    archive = read_archive(files, name, table=_TABLE, unknown="inert")
     if isinstance(archive.root, Inert) and not _is_tensor(archive.root):
         require_known([Blob(name, (), value=archive.root)])
     meshes, where = Meshes(), str(files.root / name)
@@ -148,7 +413,14 @@ def _is_sharded(node: object) -> bool:
 
 def _sharded(node: object, key: str, where: str, meshes: Meshes) -> Sharded:
     assert isinstance(node, Inert)
-    _refuse_flat(key)
+    if _FLAT.fullmatch(key.rpartition(".")[2]):
+        raise UnsupportedError(
+            "FSDP1's LOCAL_STATE_DICT (flat parameters) is not supported",
+            where=f"tensor `{key}`",
+            why="a vector contains many parameters, and only the model knows their names and "
+            "shapes",
+            hint="load it into the model and save a SHARDED_STATE_DICT or a FULL_STATE_DICT",
+        )
     _, kind, args, state = node.args
     where = f"{where}, tensor `{key}`"
     try:

@@ -9,26 +9,25 @@ name, another one's below ``rank_N.`` if it differs from that.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable
-from dataclasses import dataclass, field, replace
-from operator import mul
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from ckptctl import dtypes
-from ckptctl.catalog import Blob, Box, Extent, Path, TensorEntry, row_major
+from ckptctl.catalog import Blob, Box, Extent, Path
 from ckptctl.errors import CkptError, DamagedError, FormatError, UnsupportedError, listed
 from ckptctl.formats.shared.copies import CopyComparison
-from ckptctl.formats.shared.dtensor import LocalShard, Sharded, nothing_known
 from ckptctl.formats.shared.findings import Faults, Lost
-from ckptctl.formats.shared.indexes import Integers
-from ckptctl.formats.shared.leaves import (
-    below_rank,
-    join,
-    kept_apart,
-    unknown_notes,
+from ckptctl.formats.shared.joined_tensors import (
+    JoinedTensor,
+    part_extent,
+    ranks_disagree_error,
+    separate_entry,
+    tensor_entries,
 )
+from ckptctl.formats.shared.leaves import below_rank, join, kept_apart, unknown_notes
+from ckptctl.formats.shared.rank_archive import Sharded, nothing_known
 from ckptctl.formats.shared.stored_leaves import Leaves, extent_of
 from ckptctl.storage.files import SourceFiles
-from ckptctl.storage.pickles.torch_tensors import geometry
 from ckptctl.storage.zips.reader import StoredTensor
 
 _NEXT = "per-rank values are taken from the lowest rank that can be read"
@@ -43,14 +42,8 @@ class Gap(NamedTuple):
 
 
 @dataclass(slots=True)
-class _Tensor:
-    dtype: str
-    shape: tuple[int, ...]
-    path: Path
-    file: str
-    sharded: bool
-    requires_grad: bool
-    extents: dict[Box, Extent] = field(default_factory=dict)
+class _RankTensor(JoinedTensor):
+    sharded: bool = False
     held_by: Callable[[int], tuple[Box, ...]] = nothing_known
 
 
@@ -61,20 +54,24 @@ class RankMerger:
         faults: What is wrong with the checkpoint.
         gaps: The files of ranks that cannot be used.
         ranks: All ranks that took part, as far as the files tell.
-        replicas: For each tensor the further copies of its boxes, if they are to be *listed*.
     """
 
     def __init__(self, files: SourceFiles, faults: Faults, *, listed: bool = False) -> None:
         self.faults = faults
         self.gaps: list[Gap] = []
         self.ranks: set[int] = set()
-        self.replicas: dict[str, tuple[Extent, ...]] = {}
         self._files, self._listed = files, listed
-        self._tensors: dict[str, _Tensor] = {}
+        self._tensors: dict[str, _RankTensor] = {}
         self._blobs: dict[str, Blob] = {}
         self._seen: dict[int, frozenset[int]] = {}
         self._copies = CopyComparison(files, deferred=listed)
         self._agreed = 0
+
+    @property
+    def replicas(self) -> dict[str, tuple[Extent, ...]]:
+        """Return for each tensor the further copies of its boxes, if they are to be listed."""
+        tensors = self._tensors.items() if self._listed else ()
+        return {key: tuple(tensor.copies) for key, tensor in tensors if tensor.copies}
 
     def require(
         self,
@@ -131,68 +128,57 @@ class RankMerger:
 
     def _add_sharded(self, path: Path, leaf: Sharded, file: str) -> None:
         key = join(path)
-        known = self._entry(key, path, leaf, file, sharded=True)
+        known = self._known(key, path, leaf, file, sharded=True)
         if not known.sharded or (known.dtype, known.shape) != (leaf.dtype, leaf.shape):
-            raise UnsupportedError(
-                f"two ranks disagree on `{key}`",
-                where=str(self._files.root / file),
-                why=f"it is {leaf.dtype} {list(leaf.shape)} in this file, "
+            why = (
+                f"it is {leaf.dtype} {list(leaf.shape)} in this file, "
                 f"{'' if known.sharded else 'an unsharded '}{known.dtype} {list(known.shape)} "
-                f"in `{known.file}`",
-                hint="restore the files of one save (these belong to different saves)",
+                f"in `{known.file}`"
             )
+            raise ranks_disagree_error(key, self._files.root / file, why)
         if self.faults.partial:
             known.held_by = leaf.held_by
-        for piece in leaf.pieces:
-            extent = piece_extent(piece, leaf.dtype, file)
-            before = known.extents.setdefault(piece.box, extent)
-            if before is not extent:
-                self._repeat(key, extent)
-                self._copies.leave(key, before, extent)
+        for box, tensor, start in leaf.pieces:
+            local = extent_of(tensor, file, box)
+            extent = part_extent(local, leaf.dtype, tensor.shape, start, box)
+            before = known.add(extent)
+            if before is None:
+                continue
+            self._copies.leave(key, before, extent)
             if before.crc32 is not None and extent.crc32 not in (None, before.crc32):
                 raise UnsupportedError(
                     f"replicas of `{key}` differ according to their recorded checksums",
                     where=str(self._files.root / file),
-                    why=f"the checksum of {piece.box} differs in `{before.file}`",
+                    why=f"the checksum of {box} differs in `{before.file}`",
                     hint="check for files of different saves, or a damaged file",
                 )
 
-    def _entry(
+    def _known(
         self, key: str, path: Path, leaf: Sharded | StoredTensor, file: str, *, sharded: bool
-    ) -> _Tensor:
+    ) -> _RankTensor:
         if key in self._blobs:
             raise UnsupportedError(f"two values have the name `{key}`", where=str(self._files.root))
-        made = _Tensor(leaf.dtype, leaf.shape, path, file, sharded, leaf.requires_grad)
-        return self._tensors.setdefault(key, made)
+        grad = leaf.requires_grad
+        new = _RankTensor(leaf.dtype, leaf.shape, path, file, grad, sharded=sharded)
+        return self._tensors.setdefault(key, new)
 
     def _add_plain(self, rank: int, path: Path, leaf: StoredTensor, file: str) -> None:
         key = join(path)
-        known = self._entry(key, path, leaf, file, sharded=False)
+        known = self._known(key, path, leaf, file, sharded=False)
         if known.sharded:
-            raise UnsupportedError(
-                f"two ranks disagree on `{key}`",
-                where=str(self._files.root / file),
-                why=f"it is an unsharded tensor in this file, but a shard in `{known.file}`",
-                hint="restore the files of one save (these belong to different saves)",
-            )
+            why = f"it is an unsharded tensor in this file, but a shard in `{known.file}`"
+            raise ranks_disagree_error(key, self._files.root / file, why)
         extent = extent_of(leaf, file)
-        if not known.extents:
-            known.extents[extent.box] = extent
-            return
-        before = next(iter(known.extents.values()))
-        first = TensorEntry(key, known.dtype, known.shape, (before,), ())
-        other = TensorEntry(key, leaf.dtype, leaf.shape, (extent,), ())
-        if self._copies.is_same(first, other, key, of_any_size=self._listed):
-            self._agreed += 1
-            self._repeat(key, extent)
-        else:
-            own = below_rank(rank, path)
-            apart = self._entry(join(own), own, leaf, file, sharded=False)
-            apart.extents[extent.box] = extent
-
-    def _repeat(self, key: str, extent: Extent) -> None:
-        if self._listed and extent.nbytes:
-            self.replicas[key] = (*self.replicas.get(key, ()), extent)
+        first = next(iter(known.extents.values()), None)
+        if first is not None:
+            entry = separate_entry(key, known.dtype, first)
+            copy = separate_entry(key, leaf.dtype, extent)
+            if self._copies.is_same(entry, copy, key, of_any_size=self._listed):
+                self._agreed += 1
+            else:
+                path = below_rank(rank, path)
+                known = self._known(join(path), path, leaf, file, sharded=False)
+        known.add(extent)
 
     def _add_blob(self, rank: int, path: Path, value: object) -> None:
         key = join(path)
@@ -216,55 +202,34 @@ class RankMerger:
                 hint="pass one of the files if each is a separate checkpoint",
             )
 
-    def lost(self) -> Lost:
-        """Return for each tensor the boxes that are only in files that cannot be used."""
-        found: Lost = {}
-        for key, known in self._tensors.items():
-            theirs = [gap for gap in self.gaps if known.path[: len(gap.head)] == gap.head]
-            boxes = tuple(
-                (box, gap.file)
-                for gap in theirs
-                for box in _told(known, gap.rank)
-                if box.numel and box not in known.extents
-            )
-            if boxes:
-                found[key] = boxes
-        return found
-
     def heads(self) -> set[str | int]:
         """Return the first keys of all tensors."""
         return {known.path[0] for known in self._tensors.values() if known.path}
 
     def finish(self) -> Leaves:
         """Return everything that was taken; whether shards tile their tensors is not checked."""
-        tensors: dict[str, TensorEntry] = {}
-        first: dict[object, str] = {}
-        for key, found in self._tensors.items():
-            extents = tuple(found.extents.values())
-            stored = any(extent.nbytes for extent in extents)
-            alias = first.setdefault((found.dtype, found.shape, extents), key) if stored else key
-            tensors[key] = TensorEntry(
-                key,
-                found.dtype,
-                found.shape,
-                extents,
-                found.path,
-                alias_of=None if alias == key else alias,
-                requires_grad=found.requires_grad,
-            )
-        return Leaves(tensors, self._blobs, list(self._notes()))
+        notes = [
+            *kept_apart(self._copies.differing),
+            *unknown_notes(self._blobs.values()),
+            *self._copies.notes(),
+        ]
+        self.faults.lost |= self._lost()
+        return Leaves(tensor_entries(self._tensors), self._blobs, notes)
 
-    def _notes(self) -> Iterable[str]:
-        yield from kept_apart(self._copies.differing)
-        yield from unknown_notes(self._blobs.values())
-        yield from self._copies.notes()
-
-
-def _told(known: _Tensor, rank: int) -> tuple[Box, ...]:
-    try:
-        return known.held_by(rank)
-    except (CkptError, TypeError, KeyError, ValueError, IndexError, AttributeError):
-        return ()
+    def _lost(self) -> Lost:
+        """Return for each tensor the boxes that are only in files that cannot be used."""
+        found: Lost = {}
+        for key, known in self._tensors.items():
+            for gap in self.gaps:
+                if known.path[: len(gap.head)] != gap.head:
+                    continue
+                with suppress(
+                    CkptError, TypeError, KeyError, ValueError, IndexError, AttributeError
+                ):
+                    boxes = (box for box in known.held_by(gap.rank) if box.numel)
+                    gone = tuple((box, gap.file) for box in boxes if box not in known.extents)
+                    found[key] = (*found.get(key, ()), *gone)
+        return {key: gone for key, gone in found.items() if gone}
 
 
 def same_value(one: object, other: object) -> bool:
@@ -273,26 +238,3 @@ def same_value(one: object, other: object) -> bool:
         return type(one) is type(other) and bool(one == other)
     except DamagedError:
         return False
-
-
-def piece_extent(piece: LocalShard, dtype: str, file: str) -> Extent:
-    """Return where the bytes of one piece lie."""
-    whole = extent_of(piece.tensor, file)
-    part = part_of(whole, dtype, piece.tensor.shape, piece.start, piece.box.sizes)
-    return replace(part, box=piece.box)
-
-
-def part_of(whole: Extent, dtype: str, shape: Integers, start: Integers, sizes: Integers) -> Extent:
-    """Return a part of a tensor of *shape*, all of which lies in the extent *whole*."""
-    if sizes == shape:
-        return whole
-    strides, item = whole.strides or row_major(shape), dtypes.itemsize(dtype)
-    _, span, dense = geometry(sizes, strides)
-    return Extent(
-        Box.whole(sizes),
-        whole.file,
-        whole.offset + sum(map(mul, start, strides)) * item,
-        span * item,
-        strides=None if dense else strides,
-        within=whole.recorded,
-    )

@@ -26,10 +26,10 @@ from ckptctl.errors import (
     UnsupportedError,
 )
 from ckptctl.formats.base import ReadOptions
-from ckptctl.formats.shared.dtensor import LocalShard, Sharded
 from ckptctl.formats.shared.findings import NO_TENSOR, UNUSABLE, Faults
 from ckptctl.formats.shared.indexes import ByteRange, integers, require_tiled
 from ckptctl.formats.shared.leaves import flatten, join
+from ckptctl.formats.shared.rank_archive import LocalShard, Sharded
 from ckptctl.formats.shared.rank_merge import RankMerger
 from ckptctl.formats.shared.stored_leaves import NO_CHECKSUMS, is_stored, refuse_hidden_tensors
 from ckptctl.formats.sidecar_files import beside
@@ -87,13 +87,20 @@ def read(path: Path, asked: ReadOptions, name: str) -> Catalog:
 
 
 def _add(files: SourceFiles, sizes: _Sizes, merger: RankMerger, entry: ManifestEntry) -> None:
-    rest = rest_of(entry, merger.faults)
-    if rest is None:
+    faults, name = merger.faults, join(entry.path)
+    gone = tuple((box, one.file) for box, one in entry.parts if one.file in faults.files)
+    if gone and len(gone) == len(entry.parts):
+        what, file = "a value is missing" if entry.kind == "object" else NO_TENSOR, gone[0][1]
+        why = f"it is stored in `{file}`, which cannot be used"
+        faults.findings.append(Finding(what, why, "error", file, name))
         return
+    if gone:
+        faults.lost[name] = gone
+        entry = entry._replace(parts=[p for p in entry.parts if p[1].file not in faults.files])
     try:
-        leaves = list(_leaves(files, sizes, rest))
+        leaves = list(_leaves(files, sizes, entry))
     except UNUSABLE as error:
-        merger.faults.unreadable(error, tensor=join(entry.path))
+        faults.unreadable(error, tensor=name)
         return
     for file, path, leaf in leaves:
         merger.add(entry.rank, file, [(path, leaf)])
@@ -103,59 +110,50 @@ def _leaves(
     files: SourceFiles, sizes: _Sizes, entry: ManifestEntry
 ) -> Iterator[tuple[str, KeyPath, object]]:
     """Yield the file, path and value of every leaf of one entry."""
-    kind = entry.fields["type"]
-    if kind == "Tensor":
-        stored = located(entry.fields)
-        yield stored.file, entry.path, _tensor(files, sizes, stored, entry)
-    elif kind in SHARDED:
-        dtype, shape, shards = shards_of(entry)
-        for box, stored in shards:
-            piece = LocalShard(box, _tensor(files, sizes, stored, entry), (0,) * len(shape))
-            if (piece.tensor.dtype, piece.tensor.shape) != (dtype, box.sizes):
-                raise ValueError(f"a shard of `{join(entry.path)}` has a different dtype or shape")
-            leaf = Sharded(dtype, shape, (piece,), False, None, frozenset())
-            yield stored.file, entry.path, leaf
-    elif kind == "object":
-        stored = located(entry.fields)
-        yield from _object(files, sizes, stored, entry)
-    elif kind in PRIMITIVES:
-        yield "", entry.path, primitive(entry.fields)
+    kind, path, shape = entry.kind, entry.path, entry.shape
+    if kind in PRIMITIVES:
+        yield "", path, primitive(entry.fields)
     elif kind == "empty":
-        yield "", entry.path, entry.fields["value"]
-    else:
+        yield "", path, entry.fields["value"]
+    elif kind not in ("Tensor", "object", *SHARDED):
         raise UnsupportedError(
-            f"entries of type `{kind}` are not supported", where=f"`{join(entry.path)}`"
+            f"entries of type `{kind}` are not supported", where=f"`{join(path)}`"
         )
+    for box, stored in entry.parts:
+        first, last = stored.span or (0, sizes[stored.file])
+        if kind == "object":
+            where = str(files.root / stored.file)
+            archive = read_archive(files, stored.file, first, last - first)
+            for below, leaf in flatten(archive.root, is_stored, where=where):
+                if not is_stored(leaf):
+                    refuse_hidden_tensors(leaf, join((*path, *below)), where)
+                yield stored.file, (*path, *below), leaf
+            continue
+        tensor = _tensor(files, stored, first, last - first, join(path))
+        if kind == "Tensor":
+            yield stored.file, path, tensor
+            continue
+        dtype = entry.parts[0][1].dtype
+        if (tensor.dtype, tensor.shape) != (dtype, box.sizes):
+            raise ValueError(f"a shard of `{join(path)}` has a different dtype or shape")
+        piece = LocalShard(box, tensor, (0,) * len(shape))
+        yield stored.file, path, Sharded(dtype, shape, (piece,), False, None, frozenset())
 
 
 def _tensor(
-    files: SourceFiles, sizes: _Sizes, stored: StoredRange, entry: ManifestEntry
+    files: SourceFiles, stored: StoredRange, first: int, nbytes: int, name: str
 ) -> StoredTensor:
-    name = join(entry.path)
-    first, last = stored.span or (0, sizes[stored.file])
     if stored.serializer == "torch_save":
-        return read_item_tensor(files, stored.file, first, last - first)
+        return read_item_tensor(files, stored.file, first, nbytes)
     if stored.serializer != "buffer_protocol":
         raise UnsupportedError(
             f"the serializer `{stored.serializer}` is not supported", where=f"tensor `{name}`"
         )
-    nbytes = stored.nbytes
-    if nbytes != last - first:
-        raise ValueError(f"`{name}` needs {counted(nbytes, 'byte')} but has {last - first:,}")
+    needed = Box.whole(stored.shape).numel * dtypes.itemsize(stored.dtype)
+    if needed != nbytes:
+        raise ValueError(f"`{name}` needs {counted(needed, 'byte')} but has {nbytes:,}")
     place = f"{stored.file}:{first}"
     return StoredTensor(stored.dtype, stored.shape, None, first, nbytes, None, place, False)
-
-
-def _object(
-    files: SourceFiles, sizes: _Sizes, stored: StoredRange, entry: ManifestEntry
-) -> Iterator[tuple[str, KeyPath, object]]:
-    size, where = sizes[stored.file], str(files.root / stored.file)
-    first, last = stored.span or (0, size)
-    archive = read_archive(files, stored.file, first, last - first)
-    for path, leaf in flatten(archive.root, is_stored, where=where):
-        if not is_stored(leaf):
-            refuse_hidden_tensors(leaf, join((*entry.path, *path)), where)
-        yield stored.file, (*entry.path, *path), leaf
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,12 +179,18 @@ class ManifestEntry(NamedTuple):
     Attributes:
         rank: The rank that has it, or the lowest where several share it.
         path: Keys from the root of that rank's state.
-        fields: What the manifest says; the shards of all ranks together.
+        kind: Its type, or ``empty`` for a dictionary or list that nothing is in.
+        fields: What the manifest says of it.
+        parts: The boxes of a tensor, those of all ranks, or the whole of an object.
+        shape: Of all of a tensor.
     """
 
     rank: int
     path: KeyPath
+    kind: str
     fields: Fields
+    parts: list[tuple[Box, StoredRange]]
+    shape: tuple[int, ...]
 
 
 class StoredRange(NamedTuple):
@@ -206,11 +210,6 @@ class StoredRange(NamedTuple):
     dtype: str
     shape: tuple[int, ...]
 
-    @property
-    def nbytes(self) -> int:
-        """Return the bytes of its elements."""
-        return Box.whole(self.shape).numel * dtypes.itemsize(self.dtype)
-
 
 def read_manifest(files: SourceFiles) -> list[ManifestEntry]:
     """Return the leaves of all ranks, those of the lowest rank first."""
@@ -227,23 +226,43 @@ def read_manifest(files: SourceFiles) -> list[ManifestEntry]:
     ranks = {path: _rank(path, content.world_size) for path in entries}
     children = _children(entries)
     found: dict[KeyPath, ManifestEntry] = {}
-    shards: dict[KeyPath, list[object]] = {}
     plain: list[ManifestEntry] = []
     for path in sorted(entries, key=lambda one: ranks[one]):
         fields = entries[path]
-        if fields["type"] in (*_DICTS, "list"):
+        kind = str(fields["type"])
+        if kind in (*_DICTS, "list"):
             _check_keys(path, fields, children, where)
             if path in children or fields.get("keys"):
                 continue
-            fields = {"type": "empty", "value": {} if fields["type"] in _DICTS else []}
-        entry = ManifestEntry(ranks[path], _path(path, entries), fields)
-        if fields["type"] not in _SHARDED:
-            plain.append(entry)
+            kind, fields = "empty", {"value": {} if kind in _DICTS else []}
+        entry = ManifestEntry(ranks[path], _path(path, entries), kind, fields, [], ())
+        if kind in SHARDED:
+            parts = read_as(list[_Shard], fields.get("shards", fields.get("chunks")), "shards")
+            own = [(Box(p.offsets, p.sizes), _located("Tensor", p.tensor)) for p in parts]
+            if kind in _SHARDED:
+                entry = found.setdefault(entry.path, entry)
+            else:
+                plain.append(entry)
+            entry.parts.extend(own)
         else:
-            own = shards.setdefault(entry.path, [])
-            own += read_as(list[object], fields.get("shards"), "shards")
-            found.setdefault(entry.path, entry._replace(fields={**fields, "shards": own}))
-    return sorted([*plain, *found.values()], key=lambda entry: entry.rank)
+            plain.append(entry)
+            if kind in ("Tensor", "object"):
+                stored = _located(kind, fields)
+                entry.parts.append((Box.whole(stored.shape), stored))
+    return sorted(map(_with_shape, (*plain, *found.values())), key=lambda entry: entry.rank)
+
+
+def _with_shape(entry: ManifestEntry) -> ManifestEntry:
+    """Return *entry* with its shape, which reaches to the end of the last shard if not recorded."""
+    if entry.kind not in SHARDED:
+        return entry
+    if not entry.parts:
+        raise MalformedError(f"`{join(entry.path)}` has no shards")
+    if (shape := entry.fields.get("shape")) is not None:
+        return entry._replace(shape=integers(shape))
+    boxes = (box for box, _ in entry.parts)
+    ends = zip(*(map(sum, zip(b.offsets, b.sizes, strict=True)) for b in boxes), strict=True)
+    return entry._replace(shape=tuple(map(max, ends)))
 
 
 def _rank(path: str, world: int) -> int:
@@ -291,13 +310,13 @@ def _path(path: str, entries: Mapping[str, Fields]) -> KeyPath:
     return tuple(keys)
 
 
-def located(fields: Fields) -> StoredRange:
+def _located(kind: str, fields: Fields) -> StoredRange:
     """Return where a ``Tensor`` or an ``object`` lies."""
     location = fields.get("location")
     if not isinstance(location, str):
         raise MismatchError("a string", location, "location")
     dtype = str(fields.get("dtype", "")).removeprefix("torch.")
-    if fields["type"] == "Tensor" and dtype not in dtypes.BY_NAME:
+    if kind == "Tensor" and dtype not in dtypes.BY_NAME:
         raise UnsupportedError(f"tensors of dtype `{dtype}` are not supported", where=location)
     recorded = fields.get("byte_range")
     first, last = (0, 0) if recorded is None else integers(recorded)
@@ -310,22 +329,6 @@ def located(fields: Fields) -> StoredRange:
         dtype,
         integers(fields.get("shape", [])),
     )
-
-
-def shards_of(entry: ManifestEntry) -> tuple[str, tuple[int, ...], list[tuple[Box, StoredRange]]]:
-    """Return dtype, global shape and shards of a sharded or chunked tensor.
-
-    Sharded entries have no global shape; it is where their last shard ends.
-    """
-    listed = entry.fields.get("shards", entry.fields.get("chunks"))
-    shards = [
-        (Box(one.offsets, one.sizes), located({"type": "Tensor", **one.tensor}))
-        for one in read_as(list[_Shard], listed, "shards")
-    ]
-    ends = zip(*(map(sum, zip(b.offsets, b.sizes, strict=True)) for b, _ in shards), strict=True)
-    shape = entry.fields.get("shape")
-    whole = integers(shape) if shape is not None else tuple(max(end) for end in ends)
-    return shards[0][1].dtype, whole, shards
 
 
 def primitive(fields: Fields) -> object:
@@ -346,39 +349,6 @@ def primitive(fields: Fields) -> object:
     return value
 
 
-def rest_of(entry: ManifestEntry, faults: Faults) -> ManifestEntry | None:
-    """Return what is left of *entry* without the files that cannot be used; None: nothing."""
-    if entry.fields["type"] in SHARDED:
-        return _rest_of_shards(entry, faults)
-    file = next((s.file for s in _stored(entry) if s.file in faults.files), None)
-    if file is None:
-        return entry
-    _miss(entry, file, faults)
-    return None
-
-
-def _miss(entry: ManifestEntry, file: str, faults: Faults) -> None:
-    """Note that *entry* lies in a file that cannot be used."""
-    what = "a value is missing" if entry.fields["type"] == "object" else NO_TENSOR
-    why = f"it is stored in `{file}`, which cannot be used"
-    faults.findings.append(Finding(what, why, "error", file, join(entry.path)))
-
-
-def _rest_of_shards(entry: ManifestEntry, faults: Faults) -> ManifestEntry | None:
-    _, shape, shards = shards_of(entry)
-    gone = [(box, stored.file) for box, stored in shards if stored.file in faults.files]
-    if not gone:
-        return entry
-    if len(gone) == len(shards):
-        _miss(entry, gone[0][1], faults)
-        return None
-    faults.lost[join(entry.path)] = tuple(gone)
-    key = "shards" if "shards" in entry.fields else "chunks"
-    there = zip(read_as(list[object], entry.fields[key]), shards, strict=True)
-    kept = [one for one, (_, stored) in there if stored.file not in faults.files]
-    return entry._replace(fields={**entry.fields, key: kept, "shape": list(shape)})
-
-
 def sizes_of(
     files: SourceFiles, entries: Sequence[ManifestEntry], where: str, faults: Faults
 ) -> dict[str, int]:
@@ -387,7 +357,7 @@ def sizes_of(
     ranges: dict[str, list[ByteRange]] = {}
     beyond: dict[str, tuple[int, str]] = {}
     for entry in entries:
-        for stored in _stored(entry):
+        for _, stored in entry.parts:
             file = stored.file
             if file not in sizes:
                 size = faults.read(file, lambda file: _size(files, file), (CkptError,))
@@ -427,11 +397,3 @@ def _size(files: SourceFiles, file: str) -> int:
             why=f"`{file}`, which {METADATA} lists",
             hint="copy the missing file from the node of its rank",
         ) from None
-
-
-def _stored(entry: ManifestEntry) -> Iterator[StoredRange]:
-    kind = entry.fields["type"]
-    if kind in SHARDED:
-        yield from (stored for _, stored in shards_of(entry)[2])
-    elif kind in ("Tensor", "object"):
-        yield located(entry.fields)

@@ -72,11 +72,8 @@ def of_checkpoint(
         if name in DOCUMENTS:
             home = path_at((roots or {}).get(name, catalog.root))
             yield Description(name, str(home / name), content)
-    if catalog.arguments:
-        place = f"the trainer's arguments in {catalog.path}"
-        yield Description(ARGUMENTS, place, catalog.arguments)
-    for file, sizes in catalog.stated.items():
-        yield Description(ARGUMENTS, f"the metadata of {path_at(catalog.root) / file}", sizes)
+    for place, stated in catalog.stated.items():
+        yield Description(ARGUMENTS, place, stated)
     for file, record in catalog.records.items():
         yield Description(MEGATRON, f"{file} in {catalog.path}", record)
     given = [blob for blob in catalog.blobs.values() if blob.path[:1] == (HYPER_PARAMETERS,)]

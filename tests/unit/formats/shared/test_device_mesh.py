@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from ckptctl.errors import UnsupportedError
-from ckptctl.formats.shared.dtensor import Meshes
+from ckptctl.formats.shared.rank_archive import Meshes
 
 
 def record(coordinate: list[int] | None, rank: int, ranks: list[int]) -> dict[str, object]:

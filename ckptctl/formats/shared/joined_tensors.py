@@ -1,0 +1,97 @@
+"""Tensors whose boxes lie in the files of several ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from operator import mul
+from pathlib import Path
+
+from ckptctl import dtypes
+from ckptctl.catalog import Box, Extent, TensorEntry, row_major
+from ckptctl.catalog import Path as KeyPath
+from ckptctl.errors import UnsupportedError
+from ckptctl.formats.shared.indexes import Integers
+from ckptctl.storage.pickles.torch_tensors import geometry
+
+ONE_SAVE = "restore the files of one save (these belong to different saves)"
+
+
+@dataclass(slots=True)
+class JoinedTensor:
+    """A tensor that is joined of the boxes that ranks have.
+
+    Attributes:
+        dtype: torch's name.
+        shape: Global shape.
+        path: Keys from the root of the saved object down to it.
+        file: The first file that has a box of it.
+        requires_grad: As recorded.
+        extents: The first extent of each box.
+        copies: Further extents of these boxes.
+    """
+
+    dtype: str
+    shape: Integers
+    path: KeyPath
+    file: str
+    requires_grad: bool = False
+    extents: dict[Box, Extent] = field(default_factory=dict)
+    copies: list[Extent] = field(default_factory=list)
+
+    def add(self, extent: Extent) -> Extent | None:
+        """Add an extent, and return the one that has its box already, or None if none has."""
+        first = self.extents.setdefault(extent.box, extent)
+        if first is extent:
+            return None
+        if extent.nbytes:
+            self.copies.append(extent)
+        return first
+
+
+def tensor_entries(joined: Mapping[str, JoinedTensor]) -> dict[str, TensorEntry]:
+    """Return all tensors by name; those with the same bytes become aliases of the first."""
+    entries: dict[str, TensorEntry] = {}
+    first: dict[object, str] = {}
+    for name, tensor in joined.items():
+        extents = tuple(tensor.extents.values())
+        stored = any(extent.nbytes for extent in extents)
+        alias = first.setdefault((tensor.dtype, tensor.shape, extents), name) if stored else name
+        entries[name] = TensorEntry(
+            name,
+            tensor.dtype,
+            tensor.shape,
+            extents,
+            tensor.path,
+            alias_of=None if alias == name else alias,
+            requires_grad=tensor.requires_grad,
+        )
+    return entries
+
+
+def separate_entry(name: str, dtype: str, extent: Extent) -> TensorEntry:
+    """Return the elements of an extent as a tensor of its own."""
+    box = Box.whole(extent.box.sizes)
+    return TensorEntry(name, dtype, box.sizes, (replace(extent, box=box),), (name,))
+
+
+def part_extent(extent: Extent, dtype: str, shape: Integers, start: Integers, box: Box) -> Extent:
+    """Return the extent of *box* in that of a local tensor of *shape*, where it has its *start*."""
+    if box.sizes == shape:
+        return extent if extent.box is box else replace(extent, box=box)
+    strides, item = extent.strides or row_major(shape), dtypes.itemsize(dtype)
+    _, span, dense = geometry(box.sizes, strides)
+    return Extent(
+        box,
+        extent.file,
+        extent.offset + sum(map(mul, start, strides)) * item,
+        span * item,
+        strides=None if dense else strides,
+        within=extent.recorded,
+    )
+
+
+def ranks_disagree_error(name: str, where: Path | str, why: str) -> UnsupportedError:
+    """Return the error for a tensor that two ranks describe differently."""
+    what = f"two ranks disagree on `{name}`"
+    return UnsupportedError(what, where=str(where), why=why, hint=ONE_SAVE)
