@@ -29,9 +29,9 @@ def part(array, ranges, sizes):
     """The part of *array* that *ranges* mean, by their formulas alone."""
     box = []
     for one, length in zip(ranges, array.shape, strict=True):
-        if one.text not in ("", ":"):
+        if one.label not in ("", ":"):
             return None
-        stop = length if one.text else evaluated(one.stop, sizes)
+        stop = length if one.label else evaluated(one.stop, sizes)
         box.append(slice(evaluated(one.start, sizes), stop))
     return array[(*box, ...)]
 

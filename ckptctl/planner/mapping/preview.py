@@ -64,7 +64,7 @@ class Range(Result, order="formula start stop"):
     """A part of one dimension.
 
     Attributes:
-        text: ``:`` for all of it; what is fixed, in which axes, where it is every so many-th
+        label: ``:`` for all of it; what is fixed, in which axes, where it is every so many-th
             element; empty: it is from *start* to *stop*.
     """
 
@@ -74,15 +74,15 @@ class Range(Result, order="formula start stop"):
     stop: Annotated[
         Amount, JsonField("end, exclusive; null if unknown", name="stop", of="number")
     ] = UNKNOWN
-    text: str = ""
+    label: str = ""
 
     def __str__(self) -> str:
-        return self.text or f"{self.start}:{self.stop}"
+        return self.label or f"{self.start}:{self.stop}"
 
     @property
     def formula(self) -> Annotated[str, JsonField("`:`, `h*e : h*e + k*e`, ...")]:
         """Return the range in axis names."""
-        return self.text or f"{self.start.text} : {self.stop.text}"
+        return self.label or f"{self.start.text} : {self.stop.text}"
 
 
 def formulas(shape: Sequence[Amount]) -> list[str]:
@@ -295,7 +295,7 @@ class Router:
                 why=f"a model with `{name}` cannot be expressed in it",
                 hint="keep the source layout",
             )
-        wanted, ranges = self.target.leaves[other], (Range(text="tile by tile"),)
+        wanted, ranges = self.target.leaves[other], (Range(label="tile by tile"),)
         axes = str(leaf), str(wanted)
         piece = Contribution(leaf.key.text, name, *axes, ranges, ranges, True, True)
         return Arrival(wanted.key.text, self._shape(self.target.holders[other]), {}, (piece,))
@@ -369,7 +369,7 @@ class Router:
             apart = [axis for axis in group if axis in spread]
             if apart and apart != [*group[:1]]:
                 entry = ", ".join(f"{axis} = {values.get(axis, axis)}" for axis in apart)
-                ranges.append(Range(text=f"{entry} of ({' '.join(group)})"))
+                ranges.append(Range(label=f"{entry} of ({' '.join(group)})"))
             elif apart:
                 index, rest = values.get(group[0]), self._amount(group[1:])
                 ends = (group[0], f"{group[0]} + 1") if index is None else (index, index + 1)
@@ -381,7 +381,7 @@ class Router:
                 *before, own = map(self._amount, fused_axes(self.family, stored)[: leaf.part + 1])
                 start = sum(before, ZERO)
                 part = Range(start, start + own)
-                each = Range(text=f"{part} of each {leaf.within}")
+                each = Range(label=f"{part} of each {leaf.within}")
                 ranges.append(each if leaf.within else part)
         return tuple(ranges)
 
