@@ -187,28 +187,28 @@ class Router:
 
     def route(self, key: str) -> Route:
         """Return where *key*, a tensor's name or a template with ``{i}``, goes."""
-        found = Route(key)
-        meaning, values = self._meaning(found)
+        route = Route(key)
+        meaning, values = self._meaning(route)
         if isinstance(meaning, Drop):
-            found.template, found.dropped = meaning.key, meaning.reason
+            route.template, route.dropped = meaning.key, meaning.reason
             if meaning.zeros:
-                found.notes.append("rejected if it contains anything but zeros")
+                route.notes.append("rejected if it contains anything but zeros")
         else:
-            found.template = meaning.template.text
-            self._follow(found, meaning, values)
+            route.template = meaning.template.text
+            self._follow(route, meaning, values)
         for index, number in values.items():
             if number >= self.counts.get(index, number + 1):
-                found.notes.append(
+                route.notes.append(
                     f"the model has no such tensor: {self.family.called(index)} is "
                     f"{self.counts[index]:,}, and indices start at 0"
                 )
-        return found
+        return route
 
     # ------------------------------------------------------------------ what the key stands for
 
-    def _meaning(self, found: Route) -> tuple[Stored | Drop, Values]:
+    def _meaning(self, route: Route) -> tuple[Stored | Drop, Values]:
         """Return what the key is, and its indices as the family counts them."""
-        meanings = list(self.source.meanings(found.key))
+        meanings = list(self.source.meanings(route.key))
         numbering = self._numbering(self.source, [n for _, own in meanings for n in own.values()])
         for meaning, values in meanings:
             if numbering is not None:
@@ -219,13 +219,13 @@ class Router:
                 shift.index for shift in self.family.shifts_in(self.source.name)
             }:
                 if values:
-                    found.notes.append(
+                    route.notes.append(
                         f"treated as one of the first {self.family.called('i')} layers; the "
                         "numbers of layers of another kind depend on the model (pass "
                         f"{spell_option('--set')} or {spell_option('--config')})"
                     )
                 return meaning, values
-        raise self._ambiguous(self.source) if meanings else self._unknown(found.key)
+        raise self._ambiguous(self.source) if meanings else self._unknown(route.key)
 
     def _unknown(self, key: str) -> MappingError:
         close = difflib.get_close_matches(key, near(self.source, key), n=3, cutoff=0.5)
@@ -242,7 +242,7 @@ class Router:
 
     # -------------------------------------------------------------------------- where it arrives
 
-    def _follow(self, found: Route, stored: Stored, values: Values) -> None:
+    def _follow(self, route: Route, stored: Stored, values: Values) -> None:
         """Note where the logical tensors go that *stored* holds."""
         several = len({tensor.variant for tensor, _ in stored.parts}) > 1
         leaves, arrivals = self.target.leaves, dict[str, Arrival]()
@@ -251,21 +251,21 @@ class Router:
             tie, same = self.ties.get(tensor.name), []
             if tie:
                 kept = self.source.leaves[tie.of].key.text
-                found.dropped = f"tied: the same as `{kept}`"
+                route.dropped = f"tied: the same as `{kept}`"
                 if tie in copies and tensor.name in leaves:
-                    found.notes.append(f"`{leaves[tensor.name].key.text}` is a copy of `{kept}`")
+                    route.notes.append(f"`{leaves[tensor.name].key.text}` is a copy of `{kept}`")
             elif tensor.name in leaves:
                 names = [tensor.name, *(t.tensor for t in copies if t.of == tensor.name)]
                 variant = tensor.variant if several else None
-                same = [self._arrival(found, n, values, variant) for n in names if n in leaves]
+                same = [self._arrival(route, n, values, variant) for n in names if n in leaves]
             else:
-                same = [self._tile_by_tile(found, tensor, leaf)]
+                same = [self._tile_by_tile(route, tensor, leaf)]
             for arrival in same:
                 arrivals.setdefault(arrival.key, arrival)
         if arrivals:
-            found.arrivals, found.dropped = [*arrivals.values()], ""
+            route.arrivals, route.dropped = [*arrivals.values()], ""
 
-    def _arrival(self, found: Route, name: str, values: Values, variant: str | None) -> Arrival:
+    def _arrival(self, route: Route, name: str, values: Values, variant: str | None) -> Arrival:
         """Return the tensor of the target that holds the logical tensor called *name*."""
         stored, wanted = self.target.holders[name], self.target.leaves[name]
         moved = any(
@@ -279,11 +279,11 @@ class Router:
             self._key(self.target, wanted, values),
             self._shape(stored),
             {axis: self._amount((axis,)) for axis in wanted.spread if axis not in values},
-            tuple(self._pieces(found, name, values)),
+            tuple(self._pieces(route, name, values)),
             variant,
         )
 
-    def _tile_by_tile(self, found: Route, tensor: Tensor, leaf: Leaf) -> Arrival:
+    def _tile_by_tile(self, route: Route, tensor: Tensor, leaf: Leaf) -> Arrival:
         """Return what becomes of embeddings of tiles that the target stores in another way."""
         others = (tiles.other(tensor.name) for tiles in self.family.tiles)
         other = next((name for name in others if name in self.target.leaves), None)
@@ -291,7 +291,7 @@ class Router:
         if other is None:
             raise MappingError(
                 f"layout `{self.target.name}` of `{self.family.name}` has no place for "
-                f"`{found.key}`",
+                f"`{route.key}`",
                 why=f"a model with `{name}` cannot be expressed in it",
                 hint="keep the source layout",
             )
@@ -300,19 +300,19 @@ class Router:
         piece = Contribution(leaf.key.text, name, *axes, ranges, ranges, True, True)
         return Arrival(wanted.key.text, self._shape(self.target.holders[other]), {}, (piece,))
 
-    def _pieces(self, found: Route, name: str, values: Values) -> Iterator[Contribution]:
+    def _pieces(self, route: Route, name: str, values: Values) -> Iterator[Contribution]:
         """Yield what fills a target tensor; of rows that are the same part of it, one.
 
         The entry that was asked for comes first, then all entries.
         """
         stored = self.target.holders[name]
-        rows: dict[int | None, tuple[str, Leaf, str]] = {}
+        rows: dict[int | None, tuple[Leaf, str]] = {}
         for tensor, wanted in stored.parts:
             tie = self.ties.get(tensor.name)
             origin = tie.of if tie else tensor.name
             if origin in self.source.leaves and (wanted.part not in rows or tensor.name == name):
-                rows[wanted.part] = tensor.name, wanted, origin
-        for _, wanted, origin in rows.values():
+                rows[wanted.part] = wanted, origin
+        for wanted, origin in rows.values():
             leaf = self.source.leaves[origin]
             apart = {*leaf.spread} - {*wanted.spread}
             shared = {axis: n for axis, n in values.items() if axis not in apart}
@@ -321,7 +321,7 @@ class Router:
                 for one in (leaf, wanted)
             ]
             before, after = (self.family.expand(tuple(axes)) for axes in sides)
-            own = leaf.key.text == found.template and len(shared) < len(values)
+            own = leaf.key.text == route.template and len(shared) < len(values)
             for known in (values, shared) if own else (shared,):
                 key = self._key(self.source, leaf, known)
                 yield Contribution(
@@ -332,7 +332,7 @@ class Router:
                     self._ranges(self.source.holders[origin], leaf, wanted.spread, known),
                     self._ranges(stored, wanted, leaf.spread, known),
                     before != after,
-                    key == found.key,
+                    key == route.key,
                     wanted.plus - leaf.plus,
                 )
 
