@@ -120,12 +120,13 @@ def merge(base: AnyPath, adapter: AnyPath, dst: AnyPath, options: _Merge) -> Con
     Raises:
         CkptError: The merge failed. Nothing was published, unless ``verify`` failed.
     """
-    from ckptctl.ops.merging import plan_merge, run_merge
+    from ckptctl.ops.conversion.convert import run_conversion
+    from ckptctl.ops.merging import plan_merge
     from ckptctl.storage.publish import sweeping
 
     with sweeping(dst):
         plan = plan_merge(base, adapter, dst, options)
-    return run_merge(plan, options.progress)
+    return run_conversion(plan.conversion, options.progress)
 
 
 @keywords(_LoraExtraction)

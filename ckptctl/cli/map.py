@@ -15,8 +15,7 @@ from ckptctl.options import Argument
 
 if TYPE_CHECKING:
     from ckptctl.ops.key_map import KeyMap
-    from ckptctl.planner.mapping.formulas import Range
-    from ckptctl.planner.mapping.preview import Arrival, Contribution
+    from ckptctl.planner.mapping.preview import Arrival, Contribution, Range
 
 
 COLUMNS = (tables.name(), Column(), Column(), Column())
@@ -108,8 +107,8 @@ def _human(piece: Contribution) -> tuple[str, ...]:
         if piece.source_axes != piece.target_axes
         else piece.source_axes
     )
-    into = "" if all(part.whole for part in piece.write) else f"fills {_box(piece.write)}"
-    of = "" if all(part.whole for part in piece.read) else f"{_box(piece.read)} of "
+    into = "" if all(part.label == ":" for part in piece.write) else f"fills {_box(piece.write)}"
+    of = "" if all(part.label == ":" for part in piece.read) else f"{_box(piece.read)} of "
     return f"  {of}{piece.key}", into, axes, _change(piece)
 
 

@@ -18,6 +18,7 @@ from ckptctl.catalog import Catalog, TensorEntry
 from ckptctl.dtypes import LARGEST_FLOAT32, SMALLEST_FLOAT32
 from ckptctl.errors import (
     CkptError,
+    MappingError,
     RefusedError,
     UnsupportedError,
     UsageError,
@@ -25,6 +26,8 @@ from ckptctl.errors import (
     spell_option,
 )
 from ckptctl.formats.peft import CONFIG, adapter_config
+from ckptctl.ops.recognition.roots import select
+from ckptctl.ops.sources import located
 from ckptctl.planner.configs.facts import Json
 from ckptctl.planner.copying.views import transposed
 from ckptctl.planner.families.templates import skeleton
@@ -32,6 +35,8 @@ from ckptctl.planner.mapping.adapters import PREFIX, as_linear, is_adapter, is_f
 from ckptctl.storage.paths import path_at
 from ckptctl.units import counted
 
+FLOATING = ("float64", "float32", "float16", "bfloat16")
+"""Dtypes of factors, and of the weights that they change."""
 TARGETS = "target_parameters"
 OF_EXPERTS = frozenset({"gate", "w1", "w2", "w3", "gate_proj", "up_proj", "down_proj"})
 """What PEFT knows layers of single experts by (``_MOE_TARGET_MODULE_MAPPING``)."""
@@ -240,6 +245,18 @@ def embeddings_as_linear(catalog: Catalog) -> Catalog:
             entry = transposed(entry, plain)
         tensors[plain] = entry
     return replace(catalog, tensors=tensors)
+
+
+def readable_factors(catalog: Catalog, root: str) -> dict[str, TensorEntry]:
+    """Return an adapter's tensors with their bytes, by their keys below *root*."""
+    adapter = embeddings_as_linear(catalog)
+    for name, entry in adapter.tensors.items():
+        if entry.dtype not in FLOATING:
+            raise MappingError(
+                f"cannot merge an adapter of dtype {entry.dtype}", where=f"tensor `{name}`"
+            )
+    found = located(adapter, adapter.tensors).tensors
+    return {key: found[one.name] for key, one in select(adapter, root).tensors.items()}
 
 
 def require_biases(config: Json | None, lacking: Collection[str]) -> None:

@@ -36,7 +36,16 @@ from ckptctl.ops.adapters import (
 )
 from ckptctl.ops.conversion.adapter_files import under_other_names
 from ckptctl.ops.conversion.draft import Draft
-from ckptctl.ops.expert_stacks import STACKED, Part, Stack, family_of, stacks
+from ckptctl.ops.expert_stacks import (
+    STACKED,
+    Part,
+    Stack,
+    family_of,
+    stack_keys,
+    stacked,
+    stacks,
+)
+from ckptctl.ops.recognition.model import Model
 from ckptctl.ops.sources import located
 from ckptctl.planner.configs.facts import Json
 from ckptctl.planner.copying.views import view
@@ -261,10 +270,15 @@ def _key_of(name: str) -> str:
     return module_of(name) + WEIGHT if is_factor(name) else name.removeprefix(PREFIX)
 
 
-def has_stacks(catalog: Catalog, found: Sequence[Stack]) -> bool:
-    """Return whether an adapter has factors of stacks that its model could keep apart."""
-    modules = {module_of(name).split(".base_layer")[0] for name in catalog.tensors}
-    return any(stack.key.rpartition(".")[0] in modules for stack in found)
+def with_experts_of(adapter: Catalog, known: Model, family: Family) -> Catalog:
+    """Give the experts of an adapter factors of their own, where its model keeps them apart."""
+    config = (described(adapter) or {}).get(TARGETS)
+    if not config or not stacked(family) or stack_keys(family, known.tensors):
+        return adapter
+    modules = {module_of(name).split(".base_layer")[0] for name in adapter.tensors}
+    if all(one.key.rpartition(".")[0] not in modules for one in stacks(adapter, known.config)):
+        return adapter
+    return with_experts(adapter, {"config.json": known.config or {}}, "apart")
 
 
 # --------------------------------------------------------------------------------- apart

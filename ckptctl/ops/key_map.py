@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -19,8 +19,7 @@ from ckptctl.planner.configs.facts import Json, is_tied, read_lists, read_sizes
 from ckptctl.planner.layouts import Family
 from ckptctl.planner.mapping.completeness import near
 from ckptctl.planner.mapping.detect import configured
-from ckptctl.planner.mapping.numbering import KeyNumbers
-from ckptctl.planner.mapping.preview import Route, route
+from ckptctl.planner.mapping.preview import Route, Router
 from ckptctl.planner.model_parallel import possible_repeats
 from ckptctl.results import Inline, JsonField, Result
 from ckptctl.storage.paths import home_expanded, path_hint
@@ -76,39 +75,12 @@ def _map_key(key: str, options: MapOptions) -> KeyMap:
     sizes = read_sizes(family, described, params, given)
     tied = is_tied(family, described, params)
     lists = read_lists(family, described)
-    found_route = route(family, source, to_layout, key, sizes, tied=tied, lists=lists)
-    found_route.notes += _beyond(family, source, key, sizes, lists)
-    return KeyMap(family, source, to_layout, sizes, tied, found_route)
-
-
-def _beyond(
-    family: Family,
-    layout: str,
-    key: str,
-    sizes: Mapping[str, int],
-    lists: Mapping[str, Sequence[int]],
-) -> Iterator[str]:
-    """Yield which numbers in a key are those of layers, experts, ... that the model has not."""
-    found = next(family.layout(layout).table.all(key), None)
-    if found is None:
-        return
-    numbering = KeyNumbers(family, sizes, lists).numbering(layout, [*found[1].values()])
-    meant = numbering.logical(found[1]) if numbering else None
-    for axis, number in (meant or {}).items():
-        if number >= sizes.get(axis, number + 1):
-            yield (
-                f"the model has no such tensor: {family.called(axis)} is {sizes[axis]:,}, and "
-                "indices start at 0"
-            )
+    router = Router(family, family.layout(source), family.layout(to_layout), sizes, tied, lists)
+    return KeyMap(family, source, to_layout, sizes, tied, router.route(key))
 
 
 def _layout_of(family: Family, key: str) -> str:
-    known = [
-        name
-        for name in family.layouts
-        if next(family.layout(name).table.all(key), None) is not None
-        or any(stored.template.text == key for stored in family.layout(name).stored)
-    ]
+    known = [name for name in family.layouts if any(family.layout(name).meanings(key))]
     if not known:
         return _nearest_layout(family, key)
     first = family.layout(known[0])

@@ -7,7 +7,6 @@ conversion.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,49 +15,37 @@ from typing import Annotated
 from ckptctl import families, formats
 from ckptctl.catalog import Catalog, Computed, Input, TensorEntry, computed_name
 from ckptctl.errors import MappingError, RefusedError, UsageError, spell_option
-from ckptctl.formats.base import WritableFormat
 from ckptctl.ops.adapters import (
+    FLOATING,
     SINGLE,
-    TARGETS,
     Settings,
     check_magnitudes,
     described,
     embeddings_as_linear,
     factors_only,
+    readable_factors,
     require_adapter,
     require_biases,
     require_saved,
     settings,
 )
-from ckptctl.ops.conversion.contents import cast_to
-from ckptctl.ops.conversion.convert import Step, plan_with_steps, run_conversion
+from ckptctl.ops.conversion.convert import ConversionPlan, Step, plan_with_steps
 from ckptctl.ops.conversion.draft import Draft
 from ckptctl.ops.conversion.options import ConversionOptions, MergeOptions
-from ckptctl.ops.conversion.plan import ConversionPlan, ConversionResult
 from ckptctl.ops.destinations import replaceable, require_destination
-from ckptctl.ops.expert_adapters import changes, has_stacks, targets, with_experts, without
-from ckptctl.ops.expert_stacks import stack_keys, stacked, stacks
+from ckptctl.ops.expert_adapters import changes, targets, with_experts_of, without
 from ckptctl.ops.recognition.layout_change import chosen_family
 from ckptctl.ops.recognition.model import Model, Request, require_one, understand
-from ckptctl.ops.recognition.roots import select
 from ckptctl.ops.sources import located
-from ckptctl.planner.configs.facts import read_lists
 from ckptctl.planner.copying.blocks import rearranged
-from ckptctl.planner.copying.views import is_view, view
-from ckptctl.planner.layouts import Family
 from ckptctl.planner.mapping.adapters import PEFT, is_adapter
-from ckptctl.planner.mapping.deltas import AdapterMismatchError, Delta, Deltas, deltas
-from ckptctl.planner.mapping.source import SurplusError
-from ckptctl.planner.strided import Strided
+from ckptctl.planner.mapping.deltas import Delta, Deltas, as_input, deltas
 from ckptctl.results import JsonField, Result
 from ckptctl.storage.kinds import can_overflow
 from ckptctl.storage.kinds.lora import Change
 from ckptctl.storage.paths import named
-from ckptctl.storage.threads import Advance
-from ckptctl.units import counted
 
 ORDER = "pass the base model before the adapter: `ckptctl merge BASE ADAPTER DST`"
-KINDS = ("float64", "float32", "float16", "bfloat16")
 LARGEST = 256 << 20
 """Bytes in float32 of the largest A: every thread keeps one."""
 
@@ -104,14 +91,9 @@ def plan_merge(
     )
 
 
-def run_merge(plan: MergePlan, progress: Advance | None = None) -> ConversionResult:
-    """Carry out *plan* and publish the merged model, whole or not at all."""
-    return run_conversion(plan.conversion, progress)
-
-
 def _same_format(base: str | Path, options: MergeOptions) -> str:
     found = formats.get(options.from_format) if options.from_format else formats.detect(base)
-    if not isinstance(found, WritableFormat):
+    if found.name not in formats.writable():
         raise UsageError(
             f"format `{found.name}` can only be read",
             hint=f"choose an output format with {spell_option('--to')}",
@@ -154,7 +136,11 @@ class Merging:
             )
         family = chosen_family(known, known.layout)
         held = known.tensors
-        self._take_apart(family, known, held)
+        apart = with_experts_of(self.adapter, known, family)
+        if apart is not self.adapter:
+            self.adapter, self.config = apart, described(apart)
+            alpha, scaling = self.options.lora_alpha, self.settings.scaling
+            self.settings = settings(self.config, alpha, scaling, carries=SINGLE)
         single = targets(self.adapter, self.config, self.settings, held)
         rest = without(self.adapter, single)
         self.layout = PEFT[0]
@@ -162,39 +148,33 @@ class Merging:
             adapter = understand(rest, known.documents, Request(family.name))
             require_one(adapter)
             self.layout, self.root = adapter.layout or "", adapter.root
-        factors = self._factors()
+        factors = readable_factors(self.adapter, self.root)
         if rest.tensors or not single:
-            inside = select(embeddings_as_linear(rest), self.root).tensors
-            try:
-                self.found = deltas(
-                    family,
-                    (known.layout or "", self.layout),
-                    {name: entry.shape for name, entry in held.items()},
-                    {key: factors[key] for key in inside},
-                    known.sizes(family, implied=True),
-                    read_lists(family, known.config),
-                )
-            except SurplusError as error:
-                error.where = catalog.path
-                raise
-            except AdapterMismatchError as error:
-                error.where = f"adapter `{self.adapter.path}` and model `{catalog.path}`"
-                raise
+            linear = embeddings_as_linear(rest).tensors
+            self.found = deltas(
+                family,
+                (known.layout or "", self.layout),
+                {name: entry.shape for name, entry in held.items()},
+                {key: entry for key, entry in factors.items() if entry.name in linear},
+                known.sizes(family, implied=True),
+                known.lists(family),
+                (catalog.path, self.adapter.path),
+            )
         check_magnitudes(
             self.settings,
             [delta.factors[1] for delta in self.found.changed if delta.magnitude],
             [delta.factors[1] for delta in self.found.changed if not delta.magnitude],
         )
         require_saved(self.config, self.found.replaced)
-        own = {delta.key.removesuffix("weight") + "bias" for delta in self.found.changed}
-        require_biases(self.config, sorted((own & held.keys()) - self.found.replaced.keys()))
+        biases = {delta.key.removesuffix("weight") + "bias" for delta in self.found.changed}
+        require_biases(self.config, sorted((biases & held.keys()) - self.found.replaced.keys()))
         stacked = tuple(changes(single, held, factors))
         self.found = replace(self.found, changed=(*self.found.changed, *stacked))
         weights = _grouped(self.found.changed, lambda delta: delta.key)
-        biases = _grouped(self.found.changed, lambda delta: delta.bias and delta.bias[0])
-        names = [*weights, *biases, *self.found.replaced]
+        scaled = _grouped(self.found.changed, lambda delta: delta.bias and delta.bias[0])
+        names = [*weights, *scaled, *self.found.replaced]
         base = located(catalog, [held[name].name for name in names]).tensors
-        self._refuse_ties(set(base), family, known)
+        self._refuse_ties(set(base), known)
         tensors, computed = dict(catalog.tensors), dict(catalog.computed)
         wide = {
             key: Input(catalog.root, _in_float32(base[held[key].name], computed)) for key in weights
@@ -205,7 +185,7 @@ class Merging:
         }
         made |= {
             key: self._scaled(Input(catalog.root, base[held[key].name]), wide, changes, computed)
-            for key, changes in biases.items()
+            for key, changes in scaled.items()
         }
         made |= {
             key: rearranged(self.adapter.root, saved) for key, saved in self.found.replaced.items()
@@ -224,34 +204,9 @@ class Merging:
         notes = (*catalog.notes, *(f"adapter: {note}" for note in self.adapter.notes))
         return replace(catalog, tensors=tensors, computed=computed, notes=notes)
 
-    def _take_apart(self, family: Family, known: Model, held: Mapping[str, TensorEntry]) -> None:
-        """Give the experts of an adapter factors of their own, where its model keeps them apart."""
-        stated = (self.config or {}).get(TARGETS)
-        if not stated or not stacked(family) or stack_keys(family, held):
-            return
-        if has_stacks(self.adapter, list(stacks(self.adapter, known.config))):
-            documents = {"config.json": known.config or {}}
-            self.adapter = with_experts(self.adapter, documents, "apart")
-            self.config = described(self.adapter)
-            scaling = self.settings.scaling
-            alpha = self.options.lora_alpha
-            self.settings = settings(self.config, alpha, scaling, carries=SINGLE)
-
-    def _factors(self) -> dict[str, TensorEntry]:
-        """Return the adapter's tensors by their keys below its prefix, ready to be read."""
-        adapter = embeddings_as_linear(self.adapter)
-        for name, entry in adapter.tensors.items():
-            if entry.dtype not in KINDS:
-                raise MappingError(
-                    f"cannot merge an adapter of dtype {entry.dtype}", where=f"tensor `{name}`"
-                )
-        found = located(adapter, adapter.tensors).tensors
-        inside = select(adapter, self.root).tensors
-        return {key: found[entry.name] for key, entry in inside.items()}
-
-    def _refuse_ties(self, changed: set[str], family: Family, known: Model) -> None:
+    def _refuse_ties(self, changed: set[str], known: Model) -> None:
         """Refuse to change one of two tensors that are one, or become one when they are read."""
-        catalog = known.catalog
+        catalog, family = known.catalog, chosen_family(known, known.layout)
         hint = f"convert the model with {spell_option('--untie')} first"
         for name, entry in catalog.tensors.items():
             if entry.alias_of is not None and {name, entry.alias_of} & changed:
@@ -279,11 +234,11 @@ class Merging:
     ) -> Computed:
         _require_plain(base)
         beneath = next((delta.beneath for delta in changes if delta.beneath), None)
-        base_input = self._part(beneath, computed) if beneath else wide
+        base_input = as_input(self.adapter.root, beneath, computed) if beneath else wide
         factors, arguments = self._factors_of(changes, computed)
         inputs = (base_input, *(one for some in factors for one in some))
         pinned = changes[0].key in self.found.pinned
-        dtype = base.dtype if pinned else cast_to(base.dtype, self.options.dtype)
+        dtype = base.dtype if pinned else self.options.dtype or base.dtype
         return Computed("lora", dtype, base.shape, inputs, arguments)
 
     def _scaled(
@@ -299,7 +254,7 @@ class Merging:
         inputs = [bias]
         for change, own in zip(changes, factors, strict=True):
             inputs += [weights[change.key], *own]
-        dtype = cast_to(bias.entry.dtype, self.options.dtype)
+        dtype = self.options.dtype or bias.entry.dtype
         return Computed("dora_bias", dtype, bias.entry.shape, tuple(inputs), arguments)
 
     def _factors_of(
@@ -312,25 +267,20 @@ class Merging:
         factors: list[list[Input]] = []
         arguments: list[Change] = []
         for delta in changes:
-            scale = self.settings.scale(delta.factors[0], delta.a.shape[0])
-            _require_small(delta.a)
+            rank, columns = delta.a.shape
+            scale = self.settings.scale(delta.factors[0], rank)
+            if 4 * rank * columns > LARGEST:
+                raise RefusedError(
+                    f"rank {rank:,} is too high to merge in bounded memory",
+                    where=f"tensor `{delta.a.parts[0].of.name}`",
+                    why=f"A has {4 * rank * columns:,} bytes in fp32; the limit is {LARGEST:,}",
+                )
             self.scales.add(scale)
             parts = (delta.a, delta.b, delta.magnitude)
-            factors.append([self._part(part, computed) for part in parts if part])
+            factors.append([as_input(self.adapter.root, p, computed) for p in parts if p])
             bias_start = delta.bias[1] if delta.bias else 0
             arguments.append(Change(delta.rows, scale, bool(delta.magnitude), bias_start))
         return factors, tuple(arguments)
-
-    def _part(self, part: Strided, computed: dict[str, Computed]) -> Input:
-        """Return a part of a factor: a view of what is stored, or a file added to *computed*."""
-        root = self.adapter.root
-        if part.parts and is_view(part):
-            return Input(root, view(part.parts[0].of, part))
-        made = rearranged(root, part)
-        stored = part.parts[0].of.name if part.parts else ""
-        name = computed_name(f"adapter/{stored}{part.shape}@{len(computed)}")
-        computed[name] = made
-        return Input(root, made.entry(stored, (stored,), name))
 
 
 def _grouped(
@@ -357,19 +307,9 @@ def _in_float32(entry: TensorEntry, computed: dict[str, Computed]) -> TensorEntr
 
 
 def _require_plain(entry: TensorEntry) -> None:
-    if entry.dtype not in KINDS:
+    if entry.dtype not in FLOATING:
         raise MappingError(
             f"cannot merge an adapter into a weight of dtype {entry.dtype}",
             where=f"tensor `{entry.name}`",
             hint=f"pass {spell_option('--dequantize bf16')} to dequantize the model",
-        )
-
-
-def _require_small(a: Strided) -> None:
-    nbytes = 4 * math.prod(a.shape)
-    if nbytes > LARGEST:
-        raise RefusedError(
-            f"rank {a.shape[0]:,} is too high to merge in bounded memory",
-            where=f"tensor `{a.parts[0].of.name}`",
-            why=f"A has {counted(nbytes, 'byte')} in fp32; the limit is {LARGEST:,}",
         )

@@ -162,6 +162,13 @@ class Layout:
         """Return the axes that it spreads over keys."""
         return frozenset(axis for leaf in self.leaves.values() for axis in leaf.spread)
 
+    def meanings(self, key: str) -> Iterator[tuple[Meaning, dict[str, int]]]:
+        """Yield everything that *key*, or a template with ``{i}``, may stand for, with indices."""
+        for stored in self.stored:
+            if stored.template.text == key and stored.template.indices:
+                yield stored, {}
+        yield from self.table.all(key)
+
     def own_dimension(self, key: str, axis: str) -> int | None:
         """Return the dimension of a stored tensor that *axis* has to itself; None: it has none."""
         match = self.table.find(key)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from ckptctl.planner.families.templates import Template
-from ckptctl.planner.mapping.preview import route
+from ckptctl.planner.mapping.preview import Router
 from tests.contract.tables import (
     FAMILIES,
     PAIRS,
@@ -29,10 +29,10 @@ def part(array, ranges, sizes):
     """The part of *array* that *ranges* mean, by their formulas alone."""
     box = []
     for one, length in zip(ranges, array.shape, strict=True):
-        if one.among:
+        if one.label not in ("", ":"):
             return None
-        stop = length if one.whole else evaluated(one.stop, sizes)
-        box.append(slice(0 if one.whole else evaluated(one.start, sizes), stop))
+        stop = length if one.label else evaluated(one.stop, sizes)
+        box.append(slice(evaluated(one.start, sizes), stop))
     return array[(*box, ...)]
 
 
@@ -58,8 +58,10 @@ def test_a_route_says_what_a_conversion_does(name, source, target):
         values[other] = values[kept]
     result = moved(plan, values)
     reached = set()
+    layouts = family.layout(source), family.layout(target)
+    router = Router(family, *layouts, family.tiny, family.tied, lists)
     for key in shapes:
-        found = route(family, source, target, key, dict(family.tiny), lists=lists)
+        found = router.route(key)
         assert bool(found.dropped) == (key in plan.dropped)
         expected = {
             view.key

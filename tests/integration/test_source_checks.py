@@ -12,7 +12,7 @@ import torch
 
 import ckptctl
 from ckptctl.errors import ChangedError, DamagedError
-from ckptctl.ops.merging import run_merge
+from ckptctl.ops.conversion.convert import run_conversion
 from ckptctl.storage.execution.executor import execute
 from ckptctl.storage.execution.options import ExecutionOptions
 from tests.checkpoints import load_any_reference, save_dcp, save_hf, tiny_llama
@@ -172,7 +172,7 @@ def test_an_adapter_that_changed_since_the_plan(tmp_path: Path) -> None:
     file.unlink()
     file.write_bytes(held[:-1] + b"\x01")
     with pytest.raises(ChangedError, match="changed while it was being read"):
-        run_merge(plan)
+        run_conversion(plan.conversion)
     assert not (tmp_path / "out").exists()
 
 

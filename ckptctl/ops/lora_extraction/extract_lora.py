@@ -28,7 +28,15 @@ from ckptctl.errors import (
 from ckptctl.formats.peft import CONFIG, WEIGHTS
 from ckptctl.installed import require_torch
 from ckptctl.notes import Notes
-from ckptctl.ops.adapters import TARGETS, WEIGHT, as_parameter, is_refused, patterns, target_modules
+from ckptctl.ops.adapters import (
+    FLOATING,
+    TARGETS,
+    WEIGHT,
+    as_parameter,
+    is_refused,
+    patterns,
+    target_modules,
+)
 from ckptctl.ops.destinations import replaceable, require_destination
 from ckptctl.ops.expert_stacks import STACKED, stack_keys
 from ckptctl.ops.extraction.lazy import LazyStateDict, TensorHandle
@@ -53,7 +61,6 @@ from ckptctl.units import counted
 if TYPE_CHECKING:
     from ckptctl.storage.arithmetic import Tensor
 
-KINDS = ("float64", "float32", "float16", "bfloat16")
 ALREADY = "it is not a linear layer"
 FRESH = "hf-fresh"
 NESTED = ".base_layer"
@@ -382,7 +389,7 @@ def _family(
 
 
 def _require_floating(name: str, *handles: TensorHandle) -> None:
-    odd = next((one.dtype for one in handles if one.dtype not in KINDS), None)
+    odd = next((one.dtype for one in handles if one.dtype not in FLOATING), None)
     if odd:
         raise RefusedError(
             f"cannot extract from a weight of dtype {odd}",

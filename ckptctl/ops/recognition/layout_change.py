@@ -24,7 +24,7 @@ from ckptctl.ops.recognition.vocabulary import (
 )
 from ckptctl.ops.sources import located
 from ckptctl.planner.configs.demands import demanded
-from ckptctl.planner.configs.facts import does_without, read_lists
+from ckptctl.planner.configs.facts import does_without
 from ckptctl.planner.configs.tensor_facts import Tensors
 from ckptctl.planner.layouts import Family, is_base
 from ckptctl.planner.mapping.mapped import ComposedTensor, MappedTensor, Zeros, compose
@@ -100,7 +100,7 @@ def change_layout(known: Model, tensors: Mapping[str, TensorEntry], asked: Layou
             tied=known.is_tied(family),
             untie=asked.untie,
             partial=asked.partial,
-            lists=read_lists(family, known.config),
+            lists=known.lists(family),
             matched=matched,
             without=does_without(family, known.config, base=is_base(known.layout)),
             demanded=demanded(family, known.config, matched) if family.demands else (),

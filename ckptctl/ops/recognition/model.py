@@ -29,7 +29,7 @@ from ckptctl.ops.recognition.roots import (
     subtrees,
 )
 from ckptctl.options import among
-from ckptctl.planner.configs.facts import MODULES, Json, is_tied, read_sizes
+from ckptctl.planner.configs.facts import MODULES, Json, is_tied, read_lists, read_sizes
 from ckptctl.planner.layouts import HF, Family, Layout, is_base
 from ckptctl.planner.mapping.adapters import is_adapter
 from ckptctl.planner.mapping.detect import Candidate, configured, detect, refined
@@ -135,6 +135,10 @@ class Model:
     def sizes(self, family: Family, *, implied: bool) -> dict[str, int]:
         """Return the axis sizes that are stated and, if asked, what these imply."""
         return read_sizes(family, self.config, self.params, self.request.sizes, implied=implied)
+
+    def lists(self, family: Family) -> dict[str, list[int]]:
+        """Return the lists of layer numbers that are stated."""
+        return read_lists(family, self.config)
 
     def as_type(self, model_type: str) -> Model:
         """Understand the same checkpoint as *model_type*."""

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from ckptctl.catalog import TensorEntry
+from ckptctl.catalog import Computed, Input, TensorEntry, computed_name
 from ckptctl.errors import MappingError, UnsupportedError, listed, spell_option
+from ckptctl.planner.copying.blocks import rearranged
+from ckptctl.planner.copying.views import is_view, view
 from ckptctl.planner.layouts import Family
 from ckptctl.planner.mapping.adapters import (
     APART,
@@ -65,10 +67,6 @@ class Deltas:
     logical: frozenset[str] = frozenset()
 
 
-class AdapterMismatchError(MappingError):
-    """An adapter changes what its model does not have; whoever knows their paths adds them."""
-
-
 def deltas(
     base: Family,
     layouts: tuple[str, str],
@@ -76,6 +74,7 @@ def deltas(
     factors: Mapping[str, TensorEntry],
     sizes: Mapping[str, int],
     lists: Mapping[str, Sequence[int]],
+    paths: tuple[str, str],
 ) -> Deltas:
     """Lay an adapter over a model.
 
@@ -86,11 +85,17 @@ def deltas(
         factors: The adapter's tensors.
         sizes: Axis sizes from the model's configuration.
         lists: Lists of layer numbers from there.
+        paths: Where the model and the adapter lie.
     """
-    model = map_tensors(
-        models_apart(base, layouts[0]), layouts[0], APART, shapes, sizes, partial=True,
-        tied=False, lists=lists,
-    )  # fmt: skip
+    both = f"adapter `{paths[1]}` and model `{paths[0]}`"
+    try:
+        model = map_tensors(
+            models_apart(base, layouts[0]), layouts[0], APART, shapes, sizes, partial=True,
+            tied=False, lists=lists,
+        )  # fmt: skip
+    except SurplusError as error:
+        error.where = paths[0]
+        raise
     known = {axis: size for axis, size in model.sizes.items() if isinstance(size, int)}
     held = {key: entry.shape for key, entry in factors.items()}
     try:
@@ -99,12 +104,13 @@ def deltas(
             tied=False, lists=lists,
         )  # fmt: skip
     except SurplusError as error:
-        raise AdapterMismatchError(
+        raise MappingError(
             f"the adapter has {error.name} = {error.count:,}, but its model has {error.stated:,}",
+            where=both,
             hint="check that the adapter belongs to this model",
         ) from error
     composed = compose(model.tensors), compose(adapter.tensors)
-    return _Formulas(base, layouts, *composed, shapes, factors).result()
+    return _Formulas(base, layouts, *composed, shapes, factors).result(both)
 
 
 class _Formulas:
@@ -147,7 +153,8 @@ class _Formulas:
             or any(_piece(item) not in there for item in roles.values())
         }
 
-    def result(self) -> Deltas:
+    def result(self, paths: str) -> Deltas:
+        """Return what changes; *paths* are those of both checkpoints, for errors."""
         homeless = [
             _source(item)
             for name, roles in self.parts.items()
@@ -155,8 +162,9 @@ class _Formulas:
             for item in list(roles.values())[:1]
         ]
         if homeless:
-            raise AdapterMismatchError(
+            raise MappingError(
                 f"the model is missing the layers of {counted(len(homeless), 'adapter tensor')}",
+                where=paths,
                 why=listed(homeless),
                 hint="check that the adapter belongs to this model; if these layers are tied to "
                 f"others, convert the model with {spell_option('--untie')} first",
@@ -267,6 +275,17 @@ class _Formulas:
             why="the two layouts split it or order it differently",
             hint="convert the model to the adapter's layout first",
         )
+
+
+def as_input(root: str, tensor: Strided, computed: dict[str, Computed]) -> Input:
+    """Return a part of the adapter at *root*: a view, or a file that is added to *computed*."""
+    if tensor.parts and is_view(tensor):
+        return Input(root, view(tensor.parts[0].of, tensor))
+    made = rearranged(root, tensor)
+    stored = tensor.parts[0].of.name if tensor.parts else ""
+    name = computed_name(f"adapter/{stored}{tensor.shape}@{len(computed)}")
+    computed[name] = made
+    return Input(root, made.entry(stored, (stored,), name))
 
 
 def _source(item: ComposedTensor) -> str:

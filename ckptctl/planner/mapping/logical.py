@@ -14,7 +14,7 @@ from ckptctl.catalog import TensorEntry
 from ckptctl.errors import MappingError, spell_option
 from ckptctl.planner.axes import Axes, Sizes, unbroken_runs
 from ckptctl.planner.families.tables import Leaf, Tensor
-from ckptctl.planner.layouts import Family, Layout
+from ckptctl.planner.layouts import Family, Layout, Stored
 from ckptctl.planner.mapping.matching import Lead
 from ckptctl.planner.strided import Ints, Strided, union
 
@@ -73,8 +73,8 @@ class Cell:
 
     def _lengths(self, count: int | None = None) -> list[int]:
         """Return the sizes of the first *count* parts along the dimension that they share."""
-        others = self.layout.holders[self.tensor.name].leaves[:count]
-        return [self.size(logical_dims(self.family, other)[self._along]) for other in others]
+        others = fused_axes(self.family, self.layout.holders[self.tensor.name])
+        return [self.size(group) for group in others[:count]]
 
 
 def cells(
@@ -127,6 +127,11 @@ def logical_dims(family: Family, leaf: Leaf) -> list[Axes]:
     """Return the atomic axes of each dimension of what *leaf* stores of one logical tensor."""
     groups = [family.expand(group) for group in leaf.dims]
     return [groups[0][:1], groups[0][1:], *groups[1:]] if leaf.within else groups
+
+
+def fused_axes(family: Family, stored: Stored) -> list[Axes]:
+    """Return the atomic axes of each part of *stored* along the dimension that they share."""
+    return [logical_dims(family, leaf)[leaf.along + bool(leaf.within)] for leaf in stored.leaves]
 
 
 def rearrange(

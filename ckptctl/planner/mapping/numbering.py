@@ -132,64 +132,6 @@ def planned(
     return Numbering(found, _into(shifts))
 
 
-class KeyNumbers:
-    """Numbers in single keys, by sizes and lists alone: no checkpoint shows its numbering."""
-
-    def __init__(
-        self, family: Family, sizes: Mapping[str, int], lists: Mapping[str, Sequence[int]]
-    ) -> None:
-        self._family, self._sizes, self._lists = family, sizes, lists
-
-    def numbering(self, layout: str, numbers: Sequence[int]) -> Numbering | None:
-        """Return how *layout* numbers its layers up to *numbers*; None: it is not known."""
-        counts = dict(self._sizes)
-        for shift in self._family.shifts_in(layout):
-            if shift.place == "after" and shift.into in self._sizes:
-                known = counts.get(shift.index, 0)
-                counts[shift.index] = max(known, *(number + 1 for number in (0, *numbers)))
-            elif shift.place in self._lists:
-                counts[shift.index] = len(self._lists[shift.place])
-            else:
-                return None
-        return planned(self._family, layout, counts, self._lists)
-
-    def stored(
-        self, layout: str, indices: Mapping[str, int | str]
-    ) -> Mapping[str, int | str] | None:
-        """Return the numbers under which *layout* stores *indices*; None: it is not known.
-
-        Names in braces stay as they are.
-        """
-        numbers = {index: value for index, value in indices.items() if isinstance(value, int)}
-        numbering = self.numbering(layout, list(numbers.values()))
-        if numbering is not None:
-            return {**indices, **numbering.stored(numbers)}
-        return None if numbers.keys() & self._moved(layout) else indices
-
-    def inserted(self, layout: str) -> set[str]:
-        """Return the indices that *layout* inserts among others."""
-        return {shift.index for shift in self._family.shifts_in(layout)}
-
-    def _moved(self, layout: str) -> set[str]:
-        """Return the indices that *layout* does not count from 0."""
-        between = [
-            shift.into
-            for shift in self._family.shifts_in(layout)
-            if not shift.nested and shift.place != "after"
-        ]
-        return self.inserted(layout).union(between)
-
-    def unknown(self, layout: str) -> MappingError:
-        """Return the error for a key whose number may be of several kinds of layers."""
-        name = self._family.sizes.get("i", ("i",))[0]
-        return MappingError(
-            f"the numbers of layers in layout `{layout}` are ambiguous",
-            why=f"`{self._family.name}` numbers layers of several kinds together",
-            hint=f"set the number with {spell_option(f'--set {name}=N')} or "
-            f"{spell_option('--config DIR')}",
-        )
-
-
 def require_stated(
     family: Family, layout: str, found: Numbering, lists: Mapping[str, Sequence[int]]
 ) -> None:

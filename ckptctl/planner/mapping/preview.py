@@ -1,22 +1,88 @@
-"""Where a key goes in another layout, and what arrives there, from the tables alone."""
+"""Where a key goes in another layout, and what arrives there, from the tables alone.
+
+:mod:`ckptctl.planner.mapping.tensors` answers the same for a checkpoint, whose keys and shapes give
+all numbers. Here sizes are formulas in axis names and, where known, numbers.
+"""
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, TypeAlias
+from functools import cached_property
+from typing import Annotated
 
 from ckptctl.errors import MappingError, listed, spell_option
-from ckptctl.planner.families.tables import Leaf, Tensor, show_dims
-from ckptctl.planner.layouts import Drop, Family, Stored
+from ckptctl.planner.axes import Axes, Sizes, solve
+from ckptctl.planner.families.tables import Leaf, Tensor
+from ckptctl.planner.layouts import Drop, Family, Layout, Stored, Tie
 from ckptctl.planner.mapping.completeness import near
-from ckptctl.planner.mapping.formulas import ZERO, Amount, Extents, Range
-from ckptctl.planner.mapping.numbering import KeyNumbers
+from ckptctl.planner.mapping.logical import fused_axes
+from ckptctl.planner.mapping.numbering import Numbering, planned
 from ckptctl.results import JsonField, Result, or_none
 
-Values: TypeAlias = Mapping[str, int | str]
-"""Indices: numbers, or their names in braces where all of them are meant."""
+Values = Mapping[str, int]
+"""The known values of indices; those that are not known stay open in keys and formulas."""
+
+
+@dataclass(frozen=True, slots=True)
+class Amount:
+    """A size or an offset.
+
+    Attributes:
+        text: In axis names, as in ``h*e + k*e``; a number where there are none.
+        number: Its value; None: a size is not known.
+    """
+
+    text: str
+    number: int | None = None
+
+    def __str__(self) -> str:
+        return self.text if self.number is None else str(self.number)
+
+    def __add__(self, other: Amount) -> Amount:
+        if self.number == 0 or other.number == 0:
+            return other if self.number == 0 else self
+        known = self.number is not None and other.number is not None
+        total = (self.number or 0) + (other.number or 0) if known else None
+        return Amount(f"{self.text} + {other.text}", total)
+
+    def __mul__(self, other: Amount) -> Amount:
+        if self.number == 0 or other.text == "1":
+            return self
+        known = self.number is not None and other.number is not None
+        product = (self.number or 0) * (other.number or 0) if known else None
+        text = f"({self.text})" if "+" in self.text else self.text
+        return Amount(f"{text}*{other.text}", product)
+
+
+ZERO, UNKNOWN = Amount("0", 0), Amount("")
+
+
+@dataclass(frozen=True, slots=True)
+class Range(Result, order="formula start stop"):
+    """A part of one dimension.
+
+    Attributes:
+        label: ``:`` for all of it; what is fixed, in which axes, where it is every so many-th
+            element; empty: it is from *start* to *stop*.
+    """
+
+    start: Annotated[
+        Amount, JsonField("first index; null if unknown", name="start", of="number")
+    ] = UNKNOWN
+    stop: Annotated[
+        Amount, JsonField("end, exclusive; null if unknown", name="stop", of="number")
+    ] = UNKNOWN
+    label: str = ""
+
+    def __str__(self) -> str:
+        return self.label or f"{self.start}:{self.stop}"
+
+    @property
+    def formula(self) -> Annotated[str, JsonField("`:`, `h*e : h*e + k*e`, ...")]:
+        """Return the range in axis names."""
+        return self.label or f"{self.start.text} : {self.stop.text}"
 
 
 def formulas(shape: Sequence[Amount]) -> list[str]:
@@ -91,219 +157,260 @@ class Route:
     notes: Annotated[list[str], JsonField("further notes")] = field(default_factory=list)
 
 
-def route(
-    family: Family,
-    source_layout: str,
-    target_layout: str,
-    key: str,
-    sizes: Mapping[str, int],
-    *,
-    tied: bool | None = None,
-    lists: Mapping[str, Sequence[int]] | None = None,
-) -> Route:
-    """Return where *key*, a tensor's name or a template with ``{i}``, goes."""
-    tied = family.tied if tied is None else tied
-    return _Router(family, source_layout, target_layout, sizes, tied, lists or {}).route(key)
+@dataclass(frozen=True)
+class Router:
+    """The tables of two layouts.
 
+    Attributes:
+        counts: Axis sizes and numbers of layers, as far as they are known.
+        tied: Whether tied tensors are one.
+        lists: Lists of layer numbers that a configuration states.
+    """
 
-class _Router:
-    def __init__(
-        self,
-        family: Family,
-        source: str,
-        target: str,
-        sizes: Mapping[str, int],
-        tied: bool,
-        lists: Mapping[str, Sequence[int]],
-    ) -> None:
-        self.family, self.extents = family, Extents(family, sizes)
-        self.source, self.target = family.layout(source), family.layout(target)
-        self.ties = family.ties if tied else ()
-        self.numbers = KeyNumbers(family, sizes, lists)
-        self.found = Route("")
+    family: Family
+    source: Layout
+    target: Layout
+    counts: Mapping[str, int]
+    tied: bool
+    lists: Mapping[str, Sequence[int]] = field(default_factory=dict)
+
+    @cached_property
+    def sizes(self) -> Sizes:
+        """Return what follows from the known sizes of axes."""
+        return solve(self.family, (), self.counts)
+
+    @cached_property
+    def ties(self) -> Mapping[str, Tie]:
+        """Return by name the tensors that the source stores as another one."""
+        ties = self.family.ties if self.tied else ()
+        return {tie.tensor: tie for tie in ties if tie.of in self.source.leaves}
 
     def route(self, key: str) -> Route:
-        self.found = Route(key)
-        meaning, values = self._meaning(key)
+        """Return where *key*, a tensor's name or a template with ``{i}``, goes."""
+        route = Route(key)
+        meaning, values = self._meaning(route)
         if isinstance(meaning, Drop):
-            self.found.template, self.found.dropped = meaning.key, meaning.reason
+            route.template, route.dropped = meaning.key, meaning.reason
             if meaning.zeros:
-                self.found.notes.append("rejected if it contains anything but zeros")
-            return self.found
-        self.found.template = meaning.template.text
-        kinds = {tensor.variant for tensor, _ in meaning.parts}
-        for tensor, leaf in meaning.parts:
-            self._follow(tensor, leaf, values, tensor.variant if len(kinds) > 1 else None)
-        if self.found.arrivals:
-            self.found.dropped = ""
-        return self.found
+                route.notes.append("rejected if it contains anything but zeros")
+        else:
+            route.template = meaning.template.text
+            self._follow(route, meaning, values)
+        for index, number in values.items():
+            if number >= self.counts.get(index, number + 1):
+                route.notes.append(
+                    f"the model has no such tensor: {self.family.called(index)} is "
+                    f"{self.counts[index]:,}, and indices start at 0"
+                )
+        return route
 
     # ------------------------------------------------------------------ what the key stands for
 
-    def _meaning(self, key: str) -> tuple[Stored | Drop, Values]:
-        for stored in self.source.stored:
-            if stored.template.text == key and stored.template.indices:
-                return stored, {index: f"{{{index}}}" for index in stored.template.indices}
-        layout, numbers = self.source.name, [int(n) for n in key.split(".") if n.isdecimal()]
-        numbering = self.numbers.numbering(layout, numbers)
-        meanings = list(self.source.table.all(key))
-        for meaning, found in meanings:
+    def _meaning(self, route: Route) -> tuple[Stored | Drop, Values]:
+        """Return what the key is, and its indices as the family counts them."""
+        meanings = list(self.source.meanings(route.key))
+        numbering = self._numbering(self.source, [n for _, own in meanings for n in own.values()])
+        for meaning, values in meanings:
             if numbering is not None:
-                values = numbering.logical(found)
-                if values is not None:
-                    return meaning, values
-            elif not self.numbers.inserted(layout) & found.keys():
-                self.found.notes.append(
-                    f"treated as one of the first {self.family.called('i')} layers; the numbers "
-                    f"of layers of another kind depend on the model (pass {spell_option('--set')} "
-                    f"or {spell_option('--config')})"
-                )
-                return meaning, found
-        raise self.numbers.unknown(layout) if meanings else self._unknown(key)
+                logical = numbering.logical(values)
+                if logical is not None:
+                    return meaning, logical
+            elif not values.keys() & {
+                shift.index for shift in self.family.shifts_in(self.source.name)
+            }:
+                if values:
+                    route.notes.append(
+                        f"treated as one of the first {self.family.called('i')} layers; the "
+                        "numbers of layers of another kind depend on the model (pass "
+                        f"{spell_option('--set')} or {spell_option('--config')})"
+                    )
+                return meaning, values
+        raise self._ambiguous(self.source) if meanings else self._unknown(route.key)
 
     def _unknown(self, key: str) -> MappingError:
         close = difflib.get_close_matches(key, near(self.source, key), n=3, cutoff=0.5)
-        others = [
-            name
-            for name in self.family.layouts
-            if next(self.family.layout(name).table.all(key), None) is not None
-        ]
+        layouts = (self.family.layout(name) for name in self.family.layouts)
+        others = [f"`{layout.name}`" for layout in layouts if any(layout.meanings(key))]
         command = f"ckptctl models {self.family.name} --layout {self.source.name}"
         return MappingError(
             f"layout `{self.source.name}` of `{self.family.name}` has no key `{key}`",
             why=f"similar keys: {listed(close)}" if close else None,
-            hint=f"the key exists in layout {' and '.join(f'`{name}`' for name in others)}"
+            hint=f"the key exists in layout {' and '.join(others)}"
             if others
             else f"run `{command}` to list its keys",
         )
 
     # -------------------------------------------------------------------------- where it arrives
 
-    def _follow(self, tensor: Tensor, leaf: Leaf, values: Values, variant: str | None) -> None:
-        """Note where a logical tensor goes that the key holds."""
-        if self._tied_away(tensor):
-            return
-        there, at = self.target.leaves, self.target.name
-        if tensor.name not in there:
-            others = (tiles.other(tensor.name) for tiles in self.family.tiles)
-            other = next((self.family.tensors[name] for name in others if name in there), None)
-            if other is None:
-                raise MappingError(
-                    f"layout `{at}` of `{self.family.name}` has no place for `{self.found.key}`",
-                    why=f"a model with `{tensor.name.partition('.')[0]}` cannot be expressed in it",
-                    hint="keep the source layout",
-                )
-            self.found.arrivals.append(self._tile_by_tile(tensor, leaf, other))
-            return
-        twins = (t.tensor for t in self.ties if t.of == tensor.name and at in t.stored_in)
-        for name in (tensor.name, *(twin for twin in twins if twin in there)):
-            found = self._arrival(self.family.tensors[name], leaf, values, variant)
-            if all(arrival.key != found.key for arrival in self.found.arrivals):
-                self.found.arrivals.append(found)
-
-    def _tied_away(self, tensor: Tensor) -> bool:
-        """Whether another tensor stands for *tensor*: note which."""
-        for tie in self.ties:
-            if tensor.name == tie.tensor and tie.of in self.source.leaves:
+    def _follow(self, route: Route, stored: Stored, values: Values) -> None:
+        """Note where the logical tensors go that *stored* holds."""
+        several = len({tensor.variant for tensor, _ in stored.parts}) > 1
+        leaves, arrivals = self.target.leaves, dict[str, Arrival]()
+        copies = [t for t in self.ties.values() if self.target.name in t.stored_in]
+        for tensor, leaf in stored.parts:
+            tie, same = self.ties.get(tensor.name), []
+            if tie:
                 kept = self.source.leaves[tie.of].key.text
-                self.found.dropped = f"tied: the same as `{kept}`"
-                if self.target.name in tie.stored_in and tensor.name in self.target.leaves:
-                    there = self.target.leaves[tensor.name].key.text
-                    self.found.notes.append(f"`{there}` is a copy of `{kept}`")
-                return True
-        return False
+                route.dropped = f"tied: the same as `{kept}`"
+                if tie in copies and tensor.name in leaves:
+                    route.notes.append(f"`{leaves[tensor.name].key.text}` is a copy of `{kept}`")
+            elif tensor.name in leaves:
+                names = [tensor.name, *(t.tensor for t in copies if t.of == tensor.name)]
+                variant = tensor.variant if several else None
+                same = [self._arrival(route, n, values, variant) for n in names if n in leaves]
+            else:
+                same = [self._tile_by_tile(route, tensor, leaf)]
+            for arrival in same:
+                arrivals.setdefault(arrival.key, arrival)
+        if arrivals:
+            route.arrivals, route.dropped = [*arrivals.values()], ""
 
-    def _arrival(self, tensor: Tensor, asked: Leaf, values: Values, variant: str | None) -> Arrival:
-        """Return the tensor of the target that holds *tensor*."""
-        wanted = self.target.leaves[tensor.name]
-        stored = self.target.holders[tensor.name]
-        own = {
-            axis: values.get(axis, _open(axis)) if axis in asked.spread else _open(axis)
-            for axis in wanted.spread
-        }
-        indices = {index: values[index] for index in tensor.indices}
-        numbered = self.numbers.stored(self.target.name, indices)
-        if numbered is None:
-            raise self.numbers.unknown(self.target.name)
+    def _arrival(self, route: Route, name: str, values: Values, variant: str | None) -> Arrival:
+        """Return the tensor of the target that holds the logical tensor called *name*."""
+        stored, wanted = self.target.holders[name], self.target.leaves[name]
+        moved = any(
+            shift.index in values
+            or (shift.into in values and not shift.nested and shift.place != "after")
+            for shift in self.family.shifts_in(self.target.name)
+        )
+        if moved and self._numbering(self.target, values.values()) is None:
+            raise self._ambiguous(self.target)
         return Arrival(
-            stored.template.key({**numbered, **own}),
-            self.extents.shape(stored),
-            {axis: self.extents.amount((axis,)) for axis, v in own.items() if v == _open(axis)},
-            tuple(self._pieces(stored, tensor, values, own)),
+            self._key(self.target, wanted, values),
+            self._shape(stored),
+            {axis: self._amount((axis,)) for axis in wanted.spread if axis not in values},
+            tuple(self._pieces(route, name, values)),
             variant,
         )
 
-    def _tile_by_tile(self, tensor: Tensor, leaf: Leaf, other: Tensor) -> Arrival:
-        """Return what becomes of embeddings of tiles that *other* stands for in the target."""
-        wanted = self.target.leaves[other.name]
-        axes = show_dims(leaf.dims), show_dims(wanted.dims)
-        parts = Range(ZERO, ZERO, among="tile by tile")
+    def _tile_by_tile(self, route: Route, tensor: Tensor, leaf: Leaf) -> Arrival:
+        """Return what becomes of embeddings of tiles that the target stores in another way."""
+        others = (tiles.other(tensor.name) for tiles in self.family.tiles)
+        other = next((name for name in others if name in self.target.leaves), None)
         name = tensor.name.partition(".")[0]
-        piece = Contribution(leaf.key.text, name, *axes, (parts,), (parts,), True, True)
-        shape = self.extents.shape(self.target.holders[other.name])
-        return Arrival(wanted.key.text, shape, {}, (piece,))
-
-    def _pieces(
-        self, stored: Stored, followed: Tensor, values: Values, target_lead: Values
-    ) -> Iterator[Contribution]:
-        """Yield what fills a target tensor; of rows that are the same part of it, one."""
-        one: dict[int | None, tuple[Tensor, Leaf, Tensor]] = {}
-        for tensor, wanted in stored.parts:
-            held = self._held(tensor)
-            if held is not None and (wanted.part not in one or tensor is followed):
-                one[wanted.part] = tensor, wanted, held
-        for tensor, wanted, held in one.values():
-            yield from self._given(tensor, wanted, held, values, target_lead)
-
-    def _held(self, tensor: Tensor) -> Tensor | None:
-        """Return the logical tensor of the source that *tensor* is read from."""
-        for tie in self.ties:
-            if tensor.name == tie.tensor and tie.of in self.source.leaves:
-                return self.family.tensors[tie.of]
-        return tensor if tensor.name in self.source.leaves else None
-
-    def _given(
-        self, tensor: Tensor, wanted: Leaf, held: Tensor, values: Values, target_lead: Values
-    ) -> Iterator[Contribution]:
-        """Yield what *held* gives to *tensor*: the entry that was asked for, then all entries."""
-        leaf = self.source.leaves[held.name]
-        free = [axis for axis in leaf.spread if axis not in wanted.spread]
-        shared = {axis: target_lead[axis] for axis in leaf.spread if axis in wanted.spread}
-        out = {axis: _bare(n, axis) for axis, n in target_lead.items() if axis not in leaf.spread}
-        asked = values if leaf.key.text == self.found.template else {}
-        concrete = {axis: asked[axis] for axis in free if isinstance(asked.get(axis), int)}
-        for own in [concrete, {}] if concrete else [{}]:
-            entry = {axis: own.get(axis, _open(axis)) for axis in free}
-            into = {axis: _bare(number, axis) for axis, number in entry.items()}
-            key = self._source_key(leaf, held, values, {**shared, **entry})
-            yield Contribution(
-                key,
-                held.name.partition(".")[0],
-                show_dims(leaf.dims),
-                show_dims(wanted.dims),
-                self.extents.place(self.source.holders[held.name], leaf, out),
-                self.extents.place(self.target.holders[tensor.name], wanted, into),
-                self._order(leaf, wanted) != self._order(wanted, leaf),
-                key == self.found.key,
-                wanted.plus - leaf.plus,
+        if other is None:
+            raise MappingError(
+                f"layout `{self.target.name}` of `{self.family.name}` has no place for "
+                f"`{route.key}`",
+                why=f"a model with `{name}` cannot be expressed in it",
+                hint="keep the source layout",
             )
+        wanted, ranges = self.target.leaves[other], (Range(label="tile by tile"),)
+        axes = str(leaf), str(wanted)
+        piece = Contribution(leaf.key.text, name, *axes, ranges, ranges, True, True)
+        return Arrival(wanted.key.text, self._shape(self.target.holders[other]), {}, (piece,))
 
-    def _order(self, leaf: Leaf, other: Leaf) -> tuple[str, ...]:
-        apart = {*leaf.spread, *other.spread}
-        axes = (axis for group in leaf.dims for axis in group if axis not in apart)
-        return self.family.expand(tuple(axes))
+    def _pieces(self, route: Route, name: str, values: Values) -> Iterator[Contribution]:
+        """Yield what fills a target tensor; of rows that are the same part of it, one.
 
-    def _source_key(self, leaf: Leaf, held: Tensor, values: Values, lead: Values) -> str:
-        indices = {index: values[index] for index in held.indices}
-        numbered = self.numbers.stored(self.source.name, indices) or indices
-        return leaf.key.key({**numbered, **lead})
+        The entry that was asked for comes first, then all entries.
+        """
+        stored = self.target.holders[name]
+        rows: dict[int | None, tuple[Leaf, str]] = {}
+        for tensor, wanted in stored.parts:
+            tie = self.ties.get(tensor.name)
+            origin = tie.of if tie else tensor.name
+            if origin in self.source.leaves and (wanted.part not in rows or tensor.name == name):
+                rows[wanted.part] = wanted, origin
+        for wanted, origin in rows.values():
+            leaf = self.source.leaves[origin]
+            apart = {*leaf.spread} - {*wanted.spread}
+            shared = {axis: n for axis, n in values.items() if axis not in apart}
+            sides = [
+                [a for group in one.dims for a in group if a not in (*leaf.spread, *wanted.spread)]
+                for one in (leaf, wanted)
+            ]
+            before, after = (self.family.expand(tuple(axes)) for axes in sides)
+            own = leaf.key.text == route.template and len(shared) < len(values)
+            for known in (values, shared) if own else (shared,):
+                key = self._key(self.source, leaf, known)
+                yield Contribution(
+                    key,
+                    origin.partition(".")[0],
+                    str(leaf),
+                    str(wanted),
+                    self._ranges(self.source.holders[origin], leaf, wanted.spread, known),
+                    self._ranges(stored, wanted, leaf.spread, known),
+                    before != after,
+                    key == route.key,
+                    wanted.plus - leaf.plus,
+                )
 
+    # ------------------------------------------------------------------ sizes, places and numbers
 
-def _open(axis: str) -> str:
-    """Return what stands in a key for every entry along *axis*."""
-    return f"{{{axis}}}"
+    def _amount(self, axes: Axes) -> Amount:
+        """Return the product of *axes*: composite ones are named, not what they are made of."""
+        atoms = self.family.expand(axes)
+        names = list(atoms)
+        for axis, parts in self.family.composite.items():
+            if {*parts} <= {*names}:
+                names[min(map(names.index, parts))] = axis
+                names = [name for name in names if name not in parts]
+        shown = [str(self.family.constants.get(name, name)) for name in names]
+        return Amount("*".join(shown) or "1", self.sizes.of(atoms))
 
+    def _shape(self, stored: Stored) -> tuple[Amount, ...]:
+        """Return the shape of a stored tensor, all its parts together."""
+        first, *others = stored.leaves
+        sizes = [self._amount(group) for group in first.dims]
+        for other in others:
+            sizes[first.along] += self._amount(other.dims[first.along])
+        return tuple(sizes)
 
-def _bare(number: int | str, axis: str) -> int | str:
-    """Return what stands for an entry along *axis* in a formula."""
-    return number if isinstance(number, int) else axis
+    def _ranges(
+        self, stored: Stored, leaf: Leaf, spread: Sequence[str], values: Values
+    ) -> tuple[Range, ...]:
+        """Return which part of *stored* a leaf of it is, one entry of axes that are *spread*.
+
+        Those are the axes that the other layout spreads over keys.
+        """
+        ranges: list[Range] = []
+        for dim, group in enumerate(leaf.dims):
+            apart = [axis for axis in group if axis in spread]
+            if apart and apart != [*group[:1]]:
+                entry = ", ".join(f"{axis} = {values.get(axis, axis)}" for axis in apart)
+                ranges.append(Range(label=f"{entry} of ({' '.join(group)})"))
+            elif apart:
+                index, rest = values.get(group[0]), self._amount(group[1:])
+                ends = (group[0], f"{group[0]} + 1") if index is None else (index, index + 1)
+                start, stop = (Amount(str(n), n if isinstance(n, int) else None) for n in ends)
+                ranges.append(Range(start * rest, stop * rest))
+            elif leaf.part is None or dim != leaf.along:
+                ranges.append(Range(ZERO, self._amount(group), ":"))
+            else:
+                *before, own = map(self._amount, fused_axes(self.family, stored)[: leaf.part + 1])
+                start = sum(before, ZERO)
+                part = Range(start, start + own)
+                each = Range(label=f"{part} of each {leaf.within}")
+                ranges.append(each if leaf.within else part)
+        return tuple(ranges)
+
+    def _numbering(self, layout: Layout, numbers: Collection[int]) -> Numbering | None:
+        """Return how *layout* numbers its layers up to *numbers*, or None if it is not known."""
+        counts = dict(self.counts)
+        for shift in self.family.shifts_in(layout.name):
+            if shift.place == "after" and shift.into in counts:
+                counts[shift.index] = max(counts.get(shift.index, 0), 1, *(n + 1 for n in numbers))
+            elif shift.place in self.lists:
+                counts[shift.index] = len(self.lists[shift.place])
+            else:
+                return None
+        return planned(self.family, layout.name, counts, self.lists)
+
+    def _key(self, layout: Layout, leaf: Leaf, values: Values) -> str:
+        """Return a key in which indices without a value stay open."""
+        numbering = self._numbering(layout, values.values())
+        numbers = numbering.stored(values) if numbering else values
+        return leaf.key.key(
+            {index: numbers.get(index, f"{{{index}}}") for index in leaf.key.indices}
+        )
+
+    def _ambiguous(self, layout: Layout) -> MappingError:
+        """Return the error for a key whose number may be of several kinds of layers."""
+        name = self.family.sizes.get("i", ("i",))[0]
+        return MappingError(
+            f"the numbers of layers in layout `{layout.name}` are ambiguous",
+            why=f"`{self.family.name}` numbers layers of several kinds together",
+            hint=f"set the number with {spell_option(f'--set {name}=N')} or "
+            f"{spell_option('--config DIR')}",
+        )

@@ -3,7 +3,7 @@ import json
 import pytest
 
 import ckptctl
-from ckptctl.planner.mapping.formulas import Amount
+from ckptctl.planner.mapping.preview import Amount
 from tests.checkpoints import save_hf, save_meta, tiny_llama
 
 Q = "model.layers.7.self_attn.q_proj.weight"
@@ -148,6 +148,11 @@ def test_refusals(run, key, options, code, said):
     assert said in result.stderr
 
 
+def test_a_key_without_layer_is_numbered_by_none(run):
+    target = ("-m", "deepseek_v3", "--from-layout", "hf", "--to-layout", "torchtitan@0.3")
+    assert not run("map", "lm_head.weight", *target).stderr
+
+
 def test_on_a_terminal(terminal):
     shown = terminal(
         "map", QKV, "-m", "phi3", "--to-layout", "torchtune", "--set", "d=8", COLUMNS="140"
@@ -157,9 +162,12 @@ def test_on_a_terminal(terminal):
 
 
 def test_amounts():
-    assert str(Amount("h*e", None).plus(Amount("0", 0))) == "h*e"
-    assert str(Amount("h", 2).plus(Amount("k", None))) == "h + k"
-    assert str(Amount("h", 2).plus(Amount("k", 3))) == "5"
+    assert str(Amount("h*e") + Amount("0", 0)) == "h*e"
+    assert str(Amount("h", 2) + Amount("k")) == "h + k"
+    assert str(Amount("h", 2) + Amount("k", 3)) == "5"
+    assert str(Amount("x + 1") * Amount("f", 4)) == "(x + 1)*f"
+    assert str(Amount("x") * Amount("1", 1)) == "x"
+    assert str(Amount("2", 2) * Amount("f", 4)) == "8"
 
 
 def test_config_may_be_the_file_itself(run, tmp_path):

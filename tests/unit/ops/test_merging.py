@@ -387,10 +387,10 @@ def test_a_changed_adapter_is_noticed(base, tmp_path):
     plan = ckptctl.plan_merge(base, folder, tmp_path / "out")
     weights = folder / "adapter_model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-4])
-    from ckptctl.ops.merging import run_merge
+    from ckptctl.ops.conversion.convert import run_conversion
 
     with pytest.raises(CkptError):
-        run_merge(plan)
+        run_conversion(plan.conversion)
     assert not (tmp_path / "out").exists()
 
 

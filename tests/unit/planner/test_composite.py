@@ -5,7 +5,7 @@ import pytest
 from ckptctl.errors import MappingError
 from ckptctl.families import family
 from ckptctl.planner.axes import Sizes
-from ckptctl.planner.mapping.formulas import Extents
+from ckptctl.planner.mapping.preview import Router
 from ckptctl.planner.mapping.tensors import map_tensors
 from ckptctl.planner.model_parallel import without_repeats
 
@@ -42,10 +42,12 @@ def test_sizes_are_called_by_what_states_them():
 
 
 def test_formulas_name_the_whole_and_need_no_parts():
-    extents = Extents(family("qwen2"), {"h": H, "e": E})
-    assert extents.amount(("h", "e")).number == H * E
-    assert extents.amount(("h", "e")).text == "h*e"
-    assert extents.amount(("k", "e")).number is None
+    qwen = family("qwen2")
+    router = Router(qwen, qwen.layout("hf"), qwen.layout("gguf"), {"h": H, "e": E}, tied=False)
+    found = {name: router.route(f"model.layers.0.self_attn.{name}_proj.weight") for name in "qk"}
+    rows = {name: found[name].arrivals[0].shape[0] for name in "qk"}
+    assert (rows["q"].text, rows["q"].number) == ("h*e", H * E)
+    assert (rows["k"].text, rows["k"].number) == ("k*e", None)
 
 
 def test_repeated_entries_counted_once_leave_the_whole_as_it_is():
