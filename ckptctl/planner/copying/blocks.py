@@ -6,14 +6,14 @@ The boxes in which a checkpoint stores tensors come straight from the columns of
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from operator import mul, sub
 from typing import NamedTuple
 from weakref import ref
 
 from ckptctl.catalog import Computed, Extent, Input, TensorEntry, is_computed, row_major
-from ckptctl.columns import NO_CRC, ExtentColumns, boxes_of, files_of, vectors_of
+from ckptctl.columns import NO_CRC, ExtentColumns
 from ckptctl.planner.copying import runs
 from ckptctl.planner.copying.domains import domains
 from ckptctl.planner.copying.runs import LINEAR, Block, BoxIndex, Ints
@@ -46,13 +46,15 @@ class StoredBoxes:
     """Where a stored tensor lies: its boxes, and the bytes of each."""
 
     def __init__(self, entry: TensorEntry) -> None:
-        self._name = entry.name
+        self._name, self._shape = entry.name, entry.shape
         self._extents = extents = entry.extents
-        self.offsets, self.sizes = vectors_of(boxes_of(extents))
-        self.files = files_of(extents)
         if isinstance(extents, ExtentColumns):
-            self.starts, self._strides = extents.starts, None
+            self.offsets, self.sizes = extents.boxes.offsets, extents.boxes.sizes
+            self.files, self.starts, self._strides = extents.files, extents.starts, None
         else:
+            self.offsets = [extent.box.offsets for extent in extents]
+            self.sizes = [extent.box.sizes for extent in extents]
+            self.files = [extent.file for extent in extents]
             self.starts = [extent.offset for extent in extents]
             self._strides = [extent.strides for extent in extents]
 
@@ -60,7 +62,7 @@ class StoredBoxes:
     def _index(self) -> BoxIndex:
         return BoxIndex(self.offsets, self.sizes)
 
-    def strides(self, number: int) -> Sequence[int]:
+    def strides(self, number: int) -> Ints:
         """Return the elements between neighbors along each dimension of an extent."""
         stated = self._strides[number] if self._strides else None
         return stated or row_major(self.sizes[number])
@@ -78,21 +80,15 @@ class StoredBoxes:
 
     def meeting(self, part: Part) -> Iterator[tuple[int, Part]]:
         """Yield the numbers of boxes that a part has elements in, and those elements."""
+        if len(self.files) == 1 and self.sizes[0] == self._shape:
+            yield 0, part
+            return
         numbers: Iterable[int] = range(len(self.files))
         if len(self.files) > LINEAR:
-            reach = [1] * len(part.begin)
-            for axis in part.axes:
-                reach[axis.at] += (axis.size - 1) * axis.stride
-            numbers = self._index.near(part.begin, tuple(reach))
-        axes = {axis.at: axis for axis in part.axes}
-        is_simple = len(axes) == len(part.axes)
+            numbers = self._index.near(part.begin, _reach(part, STORED))
+        axes = _single_axes(part, STORED)
         for number in numbers:
-            lo, sizes = self.offsets[number], self.sizes[number]
-            if is_simple:
-                if found := _stored_inside(part, axes, lo, sizes):
-                    yield number, found
-                continue
-            for cut in _inside(part, Part.stored_within, lo, sizes):
+            for cut in _inside(part, axes, self.offsets[number], self.sizes[number], STORED):
                 yield number, cut
 
     def ranges(self, part: Part) -> Iterator[tuple[int, int, int]]:
@@ -109,39 +105,10 @@ class StoredBoxes:
 
     def position(self, number: int, part: Part) -> int:
         """Return how many elements of a box lie before the first one of a part of it."""
-        return sum(map(mul, map(sub, part.begin, self.offsets[number]), self.strides(number)))
-
-
-def _stored_inside(part: Part, axes: Mapping[int, Axis], lo: Ints, sizes: Ints) -> Part | None:
-    """Return what of a part lies inside a stored box, or None.
-
-    Hot path: as :func:`_inside` where each stored dimension has one of *axes* or none.
-    """
-    of, _, origin, begin = part
-    kept, firsts, starts = list[Axis](), list(origin), list(begin)
-    is_complete = True
-    for at, first in enumerate(lo):
-        start = first - begin[at]
-        stop = start + sizes[at]
-        axis = axes.get(at)
-        if axis is None:
-            if not start <= 0 < stop:
-                return None
-            continue
-        size, dim, step, _, stride = axis
-        if start <= 0 and (size - 1) * stride < stop:
-            kept.append(axis)
-            continue
-        is_complete = False
-        index = -(-start // stride) if start > 0 else 0
-        count = min(size, (stop - 1) // stride + 1) - index
-        if count <= 0:
-            return None
-        firsts[dim] += index * step
-        starts[at] += index * stride
-        if count > 1:
-            kept.append(axis if count == size else Axis(count, dim, step, at, stride))
-    return part if is_complete else Part(of, tuple(kept), tuple(firsts), tuple(starts))
+        first = self.offsets[number]
+        if part.begin == first:
+            return 0
+        return sum(map(mul, map(sub, part.begin, first), self.strides(number)))
 
 
 _known: dict[int, tuple[StoredBoxes, ref[TensorEntry]]] = {}
@@ -169,20 +136,67 @@ def recorded_range(extent: Extent, name: str) -> RecordedRange | None:
     return RecordedRange(extent.file, known.offset, known.nbytes, known.crc32, name if own else "")
 
 
-Within = Callable[[Part, int, int, int], Sequence[Part]]
-"""What of a part lies between two positions along a dimension."""
+class _Side(NamedTuple):
+    """One of the two tensors of a part, as where its dimension and step stand in an axis."""
+
+    dim: int
+    step: int
 
 
-def _inside(part: Part, within: Within, lo: Ints, sizes: Ints) -> Sequence[Part]:
-    """Return what of a part lies inside a box."""
-    cuts: Sequence[Part] = (part,)
+TENSOR, STORED = _Side(dim=1, step=2), _Side(dim=3, step=4)
+_SingleAxes = Mapping[int, Axis] | None
+
+
+def _single_axes(part: Part, side: _Side) -> _SingleAxes:
+    """Return the axis along each dimension, or None if one has several."""
+    axes = {axis[side.dim]: axis for axis in part.axes}
+    return axes if len(axes) == len(part.axes) else None
+
+
+def _reach(part: Part, side: _Side) -> Ints:
+    """Return how many elements of each dimension a part reaches over."""
+    reach = [1] * len(part.origin if side is TENSOR else part.begin)
+    for axis in part.axes:
+        reach[axis[side.dim]] += (axis.size - 1) * axis[side.step]
+    return tuple(reach)
+
+
+def _inside(part: Part, axes: _SingleAxes, lo: Ints, sizes: Ints, side: _Side) -> Sequence[Part]:
+    """Return what of a part lies inside a box of one side, where it has *axes*."""
+    if axes is None:
+        within = Part.within if side is TENSOR else Part.stored_within
+        cuts = [part]
+        for dim, first in enumerate(lo):
+            cuts = [cut for one in cuts for cut in within(one, dim, first, first + sizes[dim])]
+        return cuts
+    # Hot path: a plan may have a million boxes.
+    of, _, origin, begin = part
+    firsts, step_at = origin if side is TENSOR else begin, side.step
+    kept, starts, begins = list[Axis](), list(origin), list(begin)
+    is_complete = True
     for dim, first in enumerate(lo):
-        stop = first + sizes[dim]
-        if len(cuts) == 1:
-            cuts = within(cuts[0], dim, first, stop)
-        else:
-            cuts = [cut for one in cuts for cut in within(one, dim, first, stop)]
-    return cuts
+        start = first - firsts[dim]
+        stop = start + sizes[dim]
+        axis = axes.get(dim)
+        if axis is None:
+            if not start <= 0 < stop:
+                return ()
+            continue
+        size, step = axis[0], axis[step_at]
+        if start <= 0 and (size - 1) * step < stop:
+            kept.append(axis)
+            continue
+        is_complete = False
+        index = -(-start // step) if start > 0 else 0
+        count = min(size, (stop - 1) // step + 1) - index
+        if count <= 0:
+            return ()
+        _, to, to_step, at, stride = axis
+        starts[to] += index * to_step
+        begins[at] += index * stride
+        if count > 1:
+            kept.append(Axis(count, to, to_step, at, stride))
+    return (part if is_complete else Part(of, tuple(kept), tuple(starts), tuple(begins)),)
 
 
 class BlockReader:
@@ -204,9 +218,9 @@ class BlockReader:
     @cached_property
     def _index(self) -> BoxIndex:
         """Index of the parts."""
-        rank, parts = range(len(self.tensor.shape)), self.tensor.parts
-        sizes = [tuple(_length(part, dim) for dim in rank) for part in parts]
-        return BoxIndex([part.origin for part in parts], sizes)
+        parts = self.tensor.parts
+        reaches = [_reach(part, TENSOR) for part in parts]
+        return BoxIndex([part.origin for part in parts], reaches)
 
     def __repr__(self) -> str:
         # Digests of plans are taken of this text: another one ends `--resume`.
@@ -274,34 +288,34 @@ class BlockReader:
     ) -> Iterator[tuple[ReadFrom, Block]]:
         """Yield the copies of :meth:`add`, each with what it reads."""
         origin, item, checked = position - sum(map(mul, lo, strides)), self.item, self.checked
+        # Hot path: boxes of a checkpoint have few shapes.
+        melted: dict[tuple[tuple[Axis, ...], Ints], tuple[runs.Strides, int]] = {}
         for stored, number, part in self.meeting(lo, sizes):
             steps = stored.strides(number)
+            shape = melted.get((part.axes, steps))
+            if shape is None:
+                axes = [
+                    (stride * steps[at] * item, step * strides[dim], size)
+                    for size, dim, step, at, stride in part.axes
+                ]
+                shape = melted[part.axes, steps] = runs.melted(axes, item)
             source = stored.starts[number] + stored.position(number, part) * item
-            axes = [
-                (stride * steps[at] * item, step * strides[dim], size)
-                for size, dim, step, at, stride in part.axes
-            ]
             buffer = origin + sum(map(mul, part.origin, strides))
             check = stored.recorded(number) if checked and part.of.name in checked else None
-            place = ReadFrom(stored.files[number], check)
-            yield place, runs.melted(source, buffer, axes, item)
+            yield ReadFrom(stored.files[number], check), Block(source, buffer, *shape)
 
     def meeting(self, lo: Ints, sizes: Ints) -> Iterator[Meeting]:
         """Yield the elements of a box of the tensor by the stored boxes that they lie in."""
         parts: Sequence[Part] = self.tensor.parts
-        if len(parts) > LINEAR:
-            parts = [parts[number] for number in self._index.near(lo, sizes)]
         if any(lo) or sizes != self.tensor.shape:
-            parts = [cut for part in parts for cut in _inside(part, Part.within, lo, sizes)]
+            if len(parts) > LINEAR:
+                parts = [parts[number] for number in self._index.near(lo, sizes)]
+            found = ((part, _single_axes(part, TENSOR)) for part in parts)
+            parts = [cut for pair in found for cut in _inside(*pair, lo, sizes, TENSOR)]
         for part in parts:
             stored = stored_boxes(part.of)
             for number, cut in stored.meeting(part):
                 yield stored, number, cut
-
-
-def _length(part: Part, dim: int) -> int:
-    """Return how many elements of a dimension a part reaches over."""
-    return 1 + sum((axis.size - 1) * axis.step for axis in part.axes if axis.dim == dim)
 
 
 def rearranged(root: str, tensor: Strided) -> Computed:

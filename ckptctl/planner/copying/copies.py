@@ -52,7 +52,10 @@ def lower(
 
 def permutes(transfer: Transfer) -> bool:
     """Return whether *transfer* moves single elements, which takes torch."""
-    reader, boxes = BlockReader(transfer.tensor), _boxes_of(transfer.targets)
+    reader = BlockReader(transfer.tensor)
+    if _whole_range(reader, transfer.targets):
+        return False
+    boxes = _boxes_of(transfer.targets)
     work = _Tiling(reader, boxes, (), Limits())
     if all(len(part.of.extents) == 1 for part in transfer.tensor.parts):
         # Few ranges are found faster than the order of elements is compared.
@@ -67,6 +70,8 @@ def tiles(
 
     Their order depends on nothing but the arguments.
     """
+    if whole := _whole_range(reader, targets):
+        return _copy_ranges((whole,), records, limits)
     boxes = _boxes_of(targets)
     ranges = _plain_ranges(reader, boxes)
     if ranges is None:
@@ -102,8 +107,6 @@ def _plain_ranges(reader: BlockReader, boxes: Sequence[_TargetPart]) -> list[_Pl
     """
     if reader.tensor.dtype != reader.tensor.stored_dtype and boxes:
         return None
-    if whole := _whole_range(reader, boxes):
-        return [whole]
     found: list[_PlainRange] = []
     for targets, lo, sizes in boxes:
         if len(targets) > 1:
@@ -116,22 +119,22 @@ def _plain_ranges(reader: BlockReader, boxes: Sequence[_TargetPart]) -> list[_Pl
     return found
 
 
-def _whole_range(reader: BlockReader, boxes: Sequence[_TargetPart]) -> _PlainRange | None:
+def _whole_range(reader: BlockReader, targets: Sequence[TargetBox]) -> _PlainRange | None:
     """Return the range of a stored tensor that is copied completely, as most are, at a glance."""
-    parts = reader.tensor.parts
-    if len(boxes) != 1 or len(parts) != 1 or len(parts[0].of.extents) != 1:
+    tensor, item = reader.tensor, reader.item
+    if len(targets) != 1 or len(tensor.parts) != 1 or tensor.dtype != tensor.stored_dtype:
         return None
-    ((target, *others), _, sizes), (part,) = boxes[0], parts
-    stored, item = part.of, reader.item
+    (target,), (part,) = targets, tensor.parts
+    stored, numel = part.of, 1
+    if len(stored.extents) != 1 or not tensor.shape == stored.shape == target.sizes:
+        return None
+    for size, dim, step, at, stride in part.axes:
+        if dim != at or step != 1 or stride != 1:
+            return None
+        numel *= size
     (extent,) = stored.extents
     steps = extent.strides or row_major(stored.shape)
-    if (
-        others
-        or not reader.tensor.shape == stored.shape == sizes
-        or not all(axis.dim == axis.at and axis.step == axis.stride == 1 for axis in part.axes)
-        or extent.nbytes != math.prod([axis.size for axis in part.axes]) * item
-        or target.strides != tuple([step * item for step in steps])
-    ):
+    if extent.nbytes != numel * item or target.strides != tuple([step * item for step in steps]):
         return None
     check = recorded_range(extent, stored.name) if stored.name in reader.checked else None
     block = Block(extent.offset, target.offset, (), extent.nbytes)
@@ -294,9 +297,8 @@ class _Tiling:
             for target in part.targets:
                 start = sum(map(mul, map(sub, part.lo, target.start), target.strides))
                 axes = zip(target.strides, dense, part.sizes, strict=True)
-                block = runs.melted(
-                    target.offset + start, position, (a for a in axes if a[2] > 1), self._out
-                )
+                shape = runs.melted((axis for axis in axes if axis[2] > 1), self._out)
+                block = Block(target.offset + start, position, *shape)
                 begin = self._records[target.record].offset if self._records else 0
                 for offset, place, nbytes in runs.runs(block):
                     write = Write(target.file, offset, nbytes, place, target.record, offset - begin)

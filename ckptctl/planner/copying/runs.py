@@ -12,6 +12,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 Ints = tuple[int, ...]
+Strides = tuple[tuple[int, int, int], ...]
 LINEAR = 8
 
 
@@ -27,7 +28,7 @@ class Block(NamedTuple):
 
     source: int
     buffer: int
-    axes: tuple[tuple[int, int, int], ...]
+    axes: Strides
     run: int
 
     @property
@@ -112,12 +113,10 @@ def dense(sizes: Ints, order: Sequence[int], item: int) -> Ints:
     return tuple(strides)
 
 
-def melted(source: int, buffer: int, strides: Iterable[tuple[int, int, int]], item: int) -> Block:
-    """Return a copy whose axes are as few as they can be.
+def melted(strides: Iterable[tuple[int, int, int]], item: int) -> tuple[Strides, int]:
+    """Return the axes and the run of a copy that has as few axes as it can.
 
     Args:
-        source: Byte position of the first element in the source.
-        buffer: That in the buffer.
         strides: ``(source stride, buffer stride, count)`` of each axis, in bytes.
         item: Bytes of one element.
     """
@@ -130,7 +129,7 @@ def melted(source: int, buffer: int, strides: Iterable[tuple[int, int, int]], it
             axes.append((count, near, far))
             count, near, far = number, stride, step
     axes.append((count, near, far))
-    return Block(source, buffer, tuple(reversed(axes[1:])), axes[0][0])
+    return tuple(axes[:0:-1]), axes[0][0]
 
 
 def runs(block: Block) -> list[tuple[int, int, int]]:

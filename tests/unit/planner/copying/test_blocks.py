@@ -19,7 +19,7 @@ from ckptctl.planner.copying.copies import tiles
 from ckptctl.planner.copying.runs import Block, dense, runs
 from ckptctl.planner.copying.tile import Limits
 from ckptctl.planner.plan import Record, TargetBox
-from ckptctl.planner.strided import Part, Strided, stack
+from ckptctl.planner.strided import Strided, stack
 from tests.unit.planner.copying.test_copies import cast, fill, steps
 from tests.unit.planner.test_strided import Arrays, _step
 
@@ -69,13 +69,13 @@ def test_a_rotary_order_is_a_strided_copy_of_rows() -> None:
 def test_a_part_that_is_far_from_a_box_is_not_met(monkeypatch) -> None:
     experts = stack([Strided.whole(rows(f"e{n}", 4, 8, 1)) for n in range(64)])
     asked = []
-    within = Part.within
+    inside = lowering._inside
 
     def noted(part, *box):
         asked.append(part.of.name)
-        return within(part, *box)
+        return inside(part, *box)
 
-    monkeypatch.setattr(Part, "within", noted)
+    monkeypatch.setattr(lowering, "_inside", noted)
     assert list(BlockReader(experts).dense((7, 0, 0), (1, 4, 8))) == [ReadFrom("e70")]
     assert set(asked) == {"e7"}
 
