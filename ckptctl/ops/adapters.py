@@ -26,7 +26,7 @@ from ckptctl.errors import (
 )
 from ckptctl.formats.peft import CONFIG, adapter_config
 from ckptctl.planner.configs.facts import Json
-from ckptctl.planner.copying.views import transposed
+from ckptctl.planner.copying.blocks import transposed
 from ckptctl.planner.families.templates import skeleton
 from ckptctl.planner.mapping.adapters import PREFIX, as_linear, is_adapter, is_factor, module_of
 from ckptctl.storage.paths import path_at

@@ -43,8 +43,7 @@ from ckptctl.ops.recognition.model import Model, Request, require_one, understan
 from ckptctl.ops.recognition.roots import select
 from ckptctl.ops.sources import located
 from ckptctl.planner.configs.facts import read_lists
-from ckptctl.planner.copying.blocks import rearranged
-from ckptctl.planner.copying.views import is_view, view
+from ckptctl.planner.copying.blocks import is_view, rearranged, view
 from ckptctl.planner.layouts import Family
 from ckptctl.planner.mapping.adapters import PEFT, is_adapter
 from ckptctl.planner.mapping.deltas import AdapterMismatchError, Delta, Deltas, deltas

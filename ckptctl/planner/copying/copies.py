@@ -10,20 +10,23 @@ from operator import add, mul, sub
 from typing import NamedTuple
 
 from ckptctl import dtypes
-from ckptctl.catalog import row_major
-from ckptctl.planner.copying import runs
+from ckptctl.catalog import is_computed, row_major
 from ckptctl.planner.copying.blocks import (
+    Block,
     BlockReader,
     Blocks,
+    BoxIndex,
+    Domain,
+    Ints,
     ReadFrom,
-    element_moves,
-    reads,
+    dense_strides,
+    domains,
+    list_runs,
+    melted_axes,
     recorded_range,
     stored_boxes,
 )
-from ckptctl.planner.copying.domains import Domain, domains
-from ckptctl.planner.copying.runs import Block, BoxIndex, Ints
-from ckptctl.planner.copying.tile import Limits, Read, Tile, Write
+from ckptctl.planner.copying.tile import Limits, Move, Read, Tile, Write, moves, spans
 from ckptctl.planner.plan import Record, RecordedRange, TargetBox, Transfer
 from ckptctl.planner.strided import Part
 
@@ -212,7 +215,7 @@ class _Tiling:
                 for box in domain.cut(domain.step)
                 if (met := self._filled(box))[0]
             )
-            inline = len(list(islice(reads(first[1]), FEW_READS + 1))) <= FEW_READS
+            inline = len(list(islice(_reads(first[1]), FEW_READS + 1))) <= FEW_READS
         for domain in domains(lo, sizes, limit, units):
             size = math.prod(domain.sizes) // domain.length * domain.step * out
             steps = max(1, limits.flat // max(size, 1))
@@ -265,12 +268,11 @@ class _Tiling:
     def _filled(self, box: Domain) -> tuple[list[_TargetPart], Blocks]:
         """Return the parts of targets in a box, and what fills a buffer with them, in a row."""
         parts, blocks, position = list[_TargetPart](), Blocks(), 0
-        order = range(len(box.sizes))
         for number in self._index.near(box.lo, box.sizes):
             part = _clip(self.boxes[number], box)
             if part is not None:
                 parts.append(part)
-                strides = runs.dense(part.sizes, order, self._item)
+                strides = dense_strides(part.sizes, self._item)
                 self._reader.add(blocks, part.lo, part.sizes, position, strides)
                 position += math.prod(part.sizes) * self._item
         return parts, blocks
@@ -282,9 +284,9 @@ class _Tiling:
         nbytes = sum(math.prod(part.sizes) for part in parts) * self._item
         written = tuple(self._writes(parts))
         if self.permuted:
-            moved = element_moves(blocks, self._item, self._limits.arithmetic // 2)
+            moved = _element_moves(blocks, self._item, self._limits.arithmetic // 2)
             return Tile(nbytes, (), tuple(moved), written, False)
-        found = reads(blocks)
+        found = _reads(blocks)
         if not inline:
             found = (read._replace(check=None) for read in found)
         return Tile(nbytes, tuple(found), (), written, False)
@@ -293,14 +295,14 @@ class _Tiling:
         """Yield what writes a buffer that holds *parts*, dense, one after the other."""
         position, last = 0, None
         for part in parts:
-            dense = runs.dense(part.sizes, range(len(part.sizes)), self._out)
+            steps = dense_strides(part.sizes, self._out)
             for target in part.targets:
                 start = sum(map(mul, map(sub, part.lo, target.start), target.strides))
-                axes = zip(target.strides, dense, part.sizes, strict=True)
-                shape = runs.melted((axis for axis in axes if axis[2] > 1), self._out)
+                axes = zip(target.strides, steps, part.sizes, strict=True)
+                shape = melted_axes((axis for axis in axes if axis[2] > 1), self._out)
                 block = Block(target.offset + start, position, *shape)
                 begin = self._records[target.record].offset if self._records else 0
-                for offset, place, nbytes in runs.runs(block):
+                for offset, place, nbytes in list_runs(block):
                     write = Write(target.file, offset, nbytes, place, target.record, offset - begin)
                     if (
                         last is not None
@@ -341,6 +343,22 @@ class _Tiling:
                 if found := stored.recorded(number):
                     offset = stored.starts[number] + first * self._item
                     yield from check(found, offset, count * self._item, self._limits)
+
+
+def _reads(blocks: Blocks) -> Iterator[Read]:
+    """Yield contiguous reads that together do *blocks*."""
+    for (file, check), some in blocks.items():
+        base = min(block.source for block in some)
+        relative = tuple(block._replace(source=block.source - base) for block in some)
+        for begin, nbytes, pattern in spans(relative):
+            yield Read(file, base + begin, nbytes, pattern, check)
+
+
+def _element_moves(blocks: Blocks, item: int, limit: int) -> Iterator[Move]:
+    """Yield moves of elements, *limit* bytes of a staging area at most, that do *blocks*."""
+    for (file, _), some in blocks.items():
+        for block in some:
+            yield from moves(file, block, item, limit, computed=is_computed(file))
 
 
 def check(found: RecordedRange, offset: int, nbytes: int, limits: Limits) -> Iterator[Tile]:

@@ -10,10 +10,9 @@ from typing import cast as typed
 
 from ckptctl import dtypes
 from ckptctl.catalog import Computed
-from ckptctl.planner.copying.blocks import BlockReader
+from ckptctl.planner.copying.blocks import MIB, BlockReader, dense_strides
 from ckptctl.planner.copying.copies import tiles
-from ckptctl.planner.copying.runs import dense
-from ckptctl.planner.copying.tile import MIB, Limits
+from ckptctl.planner.copying.tile import Limits
 from ckptctl.planner.plan import Record, TargetBox
 from ckptctl.storage.byte_files import HostMemory
 from ckptctl.storage.execution.tile_engine import TileEngine
@@ -28,7 +27,7 @@ def _rearranged(
     inputs: Inputs, computed: Computed, rows: range, columns: range, out: memoryview
 ) -> None:
     reader, box = _reader(computed), rectangle(rows, columns)
-    strides = dense(box.sizes, (0, 1), dtypes.itemsize(computed.dtype))
+    strides = dense_strides(box.sizes, dtypes.itemsize(computed.dtype))
     target = TargetBox("", 0, box.offsets, box.sizes, strides, record=0)
     sink, unchecked = HostMemory(out), list[int]()
     engine = TileEngine(inputs.opened, lambda _: sink, inputs.opened.buffers, checksum=False)
