@@ -29,7 +29,7 @@ from ckptctl.formats.peft import CONFIG, adapter_config
 from ckptctl.ops.recognition.roots import select
 from ckptctl.ops.sources import located
 from ckptctl.planner.configs.facts import Json
-from ckptctl.planner.copying.views import transposed
+from ckptctl.planner.copying.blocks import transposed
 from ckptctl.planner.families.templates import skeleton
 from ckptctl.planner.mapping.adapters import PREFIX, as_linear, is_adapter, is_factor, module_of
 from ckptctl.storage.paths import path_at

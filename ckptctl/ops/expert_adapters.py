@@ -48,7 +48,7 @@ from ckptctl.ops.expert_stacks import (
 from ckptctl.ops.recognition.model import Model
 from ckptctl.ops.sources import located
 from ckptctl.planner.configs.facts import Json
-from ckptctl.planner.copying.views import view
+from ckptctl.planner.copying.blocks import view
 from ckptctl.planner.layouts import HF, Family
 from ckptctl.planner.mapping.adapters import PREFIX, is_factor, module_of
 from ckptctl.planner.mapping.deltas import Delta

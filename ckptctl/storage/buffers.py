@@ -5,7 +5,7 @@ from __future__ import annotations
 import mmap
 from collections.abc import Iterator
 
-from ckptctl.planner.copying.runs import Pattern
+from ckptctl.planner.copying.tile import Pattern
 from ckptctl.storage.files import IOV_MAX
 
 MAX_VIEWS = 1 << 14

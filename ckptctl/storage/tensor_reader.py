@@ -11,9 +11,7 @@ from operator import add
 
 from ckptctl import dtypes
 from ckptctl.catalog import Box, TensorEntry
-from ckptctl.planner.copying.blocks import BlockReader
-from ckptctl.planner.copying.domains import domains
-from ckptctl.planner.copying.runs import Block
+from ckptctl.planner.copying.blocks import Block, BlockReader, domains
 from ckptctl.planner.strided import Strided
 from ckptctl.storage.files import Readable
 

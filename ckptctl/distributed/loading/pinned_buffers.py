@@ -14,7 +14,7 @@ import torch
 
 from ckptctl.distributed.devices import host_bytes, settle
 from ckptctl.distributed.state import memory
-from ckptctl.planner.copying.runs import Pattern
+from ckptctl.planner.copying.tile import Pattern
 from ckptctl.storage.buffers import STAGING, TILE, BufferParts, TileBuffers
 from ckptctl.storage.page_cache import PAGE
 

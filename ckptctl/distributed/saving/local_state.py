@@ -18,7 +18,7 @@ from ckptctl.distributed.saving.device_memory import DeviceMemory, DeviceReader,
 from ckptctl.distributed.state import HeldTensor, State, StateDict, bytes_of, memory, state_of
 from ckptctl.distributed.values import pickled, written
 from ckptctl.ops.saving.local_shards import DIGEST, HeldChunk, LocalShards
-from ckptctl.planner.copying.tile import MIB
+from ckptctl.planner.copying.blocks import MIB
 from ckptctl.planner.plan import Plan
 from ckptctl.storage.byte_files import Memory
 from ckptctl.storage.crc import crc32

@@ -10,7 +10,7 @@ from ckptctl.distributed.group import threads
 from ckptctl.ops.option_checks import at_least
 from ckptctl.options import Option, Options
 from ckptctl.planner.balance import file_count
-from ckptctl.planner.copying.tile import MIB
+from ckptctl.planner.copying.blocks import MIB
 from ckptctl.storage.execution.executor import execute
 from ckptctl.storage.execution.options import Execution
 from ckptctl.storage.execution.streaming import stream

@@ -18,7 +18,6 @@ from ckptctl import dtypes
 from ckptctl.catalog import Box, Checksum, Extent
 from ckptctl.errors import DamagedError, UnsupportedError
 from ckptctl.formats.shared.stored_leaves import extent_of
-from ckptctl.planner.copying.runs import product_boxes
 from ckptctl.storage.zips.reader import StoredTensor
 from ckptctl.units import counted
 
@@ -211,3 +210,34 @@ def in_ranks(shapes: Shapes, strips: Sequence[Strip], where: str) -> FlatParts:
                 hint="check whether the file belongs to another save or world size",
             )
     return parts
+
+
+def product_boxes(lo: int, hi: int, sizes: Shape) -> list[tuple[Shape, Shape]]:
+    """Return the product boxes whose union is ``[lo, hi)`` of the flattened axes *sizes*.
+
+    Returns:
+        ``(first indices, counts)`` in ascending order; at most ``2 * len(sizes) - 1`` of them.
+    """
+    if lo >= hi:
+        return []
+    if len(sizes) < 2:
+        return [((lo,), (hi - lo,))] if sizes else [((), ())]
+    tail = sizes[1:]
+    inner = math.prod(tail)
+    first, skip = divmod(lo, inner)
+    last, rest = divmod(hi, inner)
+    if first == last:
+        return _below(first, product_boxes(skip, rest, tail))
+    found: list[tuple[Shape, Shape]] = []
+    if skip:
+        found += _below(first, product_boxes(skip, inner, tail))
+        first += 1
+    if first < last:
+        found.append(((first, *(0 for _ in tail)), (last - first, *tail)))
+    if rest:
+        found += _below(last, product_boxes(0, rest, tail))
+    return found
+
+
+def _below(index: int, boxes: list[tuple[Shape, Shape]]) -> list[tuple[Shape, Shape]]:
+    return [((index, *lo), (1, *count)) for lo, count in boxes]

@@ -12,7 +12,7 @@ from ckptctl.ops.conversion.proofs import not_padding
 from ckptctl.ops.loading.state_mapping import StateMapping
 from ckptctl.ops.recognition.agreement import AXIS
 from ckptctl.ops.recognition.vocabulary import is_stated
-from ckptctl.planner.copying.views import view
+from ckptctl.planner.copying.blocks import view
 from ckptctl.planner.mapping.mapped import Region
 from ckptctl.planner.mapping.resizing import Padding
 from ckptctl.planner.strided import Strided

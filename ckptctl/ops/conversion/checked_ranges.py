@@ -16,8 +16,7 @@ from ckptctl.catalog import Box, Computed, TensorEntry, row_major
 from ckptctl.columns import ExtentColumns
 from ckptctl.ops.conversion.transfers import entries_read
 from ckptctl.planner.boxes import intersect
-from ckptctl.planner.copying.blocks import recorded_range, stored_boxes
-from ckptctl.planner.copying.runs import BoxIndex
+from ckptctl.planner.copying.blocks import BoxIndex, recorded_range, stored_boxes
 from ckptctl.planner.plan import CheckedRange, RecordedRange, Transfer
 from ckptctl.planner.strided import Part
 

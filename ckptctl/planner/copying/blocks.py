@@ -1,30 +1,168 @@
-"""Lower strided tensors to copies into a buffer.
+"""Strided copies of bytes, and which of them fill a buffer with elements of a tensor.
 
-The boxes in which a checkpoint stores tensors come straight from the columns of the catalog.
+A :class:`BlockReader` turns a box of a strided tensor into blocks. The boxes in which a checkpoint
+stores tensors come straight from the columns of the catalog. A box that fits into no buffer is read
+in domains. Parts that are evenly apart need no copy: they are views.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from bisect import bisect_left
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
-from operator import mul, sub
+from itertools import product
+from operator import add, mul, sub
 from typing import NamedTuple
 from weakref import ref
 
-from ckptctl.catalog import Computed, Extent, Input, TensorEntry, is_computed, row_major
-from ckptctl.columns import NO_CRC, ExtentColumns, boxes_of, files_of, vectors_of
-from ckptctl.planner.copying import runs
-from ckptctl.planner.copying.domains import domains
-from ckptctl.planner.copying.runs import LINEAR, Block, BoxIndex, Ints
-from ckptctl.planner.copying.tile import MIB, Move, Read, moves
+from ckptctl import dtypes
+from ckptctl.catalog import Box, Computed, Extent, Input, TensorEntry, row_major
+from ckptctl.columns import NO_CRC, ExtentColumns
 from ckptctl.planner.plan import RecordedRange
 from ckptctl.planner.strided import Axis, Part, Strided
 
+MIB = 1 << 20
+Ints = tuple[int, ...]
+Strides = tuple[tuple[int, int, int], ...]
+LINEAR = 8
+"""Boxes up to which all are looked at to find those that meet another."""
 SHORT_RUN = 256
 """Bytes of a run, on average, below which elements are permuted in memory ..."""
 FEW_RUNS = 1024
 """... unless the whole tensor has fewer runs than this."""
+
+
+class Block(NamedTuple):
+    """A strided copy: axes from the outermost (by source address) to the innermost.
+
+    Attributes:
+        source: Byte position of the first element in the source.
+        buffer: Byte position of the first element in the buffer.
+        axes: ``(count, source stride, buffer stride)`` in bytes.
+        run: Bytes that are contiguous on both sides below all axes.
+    """
+
+    source: int
+    buffer: int
+    axes: Strides
+    run: int
+
+    @property
+    def runs(self) -> int:
+        """Return the number of runs."""
+        return math.prod(axis[0] for axis in self.axes)
+
+
+def dense_strides(sizes: Ints, item: int) -> Ints:
+    """Return the byte strides of a dense box, row-major."""
+    return tuple([step * item for step in row_major(sizes)])
+
+
+def melted_axes(strides: Iterable[tuple[int, int, int]], item: int) -> tuple[Strides, int]:
+    """Return the axes and the run of a copy that has as few axes as it can.
+
+    Args:
+        strides: ``(source stride, buffer stride, count)`` of each axis, in bytes.
+        item: Bytes of one element.
+    """
+    axes: list[tuple[int, int, int]] = []
+    count, near, far = item, 1, 1
+    for stride, step, number in sorted(strides):
+        if stride == near * count and step == far * count:
+            count *= number
+        else:
+            axes.append((count, near, far))
+            count, near, far = number, stride, step
+    axes.append((count, near, far))
+    return tuple(axes[:0:-1]), axes[0][0]
+
+
+def list_runs(block: Block) -> list[tuple[int, int, int]]:
+    """Return ``(source position, buffer position, bytes)`` of every run of *block*."""
+    places = [(block.source, block.buffer)]
+    for count, near, far in block.axes:
+        places = [(s + i * near, b + i * far) for s, b in places for i in range(count)]
+    return [(s, b, block.run) for s, b in places]
+
+
+class BoxIndex:
+    """Finds the boxes that may meet another one without looking at all of them."""
+
+    def __init__(self, offsets: Sequence[Ints], sizes: Sequence[Ints]) -> None:
+        self._count = len(offsets)
+        rank = len(offsets[0]) if offsets else 0
+        spread = [len({lo[axis] for lo in offsets}) for axis in range(rank)]
+        self._axis = spread.index(max(spread)) if len(offsets) > LINEAR and rank else None
+        if self._axis is not None:
+            axis = self._axis
+            self._order = sorted(range(len(offsets)), key=lambda number: offsets[number][axis])
+            self._starts = [offsets[number][axis] for number in self._order]
+            self._widest = max(size[axis] for size in sizes)
+
+    def near(self, lo: Ints, sizes: Ints) -> Iterable[int]:
+        """Return the numbers of the boxes that may meet a box, in ascending order."""
+        if self._axis is None:
+            return range(self._count)
+        first = bisect_left(self._starts, lo[self._axis] - self._widest + 1)
+        last = bisect_left(self._starts, lo[self._axis] + sizes[self._axis])
+        return sorted(self._order[first:last])
+
+
+class Domain(NamedTuple):
+    """A box that is copied in parts, every *step* along *axis*."""
+
+    lo: Ints
+    sizes: Ints
+    axis: int
+    step: int
+
+    @property
+    def length(self) -> int:
+        """Return its size along the axis."""
+        return self.sizes[self.axis] if self.sizes else 1
+
+    def first(self, length: int, begin: int = 0) -> Domain:
+        """Return what of it begins at *begin* along the axis, at most *length* of that."""
+        if not self.sizes:
+            return self
+        lo, sizes = list(self.lo), list(self.sizes)
+        lo[self.axis] += begin
+        sizes[self.axis] = min(length, self.length - begin)
+        return self._replace(lo=tuple(lo), sizes=tuple(sizes))
+
+    def cut(self, length: int, begin: int = 0) -> Iterator[Domain]:
+        """Yield what of it lies from *begin* on in parts of *length* along the axis."""
+        return (self.first(length, at) for at in range(begin, self.length, length))
+
+
+def domains(
+    lo: Ints, sizes: Ints, limit: int, units: Mapping[int, int] | None = None
+) -> Iterator[Domain]:
+    """Yield intervals of indices that together are a box; a step holds at most *limit* elements.
+
+    Args:
+        lo: First indices of the box.
+        sizes: Its sizes.
+        limit: Elements of a step.
+        units: By axis the indices that a step should hold a multiple of.
+    """
+    axis, inner = len(sizes) - 1, 1
+    while axis >= 0 and inner * sizes[axis] <= limit:
+        inner *= sizes[axis]
+        axis -= 1
+    if axis < 0:
+        yield Domain(lo, sizes, 0, max(sizes, default=1))
+        return
+    most = max(1, limit // inner)
+    unit = units.get(axis, 1) if units else 1
+    unit = unit if unit <= most else 1
+    parts = -(-sizes[axis] // (most // unit * unit))
+    step = -(-sizes[axis] // (parts * unit)) * unit
+    for indices in product(*map(range, sizes[:axis])):
+        start = (*map(add, lo[:axis], indices), *lo[axis:])
+        yield Domain(start, (1,) * axis + sizes[axis:], axis, step)
 
 
 class ReadFrom(NamedTuple):
@@ -46,13 +184,15 @@ class StoredBoxes:
     """Where a stored tensor lies: its boxes, and the bytes of each."""
 
     def __init__(self, entry: TensorEntry) -> None:
-        self._name = entry.name
+        self._name, self._shape = entry.name, entry.shape
         self._extents = extents = entry.extents
-        self.offsets, self.sizes = vectors_of(boxes_of(extents))
-        self.files = files_of(extents)
         if isinstance(extents, ExtentColumns):
-            self.starts, self._strides = extents.starts, None
+            self.offsets, self.sizes = extents.boxes.offsets, extents.boxes.sizes
+            self.files, self.starts, self._strides = extents.files, extents.starts, None
         else:
+            self.offsets = [extent.box.offsets for extent in extents]
+            self.sizes = [extent.box.sizes for extent in extents]
+            self.files = [extent.file for extent in extents]
             self.starts = [extent.offset for extent in extents]
             self._strides = [extent.strides for extent in extents]
 
@@ -60,7 +200,7 @@ class StoredBoxes:
     def _index(self) -> BoxIndex:
         return BoxIndex(self.offsets, self.sizes)
 
-    def strides(self, number: int) -> Sequence[int]:
+    def strides(self, number: int) -> Ints:
         """Return the elements between neighbors along each dimension of an extent."""
         stated = self._strides[number] if self._strides else None
         return stated or row_major(self.sizes[number])
@@ -78,21 +218,15 @@ class StoredBoxes:
 
     def meeting(self, part: Part) -> Iterator[tuple[int, Part]]:
         """Yield the numbers of boxes that a part has elements in, and those elements."""
+        if len(self.files) == 1 and self.sizes[0] == self._shape:
+            yield 0, part
+            return
         numbers: Iterable[int] = range(len(self.files))
         if len(self.files) > LINEAR:
-            reach = [1] * len(part.begin)
-            for axis in part.axes:
-                reach[axis.at] += (axis.size - 1) * axis.stride
-            numbers = self._index.near(part.begin, tuple(reach))
-        axes = {axis.at: axis for axis in part.axes}
-        is_simple = len(axes) == len(part.axes)
+            numbers = self._index.near(part.begin, _reach(part, STORED))
+        axes = _single_axes(part, STORED)
         for number in numbers:
-            lo, sizes = self.offsets[number], self.sizes[number]
-            if is_simple:
-                if found := _stored_inside(part, axes, lo, sizes):
-                    yield number, found
-                continue
-            for cut in _inside(part, Part.stored_within, lo, sizes):
+            for cut in _inside(part, axes, self.offsets[number], self.sizes[number], STORED):
                 yield number, cut
 
     def ranges(self, part: Part) -> Iterator[tuple[int, int, int]]:
@@ -109,39 +243,10 @@ class StoredBoxes:
 
     def position(self, number: int, part: Part) -> int:
         """Return how many elements of a box lie before the first one of a part of it."""
-        return sum(map(mul, map(sub, part.begin, self.offsets[number]), self.strides(number)))
-
-
-def _stored_inside(part: Part, axes: Mapping[int, Axis], lo: Ints, sizes: Ints) -> Part | None:
-    """Return what of a part lies inside a stored box, or None.
-
-    Hot path: as :func:`_inside` where each stored dimension has one of *axes* or none.
-    """
-    of, _, origin, begin = part
-    kept, firsts, starts = list[Axis](), list(origin), list(begin)
-    is_complete = True
-    for at, first in enumerate(lo):
-        start = first - begin[at]
-        stop = start + sizes[at]
-        axis = axes.get(at)
-        if axis is None:
-            if not start <= 0 < stop:
-                return None
-            continue
-        size, dim, step, _, stride = axis
-        if start <= 0 and (size - 1) * stride < stop:
-            kept.append(axis)
-            continue
-        is_complete = False
-        index = -(-start // stride) if start > 0 else 0
-        count = min(size, (stop - 1) // stride + 1) - index
-        if count <= 0:
-            return None
-        firsts[dim] += index * step
-        starts[at] += index * stride
-        if count > 1:
-            kept.append(axis if count == size else Axis(count, dim, step, at, stride))
-    return part if is_complete else Part(of, tuple(kept), tuple(firsts), tuple(starts))
+        first = self.offsets[number]
+        if part.begin == first:
+            return 0
+        return sum(map(mul, map(sub, part.begin, first), self.strides(number)))
 
 
 _known: dict[int, tuple[StoredBoxes, ref[TensorEntry]]] = {}
@@ -169,20 +274,67 @@ def recorded_range(extent: Extent, name: str) -> RecordedRange | None:
     return RecordedRange(extent.file, known.offset, known.nbytes, known.crc32, name if own else "")
 
 
-Within = Callable[[Part, int, int, int], Sequence[Part]]
-"""What of a part lies between two positions along a dimension."""
+class _Side(NamedTuple):
+    """One of the two tensors of a part, as where its dimension and step stand in an axis."""
+
+    dim: int
+    step: int
 
 
-def _inside(part: Part, within: Within, lo: Ints, sizes: Ints) -> Sequence[Part]:
-    """Return what of a part lies inside a box."""
-    cuts: Sequence[Part] = (part,)
+TENSOR, STORED = _Side(dim=1, step=2), _Side(dim=3, step=4)
+_SingleAxes = Mapping[int, Axis] | None
+
+
+def _single_axes(part: Part, side: _Side) -> _SingleAxes:
+    """Return the axis along each dimension, or None if one has several."""
+    axes = {axis[side.dim]: axis for axis in part.axes}
+    return axes if len(axes) == len(part.axes) else None
+
+
+def _reach(part: Part, side: _Side) -> Ints:
+    """Return how many elements of each dimension a part reaches over."""
+    reach = [1] * len(part.origin if side is TENSOR else part.begin)
+    for axis in part.axes:
+        reach[axis[side.dim]] += (axis.size - 1) * axis[side.step]
+    return tuple(reach)
+
+
+def _inside(part: Part, axes: _SingleAxes, lo: Ints, sizes: Ints, side: _Side) -> Sequence[Part]:
+    """Return what of a part lies inside a box of one side, where it has *axes*."""
+    if axes is None:
+        within = Part.within if side is TENSOR else Part.stored_within
+        cuts = [part]
+        for dim, first in enumerate(lo):
+            cuts = [cut for one in cuts for cut in within(one, dim, first, first + sizes[dim])]
+        return cuts
+    # Hot path: a plan may have a million boxes.
+    of, _, origin, begin = part
+    firsts, step_at = origin if side is TENSOR else begin, side.step
+    kept, starts, begins = list[Axis](), list(origin), list(begin)
+    is_complete = True
     for dim, first in enumerate(lo):
-        stop = first + sizes[dim]
-        if len(cuts) == 1:
-            cuts = within(cuts[0], dim, first, stop)
-        else:
-            cuts = [cut for one in cuts for cut in within(one, dim, first, stop)]
-    return cuts
+        start = first - firsts[dim]
+        stop = start + sizes[dim]
+        axis = axes.get(dim)
+        if axis is None:
+            if not start <= 0 < stop:
+                return ()
+            continue
+        size, step = axis[0], axis[step_at]
+        if start <= 0 and (size - 1) * step < stop:
+            kept.append(axis)
+            continue
+        is_complete = False
+        index = -(-start // step) if start > 0 else 0
+        count = min(size, (stop - 1) // step + 1) - index
+        if count <= 0:
+            return ()
+        _, to, to_step, at, stride = axis
+        starts[to] += index * to_step
+        begins[at] += index * stride
+        if count > 1:
+            kept.append(Axis(count, to, to_step, at, stride))
+    return (part if is_complete else Part(of, tuple(kept), tuple(starts), tuple(begins)),)
 
 
 class BlockReader:
@@ -204,9 +356,9 @@ class BlockReader:
     @cached_property
     def _index(self) -> BoxIndex:
         """Index of the parts."""
-        rank, parts = range(len(self.tensor.shape)), self.tensor.parts
-        sizes = [tuple(_length(part, dim) for dim in rank) for part in parts]
-        return BoxIndex([part.origin for part in parts], sizes)
+        parts = self.tensor.parts
+        reaches = [_reach(part, TENSOR) for part in parts]
+        return BoxIndex([part.origin for part in parts], reaches)
 
     def __repr__(self) -> str:
         # Digests of plans are taken of this text: another one ends `--resume`.
@@ -251,7 +403,7 @@ class BlockReader:
 
     def dense(self, lo: Ints, sizes: Ints) -> Blocks:
         """Return the copies that fill a buffer with a box of the tensor, row-major."""
-        strides = runs.dense(sizes, range(len(sizes)), self.item)
+        strides = dense_strides(sizes, self.item)
         found: Blocks = {}
         self.add(found, lo, sizes, 0, strides)
         return found
@@ -274,34 +426,34 @@ class BlockReader:
     ) -> Iterator[tuple[ReadFrom, Block]]:
         """Yield the copies of :meth:`add`, each with what it reads."""
         origin, item, checked = position - sum(map(mul, lo, strides)), self.item, self.checked
+        # Hot path: boxes of a checkpoint have few shapes.
+        melted: dict[tuple[tuple[Axis, ...], Ints], tuple[Strides, int]] = {}
         for stored, number, part in self.meeting(lo, sizes):
             steps = stored.strides(number)
+            shape = melted.get((part.axes, steps))
+            if shape is None:
+                axes = [
+                    (stride * steps[at] * item, step * strides[dim], size)
+                    for size, dim, step, at, stride in part.axes
+                ]
+                shape = melted[part.axes, steps] = melted_axes(axes, item)
             source = stored.starts[number] + stored.position(number, part) * item
-            axes = [
-                (stride * steps[at] * item, step * strides[dim], size)
-                for size, dim, step, at, stride in part.axes
-            ]
             buffer = origin + sum(map(mul, part.origin, strides))
             check = stored.recorded(number) if checked and part.of.name in checked else None
-            place = ReadFrom(stored.files[number], check)
-            yield place, runs.melted(source, buffer, axes, item)
+            yield ReadFrom(stored.files[number], check), Block(source, buffer, *shape)
 
     def meeting(self, lo: Ints, sizes: Ints) -> Iterator[Meeting]:
         """Yield the elements of a box of the tensor by the stored boxes that they lie in."""
         parts: Sequence[Part] = self.tensor.parts
-        if len(parts) > LINEAR:
-            parts = [parts[number] for number in self._index.near(lo, sizes)]
         if any(lo) or sizes != self.tensor.shape:
-            parts = [cut for part in parts for cut in _inside(part, Part.within, lo, sizes)]
+            if len(parts) > LINEAR:
+                parts = [parts[number] for number in self._index.near(lo, sizes)]
+            found = ((part, _single_axes(part, TENSOR)) for part in parts)
+            parts = [cut for pair in found for cut in _inside(*pair, lo, sizes, TENSOR)]
         for part in parts:
             stored = stored_boxes(part.of)
             for number, cut in stored.meeting(part):
                 yield stored, number, cut
-
-
-def _length(part: Part, dim: int) -> int:
-    """Return how many elements of a dimension a part reaches over."""
-    return 1 + sum((axis.size - 1) * axis.step for axis in part.axes if axis.dim == dim)
 
 
 def rearranged(root: str, tensor: Strided) -> Computed:
@@ -317,17 +469,61 @@ def rearranged(root: str, tensor: Strided) -> Computed:
     return Computed("rearranged", tensor.dtype, tensor.shape, inputs, matrix)
 
 
-def reads(blocks: Blocks) -> Iterator[Read]:
-    """Yield contiguous reads that together do *blocks*."""
-    for (file, check), some in blocks.items():
-        base = min(block.source for block in some)
-        relative = tuple(block._replace(source=block.source - base) for block in some)
-        for begin, nbytes, pattern in runs.spans(relative):
-            yield Read(file, base + begin, nbytes, pattern, check)
+def view(entry: TensorEntry, tensor: Strided, name: str | None = None) -> TensorEntry:
+    """Return *entry* with the elements of a strided tensor, which are views of its extents.
+
+    Args:
+        entry: A stored tensor.
+        tensor: Parts of it; no dimension has elements that are not evenly apart.
+        name: What it is called, or None to keep the name.
+    """
+    if not is_view(tensor):
+        raise ValueError(f"elements of `{entry.name}` are not evenly apart")
+    stored = StoredBoxes(entry)
+    extents = (
+        _extent(entry.extents[number], stored, number, cut, dtypes.itemsize(entry.dtype))
+        for part in tensor.parts
+        for number, cut in stored.meeting(part)
+    )
+    found = replace(entry, shape=tensor.shape, extents=tuple(extents))
+    return found if name is None else replace(found, name=name, path=(name,))
 
 
-def element_moves(blocks: Blocks, item: int, limit: int) -> Iterator[Move]:
-    """Yield moves of elements, *limit* bytes of a staging area at most, that do *blocks*."""
-    for (file, _), some in blocks.items():
-        for block in some:
-            yield from moves(file, block, item, limit, computed=is_computed(file))
+def is_view(tensor: Strided) -> bool:
+    """Return whether each part of a tensor has elements evenly apart in every dimension."""
+    return all(
+        axis.step == 1 and sum(other.dim == axis.dim for other in part.axes) == 1
+        for part in tensor.parts
+        for axis in part.axes
+    )
+
+
+def transposed(entry: TensorEntry, name: str | None = None) -> TensorEntry:
+    """Return *entry* with its last two dimensions in the other order."""
+    *lead, rows, columns = range(len(entry.shape))
+    return view(entry, Strided.whole(entry).permute((*lead, columns, rows)), name)
+
+
+def _extent(extent: Extent, stored: StoredBoxes, number: int, cut: Part, item: int) -> Extent:
+    """Return the elements of an extent that are a part; all of them keep their checksum."""
+    sizes, strides = [1] * len(cut.origin), [0] * len(cut.origin)
+    for axis in cut.axes:
+        sizes[axis.dim] = axis.size
+        strides[axis.dim] = axis.stride * stored.strides(number)[axis.at]
+    pairs = list(zip(sizes, strides, row_major(tuple(sizes)), strict=True))
+    found = replace(
+        extent,
+        box=Box(cut.origin, tuple(sizes)),
+        strides=None
+        if all(size == 1 or step == packed for size, step, packed in pairs)
+        else tuple(packed if size == 1 else step for size, step, packed in pairs),
+    )
+    if found.box.numel == extent.box.numel:
+        return found
+    return replace(
+        found,
+        offset=extent.offset + stored.position(number, cut) * item,
+        nbytes=(sum((size - 1) * step for size, step, _ in pairs) + 1) * item,
+        crc32=None,
+        within=None,
+    )

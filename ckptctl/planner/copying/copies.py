@@ -10,20 +10,23 @@ from operator import add, mul, sub
 from typing import NamedTuple
 
 from ckptctl import dtypes
-from ckptctl.catalog import row_major
-from ckptctl.planner.copying import runs
+from ckptctl.catalog import is_computed, row_major
 from ckptctl.planner.copying.blocks import (
+    Block,
     BlockReader,
     Blocks,
+    BoxIndex,
+    Domain,
+    Ints,
     ReadFrom,
-    element_moves,
-    reads,
+    dense_strides,
+    domains,
+    list_runs,
+    melted_axes,
     recorded_range,
     stored_boxes,
 )
-from ckptctl.planner.copying.domains import Domain, domains
-from ckptctl.planner.copying.runs import Block, BoxIndex, Ints
-from ckptctl.planner.copying.tile import Limits, Read, Tile, Write
+from ckptctl.planner.copying.tile import Limits, Move, Read, Tile, Write, moves, spans
 from ckptctl.planner.plan import Record, RecordedRange, TargetBox, Transfer
 from ckptctl.planner.strided import Part
 
@@ -52,7 +55,10 @@ def lower(
 
 def permutes(transfer: Transfer) -> bool:
     """Return whether *transfer* moves single elements, which takes torch."""
-    reader, boxes = BlockReader(transfer.tensor), _boxes_of(transfer.targets)
+    reader = BlockReader(transfer.tensor)
+    if _whole_range(reader, transfer.targets):
+        return False
+    boxes = _boxes_of(transfer.targets)
     work = _Tiling(reader, boxes, (), Limits())
     if all(len(part.of.extents) == 1 for part in transfer.tensor.parts):
         # Few ranges are found faster than the order of elements is compared.
@@ -67,6 +73,8 @@ def tiles(
 
     Their order depends on nothing but the arguments.
     """
+    if whole := _whole_range(reader, targets):
+        return _copy_ranges((whole,), records, limits)
     boxes = _boxes_of(targets)
     ranges = _plain_ranges(reader, boxes)
     if ranges is None:
@@ -102,8 +110,6 @@ def _plain_ranges(reader: BlockReader, boxes: Sequence[_TargetPart]) -> list[_Pl
     """
     if reader.tensor.dtype != reader.tensor.stored_dtype and boxes:
         return None
-    if whole := _whole_range(reader, boxes):
-        return [whole]
     found: list[_PlainRange] = []
     for targets, lo, sizes in boxes:
         if len(targets) > 1:
@@ -116,22 +122,22 @@ def _plain_ranges(reader: BlockReader, boxes: Sequence[_TargetPart]) -> list[_Pl
     return found
 
 
-def _whole_range(reader: BlockReader, boxes: Sequence[_TargetPart]) -> _PlainRange | None:
+def _whole_range(reader: BlockReader, targets: Sequence[TargetBox]) -> _PlainRange | None:
     """Return the range of a stored tensor that is copied completely, as most are, at a glance."""
-    parts = reader.tensor.parts
-    if len(boxes) != 1 or len(parts) != 1 or len(parts[0].of.extents) != 1:
+    tensor, item = reader.tensor, reader.item
+    if len(targets) != 1 or len(tensor.parts) != 1 or tensor.dtype != tensor.stored_dtype:
         return None
-    ((target, *others), _, sizes), (part,) = boxes[0], parts
-    stored, item = part.of, reader.item
+    (target,), (part,) = targets, tensor.parts
+    stored, numel = part.of, 1
+    if len(stored.extents) != 1 or not tensor.shape == stored.shape == target.sizes:
+        return None
+    for size, dim, step, at, stride in part.axes:
+        if dim != at or step != 1 or stride != 1:
+            return None
+        numel *= size
     (extent,) = stored.extents
     steps = extent.strides or row_major(stored.shape)
-    if (
-        others
-        or not reader.tensor.shape == stored.shape == sizes
-        or not all(axis.dim == axis.at and axis.step == axis.stride == 1 for axis in part.axes)
-        or extent.nbytes != math.prod([axis.size for axis in part.axes]) * item
-        or target.strides != tuple([step * item for step in steps])
-    ):
+    if extent.nbytes != numel * item or target.strides != tuple([step * item for step in steps]):
         return None
     check = recorded_range(extent, stored.name) if stored.name in reader.checked else None
     block = Block(extent.offset, target.offset, (), extent.nbytes)
@@ -209,7 +215,7 @@ class _Tiling:
                 for box in domain.cut(domain.step)
                 if (met := self._filled(box))[0]
             )
-            inline = len(list(islice(reads(first[1]), FEW_READS + 1))) <= FEW_READS
+            inline = len(list(islice(_reads(first[1]), FEW_READS + 1))) <= FEW_READS
         for domain in domains(lo, sizes, limit, units):
             size = math.prod(domain.sizes) // domain.length * domain.step * out
             steps = max(1, limits.flat // max(size, 1))
@@ -262,12 +268,11 @@ class _Tiling:
     def _filled(self, box: Domain) -> tuple[list[_TargetPart], Blocks]:
         """Return the parts of targets in a box, and what fills a buffer with them, in a row."""
         parts, blocks, position = list[_TargetPart](), Blocks(), 0
-        order = range(len(box.sizes))
         for number in self._index.near(box.lo, box.sizes):
             part = _clip(self.boxes[number], box)
             if part is not None:
                 parts.append(part)
-                strides = runs.dense(part.sizes, order, self._item)
+                strides = dense_strides(part.sizes, self._item)
                 self._reader.add(blocks, part.lo, part.sizes, position, strides)
                 position += math.prod(part.sizes) * self._item
         return parts, blocks
@@ -279,9 +284,9 @@ class _Tiling:
         nbytes = sum(math.prod(part.sizes) for part in parts) * self._item
         written = tuple(self._writes(parts))
         if self.permuted:
-            moved = element_moves(blocks, self._item, self._limits.arithmetic // 2)
+            moved = _element_moves(blocks, self._item, self._limits.arithmetic // 2)
             return Tile(nbytes, (), tuple(moved), written, False)
-        found = reads(blocks)
+        found = _reads(blocks)
         if not inline:
             found = (read._replace(check=None) for read in found)
         return Tile(nbytes, tuple(found), (), written, False)
@@ -290,15 +295,14 @@ class _Tiling:
         """Yield what writes a buffer that holds *parts*, dense, one after the other."""
         position, last = 0, None
         for part in parts:
-            dense = runs.dense(part.sizes, range(len(part.sizes)), self._out)
+            steps = dense_strides(part.sizes, self._out)
             for target in part.targets:
                 start = sum(map(mul, map(sub, part.lo, target.start), target.strides))
-                axes = zip(target.strides, dense, part.sizes, strict=True)
-                block = runs.melted(
-                    target.offset + start, position, (a for a in axes if a[2] > 1), self._out
-                )
+                axes = zip(target.strides, steps, part.sizes, strict=True)
+                shape = melted_axes((axis for axis in axes if axis[2] > 1), self._out)
+                block = Block(target.offset + start, position, *shape)
                 begin = self._records[target.record].offset if self._records else 0
-                for offset, place, nbytes in runs.runs(block):
+                for offset, place, nbytes in list_runs(block):
                     write = Write(target.file, offset, nbytes, place, target.record, offset - begin)
                     if (
                         last is not None
@@ -339,6 +343,22 @@ class _Tiling:
                 if found := stored.recorded(number):
                     offset = stored.starts[number] + first * self._item
                     yield from check(found, offset, count * self._item, self._limits)
+
+
+def _reads(blocks: Blocks) -> Iterator[Read]:
+    """Yield contiguous reads that together do *blocks*."""
+    for (file, check), some in blocks.items():
+        base = min(block.source for block in some)
+        relative = tuple(block._replace(source=block.source - base) for block in some)
+        for begin, nbytes, pattern in spans(relative):
+            yield Read(file, base + begin, nbytes, pattern, check)
+
+
+def _element_moves(blocks: Blocks, item: int, limit: int) -> Iterator[Move]:
+    """Yield moves of elements, *limit* bytes of a staging area at most, that do *blocks*."""
+    for (file, _), some in blocks.items():
+        for block in some:
+            yield from moves(file, block, item, limit, computed=is_computed(file))
 
 
 def check(found: RecordedRange, offset: int, nbytes: int, limits: Limits) -> Iterator[Tile]:

@@ -3,15 +3,61 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
-from ckptctl.planner.copying.runs import Block, Pattern
+from ckptctl.planner.copying.blocks import MIB, Block, list_runs
 from ckptctl.planner.plan import RecordedRange
 
 GAP = 16 << 10
 """Bytes that are sooner read than passed over by another call ..."""
 COMPUTED_GAP = 256
 """... and of a virtual file."""
+
+
+class Pattern:
+    """Where the bytes of one contiguous read go in the buffer; compared by identity.
+
+    Attributes:
+        runs: ``(start in the buffer, bytes)`` in the order of the source.
+    """
+
+    __slots__ = ("runs",)
+
+    def __init__(self, runs: tuple[tuple[int, int], ...]) -> None:
+        self.runs = runs
+
+
+@lru_cache(maxsize=48)
+def spans(blocks: tuple[Block, ...]) -> tuple[tuple[int, int, Pattern], ...]:
+    """Return the contiguous reads that together do *blocks*.
+
+    Args:
+        blocks: Copies from one file; positions may be relative, so that equal tiles share them.
+
+    Returns:
+        ``(source position, bytes, pattern)`` in ascending order.
+    """
+    found: list[tuple[int, int, Pattern]] = []
+    for begin, end, into in _joined(sorted(run for one in blocks for run in list_runs(one))):
+        found.append((begin, end - begin, Pattern(tuple(into))))
+    return tuple(found)
+
+
+def _joined(
+    ordered: list[tuple[int, int, int]],
+) -> Iterator[tuple[int, int, list[tuple[int, int]]]]:
+    begin, end, into = ordered[0][0], ordered[0][0], list[tuple[int, int]]()
+    for source, buffer, nbytes in ordered:
+        if source != end:
+            yield begin, end, into
+            begin, end, into = source, source, []
+        if into and sum(into[-1]) == buffer:
+            into[-1] = (into[-1][0], into[-1][1] + nbytes)
+        else:
+            into.append((buffer, nbytes))
+        end += nbytes
+    yield begin, end, into
 
 
 class Move(NamedTuple):
@@ -101,9 +147,6 @@ def _move(
         starts = [start + i * stride for start in starts for i in range(count)]
     reads = tuple((start, span, index * span) for index, start in enumerate(starts))
     return Move(file, reads, staging, buffer, tuple(reversed(staged)))
-
-
-MIB = 1 << 20
 
 
 class Limits(NamedTuple):

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 
 from ckptctl.catalog import Computed, Input, TensorEntry, computed_name
 from ckptctl.errors import MappingError, UnsupportedError, listed, spell_option
-from ckptctl.planner.copying.blocks import rearranged
-from ckptctl.planner.copying.views import is_view, view
+from ckptctl.planner.copying.blocks import is_view, rearranged, view
 from ckptctl.planner.layouts import Family
 from ckptctl.planner.mapping.adapters import (
     APART,

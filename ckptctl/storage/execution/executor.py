@@ -14,7 +14,7 @@ from pathlib import Path
 
 from ckptctl.errors import CkptError
 from ckptctl.planner.balance import Share, lanes, nbytes_of
-from ckptctl.planner.copying.tile import MIB
+from ckptctl.planner.copying.blocks import MIB
 from ckptctl.planner.plan import Plan
 from ckptctl.storage.arithmetic import import_torch, keep_to_thread
 from ckptctl.storage.buffers import TileBuffers

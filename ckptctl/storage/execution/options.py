@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from ckptctl.planner.copying.tile import MIB, Limits
+from ckptctl.planner.copying.blocks import MIB
+from ckptctl.planner.copying.tile import Limits
 from ckptctl.storage.outcome import OutOfRange, Rounding
 from ckptctl.storage.threads import Advance, default_threads
 

@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ckptctl.errors import StorageError, storage_errors
-from ckptctl.planner.copying.tile import MIB, Write
+from ckptctl.planner.copying.blocks import MIB
+from ckptctl.planner.copying.tile import Write
 from ckptctl.planner.plan import OutputFile
 from ckptctl.storage import trash
 from ckptctl.storage.byte_files import ByteSink

@@ -6,8 +6,7 @@ from collections.abc import Callable, Iterable, Iterator
 from functools import cache
 
 from ckptctl import dtypes
-from ckptctl.planner.copying.runs import Pattern
-from ckptctl.planner.copying.tile import Move, Read, Tile
+from ckptctl.planner.copying.tile import Move, Pattern, Read, Tile
 from ckptctl.storage.arithmetic import cast, keep_to_thread, permute
 from ckptctl.storage.buffers import CAST, STAGING, TILE, BufferParts, TileBuffers
 from ckptctl.storage.byte_files import ByteSink, ByteSource, Piece

@@ -10,10 +10,9 @@ from typing import cast as typed
 
 from ckptctl import dtypes
 from ckptctl.catalog import Computed
-from ckptctl.planner.copying.blocks import BlockReader
+from ckptctl.planner.copying.blocks import MIB, BlockReader, dense_strides
 from ckptctl.planner.copying.copies import tiles
-from ckptctl.planner.copying.runs import dense
-from ckptctl.planner.copying.tile import MIB, Limits
+from ckptctl.planner.copying.tile import Limits
 from ckptctl.planner.plan import Record, TargetBox
 from ckptctl.storage.byte_files import HostMemory
 from ckptctl.storage.execution.tile_engine import TileEngine
@@ -26,7 +25,7 @@ RECORDS = (Record("", "", 0, 0),)
 
 def _rearranged(out: Output) -> None:
     reader, box, dtype = _reader(out.computed), rectangle(out.rows, out.columns), out.computed.dtype
-    strides = dense(box.sizes, (0, 1), dtypes.itemsize(dtype))
+    strides = dense_strides(box.sizes, dtypes.itemsize(dtype))
     target = TargetBox("", 0, box.offsets, box.sizes, strides, record=0)
     sink, unchecked = HostMemory(out.memory), list[int]()
     engine = TileEngine(out.opened, lambda _: sink, out.opened.buffers, checksum=False)

@@ -12,7 +12,7 @@ from ckptctl.catalog import Input, TensorEntry
 from ckptctl.errors import CkptError
 from ckptctl.ops.adapters import SINGLE, described, settings
 from ckptctl.ops.expert_adapters import changes, targets, without
-from ckptctl.planner.copying.views import view
+from ckptctl.planner.copying.blocks import view
 from ckptctl.storage.files import source_files
 from ckptctl.storage.tensor_reader import TensorReader
 from tests.checkpoints.adapters import save_peft

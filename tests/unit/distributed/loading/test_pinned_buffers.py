@@ -10,7 +10,7 @@ import torch
 
 from ckptctl.distributed.devices import say_once
 from ckptctl.distributed.loading.pinned_buffers import IN_TURN, MOST, PinnedBuffers, device_buffers
-from ckptctl.planner.copying.runs import Pattern
+from ckptctl.planner.copying.tile import Pattern
 from ckptctl.storage.buffers import CAST, STAGING, TILE, TileBuffers
 
 log: list[str] = []

@@ -14,12 +14,18 @@ import pytest
 from ckptctl.catalog import Box, Extent, TensorEntry
 from ckptctl.columns import BoxColumns, ExtentColumns
 from ckptctl.planner.copying import blocks as lowering
-from ckptctl.planner.copying.blocks import BlockReader, ReadFrom, stored_boxes
+from ckptctl.planner.copying.blocks import (
+    Block,
+    BlockReader,
+    ReadFrom,
+    dense_strides,
+    list_runs,
+    stored_boxes,
+)
 from ckptctl.planner.copying.copies import tiles
-from ckptctl.planner.copying.runs import Block, dense, runs
 from ckptctl.planner.copying.tile import Limits
 from ckptctl.planner.plan import Record, TargetBox
-from ckptctl.planner.strided import Part, Strided, stack
+from ckptctl.planner.strided import Strided, stack
 from tests.unit.planner.copying.test_copies import cast, fill, steps
 from tests.unit.planner.test_strided import Arrays, _step
 
@@ -69,13 +75,13 @@ def test_a_rotary_order_is_a_strided_copy_of_rows() -> None:
 def test_a_part_that_is_far_from_a_box_is_not_met(monkeypatch) -> None:
     experts = stack([Strided.whole(rows(f"e{n}", 4, 8, 1)) for n in range(64)])
     asked = []
-    within = Part.within
+    inside = lowering._inside
 
     def noted(part, *box):
         asked.append(part.of.name)
-        return within(part, *box)
+        return inside(part, *box)
 
-    monkeypatch.setattr(Part, "within", noted)
+    monkeypatch.setattr(lowering, "_inside", noted)
     assert list(BlockReader(experts).dense((7, 0, 0), (1, 4, 8))) == [ReadFrom("e70")]
     assert set(asked) == {"e7"}
 
@@ -125,7 +131,8 @@ def boxes_of(rng: random.Random, shape: tuple[int, ...]) -> list[Box]:
 def strides_of(rng: random.Random, sizes: tuple[int, ...]) -> tuple[int, ...]:
     """Return strides of a box, in elements: dense in any order, or with gaps."""
     order = rng.sample(range(len(sizes)), len(sizes)) if rng.random() < 0.4 else range(len(sizes))
-    return dense(sizes, list(order), rng.choice((1, 1, 1, 2)))
+    steps = dense_strides(tuple(sizes[axis] for axis in order), rng.choice((1, 1, 1, 2)))
+    return tuple(steps[order.index(axis)] for axis in range(len(sizes)))
 
 
 def reach(sizes: tuple[int, ...], strides: tuple[int, ...]) -> int:
@@ -145,9 +152,7 @@ def store(rng: random.Random, files: Files, array: np.ndarray, name: str, item: 
     extents = []
     in_order = rng.random() < 0.5
     for box in boxes_of(rng, array.shape) if array.size else []:
-        strides = (
-            dense(box.sizes, range(len(box.sizes)), 1) if in_order else strides_of(rng, box.sizes)
-        )
+        strides = dense_strides(box.sizes, 1) if in_order else strides_of(rng, box.sizes)
         data = files.setdefault(rng.choice("ab"), bytearray())
         offset = len(data) + rng.randint(0, 3)
         nbytes = reach(box.sizes, strides) * item
@@ -209,7 +214,7 @@ def check_boxes(seed: int) -> None:
         wanted = raw(array[tuple(slice(o, o + s) for o, s in zip(lo, sizes, strict=True))], item)
         buffer, filled = bytearray(len(wanted)), 0
         for (file, _), some in reader.dense(lo, sizes).items():
-            for source, start, nbytes in itertools.chain.from_iterable(map(runs, some)):
+            for source, start, nbytes in itertools.chain.from_iterable(map(list_runs, some)):
                 buffer[start : start + nbytes] = files[file][source : source + nbytes]
                 filled += nbytes
         assert filled == len(wanted)

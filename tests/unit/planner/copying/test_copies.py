@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 
 from ckptctl import dtypes
 from ckptctl.catalog import Box, Extent, TensorEntry
-from ckptctl.planner.copying import blocks, copies, runs
+from ckptctl.formats.deepspeed.partitions import product_boxes
+from ckptctl.planner.copying import blocks, copies
 from ckptctl.planner.copying.copies import lower
-from ckptctl.planner.copying.tile import Limits, Tile
+from ckptctl.planner.copying.tile import Limits, Tile, spans
 from ckptctl.planner.plan import Record, RecordedRange, TargetBox, Transfer
 from ckptctl.planner.strided import Strided
 from tests.transfers import regrouped, stored, target
@@ -308,7 +309,7 @@ def test_lowering_is_deterministic():
         ]
 
     first = shape()
-    runs.spans.cache_clear()
+    spans.cache_clear()
     assert shape() == first
 
 
@@ -346,7 +347,7 @@ def test_product_boxes_cover_a_range_once_and_in_order(sizes, a, b):
     lo, hi = sorted((a % (total + 1), b % (total + 1)))
     found = [
         sum(i * w for i, w in zip(index, row_major(sizes, 1), strict=True))
-        for start, count in runs.product_boxes(lo, hi, tuple(sizes))
+        for start, count in product_boxes(lo, hi, tuple(sizes))
         for index in itertools.product(
             *(range(s, s + n) for s, n in zip(start, count, strict=True))
         )

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from ckptctl.catalog import Box, Checksum, Extent, TensorEntry
-from ckptctl.planner.copying.views import transposed, view
+from ckptctl.planner.copying.blocks import transposed, view
 from ckptctl.planner.strided import Strided
 
 STORED = np.arange(200, dtype=np.uint8)
