@@ -146,7 +146,7 @@ class Reader(StorageReader):
         seen = [one.storage_data for one in plans if isinstance(one.storage_data, Fingerprint)]
         require_same_checkpoint(seen, str(self.checkpoint_id))
         mapping = self._mapping()
-        if mapping.must_equal or mapping.must_be_zero or mapping.tilings:
+        if mapping.must_equal or mapping.must_be_zero or mapping.omissions:
             require_nothing_lost(mapping)
         return plans
 

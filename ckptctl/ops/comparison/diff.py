@@ -25,7 +25,7 @@ from ckptctl.ops.recognition.model import Request
 from ckptctl.ops.recognition.quantized import dequantized, quantized
 from ckptctl.ops.recognition.roots import checked_root, outside
 from ckptctl.ops.sources import located, open_source
-from ckptctl.planner.mapping.resizing import Padding
+from ckptctl.planner.mapping.mapped import Padding
 from ckptctl.storage.compare import Errors, Tolerance, all_zero, equal
 from ckptctl.storage.computed import open_reader
 from ckptctl.storage.paths import shown
@@ -217,7 +217,7 @@ def _values(
     # what is dropped for what it holds has to be read as well
     held_back = [*mapping.must_be_zero, *(name for both in mapping.must_equal for name in both)]
     a = located(first, [one.entry.name for one in alike])
-    held_back += [mapping.root + part.key for one in mapping.tilings for part in one.empty]
+    held_back += [mapping.root + part.key for one in mapping.omissions for part in one.empty]
     other = located(mapping.catalog, [*names, *held_back])
     mapping = replace(mapping, catalog=other)
     known = [one for one in alike if options.quick and _known(a, other, one)]
@@ -262,7 +262,7 @@ def _lost(mapping: StateMapping) -> tuple[list[str], int]:
     catalog = mapping.catalog
     with open_reader(catalog) as files:
         lost = [n for n in mapping.must_be_zero if not all_zero(files, catalog.tensors[n])]
-        for padding in (one for one in mapping.tilings if isinstance(one, Padding)):
+        for padding in (one for one in mapping.omissions if isinstance(one, Padding)):
             lost += not_padding(files, catalog, mapping.root, padding)
         for kept, dropped in mapping.must_equal:
             if not equal(files, catalog.tensors[kept], catalog.tensors[dropped]):

@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from ckptctl import dtypes, formats
-from ckptctl.catalog import Catalog, Path, TensorEntry
+from ckptctl.catalog import Catalog, Path, TensorEntry, is_computed
 from ckptctl.errors import MappingError, UnsupportedError, listed, spell_option
 from ckptctl.formats.base import OutputTensor
 from ckptctl.formats.shared.leaves import require_known
@@ -85,13 +85,8 @@ def collect_contents(draft: Draft) -> Draft:
             rest.paths[item.targets[0].key] = path
         else:
             homeless.append(item.sources[0].key)
-    zeros: list[MappedTensor] = []
-    if change.zeros:
-        catalog, zeros = with_zeros(catalog, change.zeros, root, draft.kept_root)
-    if rest.zeros:
-        catalog, filled = with_zeros(catalog, rest.zeros, "", "")
-        rest.tensors += filled
-    model = [*in_checkpoint(change.tensors, root, draft.kept_root), *zeros]
+    catalog = with_zeros(with_zeros(catalog, change.zeros, root), rest.zeros, "")
+    model = [*in_checkpoint(change.tensors, root, draft.kept_root)]
     mapped = [*model, *rest.tensors]
     if any(item.plus for item in mapped):
         catalog = with_sums(catalog, mapped)
@@ -169,13 +164,19 @@ def _tensors(
 def in_checkpoint(
     tensors: Iterable[MappedTensor], root: str, prefix: str
 ) -> Iterable[MappedTensor]:
-    """The model's *tensors* by their names in checkpoints: below *root*, and below *prefix*."""
+    """Return the model's *tensors* by their names in checkpoints.
+
+    Sources are below *root*, but for those that no checkpoint has, and targets below *prefix*.
+    """
     if not root and not prefix:
         return tensors
     return (
         replace(
             mapped,
-            sources=tuple(source._replace(key=root + source.key) for source in mapped.sources),
+            sources=tuple(
+                source if is_computed(source.key) else source._replace(key=root + source.key)
+                for source in mapped.sources
+            ),
             targets=tuple(target._replace(key=prefix + target.key) for target in mapped.targets),
         )
         for mapped in tensors

@@ -15,7 +15,7 @@ from ckptctl.catalog import Blob, Catalog, Path, TensorEntry
 from ckptctl.errors import RefusedError, spell_option
 from ckptctl.formats.mcore.spelling import whole_of
 from ckptctl.formats.shared.leaves import join
-from ckptctl.planner.mapping.mapped import MappedTensor, TargetTensor, Zeros
+from ckptctl.planner.mapping.mapped import MappedTensor, SourceTensor, TargetTensor, Zeros
 from ckptctl.planner.mapping.tensors import Change
 
 COPIES = frozenset({"fp32_param", "master_param"})
@@ -89,12 +89,13 @@ class _Follow:
     """Finds parameter names inside other names and replaces them."""
 
     def __init__(self, catalog: Catalog, root: str, change: Change) -> None:
-        self.root, self.entries, self.zeros = root, catalog.tensors, change.zeros
+        self.root, self.entries = root, catalog.tensors
+        self.zeros = {zeros.key: zeros for zeros in change.zeros if zeros.like}
         self.rest = Rest()
         self.mapped: dict[str, list[MappedTensor]] = {}
         self.sharing: dict[str, list[MappedTensor]] = {}
         for item in change.tensors:
-            for key in dict.fromkeys(source.key for source in item.sources):
+            for key in dict.fromkeys(self._parameters_of(item)):
                 self.mapped.setdefault(key, []).append(item)
             for target in item.targets:
                 self.sharing.setdefault(target.key, []).append(item)
@@ -146,16 +147,11 @@ class _Follow:
             wanted = {id(item): item for key in moments for item in self.mapped[key]}
             for item in wanted.values():
                 self._follow(item, moments)
-            for zeros in self.zeros:
-                if zeros.like in moments:
-                    entry = moments[zeros.like]
-                    key = join(_replaced(entry.path, zeros.like, zeros.key))
-                    self.rest.zeros.append(replace(zeros, key=key, like=entry.name))
 
     def _follow(self, item: MappedTensor, moments: Mapping[str, TensorEntry]) -> None:
-        some = next(source.key for source in item.sources if source.key in moments)
+        some = next(key for key in self._parameters_of(item) if key in moments)
         parts = (other for target in item.targets for other in self.sharing[target.key])
-        needed = (source.key for part in parts for source in part.sources)
+        needed = (key for part in parts for key in self._parameters_of(part))
         lacking = next((key for key in needed if key not in moments), None)
         if lacking is not None:
             raise RefusedError(
@@ -169,9 +165,23 @@ class _Follow:
             path = _replaced(moments[some].path, some, target.key)
             self.rest.paths[join(path)] = path
             targets.append(target._replace(key=join(path)))
-        sources = tuple(source._replace(key=moments[source.key].name) for source in item.sources)
+        sources = tuple(self._moment_of(source, moments) for source in item.sources)
         plus = _added(item, moments[some].name)
         self.rest.tensors.append(replace(item, sources=sources, targets=tuple(targets), plus=plus))
+
+    def _parameters_of(self, item: MappedTensor) -> Iterator[str]:
+        """Yield the parameters that it is made of, and those that its zeros fill up."""
+        for key, _ in item.sources:
+            yield self.zeros[key].like if key in self.zeros else key
+
+    def _moment_of(self, source: SourceTensor, moments: Mapping[str, TensorEntry]) -> SourceTensor:
+        """Return the moment of a parameter, or the zeros that fill up moments as they do that."""
+        zeros = self.zeros.get(source.key)
+        if zeros is None:
+            return source._replace(key=moments[source.key].name)
+        like = moments[zeros.like].name
+        self.rest.zeros.append(replace(zeros, key=f"{zeros.key}@{like}", like=like))
+        return source._replace(key=self.rest.zeros[-1].key)
 
     def blob(self, blob: Blob) -> None:
         """Take a leaf that is no tensor; lists of parameter names are translated."""

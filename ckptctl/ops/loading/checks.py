@@ -9,7 +9,7 @@ from dataclasses import replace
 from ckptctl import dtypes
 from ckptctl.catalog import Box, Catalog, Extent, TensorEntry
 from ckptctl.errors import MappingError, listed
-from ckptctl.ops.conversion.proofs import require_regular
+from ckptctl.ops.conversion.proofs import require_nothing_omitted
 from ckptctl.ops.loading.state_mapping import StateMapping, Target, Wanted
 from ckptctl.ops.recognition.quantized import quantized
 from ckptctl.ops.sources import located
@@ -131,8 +131,8 @@ def require_nothing_lost(mapping: StateMapping) -> None:
     """Read tensors that the mapping drops as duplicates or zeros, and prove that they are."""
     catalog, root = mapping.catalog, mapping.root
     names = {*mapping.must_be_zero, *(name for pair in mapping.must_equal for name in pair)}
-    for tiling in mapping.tilings:
-        regions = (*tiling.empty, *(part for pair in tiling.equal for part in pair))
+    for omission in mapping.omissions:
+        regions = (*omission.empty, *(part for pair in omission.equal for part in pair))
         names |= {root + region.key for region in regions}
     catalog = located(catalog, [name for name in catalog.tensors if name in names])
     with open_reader(catalog) as files:
@@ -143,8 +143,8 @@ def require_nothing_lost(mapping: StateMapping) -> None:
                     where=catalog.path,
                     why="skipping it would change the model",
                 )
-        for tiling in mapping.tilings:
-            require_regular(files, catalog, root, tiling)
+        for omission in mapping.omissions:
+            require_nothing_omitted(files, catalog, root, omission)
         for kept, dropped in mapping.must_equal:
             if not equal(files, catalog.tensors[kept], catalog.tensors[dropped]):
                 raise MappingError(

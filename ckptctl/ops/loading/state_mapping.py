@@ -30,8 +30,7 @@ from ckptctl.ops.recognition.model import DETECTED, Model, Request, understand
 from ckptctl.ops.recognition.quantized import advised
 from ckptctl.ops.recognition.roots import checked_root, roots, unwrapped
 from ckptctl.ops.saving.local_shards import TensorMeta
-from ckptctl.planner.mapping.mapped import MappedTensor
-from ckptctl.planner.mapping.resizing import Tiling
+from ckptctl.planner.mapping.mapped import MappedTensor, Omission
 from ckptctl.planner.mapping.tensors import Change
 
 STATE = "the state"
@@ -66,7 +65,7 @@ class StateMapping:
     # Names in the checkpoint, used and dropped, that have to hold the same.
     must_equal: tuple[tuple[str, str], ...] = ()
     must_be_zero: tuple[str, ...] = ()  # names in it that are dropped because they hold nothing
-    tilings: tuple[Tiling, ...] = ()  # embeddings of tiles of which nothing may be lost
+    omissions: tuple[Omission, ...] = ()  # parts of tensors that are dropped, and hold nothing new
     # What the user should know; names in the checkpoint that have no place by a rule, and why.
     notes: Notes = field(default_factory=Notes)
     model_type: str | None = None  # the family, where names or axes change
@@ -139,8 +138,8 @@ def map_model(
 ) -> StateMapping:
     """Map the tensors of a model as *change* says, to names under *prefix*, and *rest* as it is."""
     root = model.root
-    catalog, zeros = with_zeros(model.catalog, change.zeros, root, prefix)
-    tensors = (*in_checkpoint(change.tensors, root, prefix), *zeros, *rest)
+    catalog = with_zeros(model.catalog, change.zeros, root)
+    tensors = (*in_checkpoint(change.tensors, root, prefix), *rest)
     notes = Notes()
     notes.add(*change.notes.texts())
     notes.explain("dropped", {root + name: why for name, why in change.dropped.items()})
@@ -151,7 +150,7 @@ def map_model(
         prefix,
         tuple((root + kept, root + gone) for kept, gone in change.must_equal),
         tuple(root + name for name in change.must_be_zero),
-        change.tilings,
+        change.omissions,
         notes,
         change.family.name if change.family else model.model_type,
         model.layout,

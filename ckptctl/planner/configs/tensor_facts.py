@@ -34,6 +34,15 @@ class Tensors:
     matched: Matched
     shapes: Mapping[str, Shape]
 
+    def dims_of(self, axis: str) -> dict[str, int]:
+        """Return the dimension that *axis* has to itself, by key of each tensor with such."""
+        stored = ((key, self.matched.stored[key].dim_of(axis)) for key in self.matched.stored)
+        return {
+            key: dim
+            for key, dim in stored
+            if dim is not None and dim < len(self.shapes.get(key, ()))
+        }
+
 
 def of_shapes(
     family: Family,

@@ -24,6 +24,32 @@ class Region(NamedTuple):
     sizes: tuple[int, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class Omission:
+    """Parts of source tensors that no target has.
+
+    Attributes:
+        equal: Pairs of parts, kept and left out, that have to be the same.
+        empty: Parts that have to be zero.
+    """
+
+    equal: tuple[tuple[Region, Region], ...] = ()
+    empty: tuple[Region, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Padding(Omission):
+    """Rows behind a vocabulary.
+
+    Attributes:
+        rows: Rows of the source, padding included.
+        size: Rows that are not padding.
+    """
+
+    rows: int = 0
+    size: int = 0
+
+
 class SourceTensor(NamedTuple):
     """A stored tensor of the source."""
 
@@ -83,18 +109,17 @@ class MappedTensor:
 
 @dataclass(frozen=True, slots=True)
 class Zeros:
-    """A stored tensor of the target, or a part of one, that holds nothing but zeros.
+    """A tensor of zeros that mapped tensors have among their sources and no checkpoint stores.
 
     Attributes:
-        dtype: torch's dtype name; empty: that of *like*.
-        origin: Where the part begins; ``()``: it is the whole tensor.
-        like: The source's key of the tensor that it is a part of.
+        key: Name of a virtual file.
+        dtype: torch's dtype name, or empty for that of *like*.
+        like: The source's key of the tensor that the zeros fill up, or empty.
     """
 
     key: str
     shape: tuple[int, ...]
-    dtype: str
-    origin: tuple[int, ...] = ()
+    dtype: str = ""
     like: str = ""
 
 
@@ -103,10 +128,7 @@ def stored_shapes(tensors: Iterable[MappedTensor]) -> dict[str, tuple[int, ...]]
     found: dict[str, tuple[int, ...]] = {}
     for mapped in tensors:
         for target in mapped.targets:
-            shape = target.tensor.shape
-            known = found.setdefault(target.key, shape)
-            if known != shape:  # zeros behind the rows of a vocabulary
-                found[target.key] = tuple(map(max, known, shape))
+            found[target.key] = target.tensor.shape
     return found
 
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 from ckptctl.catalog import TensorEntry
 from ckptctl.errors import MappingError
 from ckptctl.planner.mapping.mapped import MappedTensor
-from ckptctl.planner.strided import Ints, Part, Strided
+from ckptctl.planner.strided import Part, Strided
 
 
 def as_strided(
@@ -37,14 +37,14 @@ def as_strided(
                 why=f"they are merged into one tensor, `{key}`",
             )
     parts: list[Part] = []
-    shape: Ints = ()
     for mapped in tensors:
         sources = [entries[source.key] for source in mapped.sources]
         for target in mapped.targets:
             if target.key == key:
-                held = target.tensor
-                shape = tuple(map(max, shape or held.shape, held.shape))
-                parts += [part._replace(of=sources[int(part.of.name)]) for part in held.parts]
+                shape = target.tensor.shape
+                parts += [
+                    part._replace(of=sources[int(part.of.name)]) for part in target.tensor.parts
+                ]
     return Strided(shape, stored_dtype, dtype or stored_dtype, tuple(parts))
 
 
