@@ -180,12 +180,13 @@ class _Run:
                 tensors += self._mapped(tensor, values, (tensor, keys))
         resized = {source.key for one in tensors for source in one.sources}
         kept = ((key, shape) for key, shape in self.source.shapes.items() if key not in resized)
+        tensors = self._once(tensors)
         tensors += (MappedTensor.same(key, key, shape) for key, shape in kept)
         for tie in self.source.ties if self.untie and not self.partial else ():
             origin = self.source.held(tie.of)
             if origin and not self.source.held(tie.tensor) and tie.tensor in self.target.leaves:
                 tensors += self._mapped(self.family.tensors[tie.tensor], (), origin)
-        return self._map(self._once(tensors), {})
+        return self._map(tensors, {})
 
     def result(self, lists: Mapping[str, Sequence[int]], missing: Collection[str]) -> Change:
         """Return the map to another layout."""

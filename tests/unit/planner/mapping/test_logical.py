@@ -106,7 +106,7 @@ def test_tensors_of_another_layout_have_the_elements_that_numpy_moves(name):
     ],
 )
 @pytest.mark.parametrize("more", [7, -1])
-def test_an_axis_is_cut_or_filled_up_with_zeros(name: str, axis: str, more: int) -> None:
+def test_an_axis_is_cut_or_filled_up_with_zeros(name, axis, more):
     known = family(name)
     resize = {axis: known.tiny[axis] + more}
     lists = tables.tiny_lists(known, known.tiny)
