@@ -11,9 +11,9 @@ import pytest
 from ckptctl.catalog import TensorEntry
 from ckptctl.families import families
 from ckptctl.planner.layouts import Family
+from ckptctl.planner.mapping.mapped import as_strided, by_target
 from ckptctl.planner.mapping.matching import key_of, leads, slots
 from ckptctl.planner.mapping.numbering import planned
-from ckptctl.planner.mapping.strided_views import as_strided, by_target
 from ckptctl.planner.mapping.tensors import map_tensors
 from tests.unit.planner.test_strided import elements_of_parts
 

@@ -48,9 +48,8 @@ from ckptctl.planner.families.declarations import looked_up, spellings
 from ckptctl.planner.layouts import HF, Family, is_base
 from ckptctl.planner.mapping.detect import configured
 from ckptctl.planner.mapping.inner import ALONE, with_names_of
-from ckptctl.planner.mapping.mapped import MappedTensor, stored_shapes
+from ckptctl.planner.mapping.mapped import MappedTensor, as_strided, by_target, stored_shapes
 from ckptctl.planner.mapping.matching import Matched, match
-from ckptctl.planner.mapping.strided_views import as_strided, by_target
 from ckptctl.planner.mapping.tensors import Change, map_tensors
 from ckptctl.units import counted
 

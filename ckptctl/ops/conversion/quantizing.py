@@ -17,8 +17,7 @@ from ckptctl.ops.conversion.draft import Draft, Quantization
 from ckptctl.ops.recognition.quantized import quantized as quantized_already
 from ckptctl.planner.copying.blocks import rearranged
 from ckptctl.planner.layouts import BASE, HF, MLX, Family
-from ckptctl.planner.mapping.mapped import MappedTensor
-from ckptctl.planner.mapping.strided_views import as_strided
+from ckptctl.planner.mapping.mapped import MappedTensor, as_strided
 from ckptctl.planner.mapping.tensors import Change
 from ckptctl.planner.quantization.linear_weights import (
     Role,

@@ -19,8 +19,7 @@ from ckptctl.columns import files_of
 from ckptctl.file_identity import FileIdentity
 from ckptctl.formats.base import Output, Place
 from ckptctl.planner.copying.blocks import rearranged
-from ckptctl.planner.mapping.mapped import MappedTensor
-from ckptctl.planner.mapping.strided_views import as_strided, by_target
+from ckptctl.planner.mapping.mapped import MappedTensor, as_strided, by_target
 from ckptctl.planner.plan import RawCopy, Record, TargetBox, Transfer
 from ckptctl.planner.strided import Strided
 from ckptctl.storage.files import source_files

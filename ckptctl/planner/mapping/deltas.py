@@ -15,9 +15,8 @@ from ckptctl.planner.mapping.adapters import (
     models_apart,
     scaled_biases,
 )
-from ckptctl.planner.mapping.mapped import MappedTensor
+from ckptctl.planner.mapping.mapped import MappedTensor, as_strided
 from ckptctl.planner.mapping.source import SurplusError
-from ckptctl.planner.mapping.strided_views import as_strided
 from ckptctl.planner.mapping.tensors import map_tensors
 from ckptctl.planner.strided import Strided
 from ckptctl.units import counted

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+from ckptctl.catalog import TensorEntry
 from ckptctl.errors import MappingError, spell_option
 from ckptctl.planner.families.tables import Tensor
 from ckptctl.planner.layouts import Layout
@@ -125,41 +126,88 @@ class Zeros:
 
 def stored_shapes(tensors: Iterable[MappedTensor]) -> dict[str, tuple[int, ...]]:
     """Return the shape of each stored tensor of the target."""
-    found: dict[str, tuple[int, ...]] = {}
-    for mapped in tensors:
-        for target in mapped.targets:
-            found[target.key] = target.tensor.shape
-    return found
+    return {target.key: target.tensor.shape for mapped in tensors for target in mapped.targets}
 
 
 def covered(tensors: Iterable[MappedTensor]) -> dict[str, int]:
     """Return how many elements of each stored tensor of the target there are."""
-    found: dict[str, int] = {}
+    counts: dict[str, int] = {}
     for mapped in tensors:
         for target in mapped.targets:
-            found[target.key] = found.get(target.key, 0) + target.tensor.covered
-    return found
+            counts[target.key] = counts.get(target.key, 0) + target.tensor.covered
+    return counts
 
 
 def require_covered(tensors: Sequence[MappedTensor]) -> None:
     """Refuse a target tensor of which only some parts are there."""
-    shapes, held = stored_shapes(tensors), covered(tensors)
-    lacking = {key for key, shape in shapes.items() if held[key] != math.prod(shape)}
-    if lacking:
-        key = next(key for key in shapes if key in lacking)
-        raise MappingError(
-            "a target tensor would be only partly filled",
-            where=f"tensor `{key}`",
-            why="the tensors for the rest of it are missing",
-            hint=f"convert all of them or none ({spell_option('--include')}, "
-            f"{spell_option('--exclude')})",
-        )
+    counts = covered(tensors)
+    for key, shape in stored_shapes(tensors).items():
+        if counts[key] != math.prod(shape):
+            raise MappingError(
+                "a target tensor would be only partly filled",
+                where=f"tensor `{key}`",
+                why="the tensors for the rest of it are missing",
+                hint=f"convert all of them or none ({spell_option('--include')}, "
+                f"{spell_option('--exclude')})",
+            )
 
 
-def sums(tensors: Iterable[MappedTensor]) -> Iterator[str]:
-    """Yield what is to be said of tensors to whose elements a number is added."""
-    found = Counter((one.logical.partition(".")[0], one.plus) for one in tensors if one.plus)
-    for (name, plus), count in found.items():
+def as_strided(
+    tensors: Sequence[MappedTensor],
+    key: str,
+    entries: Mapping[str, TensorEntry],
+    dtype: str | None = None,
+) -> Strided:
+    """Return a stored tensor of the target as elements of the source's stored tensors.
+
+    Args:
+        tensors: All that it holds; nothing is added to their elements.
+        key: The target's tensor.
+        entries: The source's tensors.
+        dtype: The dtype to which elements are cast, or None to keep theirs.
+
+    Raises:
+        MappingError: They have different dtypes.
+    """
+    stored_dtype = entries[tensors[0].sources[0].key].dtype
+    for entry in (entries[source.key] for mapped in tensors for source in mapped.sources):
+        if entry.dtype != stored_dtype:
+            raise MappingError(
+                f"parts of one tensor have different dtypes: {stored_dtype} and {entry.dtype}",
+                where=f"tensor `{entry.name}`",
+                why=f"they are merged into one tensor, `{key}`",
+            )
+    pieces = [
+        (mapped.sources, target.tensor)
+        for mapped in tensors
+        for target in mapped.targets
+        if target.key == key
+    ]
+    parts = (
+        part._replace(of=entries[sources[int(part.of.name)].key])
+        for sources, tensor in pieces
+        for part in tensor.parts
+    )
+    return Strided(pieces[0][1].shape, stored_dtype, dtype or stored_dtype, tuple(parts))
+
+
+def by_target(tensors: Iterable[MappedTensor]) -> dict[str, list[MappedTensor]]:
+    """Return what each stored tensor of the target consists of, by its key.
+
+    Of a logical tensor that several of them hold, each has its own part only.
+    """
+    by_key: dict[str, list[MappedTensor]] = {}
+    for mapped in tensors:
+        for target in mapped.targets:
+            own = mapped if len(mapped.targets) == 1 else replace(mapped, targets=(target,))
+            by_key.setdefault(target.key, []).append(own)
+    return by_key
+
+
+def notes_on_sums(tensors: Iterable[MappedTensor]) -> Iterator[str]:
+    """Yield notes on tensors to whose elements a number is added."""
+    sums = Counter((one.logical.partition(".")[0], one.plus) for one in tensors if one.plus)
+    for (name, plus), count in sums.items():
         done = "added to" if plus > 0 else "subtracted from"
         yield (
             f"{abs(plus)} is {done} `{name}`: {counted(count, 'tensor')} computed and rounded to "

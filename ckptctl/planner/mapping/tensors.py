@@ -13,7 +13,7 @@ from ckptctl.errors import HomelessError, MappingError, listed, spell_option
 from ckptctl.notes import Notes
 from ckptctl.planner.families.tables import Leaf, Tensor
 from ckptctl.planner.families.templates import Template
-from ckptctl.planner.layouts import Drop, Family, Layout, Tie
+from ckptctl.planner.layouts import Drop, Family, Layout
 from ckptctl.planner.mapping.completeness import untold
 from ckptctl.planner.mapping.logical import cells, rearrange
 from ckptctl.planner.mapping.mapped import (
@@ -22,9 +22,9 @@ from ckptctl.planner.mapping.mapped import (
     SourceTensor,
     TargetTensor,
     Zeros,
+    notes_on_sums,
     require_covered,
     stays_interleaved,
-    sums,
 )
 from ckptctl.planner.mapping.matching import Lead, Matched, Slot, key_of, leads
 from ckptctl.planner.mapping.numbering import planned, require_stated
@@ -212,7 +212,7 @@ class _Run:
             )
         changed = self.source.layout is not self.target
         checked = self.source.matched.dropped.items() if changed else ()
-        self.notes.add(*sums(tensors))
+        self.notes.add(*notes_on_sums(tensors))
         return Change(
             self.family,
             self.source.layout.name,
@@ -243,29 +243,21 @@ class _Run:
             raise self._homeless(homeless)
 
     def _origin(self, tensor: Tensor, values: tuple[int, ...]) -> Origin | None:
-        """Return what a logical tensor is read from; None: nothing, or the target omits it."""
-        keys = self.source.matched.keys.get((tensor.name, values))
-        for tie in self.source.ties:
-            if tensor.name == tie.of and keys is None:
-                alone = self.partial and self.untie
-                return None if alone else self.source.held(tie.tensor)
-            if tensor.name == tie.tensor:
-                if self.partial and not keys and self.source.layout.name in tie.stored_in:
-                    return None
-                return self._origin_of_tied(tie, (keys or {}).get(()))
-        return (tensor, keys) if keys else None
-
-    def _origin_of_tied(self, tie: Tie, key: str | None) -> Origin | None:
-        """Return what the second of two tied tensors is read from; None: the target omits it."""
-        kept = self.source.held(tie.of)
-        if self.untie:
-            return self.source.held(tie.tensor) or kept
-        if kept and key:
-            self.must_equal.append((kept[1][()], key))
-            self.notes.explain("dropped", {key: f"tied: the same as `{kept[1][()]}`"})
-        if self.target.name not in tie.stored_in:
+        """Return what a logical tensor is read from, or None if nothing or the target omits it."""
+        own = self.source.held(tensor.name, values)
+        tie = next((tie for tie in self.source.ties if tensor.name in (tie.tensor, tie.of)), None)
+        if tie is None or (own and (self.untie or tensor.name == tie.of)):
+            return own
+        if tensor.name == tie.of:
+            return None if self.partial and self.untie else self.source.held(tie.tensor)
+        if self.partial and not own and self.source.layout.name in tie.stored_in:
             return None
-        return kept or self.source.held(tie.tensor)
+        kept = self.source.held(tie.of)
+        if kept and own:
+            key, dropped = kept[1][()], own[1][()]
+            self.must_equal.append((key, dropped))
+            self.notes.explain("dropped", {dropped: f"tied: the same as `{key}`"})
+        return (kept or own) if self.untie or self.target.name in tie.stored_in else None
 
     def _drop(self) -> None:
         """Note the keys without information, and what those that repeat a tensor have to equal."""

@@ -19,10 +19,11 @@ from ckptctl.planner.mapping.mapped import (
     MappedTensor,
     SourceTensor,
     TargetTensor,
+    as_strided,
+    by_target,
     require_covered,
 )
 from ckptctl.planner.mapping.matching import match
-from ckptctl.planner.mapping.strided_views import as_strided, by_target
 from ckptctl.planner.mapping.tensors import map_tensors
 from tests.contract import tables
 from tests.unit.planner.test_strided import Arrays
