@@ -36,12 +36,9 @@ class Tensors:
 
     def dims_of(self, axis: str) -> dict[str, int]:
         """Return the dimension that *axis* has to itself, by key of each tensor with such."""
-        stored = ((key, self.matched.stored[key].dim_of(axis)) for key in self.matched.stored)
-        return {
-            key: dim
-            for key, dim in stored
-            if dim is not None and dim < len(self.shapes.get(key, ()))
-        }
+        dims = ((key, stored.dim_of(axis)) for key, stored in self.matched.stored.items())
+        ranks = {key: len(shape) for key, shape in self.shapes.items()}
+        return {key: dim for key, dim in dims if dim is not None and dim < ranks.get(key, 0)}
 
 
 def of_shapes(

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from ckptctl.catalog import TensorEntry
 from ckptctl.errors import MappingError, spell_option
@@ -26,12 +26,14 @@ class Cell:
 
     Attributes:
         size: Returns the size of a group of axes.
+        resize: The size of each axis that is another one than in the source.
     """
 
     family: Family
     layout: Layout
     tensor: Tensor
     size: Callable[[Axes], int]
+    resize: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def leaf(self) -> Leaf:
@@ -128,7 +130,7 @@ def cells(
         resized = math.prod(resize[axis] for axis in group if axis in resize)
         return resized * (size(same) if same else 1)
 
-    return Cell(family, *source, size), Cell(family, *target, new_size)
+    return Cell(family, *source, size), Cell(family, *target, new_size, resize)
 
 
 def logical_dims(family: Family, leaf: Leaf) -> list[Axes]:
@@ -142,7 +144,6 @@ def rearrange(
     target: Cell,
     entries: Mapping[Lead, Ints],
     leads: Sequence[Lead],
-    resize: Mapping[str, int],
 ) -> list[Strided]:
     """Return stored tensors of the target, as far as one logical tensor fills them.
 
@@ -152,7 +153,6 @@ def rearrange(
         entries: The shape of each stored tensor of the source, by its position along the axes that
             only the source spreads.
         leads: Positions along the axes that only the target spreads.
-        resize: The size of each axis that the target stores with another size.
 
     Returns:
         The tensor at each of *leads*. Its parts are those of stand-ins for *entries*, and for the
@@ -166,11 +166,11 @@ def rearrange(
     logical = union(
         [source.read(one, lead, shared) for one, lead in zip(stored, entries, strict=True)]
     )
-    if resize:
-        apart = [own for group in before for own in _split_at(group, resize)]
+    if target.resize:
+        apart = [own for group in before for own in _split_at(group, target.resize)]
         logical = logical.regrouped(before, apart, source.size)
         before = apart
-    for axis, size in resize.items():
+    for axis, size in target.resize.items():
         if (axis,) in before:
             logical = _resized(logical, before.index((axis,)), size, len(stored))
     logical = logical.regrouped(before, after, source.size)

@@ -155,7 +155,7 @@ class _Run:
     ) -> None:
         self.source, self.target, self.family = source, target, source.family
         self.untie, self.partial = untie, partial
-        self.resize = resize
+        self.resize, self.sizes = resize, {**source.sizes.axes, **resize}
         self.resized = {
             name
             for name, stored in (source.layout.holders.items() if resize else ())
@@ -299,7 +299,7 @@ class _Run:
         self._require_few(wanted, both, keys)
         for shared, members in _shared(stored, sorted(keys), both).items():
             fixed = dict(zip(both, shared, strict=True))
-            targets = _shared(wanted, leads(wanted, self.source.sizes.axes, fixed), both)
+            targets = _shared(wanted, leads(wanted, self.sizes, fixed), both)
             pairs = targets.get(shared, ())
             entries = {own: self.source.shapes[keys[lead]] for lead, own in members}
             reads = [SourceTensor(keys[lead], entries[own]) for lead, own in members]
@@ -325,8 +325,7 @@ class _Run:
 
     def _require_few(self, wanted: Leaf, both: Sequence[str], keys: Mapping[Lead, str]) -> None:
         """Refuse to spread an axis over more keys than any model has."""
-        sizes = self.source.sizes.axes
-        made = {axis: sizes.get(axis, 0) for axis in wanted.spread if axis not in both}
+        made = {axis: self.sizes.get(axis, 0) for axis in wanted.spread if axis not in both}
         for axis, size in made.items():
             if size > MOST:
                 raise MappingError(
@@ -346,7 +345,7 @@ class _Run:
             sides = (self.source.layout, held), (self.target, tensor)
             shape = self.source.shapes[key]
             both = cells(self.family, self.source.sizes, *sides, key, shape, self.resize)
-            self.rearranged[kind] = rearrange(*both, entries, leads, self.resize)
+            self.rearranged[kind] = rearrange(*both, entries, leads)
         return self.rearranged[kind]
 
     def _once(self, tensors: list[MappedTensor]) -> list[MappedTensor]:
@@ -415,7 +414,7 @@ class _Run:
     def _zeros_of(self, rule: Drop) -> Iterator[MappedTensor]:
         """Yield the tensors of the target that nothing fills, and note their zeros."""
         template = Template.parse(rule.key)
-        shape = tuple(self.source.sizes.axes[axis] for axis in rule.zeros.split())
+        shape = tuple(self.sizes[axis] for axis in rule.zeros.split())
         for name, values in sorted(self.source.matched.keys):
             if name.partition(".")[0] == rule.beside:
                 indices = self.family.tensors[name].indices
