@@ -28,7 +28,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TypeAlias
 
-from ckptctl.errors import MappingError, UsageError, listed, nearest
+from ckptctl.errors import UsageError, listed, nearest
 from ckptctl.planner.families.declarations import (
     BLOCK_AXES,
     META,
@@ -129,6 +129,11 @@ class Stored:
         """Return the dimension along which the parts are concatenated."""
         return self.parts[0][1].along
 
+    def dim_of(self, axis: str) -> int | None:
+        """Return the dimension that *axis* has to itself, or None."""
+        dims = (leaf.dims.index((axis,)) for leaf in self.leaves if (axis,) in leaf.dims)
+        return next(dims, None)
+
     def __str__(self) -> str:
         return " + ".join(dict.fromkeys(str(leaf) for _, leaf in self.parts))
 
@@ -168,22 +173,6 @@ class Layout:
             if stored.template.text == key and stored.template.indices:
                 yield stored, {}
         yield from self.table.all(key)
-
-    def own_dimension(self, key: str, axis: str) -> int | None:
-        """Return the dimension of a stored tensor that *axis* has to itself; None: it has none."""
-        match = self.table.find(key)
-        if match is None or not isinstance(match[0], Stored):
-            return None
-        for _, leaf in match[0].parts:
-            if (axis,) in leaf.dims:
-                dim = leaf.dims.index((axis,))
-                if leaf.part is not None and leaf.along == dim:
-                    raise MappingError(
-                        f"axis {axis} cannot be resized because it is fused with another axis",
-                        where=f"tensor `{key}`",
-                    )
-                return dim
-        return None
 
     def same_as(self, other: Layout) -> bool:
         """Return whether both keep every tensor under the same name in the same order."""

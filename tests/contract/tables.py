@@ -121,6 +121,7 @@ def numbered(shapes):
 
 def moved(found, values):
     """What arrays of *values* become, by numpy."""
+    values = values | {zeros.key: np.zeros(zeros.shape, int) for zeros in found.zeros}
     places = numbered({key: array.shape for key, array in values.items()})
     flat = np.concatenate([array.ravel() for array in values.values()])
     entries = {key: TensorEntry(key, "", array.shape, (), ()) for key, array in values.items()}
@@ -128,9 +129,6 @@ def moved(found, values):
     for key, composed in compose(found.tensors).items():
         place = elements_of_parts(composed.elements(entries), places)
         result[key] = np.where(place < 0, -1, flat[place] + composed.sources[0].plus)
-    for zeros in found.zeros:
-        if zeros.origin:
-            result[zeros.key][cells(zeros.origin, zeros.shape)] = 0
     return result
 
 

@@ -11,6 +11,7 @@ import torch
 import ckptctl
 from ckptctl.errors import CkptError
 from tests.checkpoints import load_any_reference, save_hf, tiny_llama
+from tests.checkpoints.golden import Golden
 
 EMBED, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
@@ -46,3 +47,10 @@ def test_what_cannot_be_resized_says_so(tmp_path: Path) -> None:
     torch.save({"a": torch.zeros(3)}, tmp_path / "in.pt")
     with pytest.raises(CkptError, match="known model type"):
         ckptctl.convert(tmp_path / "in.pt", tmp_path / "out", to="dcp", vocab_size=4)
+
+
+def test_rows_behind_the_vocabulary_do_not_become_other_tokens(tmp_path: Path) -> None:
+    source = Golden.read("llama3_vision").save(tmp_path / "in")
+    with pytest.raises(CkptError, match="fused with another axis") as caught:
+        ckptctl.convert(source, tmp_path / "out", to="hf", vocab_size=256)
+    assert caught.value.where == "tensor `language_model.model.embed_tokens.weight`"

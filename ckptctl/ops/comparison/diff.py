@@ -25,7 +25,7 @@ from ckptctl.ops.recognition.model import Request
 from ckptctl.ops.recognition.quantized import dequantized, quantized
 from ckptctl.ops.recognition.roots import checked_root, outside
 from ckptctl.ops.sources import located, open_source
-from ckptctl.planner.mapping.resizing import Padding
+from ckptctl.planner.mapping.mapped import Padding
 from ckptctl.storage.compare import Errors, Tolerance, all_zero, equal
 from ckptctl.storage.computed import open_reader
 from ckptctl.storage.paths import shown
@@ -259,7 +259,7 @@ def _lost(mapping: StateMapping) -> tuple[list[str], int]:
     catalog = mapping.catalog
     with open_reader(catalog) as files:
         lost = [n for n in mapping.must_be_zero if not all_zero(files, catalog.tensors[n])]
-        for padding in (one for one in mapping.tilings if isinstance(one, Padding)):
+        for padding in (one for one in mapping.omissions if isinstance(one, Padding)):
             lost += not_padding(files, catalog, mapping.root, padding)
         for kept, dropped in mapping.must_equal:
             if not equal(files, catalog.tensors[kept], catalog.tensors[dropped]):

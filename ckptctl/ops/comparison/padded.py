@@ -13,8 +13,8 @@ from ckptctl.ops.loading.state_mapping import StateMapping
 from ckptctl.ops.recognition.agreement import AXIS
 from ckptctl.ops.recognition.vocabulary import is_stated
 from ckptctl.planner.copying.blocks import view
-from ckptctl.planner.mapping.mapped import Region
-from ckptctl.planner.mapping.resizing import Padding
+from ckptctl.planner.layouts import Stored
+from ckptctl.planner.mapping.mapped import Padding, Region
 from ckptctl.planner.strided import Strided
 from ckptctl.storage.computed import open_reader
 from ckptctl.units import counted
@@ -42,7 +42,7 @@ def without_padding(a: Catalog, mapping: StateMapping) -> tuple[Catalog, int]:
             for shape in [a.tensors[name].shape]
         )
         with open_reader(a) as files:
-            padding = Padding((), (), (), tuple(empty), before, size)
+            padding = Padding((), tuple(empty), before, size)
             used = any(not_padding(files, a, "", padding))
             bytes_read = files.bytes_read
         if used:
@@ -65,7 +65,9 @@ def _longer(a: Catalog, mapping: StateMapping) -> Iterator[tuple[str, int]]:
     layout = families.family(mapping.model_type).layout(mapping.layout)
     for name, composed in mapping.tensors.items():
         entry, shape = a.tensors.get(name), composed.shape
-        if entry is None or layout.own_dimension(name.removeprefix(mapping.prefix), AXIS) != 0:
+        known = layout.table.find(name.removeprefix(mapping.prefix))
+        stored = known[0] if known else None
+        if entry is None or not isinstance(stored, Stored) or stored.dim_of(AXIS) != 0:
             continue
         if entry.shape[1:] == shape[1:] and entry.shape[0] > shape[0]:
             yield name, shape[0]

@@ -86,9 +86,7 @@ def collect_contents(draft: Draft) -> Draft:
         else:
             homeless += item.keys
     catalog, model = apply_change(catalog, change, root, draft.kept_root)
-    if rest.zeros:
-        catalog, rest.tensors = with_zeros(catalog, rest.tensors, rest.zeros)
-    catalog = with_sums(catalog, rest.tensors.values())
+    catalog = with_sums(with_zeros(catalog, rest.zeros, ""), rest.tensors.values())
     mapped = {**model, **rest.tensors}
     equal = [(root + kept, root + dropped) for kept, dropped in change.must_equal]
     equal += rest.must_equal

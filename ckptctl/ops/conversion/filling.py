@@ -483,13 +483,15 @@ def renamed(catalog: Catalog, change: Change, root: str) -> tuple[Catalog, dict[
     Raises:
         MappingError: The change leaves out or makes tensors, which has to be proven.
     """
-    if change.must_be_zero or change.must_equal or change.zeros or change.dropped:
+    zeros = {one.key for one in change.zeros}
+    made = [one.targets[0].key for one in change.tensors if one.sources[0].key in zeros]
+    if change.must_be_zero or change.must_equal or made or change.dropped:
         raise MappingError(
             f"cannot rename the source for {spell_option('--fill-from')} without dropping or "
             "adding tensors",
             where=catalog.path,
             why=f"converting {change.source_layout} to {change.target_layout} drops or adds "
-            f"{listed([*change.dropped, *change.must_be_zero, *(z.key for z in change.zeros)], 2)}",
+            f"{listed([*change.dropped, *change.must_be_zero, *made], 2)}",
             hint=f"convert the source with {spell_option(f'--to-layout {change.target_layout}')} "
             "first",
         )

@@ -165,8 +165,9 @@ class ConversionPlan(
         self,
     ) -> Annotated[int, JsonField("number of tensors with a new name or axis order")]:
         """Return how many of them have another name or axis order than in the source."""
-        moved = (m for m in self.change.tensors if m.sources[0].key != m.targets[0].key)
-        return sum(1 for _ in moved)
+        made = {zeros.key for zeros in self.change.zeros}
+        first = ((one.sources[0].key, one.targets[0].key) for one in self.change.tensors)
+        return sum(source != target and source not in made for source, target in first)
 
     @property
     def files(self) -> Annotated[tuple[tuple[str, int], ...], JsonField(to=output_files)]:

@@ -16,8 +16,7 @@ from ckptctl.ops.ranks.sharing import portion
 from ckptctl.ops.verification.items import portion_of
 from ckptctl.ops.verification.items import require_equal as replicas_equal
 from ckptctl.planner.mapping.adapters import ADAPTER_LAYOUTS, CANONICAL
-from ckptctl.planner.mapping.mapped import Region
-from ckptctl.planner.mapping.resizing import Padding, Tiling
+from ckptctl.planner.mapping.mapped import Omission, Padding, Region
 from ckptctl.planner.plan import Plan, RawCopy
 from ckptctl.storage.compare import all_zero, equal
 from ckptctl.storage.computed import open_reader
@@ -37,7 +36,7 @@ def require_equal(plan: ConversionPlan, ranks: Coordinator) -> None:
     if plan.replicated is not None:
         replicas_equal(portion_of(plan.replicated, ranks))
     change = plan.change
-    if not (change.must_be_zero or change.tilings or plan.must_equal):
+    if not (change.must_be_zero or change.omissions or plan.must_equal):
         return
     with open_reader(plan.source) as files:
         found = [*_zeros(plan, files), *_equals(plan, files)]
@@ -67,8 +66,8 @@ def _equals(plan: ConversionPlan, files: Readable) -> Iterator[Proof]:
             raise _differ(plan, kept, dropped)
 
     root = plan.recognition.root
-    for tiling in plan.change.tilings:
-        yield 1, partial(require_regular, files, plan.source, root, tiling)
+    for omission in plan.change.omissions:
+        yield 1, partial(require_nothing_omitted, files, plan.source, root, omission)
     for kept, dropped in plan.must_equal:
         yield plan.source.tensors[kept].nbytes, partial(prove, kept, dropped)
 
@@ -92,15 +91,17 @@ def _differ(plan: ConversionPlan, kept: str, dropped: str) -> MappingError:
     )
 
 
-def require_regular(files: Readable, catalog: Catalog, root: str, tiling: Tiling) -> None:
+def require_nothing_omitted(
+    files: Readable, catalog: Catalog, root: str, omission: Omission
+) -> None:
     """Prove that nothing is lost when rows for aspect ratios become a grid, or padding goes."""
-    if isinstance(tiling, Padding):
-        _require_padding(files, catalog, root, tiling)
+    if isinstance(omission, Padding):
+        _require_padding(files, catalog, root, omission)
         return
-    for one, other in tiling.equal:
+    for one, other in omission.equal:
         if _read(files, catalog, root, one) != _read(files, catalog, root, other):
             raise _irregular(catalog, root, one, f"row {other.origin[0]} has different values")
-    for part in tiling.empty:
+    for part in omission.empty:
         if any(_read(files, catalog, root, part)):
             raise _irregular(catalog, root, part, "a part outside all tiles is not zero")
 

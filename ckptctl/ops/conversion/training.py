@@ -91,11 +91,12 @@ class _Follow:
     """Finds parameter names inside other names and replaces them."""
 
     def __init__(self, catalog: Catalog, root: str, change: Change) -> None:
-        self.root, self.entries, self.zeros = root, catalog.tensors, change.zeros
+        self.root, self.entries = root, catalog.tensors
+        self.zeros = {zeros.key: zeros for zeros in change.zeros if zeros.like}
         self.rest = Rest()
         self.targets: dict[str, list[ComposedTensor]] = {}
         for composed in compose(change.tensors).values():
-            for key in composed.keys:
+            for key in dict.fromkeys(self._parameters_of(composed)):
                 self.targets.setdefault(key, []).append(composed)
         self.counters: dict[str, str] = {}
         self.leaves: dict[str, tuple[str, Blob]] = {}
@@ -145,15 +146,11 @@ class _Follow:
             wanted = {one.key: one for name in moments for one in self.targets[name]}
             for composed in wanted.values():
                 self._follow(composed, moments)
-            for zeros in self.zeros:
-                if zeros.like in moments:
-                    entry = moments[zeros.like]
-                    key = join(_replaced(entry.path, zeros.like, zeros.key))
-                    self.rest.zeros.append(replace(zeros, key=key, like=entry.name))
 
     def _follow(self, composed: ComposedTensor, moments: Mapping[str, TensorEntry]) -> None:
-        some = next(key for key in composed.keys if key in moments)
-        lacking = next((key for key in composed.keys if key not in moments), None)
+        parameters = list(self._parameters_of(composed))
+        some = next(key for key in parameters if key in moments)
+        lacking = next((key for key in parameters if key not in moments), None)
         if lacking is not None:
             raise RefusedError(
                 "optimizer state is missing for some parts of a tensor",
@@ -163,9 +160,25 @@ class _Follow:
             )
         path = _replaced(moments[some].path, some, composed.key)
         name = join(path)
-        sources = tuple(_source_of(source, moments[source.key].name) for source in composed.sources)
+        sources = tuple(self._moment_of(source, moments) for source in composed.sources)
         self.rest.tensors[name] = replace(composed, key=name, sources=sources)
         self.rest.paths[name] = path
+
+    def _parameters_of(self, composed: ComposedTensor) -> Iterator[str]:
+        """Yield the parameters that it is made of, and those that its zeros fill up."""
+        for key in composed.keys:
+            yield self.zeros[key].like if key in self.zeros else key
+
+    def _moment_of(
+        self, source: LogicalSource, moments: Mapping[str, TensorEntry]
+    ) -> LogicalSource:
+        """Return the moment of a parameter, or the zeros that fill up moments as they do that."""
+        zeros = self.zeros.get(source.key)
+        if zeros is None:
+            return _source_of(source, moments[source.key].name)
+        like = moments[zeros.like].name
+        self.rest.zeros.append(replace(zeros, key=f"{zeros.key}@{like}", like=like))
+        return source._replace(key=self.rest.zeros[-1].key)
 
     def blob(self, blob: Blob) -> None:
         """Take a leaf that is no tensor; lists of parameter names are translated."""

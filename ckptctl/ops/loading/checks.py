@@ -8,7 +8,7 @@ from dataclasses import replace
 from ckptctl import dtypes
 from ckptctl.catalog import Box, Catalog, Extent, TensorEntry
 from ckptctl.errors import MappingError, listed
-from ckptctl.ops.conversion.proofs import require_regular
+from ckptctl.ops.conversion.proofs import require_nothing_omitted
 from ckptctl.ops.loading.state_mapping import StateMapping, Target, Wanted
 from ckptctl.ops.recognition.quantized import quantized
 from ckptctl.ops.sources import located
@@ -132,8 +132,8 @@ def require_nothing_lost(mapping: StateMapping) -> None:
                     where=catalog.path,
                     why="skipping it would change the model",
                 )
-        for tiling in mapping.tilings:
-            require_regular(files, catalog, mapping.root, tiling)
+        for omission in mapping.omissions:
+            require_nothing_omitted(files, catalog, mapping.root, omission)
         for kept, dropped in mapping.must_equal:
             if not equal(files, catalog.tensors[kept], catalog.tensors[dropped]):
                 raise MappingError(

@@ -30,8 +30,7 @@ from ckptctl.ops.recognition.model import DETECTED, Model, Request, understand
 from ckptctl.ops.recognition.quantized import advised
 from ckptctl.ops.recognition.roots import checked_root, roots, unwrapped
 from ckptctl.ops.saving.local_shards import TensorMeta
-from ckptctl.planner.mapping.mapped import ComposedTensor
-from ckptctl.planner.mapping.resizing import Tiling
+from ckptctl.planner.mapping.mapped import ComposedTensor, Omission
 from ckptctl.planner.mapping.tensors import Change
 
 STATE = "the state"
@@ -66,7 +65,7 @@ class StateMapping:
     # Names in the checkpoint, used and dropped, that have to hold the same.
     must_equal: tuple[tuple[str, str], ...] = ()
     must_be_zero: tuple[str, ...] = ()  # names in it that are dropped because they hold nothing
-    tilings: tuple[Tiling, ...] = ()  # embeddings of tiles of which nothing may be lost
+    omissions: tuple[Omission, ...] = ()  # parts of tensors that are dropped, and hold nothing new
     # What the user should know; names in the checkpoint that have no place by a rule, and why.
     notes: Notes = field(default_factory=Notes)
     model_type: str | None = None  # the family, where names or axes change
@@ -79,8 +78,8 @@ class StateMapping:
     def names_to_prove(self) -> dict[str, None]:
         """Return the checkpoint's tensors whose data proves that nothing is lost."""
         names = [*self.must_be_zero, *(name for pair in self.must_equal for name in pair)]
-        for tiling in self.tilings:
-            regions = (*tiling.empty, *(part for pair in tiling.equal for part in pair))
+        for omission in self.omissions:
+            regions = (*omission.empty, *(part for pair in omission.equal for part in pair))
             names += [self.root + region.key for region in regions]
         return dict.fromkeys(names)
 
@@ -157,7 +156,7 @@ def map_model(
         prefix,
         tuple((root + kept, root + gone) for kept, gone in change.must_equal),
         tuple(root + name for name in change.must_be_zero),
-        change.tilings,
+        change.omissions,
         notes,
         change.family.name if change.family else model.model_type,
         model.layout,

@@ -33,7 +33,7 @@ from ckptctl.planner.configs.rope import facts
 from ckptctl.planner.configs.tensor_facts import Tensors, of_shapes
 from ckptctl.planner.families.declarations import Signs as Sign
 from ckptctl.planner.families.declarations import holds
-from ckptctl.planner.layouts import Family, Layout
+from ckptctl.planner.layouts import Family
 from ckptctl.planner.mapping.detect import refined
 from ckptctl.storage.paths import path_at
 
@@ -295,19 +295,16 @@ def _require_given(
             )
 
 
-def rows_with_padding(
-    layout: Layout, shapes: Mapping[str, tuple[int, ...]], sizes: Mapping[str, int]
-) -> int | None:
-    """Return the rows of a vocabulary in a padded layout, or None if *sizes* admit no more."""
-    if AXIS not in sizes:
-        return None
-    found = {
-        shape[dim]
-        for name, shape in shapes.items()
-        if (dim := layout.own_dimension(name, AXIS)) is not None and dim < len(shape)
-    }
-    (rows, *others) = sorted(found) or [0]
-    return rows if not others and rows > sizes[AXIS] else None
+def vocabulary_rows(tensors: Tensors) -> int | None:
+    """Return the rows of a vocabulary that all *tensors* with such show, or None."""
+    found = {tensors.shapes[key][dim] for key, dim in tensors.dims_of(AXIS).items()}
+    return found.pop() if len(found) == 1 else None
+
+
+def rows_with_padding(tensors: Tensors, size: int | None) -> int | None:
+    """Return the rows of a vocabulary in a padded layout, or None if *size* admits no more."""
+    rows = vocabulary_rows(tensors)
+    return rows if rows is not None and size is not None and rows > size else None
 
 
 def _of_tensors(
@@ -317,8 +314,7 @@ def _of_tensors(
     rows = None
     if tensors.layout.name in PADDED_LAYOUTS:
         size = next((one.value for one in statements if one.fact == fact_of(family, AXIS)), None)
-        sizes = {AXIS: size} if isinstance(size, int) else {}
-        rows = rows_with_padding(tensors.layout, tensors.shapes, sizes)
+        rows = rows_with_padding(tensors, size if isinstance(size, int) else None)
     yield from of_shapes(family, tensors, statements, {} if rows is None else {AXIS: rows})
     switches = switched(family)
     if not switches.keys().isdisjoint(one.fact for one in statements):

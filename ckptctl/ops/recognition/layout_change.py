@@ -18,8 +18,10 @@ from ckptctl.ops.recognition.agreement import (
 )
 from ckptctl.ops.recognition.model import Model, require_one
 from ckptctl.ops.recognition.vocabulary import (
-    with_padding,
-    with_unstated_padding,
+    note_padding,
+    note_unstated_padding,
+    padded_size,
+    require_own_rows,
     without_padding,
 )
 from ckptctl.ops.sources import located
@@ -28,7 +30,6 @@ from ckptctl.planner.configs.facts import does_without
 from ckptctl.planner.configs.tensor_facts import Tensors
 from ckptctl.planner.layouts import Family, is_base
 from ckptctl.planner.mapping.mapped import ComposedTensor, MappedTensor, Zeros, compose
-from ckptctl.planner.mapping.resizing import resized
 from ckptctl.planner.mapping.source import SurplusError
 from ckptctl.planner.mapping.tensors import Change, map_tensors
 from ckptctl.units import counted
@@ -88,8 +89,16 @@ def change_layout(known: Model, tensors: Mapping[str, TensorEntry], asked: Layou
     there = Tensors(family.layout(source), matched, shapes) if matched is not None else None
     agreed = _agreement(family, known, there, asked)
     sizes = known.sizes(family, implied=known.configured)
-    padded = source in PADDED_LAYOUTS
-    rows = rows_with_padding(family.layout(source), shapes, sizes) if padded else None
+    stated, pads = sizes.get(AXIS), asked.pads and not same
+    rows = rows_with_padding(there, stated) if there and source in PADDED_LAYOUTS else None
+    size = asked.vocab
+    if size is not None and not 0 < size <= LARGEST:
+        raise UsageError(
+            f"{spell_option('--vocab-size')} must be between 1 and {LARGEST:,}",
+            why=f"it is {size:,}",
+        )
+    if size is None and not same and there:
+        size = stated if rows is not None else padded_size(there) if pads else None
     try:
         change = map_tensors(
             family,
@@ -105,6 +114,7 @@ def change_layout(known: Model, tensors: Mapping[str, TensorEntry], asked: Layou
             without=does_without(family, known.config, base=is_base(known.layout)),
             demanded=demanded(family, known.config, matched) if family.demands else (),
             missing=asked.missing,
+            resize={} if size is None else {AXIS: size},
         )
     except SurplusError as error:
         error.where = known.catalog.path
@@ -113,16 +123,17 @@ def change_layout(known: Model, tensors: Mapping[str, TensorEntry], asked: Layou
                 f"the configuration was read from {listed([one.place for one in known.described])}"
             )
         raise
-    if asked.pads and not same and (asked.vocab or 0) > change.sizes.get(AXIS, 0) > 0:
-        change = with_padding(change, family, asked.vocab)
+    if size is not None:
+        require_own_rows(change, family)
+    rows_before = change.sizes.get(AXIS, 0)
+    if pads and size is not None and size > rows_before > 0:
+        note_padding(change, size, is_asked=asked.vocab is not None)
     elif asked.vocab is not None:
-        change = _with_vocabulary(change, family, asked.vocab)
-    elif rows is not None and not same:
-        change = without_padding(change, family, sizes[AXIS], known.catalog)
-    elif asked.pads and not same:
-        change = with_padding(change, family)
-    elif padded and not same:
-        change = with_unstated_padding(change, sizes)
+        change = _with_vocabulary(change, asked.vocab)
+    elif rows is not None and size is not None and there:
+        change = without_padding(change, there, size, known.catalog)
+    elif source in PADDED_LAYOUTS and not pads and not same:
+        note_unstated_padding(change, stated)
     if same:
         place = {name: position for position, name in enumerate(tensors)}
         ordered = sorted(change.tensors, key=lambda item: place[item.sources[0].key])
@@ -158,25 +169,11 @@ def _require_no_family(
         )
 
 
-def _with_vocabulary(change: Change, family: Family, size: int) -> Change:
-    if not 0 < size <= LARGEST:
-        raise UsageError(
-            f"{spell_option('--vocab-size')} must be between 1 and {LARGEST:,}",
-            why=f"it is {size:,}",
-        )
-    read = family.layout(change.source_layout or "")
-    written = family.layout(change.target_layout or "")
-    tensors, zeros = resized(change.tensors, read, written, "v", size)
-    if (cut := change.sizes["v"] - size) > 0:
+def _with_vocabulary(change: Change, size: int) -> Change:
+    if (cut := change.sizes[AXIS] - size) > 0:
         left = f"the last {counted(cut, 'row')} of the vocabulary"
         change.notes.add(f"{spell_option(f'--vocab-size {size}')} drops {left}")
-    return replace(
-        change,
-        tensors=tuple(tensors),
-        zeros=(*change.zeros, *zeros),
-        sizes={**change.sizes, "v": size},
-        vocab=size,
-    )
+    return replace(change, sizes={**change.sizes, AXIS: size}, vocab=size)
 
 
 def chosen_family(known: Model, target: str | None) -> Family:
@@ -251,35 +248,27 @@ def apply_change(
     catalog: Catalog, change: Change, root: str, prefix: str = ""
 ) -> tuple[Catalog, dict[str, ComposedTensor]]:
     """Return what a model below *root* becomes below *prefix*, and *catalog* with what is made."""
-    catalog, tensors = with_zeros(
-        catalog, compose(change.tensors, root, prefix), change.zeros, root, prefix
-    )
+    tensors = compose(change.tensors, root, prefix)
+    catalog = with_zeros(catalog, change.zeros, root)
     return with_sums(catalog, tensors.values()), tensors
 
 
-def with_zeros(
-    catalog: Catalog,
-    tensors: Mapping[str, ComposedTensor],
-    zeros: Sequence[Zeros],
-    root: str = "",
-    prefix: str = "",
-) -> tuple[Catalog, dict[str, ComposedTensor]]:
-    """Return *catalog* with tensors of zeros in virtual files, and *tensors* with these zeros."""
-    entries, computed, tensors = dict(catalog.tensors), dict(catalog.computed), dict(tensors)
+def with_zeros(catalog: Catalog, zeros: Sequence[Zeros], root: str) -> Catalog:
+    """Return *catalog* with tensors of zeros in virtual files.
+
+    Args:
+        catalog: The source.
+        zeros: The tensors.
+        root: Prefix in *catalog* of the tensors that they are like.
+    """
+    entries, computed = dict(catalog.tensors), dict(catalog.computed)
     for item in zeros:
-        key = prefix + item.key
-        name = computed_name(f"{key}@{item.origin}" if item.origin else key)
-        kind = item.dtype or entries[root + item.like].dtype
-        path = entries[root + item.like].path if item.like else (key,)
-        computed[name] = Computed("constant", kind, item.shape)
-        entries[name] = computed[name].entry(name, path, name)
-        made = ComposedTensor.same(name, key, item.shape)
-        tensor = made.tensor
-        for dim, start in enumerate(item.origin):
-            tensor = tensor.place(dim, start, start + item.shape[dim])
-        made = replace(made, tensor=tensor)
-        tensors[key] = tensors[key] + made if key in tensors else made
-    return replace(catalog, tensors=entries, computed=computed), tensors
+        like = entries[root + item.like] if item.like else None
+        made = Computed("constant", like.dtype if like else item.dtype, item.shape)
+        entry = made.entry(item.key, like.path if like else (item.key,), item.key)
+        entries[item.key] = replace(entry, requires_grad=like is not None and like.requires_grad)
+        computed[item.key] = made
+    return replace(catalog, tensors=entries, computed=computed) if zeros else catalog
 
 
 def with_sums(catalog: Catalog, tensors: Iterable[ComposedTensor]) -> Catalog:

@@ -14,12 +14,12 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from ckptctl.catalog import Catalog
-from ckptctl.errors import spell_option
-from ckptctl.ops.recognition.agreement import AXIS
+from ckptctl.errors import MappingError, spell_option
+from ckptctl.ops.recognition.agreement import AXIS, vocabulary_rows
 from ckptctl.planner.configs.megatron import merged
-from ckptctl.planner.layouts import Family, Layout
-from ckptctl.planner.mapping.mapped import Region
-from ckptctl.planner.mapping.resizing import Padding, resized
+from ckptctl.planner.configs.tensor_facts import Tensors
+from ckptctl.planner.layouts import Family
+from ckptctl.planner.mapping.mapped import Padding, Region
 from ckptctl.planner.mapping.tensors import Change
 from ckptctl.units import counted
 
@@ -28,71 +28,72 @@ MULTIPLE = 128
 READ = "they must be zero, which is checked before writing"
 
 
-def with_unstated_padding(change: Change, sizes: Mapping[str, int]) -> Change:
-    """Return *change* of a padded layout, with a note if *sizes* do not state the padding."""
+def note_unstated_padding(change: Change, stated: int | None) -> None:
+    """Note that nothing states whether the tensors of a padded layout have padding."""
     rows = change.sizes.get(AXIS)
-    if AXIS in sizes or not rows:
-        return change
+    if stated is not None or not rows:
+        return
     note = (
         f"no file states whether some of the {counted(rows, 'row')} of the vocabulary are "
         "padding; all are kept"
     )
     options = f"{spell_option('--assets')} or {spell_option('--vocab-size')}"
     change.notes.add(f"{note} (set the size with {options})")
-    return change
 
 
-def without_padding(change: Change, family: Family, size: int, catalog: Catalog) -> Change:
-    """Return *change* with a vocabulary of *size* rows; the others have to be padding."""
+def without_padding(change: Change, tensors: Tensors, size: int, catalog: Catalog) -> Change:
+    """Return *change* to a vocabulary of *size* rows; the others have to be padding."""
     rows = change.sizes[AXIS]
-    source = family.layout(change.source_layout or "")
-    target = family.layout(change.target_layout or "")
-    tensors, _ = resized(change.tensors, source, target, AXIS, size)
     stated = is_stated(catalog, rows, size)
-    proofs = () if stated else (Padding((), (), (), _cut(change, source, size), rows, size),)
+    read = {source.key for one in change.tensors for source in one.sources}
+    regions: list[Region] = []
+    for key, dim in tensors.dims_of(AXIS).items():
+        origin, sizes = [0] * len(tensors.shapes[key]), list(tensors.shapes[key])
+        origin[dim], sizes[dim] = size, rows - size
+        if key in read:
+            regions.append(Region(key, tuple(origin), tuple(sizes)))
+    proofs = () if stated else (Padding((), tuple(regions), rows, size),)
     why = "Megatron's arguments state that they are padding" if stated else READ
     left = counted(rows - size, "row")
     change.notes.add(f"the last {left} of the vocabulary are dropped ({why})")
     return replace(
         change,
-        tensors=tuple(tensors),
-        tilings=(*change.tilings, *proofs),
+        omissions=(*change.omissions, *proofs),
         sizes={**change.sizes, AXIS: size},
     )
 
 
-def _cut(change: Change, layout: Layout, size: int) -> tuple[Region, ...]:
-    """Return the parts of the source's tensors that lie behind *size* rows."""
-    found: dict[str, Region] = {}
-    for key, shape in (source for one in change.tensors for source in one.sources):
-        dim = layout.own_dimension(key, AXIS)
-        if dim is not None:
-            origin, sizes = [0] * len(shape), list(shape)
-            origin[dim], sizes[dim] = size, sizes[dim] - size
-            found[key] = Region(key, tuple(origin), tuple(sizes))
-    return tuple(found.values())
+def require_own_rows(change: Change, family: Family) -> None:
+    """Refuse another size where rows that follow the vocabulary would become other tokens."""
+    layouts = (family.layout(name) for name in (change.source_layout, change.target_layout) if name)
+    leaves = (leaf for layout in layouts for leaf in layout.leaves.values())
+    fused = {
+        one.key.text for one in leaves if one.part is not None and one.dims[one.along] == (AXIS,)
+    }
+    keys = (
+        *(source.key for item in change.tensors for source in item.sources),
+        *(target.key for item in change.tensors for target in item.targets),
+    )
+    key = next((key for key in keys if key in fused), None)
+    if key is not None:
+        raise MappingError(
+            f"axis {AXIS} cannot be resized because it is fused with another axis",
+            where=f"tensor `{key}`",
+        )
 
 
-def with_padding(change: Change, family: Family, rows: int | None = None) -> Change:
-    """Return *change* with a vocabulary of *rows*; None: the next multiple of :data:`MULTIPLE`."""
-    size = change.sizes.get(AXIS, 0)
-    padded = rows or -(-size // MULTIPLE) * MULTIPLE
-    source = family.layout(change.source_layout or "")
-    target = family.layout(change.target_layout or "")
-    if padded == size or (rows is None and not _holds_rows(change, target)):
-        return change
-    tensors, zeros = resized(change.tensors, source, target, AXIS, padded)
+def padded_size(tensors: Tensors) -> int | None:
+    """Return the rows of a vocabulary in a padded layout, or None if no tensor has such."""
+    rows = vocabulary_rows(tensors)
+    return None if rows is None else -(-rows // MULTIPLE) * MULTIPLE
+
+
+def note_padding(change: Change, rows: int, *, is_asked: bool) -> None:
+    """Note that *change* fills up a vocabulary with zeros, and how to choose the size."""
     other = f"pass {spell_option('--vocab-size')} for another size"
-    why = "" if rows else f", a multiple of {MULTIPLE} ({other})"
-    rows_before = counted(size, "row")
-    change.notes.add(f"the vocabulary of {rows_before} is padded with zeros to {padded:,}{why}")
-    return replace(change, tensors=tuple(tensors), zeros=(*change.zeros, *zeros))
-
-
-def _holds_rows(change: Change, layout: Layout) -> bool:
-    """Return whether some tensor has the rows of a vocabulary; of an adapter most often none."""
-    keys = (one.targets[0].key for one in change.tensors)
-    return any(layout.own_dimension(key, AXIS) is not None for key in keys)
+    why = "" if is_asked else f", a multiple of {MULTIPLE} ({other})"
+    rows_before = counted(change.sizes[AXIS], "row")
+    change.notes.add(f"the vocabulary of {rows_before} is padded with zeros to {rows:,}{why}")
 
 
 def is_stated(catalog: Catalog, rows: int, size: int) -> bool:

@@ -34,6 +34,12 @@ class Tensors:
     matched: Matched
     shapes: Mapping[str, Shape]
 
+    def dims_of(self, axis: str) -> dict[str, int]:
+        """Return the dimension that *axis* has to itself, by key of each tensor with such."""
+        dims = ((key, stored.dim_of(axis)) for key, stored in self.matched.stored.items())
+        ranks = {key: len(shape) for key, shape in self.shapes.items()}
+        return {key: dim for key, dim in dims if dim is not None and dim < ranks.get(key, 0)}
+
 
 def of_shapes(
     family: Family,

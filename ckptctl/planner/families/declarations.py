@@ -241,7 +241,7 @@ class Shift:
 class Tiles:
     """Embeddings of tiles: two logical tensors that stand for each other.
 
-    See :mod:`ckptctl.planner.mapping.resizing`.
+    See :mod:`ckptctl.planner.mapping.tiles`.
 
     Attributes:
         grid: The one with a place for each row and column of tiles, its first two dimensions.

@@ -7,8 +7,9 @@ elements. Nothing here depends on which pair of layouts it is.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from ckptctl.catalog import TensorEntry
 from ckptctl.errors import MappingError, spell_option
@@ -16,7 +17,7 @@ from ckptctl.planner.axes import Axes, Sizes, unbroken_runs
 from ckptctl.planner.families.tables import Leaf, Tensor
 from ckptctl.planner.layouts import Family, Layout, Stored
 from ckptctl.planner.mapping.matching import Lead
-from ckptctl.planner.strided import Ints, Strided, union
+from ckptctl.planner.strided import Ints, Strided, concat, union
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,12 +26,14 @@ class Cell:
 
     Attributes:
         size: Returns the size of a group of axes.
+        resize: The size of each axis that is another one than in the source.
     """
 
     family: Family
     layout: Layout
     tensor: Tensor
     size: Callable[[Axes], int]
+    resize: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def leaf(self) -> Leaf:
@@ -84,6 +87,7 @@ def cells(
     target: tuple[Layout, Tensor],
     key: str,
     shape: Ints,
+    resize: Mapping[str, int],
 ) -> tuple[Cell, Cell]:
     """Return how both sides store tensors of a kind.
 
@@ -96,6 +100,7 @@ def cells(
         target: The layout written, and the logical tensor.
         key: One of the stored tensors, for errors.
         shape: Its shape.
+        resize: The size of each axis that the target stores with another size.
     """
     stored, wanted = (layout.leaves[tensor.name] for layout, tensor in (source, target))
     own = {
@@ -120,7 +125,12 @@ def cells(
             )
         return known
 
-    return Cell(family, *source, size), Cell(family, *target, size)
+    def new_size(group: Axes) -> int:
+        same = tuple(axis for axis in group if axis not in resize)
+        resized = math.prod(resize[axis] for axis in group if axis in resize)
+        return resized * (size(same) if same else 1)
+
+    return Cell(family, *source, size), Cell(family, *target, new_size, resize)
 
 
 def logical_dims(family: Family, leaf: Leaf) -> list[Axes]:
@@ -150,7 +160,8 @@ def rearrange(
         leads: Positions along the axes that only the target spreads.
 
     Returns:
-        The tensor at each of *leads*. Its parts are those of stand-ins for *entries*.
+        The tensor at each of *leads*. Its parts are those of stand-ins for *entries*, and for the
+        zeros that make an axis longer.
     """
     shared = {*source.leaf.spread} & {*target.leaf.spread}
     before, after = source.dims(shared), target.dims(shared)
@@ -160,8 +171,29 @@ def rearrange(
     logical = union(
         [source.read(one, lead, shared) for one, lead in zip(stored, entries, strict=True)]
     )
+    if target.resize:
+        apart = [own for group in before for own in _split_at(group, target.resize)]
+        logical = logical.regrouped(before, apart, source.size)
+        before = apart
+    for axis, size in target.resize.items():
+        if (axis,) in before:
+            logical = _resized(logical, before.index((axis,)), size, len(stored))
     logical = logical.regrouped(before, after, source.size)
     return [target.write(logical, lead) for lead in leads]
+
+
+def _split_at(group: Axes, axes: Collection[str]) -> list[Axes]:
+    """Return a dimension as one for each of its axes if some of *axes* are among them."""
+    return [group] if {*axes}.isdisjoint(group) else [(axis,) for axis in group]
+
+
+def _resized(tensor: Strided, dim: int, size: int, number: int) -> Strided:
+    """Return a tensor with a dimension cut, or filled up with what stand-in *number* stands for."""
+    added = size - tensor.shape[dim]
+    if added <= 0:
+        return tensor.narrow(dim, 0, size)
+    zeros = stand_in(number, (*tensor.shape[:dim], added, *tensor.shape[dim + 1 :]))
+    return concat([tensor, zeros], dim)
 
 
 def stand_in(number: int, shape: Ints) -> Strided:

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from ckptctl.catalog import TensorEntry
+from ckptctl.catalog import TensorEntry, is_computed
 from ckptctl.errors import MappingError, spell_option
 from ckptctl.planner.families.tables import Tensor
 from ckptctl.planner.layouts import Layout
@@ -23,6 +23,32 @@ class Region(NamedTuple):
     key: str
     origin: tuple[int, ...]
     sizes: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Omission:
+    """Parts of source tensors that no target has.
+
+    Attributes:
+        equal: Pairs of parts, kept and left out, that have to be the same.
+        empty: Parts that have to be zero.
+    """
+
+    equal: tuple[tuple[Region, Region], ...] = ()
+    empty: tuple[Region, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Padding(Omission):
+    """Rows behind a vocabulary.
+
+    Attributes:
+        rows: Rows of the source, padding included.
+        size: Rows that are not padding.
+    """
+
+    rows: int = 0
+    size: int = 0
 
 
 class SourceTensor(NamedTuple):
@@ -69,18 +95,17 @@ class MappedTensor:
 
 @dataclass(frozen=True, slots=True)
 class Zeros:
-    """A stored tensor of the target, or a part of one, that holds nothing but zeros.
+    """A tensor of zeros that mapped tensors have among their sources and no checkpoint stores.
 
     Attributes:
-        dtype: torch's dtype name; empty: that of *like*.
-        origin: Where the part begins; ``()``: it is the whole tensor.
-        like: The source's key of the tensor that it is a part of.
+        key: Name of a virtual file.
+        dtype: torch's dtype name, or empty for that of *like*.
+        like: The source's key of the tensor that the zeros fill up, or empty.
     """
 
     key: str
     shape: tuple[int, ...]
-    dtype: str
-    origin: tuple[int, ...] = ()
+    dtype: str = ""
     like: str = ""
 
 
@@ -181,8 +206,7 @@ class ComposedTensor:
             for part in other.tensor.parts
         ]
         parts = (*self.tensor.parts, *others)
-        shape = tuple(map(max, self.shape, other.shape))  # zeros behind the rows of a vocabulary
-        tensor = replace(self.tensor, shape=shape, parts=parts)
+        tensor = replace(self.tensor, parts=parts)
         return replace(self, tensor=tensor, sources=(*self.sources, *other.sources))
 
 
@@ -191,13 +215,17 @@ def compose(
 ) -> dict[str, ComposedTensor]:
     """Return the stored tensors of the target by their keys, in the order of *tensors*.
 
-    Keys of the source get *root* before them, keys of the target *prefix*.
+    Keys of the source get *root* before them, but for those that no checkpoint has, and keys of the
+    target *prefix*.
     """
     composed: dict[str, ComposedTensor] = {}
     for mapped in tensors:
         logical, plus = mapped.logical, mapped.plus
         sources = tuple(
-            [LogicalSource(root + key, shape, logical, plus) for key, shape in mapped.sources]
+            [
+                LogicalSource(key if is_computed(key) else root + key, shape, logical, plus)
+                for key, shape in mapped.sources
+            ]
         )
         for target in mapped.targets:
             key, tensor = prefix + target.key, target.tensor
@@ -223,10 +251,10 @@ def require_covered(tensors: Sequence[MappedTensor]) -> None:
         )
 
 
-def sums(tensors: Iterable[MappedTensor]) -> Iterator[str]:
-    """Yield what is to be said of tensors to whose elements a number is added."""
-    found = Counter((one.logical.partition(".")[0], one.plus) for one in tensors if one.plus)
-    for (name, plus), count in found.items():
+def notes_on_sums(tensors: Iterable[MappedTensor]) -> Iterator[str]:
+    """Yield notes on tensors to whose elements a number is added."""
+    sums = Counter((one.logical.partition(".")[0], one.plus) for one in tensors if one.plus)
+    for (name, plus), count in sums.items():
         done = "added to" if plus > 0 else "subtracted from"
         yield (
             f"{abs(plus)} is {done} `{name}`: {counted(count, 'tensor')} computed and rounded to "

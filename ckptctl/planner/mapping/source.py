@@ -76,9 +76,9 @@ class Source:
         """Return which tensors are the same."""
         return self.family.ties if self.tied else ()
 
-    def held(self, name: str) -> Origin | None:
-        """Return the keys of the tensor without indices called *name*; None: it is not there."""
-        keys = self.matched.keys.get((name, ()))
+    def held(self, name: str, values: Values = ()) -> Origin | None:
+        """Return a logical tensor and the keys that hold it, or None if there are none."""
+        keys = self.matched.keys.get((name, values))
         return (self.family.tensors[name], keys) if keys else None
 
 

@@ -6,28 +6,30 @@ import re
 import shlex
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import groupby
+from itertools import groupby, islice
 
+from ckptctl.catalog import computed_name
 from ckptctl.errors import HomelessError, MappingError, listed, spell_option
 from ckptctl.notes import Notes
 from ckptctl.planner.families.tables import Leaf, Tensor
 from ckptctl.planner.families.templates import Template
-from ckptctl.planner.layouts import Drop, Family, Layout, Tie
+from ckptctl.planner.layouts import Drop, Family, Layout
 from ckptctl.planner.mapping.completeness import untold
 from ckptctl.planner.mapping.logical import cells, rearrange
 from ckptctl.planner.mapping.mapped import (
     MappedTensor,
+    Omission,
     SourceTensor,
     TargetTensor,
     Zeros,
+    notes_on_sums,
     require_covered,
     stays_interleaved,
-    sums,
 )
 from ckptctl.planner.mapping.matching import Lead, Matched, Slot, key_of, leads
 from ckptctl.planner.mapping.numbering import planned, require_stated
-from ckptctl.planner.mapping.resizing import Tiling, tiling
 from ckptctl.planner.mapping.source import Fusing, Origin, Source, solve_source
+from ckptctl.planner.mapping.tiles import Tiling, tiling
 from ckptctl.planner.strided import Ints, Strided
 from ckptctl.units import counted
 
@@ -47,9 +49,9 @@ class Change:
         tensors: In the target's natural order, layers in numeric order.
         must_equal: Pairs of source keys, kept and dropped, whose bytes have to be the same.
         must_be_zero: Source keys that are left out because they hold nothing but zeros.
-        zeros: Tensors of the target that are made.
+        zeros: Sources of *tensors* that no checkpoint has.
         sizes: All axis sizes that are known, and the number of layers as ``i``.
-        tilings: What becomes of embeddings of tiles that the target stores in another way.
+        omissions: What of source tensors is left out because it is nothing of its own.
         left_out: Source keys of fused or stacked tensors that lack other parts, and which.
         vocab: Size that the vocabulary was padded or cut to; None: it was kept.
         notes: What the user should know, which source keys are dropped, and why; and what was taken
@@ -65,7 +67,7 @@ class Change:
     zeros: tuple[Zeros, ...] = ()
     sizes: Mapping[str, int] = field(default_factory=dict)
     tied: bool = False
-    tilings: tuple[Tiling, ...] = ()
+    omissions: tuple[Omission, ...] = ()
     left_out: Mapping[str, str] = field(default_factory=dict)
     vocab: int | None = None
     notes: Notes = field(default_factory=Notes)
@@ -96,6 +98,7 @@ def map_tensors(
     without: Collection[str] = (),
     demanded: Collection[Slot] = (),
     missing: Collection[str] = (),
+    resize: Mapping[str, int] | None = None,
 ) -> Change:
     """Return how the tensors of *shapes* become those of another layout.
 
@@ -117,6 +120,7 @@ def map_tensors(
         demanded: Optional tensors that it has to have
             (:func:`ckptctl.planner.configs.demands.demanded`).
         missing: Keys that may be missing: what else a fused tensor is made of goes with them.
+        resize: Axes that get another size, with that size: they are cut or filled up with zeros.
     """
     source, target = family.layout(source_layout), family.layout(target_layout)
     tied = family.tied if tied is None else tied
@@ -131,11 +135,9 @@ def map_tensors(
         without=without,
         demanded=demanded,
     )
-    run = _Run(held, target, untie, partial)
-    if source is target:
-        return run.unchanged()
-    found = run.result(lists or {}, missing)
-    if not partial:
+    run = _Run(held, target, resize or {}, untie, partial)
+    found = run.unchanged() if source is target else run.result(lists or {}, missing)
+    if source is not target and not partial:
         found.notes.add(*untold(family, source, target, demanded))
     return found
 
@@ -143,24 +145,48 @@ def map_tensors(
 class _Run:
     """One call of :func:`map_tensors`."""
 
-    def __init__(self, source: Source, target: Layout, untie: bool, partial: bool) -> None:
+    def __init__(
+        self,
+        source: Source,
+        target: Layout,
+        resize: Mapping[str, int],
+        untie: bool,
+        partial: bool,
+    ) -> None:
         self.source, self.target, self.family = source, target, source.family
         self.untie, self.partial = untie, partial
+        self.resize, self.sizes = resize, {**source.sizes.axes, **resize}
+        self.resized = {
+            name
+            for name, stored in (source.layout.holders.items() if resize else ())
+            for leaf in stored.leaves
+            if not resize.keys().isdisjoint(self.family.expand(leaf.axes))
+        }
+        self.zeros: list[Zeros] = []
         self.notes = Notes()
         self.must_equal: list[tuple[str, str]] = []
         self.tilings: list[Tiling] = []
         self.rearranged: dict[object, Sequence[Strided]] = {}
 
     def unchanged(self) -> Change:
-        """Return the map to the same layout, which keeps every tensor and may untie some."""
-        shapes = self.source.shapes
-        tensors = [MappedTensor.same(key, key, shape) for key, shape in shapes.items()]
+        """Return the map to the same layout, which keeps what is not resized, and may untie."""
+        matched = self.source.matched
+        self.numbering = matched.numbering
+        self.fusing = Fusing(self.source, self.target, self.numbering, ())
+        tensors: list[MappedTensor] = []
+        for (name, values), keys in matched.keys.items() if self.resized else ():
+            if name in self.resized:
+                tensor = self.family.tensors[name]
+                tensors += self._mapped(tensor, values, (tensor, keys))
+        resized = {source.key for one in tensors for source in one.sources}
+        kept = ((key, shape) for key, shape in self.source.shapes.items() if key not in resized)
+        tensors = self._once(tensors)
+        tensors += (MappedTensor.same(key, key, shape) for key, shape in kept)
         for tie in self.source.ties if self.untie and not self.partial else ():
-            kept = self.source.held(tie.of)
-            if kept and not self.source.held(tie.tensor):
-                key, name = kept[1][()], self.target.leaves[tie.tensor].key.text
-                tensors.append(MappedTensor.same(key, name, shapes[key]))
-        return self._map(tensors, (), {})
+            origin = self.source.held(tie.of)
+            if origin and not self.source.held(tie.tensor) and tie.tensor in self.target.leaves:
+                tensors += self._mapped(self.family.tensors[tie.tensor], (), origin)
+        return self._map(tensors, {})
 
     def result(self, lists: Mapping[str, Sequence[int]], missing: Collection[str]) -> Change:
         """Return the map to another layout."""
@@ -173,18 +199,20 @@ class _Run:
         require_covered(tensors)
         rules = () if self.partial else self.family.drops
         unfilled = (rule for rule in rules if rule.layout == self.target.name and rule.zeros)
-        zeros = [made for rule in unfilled for made in self._zeros_of(rule)]
         for found in self.tilings:
             tensors += found.tensors
-            zeros += found.zeros
-        return self._map(tensors, tuple(zeros), left_out)
+            self.zeros += found.zeros
+        tensors += [made for rule in unfilled for made in self._zeros_of(rule)]
+        return self._map(tensors, left_out)
 
-    def _map(
-        self, tensors: list[MappedTensor], zeros: tuple[Zeros, ...], left_out: Mapping[str, str]
-    ) -> Change:
+    def _map(self, tensors: list[MappedTensor], left_out: Mapping[str, str]) -> Change:
+        if self.resize and self.resized.isdisjoint(self.source.matched.held):
+            raise MappingError(
+                f"no tensor has a separate dimension for axis {' or '.join(self.resize)}"
+            )
         changed = self.source.layout is not self.target
         checked = self.source.matched.dropped.items() if changed else ()
-        self.notes.add(*sums(tensors))
+        self.notes.add(*notes_on_sums(tensors))
         return Change(
             self.family,
             self.source.layout.name,
@@ -192,10 +220,10 @@ class _Run:
             tuple(tensors),
             tuple(self.must_equal),
             tuple(key for key, rule in checked if rule.zeros),
-            zeros,
+            tuple(self.zeros),
             self.source.sizes.axes,
             self.source.tied and not self.untie,
-            tuple(self.tilings),
+            tuple(found.omission for found in self.tilings),
             left_out,
             notes=self.notes,
         )
@@ -215,29 +243,21 @@ class _Run:
             raise self._homeless(homeless)
 
     def _origin(self, tensor: Tensor, values: tuple[int, ...]) -> Origin | None:
-        """Return what a logical tensor is read from; None: nothing, or the target omits it."""
-        keys = self.source.matched.keys.get((tensor.name, values))
-        for tie in self.source.ties:
-            if tensor.name == tie.of and keys is None:
-                alone = self.partial and self.untie
-                return None if alone else self.source.held(tie.tensor)
-            if tensor.name == tie.tensor:
-                if self.partial and not keys and self.source.layout.name in tie.stored_in:
-                    return None
-                return self._origin_of_tied(tie, (keys or {}).get(()))
-        return (tensor, keys) if keys else None
-
-    def _origin_of_tied(self, tie: Tie, key: str | None) -> Origin | None:
-        """Return what the second of two tied tensors is read from; None: the target omits it."""
-        kept = self.source.held(tie.of)
-        if self.untie:
-            return self.source.held(tie.tensor) or kept
-        if kept and key:
-            self.must_equal.append((kept[1][()], key))
-            self.notes.explain("dropped", {key: f"tied: the same as `{kept[1][()]}`"})
-        if self.target.name not in tie.stored_in:
+        """Return what a logical tensor is read from, or None if nothing or the target omits it."""
+        own = self.source.held(tensor.name, values)
+        tie = next((tie for tie in self.source.ties if tensor.name in (tie.tensor, tie.of)), None)
+        if tie is None or (own and (self.untie or tensor.name == tie.of)):
+            return own
+        if tensor.name == tie.of:
+            return None if self.partial and self.untie else self.source.held(tie.tensor)
+        if self.partial and not own and self.source.layout.name in tie.stored_in:
             return None
-        return kept or self.source.held(tie.tensor)
+        kept = self.source.held(tie.of)
+        if kept and own:
+            key, dropped = kept[1][()], own[1][()]
+            self.must_equal.append((key, dropped))
+            self.notes.explain("dropped", {dropped: f"tied: the same as `{key}`"})
+        return (kept or own) if self.untie or self.target.name in tie.stored_in else None
 
     def _drop(self) -> None:
         """Note the keys without information, and what those that repeat a tensor have to equal."""
@@ -268,7 +288,8 @@ class _Run:
         self.fusing.require_entries(tensor, held, values)
         stored, wanted = self.source.layout.leaves[held.name], self.target.leaves[tensor.name]
         name = tensor.name.format(**dict(zip(tensor.indices, values, strict=True)))
-        if tensor is held and stays_interleaved(tensor, self.source.layout, self.target):
+        is_same = tensor is held and held.name not in self.resized
+        if is_same and stays_interleaved(tensor, self.source.layout, self.target):
             for lead in () if stored.part else sorted(keys):
                 there = key_of(self.target, tensor, values, lead, self.numbering)
                 same = MappedTensor.same(keys[lead], there, self.source.shapes[keys[lead]])
@@ -278,7 +299,7 @@ class _Run:
         self._require_few(wanted, both, keys)
         for shared, members in _shared(stored, sorted(keys), both).items():
             fixed = dict(zip(both, shared, strict=True))
-            targets = _shared(wanted, leads(wanted, self.source.sizes.axes, fixed), both)
+            targets = _shared(wanted, leads(wanted, self.sizes, fixed), both)
             pairs = targets.get(shared, ())
             entries = {own: self.source.shapes[keys[lead]] for lead, own in members}
             reads = [SourceTensor(keys[lead], entries[own]) for lead, own in members]
@@ -287,14 +308,24 @@ class _Run:
                 TargetTensor(key_of(self.target, tensor, values, lead, self.numbering), one)
                 for (lead, _), one in zip(pairs, tensors, strict=True)
             ]
+            if held.name in self.resized:
+                self._add_zeros(reads, writes)
             label = ".".join([name, *map(str, shared)])
             plus = wanted.plus - stored.plus
             yield MappedTensor(label, tuple(reads), tuple(writes), plus)
 
+    def _add_zeros(self, reads: list[SourceTensor], writes: Sequence[TargetTensor]) -> None:
+        """Add the zeros that targets have behind the elements of the tensors that are read."""
+        parts = ((target.key, part) for target in writes for part in target.tensor.parts)
+        added = ((key, part) for key, part in parts if int(part.of.name) == len(reads))
+        for key, part in islice(added, 1):
+            name, shape = computed_name(f"{key}@{part.origin}"), part.of.shape
+            self.zeros.append(Zeros(name, shape, like=reads[0].key))
+            reads.append(SourceTensor(name, shape))
+
     def _require_few(self, wanted: Leaf, both: Sequence[str], keys: Mapping[Lead, str]) -> None:
         """Refuse to spread an axis over more keys than any model has."""
-        sizes = self.source.sizes.axes
-        made = {axis: sizes.get(axis, 0) for axis in wanted.spread if axis not in both}
+        made = {axis: self.sizes.get(axis, 0) for axis in wanted.spread if axis not in both}
         for axis, size in made.items():
             if size > MOST:
                 raise MappingError(
@@ -313,7 +344,7 @@ class _Run:
             key = next(iter(keys.values()))
             sides = (self.source.layout, held), (self.target, tensor)
             shape = self.source.shapes[key]
-            both = cells(self.family, self.source.sizes, *sides, key, shape)
+            both = cells(self.family, self.source.sizes, *sides, key, shape, self.resize)
             self.rearranged[kind] = rearrange(*both, entries, leads)
         return self.rearranged[kind]
 
@@ -380,15 +411,17 @@ class _Run:
             keys=keys,
         )
 
-    def _zeros_of(self, rule: Drop) -> Iterator[Zeros]:
-        """Yield the tensors of the target that nothing fills."""
+    def _zeros_of(self, rule: Drop) -> Iterator[MappedTensor]:
+        """Yield the tensors of the target that nothing fills, and note their zeros."""
         template = Template.parse(rule.key)
-        shape = tuple(self.source.sizes.axes[axis] for axis in rule.zeros.split())
+        shape = tuple(self.sizes[axis] for axis in rule.zeros.split())
         for name, values in sorted(self.source.matched.keys):
             if name.partition(".")[0] == rule.beside:
                 indices = self.family.tensors[name].indices
                 named = dict(zip(indices, values, strict=True))
-                yield Zeros(template.key(self.numbering.stored(named)), shape, rule.dtype)
+                key = template.key(self.numbering.stored(named))
+                self.zeros.append(Zeros(computed_name(key), shape, rule.dtype))
+                yield MappedTensor.same(computed_name(key), key, shape)
 
 
 def _shared(

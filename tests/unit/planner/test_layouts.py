@@ -402,6 +402,16 @@ def test_untie_keeps_both():
     assert found.tensors[-1].sources[0].key == "model.embed_tokens.weight"
 
 
+def test_untie_adds_only_what_the_layout_stores():
+    t5 = family("t5_encoder")
+    shapes = tables.tiny(t5, "torchtune")
+    found = map_tensors(t5, "torchtune", "torchtune", shapes, untie=True)
+    assert stored_shapes(found.tensors) == shapes
+    found = map_tensors(t5, "hf", "hf", tables.tiny(t5, "hf"), untie=True, resize={"v": 30})
+    made = stored_shapes(found.tensors)
+    assert made["encoder.embed_tokens.weight"] == made["shared.weight"] == (30, t5.tiny["d"])
+
+
 def test_a_part_does_not_grow_an_output_that_was_left_out():
     shapes = meta()
     del shapes["output.weight"]

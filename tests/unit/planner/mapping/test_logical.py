@@ -24,6 +24,7 @@ from ckptctl.planner.mapping.mapped import (
     require_covered,
 )
 from ckptctl.planner.mapping.matching import match
+from ckptctl.planner.mapping.tensors import map_tensors
 from tests.contract import tables
 from tests.unit.planner.test_strided import Arrays
 
@@ -32,7 +33,9 @@ def entry(name: str, shape: tuple[int, ...], dtype: str = "float32") -> TensorEn
     return TensorEntry(name, dtype, shape, (), (name,))
 
 
-def moved_by_the_tables(known: Family, source: str, target: str, values: Arrays) -> Arrays:
+def moved_by_the_tables(
+    known: Family, source: str, target: str, values: Arrays, resize: Mapping[str, int]
+) -> Arrays:
     """Return what arrays become as the tables say it, by numpy."""
     sizes = tables.tiny_sizes(known)
     logical = {}
@@ -44,8 +47,12 @@ def moved_by_the_tables(known: Family, source: str, target: str, values: Arrays)
         entries = [part_of(values[keys[lead]], known, layout, name, sizes) for lead in sorted(keys)]
         flat = [axis for group in atoms for axis in group]
         array = np.stack(entries).reshape([sizes[axis] for axis in flat]) - leaf.plus
+        for dim, axis in enumerate(flat):
+            if axis in resize:
+                array = resized(array, dim, resize[axis])
         logical[name, indices] = flat, array
-    layout = known.layout(target)
+    known = replace(known, tiny={**known.tiny, **resize})
+    layout, sizes = known.layout(target), tables.tiny_sizes(known)
     shapes = tables.tiny(known, target)
     made = {key: np.full(shape, -1) for key, shape in shapes.items()}
     filled = set()
@@ -88,11 +95,54 @@ def test_tensors_of_another_layout_have_the_elements_that_numpy_moves(name):
         except MappingError:
             continue
         values = tables.numbered(shapes)
-        expected = moved_by_the_tables(known, source, target, values)
-        made = tables.moved(found, values)
-        assert made.keys() == expected.keys()
-        for key, array in made.items():
-            np.testing.assert_array_equal(array, expected[key], f"{source} {key}")
+        expected = moved_by_the_tables(known, source, target, values, {})
+        require_same(tables.moved(found, values), expected)
+
+
+@pytest.mark.parametrize(
+    ("name", "axis"),
+    [
+        *((name, "v") for name in ("llama3", "deepseek_v3", "qwen2_moe", "t5_encoder", "gemma3")),
+        *(("phi3", "f"), ("t5_encoder", "e"), ("gpt_oss", "f")),
+    ],
+)
+@pytest.mark.parametrize("more", [7, -1])
+def test_an_axis_is_cut_or_filled_up_with_zeros(name, axis, more):
+    known = family(name)
+    resize = {axis: known.tiny[axis] + more}
+    lists = tables.tiny_lists(known, known.tiny)
+    for source, target in itertools.product(known.layouts, known.layouts):
+        shapes = tables.tiny(known, source)
+        try:
+            found = map_tensors(
+                known, source, target, shapes, known.tiny, lists=lists, resize=resize
+            )
+        except MappingError:
+            continue
+        values = tables.numbered(shapes)
+        values |= {other: values[kept] for kept, other in found.must_equal}
+        kept = values if source == target else {}
+        expected = kept | moved_by_the_tables(known, source, target, values, resize)
+        require_same(tables.moved(found, values), expected)
+
+
+def test_an_axis_that_no_tensor_has_is_not_resized() -> None:
+    known = family("llama3")
+    with pytest.raises(MappingError, match="no tensor has"):
+        map_tensors(known, "hf", "hf", tables.tiny(known, "hf"), resize={"x": 3})
+
+
+def require_same(made: Arrays, expected: Arrays) -> None:
+    """Require that arrays are as *expected*, and that all others are zeros."""
+    assert expected.keys() <= made.keys()
+    for key, array in made.items():
+        np.testing.assert_array_equal(array, expected.get(key, np.zeros_like(array)), key)
+
+
+def resized(array: np.ndarray, dim: int, size: int) -> np.ndarray:
+    """Return an array with a dimension cut, or filled up with zeros."""
+    more = [(0, max(0, size - n) if at == dim else 0) for at, n in enumerate(array.shape)]
+    return np.pad(array, more).take(range(size), dim)
 
 
 def test_only_a_whole_tensor_in_its_order_is_renamed() -> None:

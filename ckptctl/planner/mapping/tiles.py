@@ -1,54 +1,24 @@
-"""Tensors that change their size: the rows of a vocabulary, the embeddings of tiles."""
+"""The embeddings of tiles, as a grid or as a row for each aspect ratio."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
+from ckptctl.catalog import computed_name
 from ckptctl.errors import MappingError
-from ckptctl.planner.layouts import Layout
 from ckptctl.planner.mapping.logical import stand_in
-from ckptctl.planner.mapping.mapped import MappedTensor, Region, SourceTensor, TargetTensor, Zeros
+from ckptctl.planner.mapping.mapped import (
+    MappedTensor,
+    Omission,
+    Region,
+    SourceTensor,
+    TargetTensor,
+    Zeros,
+)
 
 Ints = tuple[int, ...]
-
-
-def resized(
-    tensors: Sequence[MappedTensor], source: Layout, target: Layout, axis: str, size: int
-) -> tuple[list[MappedTensor], list[Zeros]]:
-    """Return *tensors* with another size of *axis*, and the zeros that fill what is added."""
-    kept: list[MappedTensor] = []
-    zeros: list[Zeros] = []
-    touched = False
-    for mapped in tensors:
-        first, into = mapped.sources[0], mapped.targets[0]
-        read, written = (
-            source.own_dimension(first.key, axis),
-            target.own_dimension(into.key, axis),
-        )
-        if read is None or written is None:
-            kept.append(mapped)
-            continue
-        touched = True
-        shape = into.tensor.shape
-        if size < shape[written]:
-            targets = (
-                TargetTensor(key, tensor.narrow(written, 0, size)) for key, tensor in mapped.targets
-            )
-            mapped = replace(mapped, targets=tuple(targets))
-        elif size > shape[written] and all(one.key != into.key for one in zeros):
-            origin = _with((0,) * len(shape), written, shape[written])
-            added = _with(shape, written, size - shape[written])
-            zeros.append(Zeros(into.key, added, "", origin, first.key))
-        kept.append(mapped)
-    if not touched:
-        raise MappingError(f"no tensor has a separate dimension for axis {axis}")
-    return kept, zeros
-
-
-def _with(sizes: Ints, dim: int, size: int) -> Ints:
-    return (*sizes[:dim], size, *sizes[dim + 1 :])
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,28 +26,13 @@ class Tiling:
     """How one such embedding is stored anew.
 
     Attributes:
-        zeros: Parts of the target that nothing is copied to.
-        equal: Parts of the source that have to be the same.
-        empty: Parts of the source that have to be zero.
+        zeros: Sources of *tensors* that no checkpoint has.
+        omission: What of the source they do not have.
     """
 
     tensors: tuple[MappedTensor, ...]
     zeros: tuple[Zeros, ...]
-    equal: tuple[tuple[Region, Region], ...]
-    empty: tuple[Region, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Padding(Tiling):
-    """Rows of a vocabulary that are left out; what of the source they are has to be zero.
-
-    Attributes:
-        rows: How many there are, with padding.
-        size: How many are left.
-    """
-
-    rows: int
-    size: int
+    omission: Omission = field(default_factory=Omission)
 
 
 def ratios(tiles: int) -> list[tuple[int, int]]:
@@ -124,12 +79,12 @@ class _TileCopies:
 
     def ready_made(self) -> Tiling:
         """Cut the rows of all ratios out of a grid."""
-        tensors = tuple(
+        tensors = [
             self._row(row, height, width)
             for row, (height, width) in enumerate(ratios(self.tiles), 1)
-        )
-        zeros = tuple(self._zeros(one.origin, one.sizes) for one in self._unused(self.target))
-        return Tiling(tensors, zeros, (), ())
+        ]
+        shape = self.rows, self.tiles * self.width
+        return self._filled_up(tensors, [*self._unused(self.target)], shape)
 
     def _row(self, row: int, height: int, width: int) -> MappedTensor:
         """Return the copy of one ratio."""
@@ -143,7 +98,7 @@ class _TileCopies:
     def gridded(self) -> Tiling:
         """Put a grid together from the rows of all ratios."""
         tensors: list[MappedTensor] = []
-        zeros: list[Zeros] = []
+        unused: list[Region] = []
         equal: list[tuple[Region, Region]] = []
         for place in ((y, x) for y in range(self.tiles) for x in range(self.tiles)):
             held = list(self._of(place))
@@ -152,9 +107,10 @@ class _TileCopies:
                 equal += [(held[0], other) for other in held[1:]]
             else:
                 origin = (*place, *[0] * len(self.inner))
-                zeros.append(self._zeros(origin, (1, 1, *self.inner)))
-        empty = tuple(self._unused(self.source))
-        return Tiling(tuple(tensors), tuple(zeros), tuple(equal), empty)
+                unused.append(Region(self.target, origin, (1, 1, *self.inner)))
+        found = self._filled_up(tensors, unused, (self.tiles, self.tiles, *self.inner))
+        omission = Omission(tuple(equal), tuple(self._unused(self.source)))
+        return replace(found, omission=omission)
 
     def _of(self, place: tuple[int, int]) -> Iterator[Region]:
         """Yield where the rows hold a place of the grid."""
@@ -183,5 +139,18 @@ class _TileCopies:
             if used < total:
                 yield Region(key, (row, used), (1, total - used))
 
-    def _zeros(self, origin: Ints, shape: Ints) -> Zeros:
-        return Zeros(self.target, shape, "", origin, self.source)
+    def _filled_up(
+        self, tensors: list[MappedTensor], unused: Sequence[Region], shape: Ints
+    ) -> Tiling:
+        """Fill the *unused* parts of a target of *shape* with zeros."""
+        zeros = [
+            Zeros(computed_name(f"{key}@{origin}"), sizes, like=self.source)
+            for key, origin, sizes in unused
+        ]
+        for made, region in zip(zeros, unused, strict=True):
+            tensor = stand_in(0, made.shape)
+            for dim, (start, size) in enumerate(zip(region.origin, shape, strict=True)):
+                tensor = tensor.place(dim, start, size)
+            same = MappedTensor.same(made.key, self.target, made.shape)
+            tensors.append(replace(same, targets=(TargetTensor(self.target, tensor),)))
+        return Tiling(tuple(tensors), tuple(zeros))
