@@ -187,13 +187,6 @@ def test_composed_tensors_have_names_in_both_checkpoints() -> None:
     ]
 
 
-def test_a_composed_tensor_is_as_long_as_its_longest_part() -> None:
-    (first,) = compose(fused("a")).values()
-    rows = ComposedTensor.same("zeros", "ab", (2,))
-    more = first + replace(rows, tensor=rows.tensor.place(0, 4, 6))
-    assert (more.shape, more.is_covered, more.renames) == ((6,), False, False)
-
-
 def test_parts_of_different_dtypes_are_refused() -> None:
     entries = {"a": entry("a", (2,)), "b": entry("b", (2,), "bfloat16")}
     with pytest.raises(MappingError, match="float32 and bfloat16") as caught:
