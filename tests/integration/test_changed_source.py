@@ -19,7 +19,7 @@ from ckptctl.errors import ChangedError, DamagedError, RefusedError
 from ckptctl.file_identity import FileIdentity
 from ckptctl.formats import checksums
 from ckptctl.ops.conversion import convert
-from ckptctl.ops.conversion.contents import collect_contents
+from ckptctl.ops.conversion.contents import list_output_tensors
 from ckptctl.ops.conversion.options import ConversionOptions
 from ckptctl.storage.execution.journal import Done, Journal
 from ckptctl.storage.execution.lanes import Unit
@@ -84,9 +84,9 @@ def test_another_one_takes_its_place_before_the_plan(
     def replaced(*given: Any) -> Any:
         source.rename(tmp_path / "gone")
         (tmp_path / "other").rename(source)
-        return collect_contents(*given)
+        return list_output_tensors(*given)
 
-    monkeypatch.setattr(convert, "collect_contents", replaced)
+    monkeypatch.setattr(convert, "list_output_tensors", replaced)
     with pytest.raises(ChangedError, match="changed") as caught:
         ckptctl.plan_conversion(source, tmp_path / "out", to="dcp")
     assert "another file has replaced it" in str(caught.value.why)

@@ -36,7 +36,7 @@ def config_files(draft: Draft) -> Draft:
     cast = (options.dtype or options.dequantize) is not None
     dtype = None
     if cast or CONFIG not in assets.documents:
-        own = compose(change.tensors, draft.model.root, draft.kept_root)
+        own = compose(change.tensors, draft.model.root, draft.output_root)
         plain = draft.quantization.plain if draft.quantization else draft.tensors
         dtype = main_dtype([tensor for tensor in plain if tensor.name in own])
     written = _written(assets, target, change, draft.ranks, dtype, cast)
@@ -46,7 +46,7 @@ def config_files(draft: Draft) -> Draft:
         if spelled_earlier != (config or {}):
             written[CONFIG] = config = spelled_earlier
     if draft.quantization:
-        written[CONFIG] = draft.quantization.described(config)
+        written[CONFIG] = draft.quantization.with_quantization_config(config)
     if target.name == "hf":
         draft.notes.add(*_about_transformers(draft, written))
         if not draft.quantization:

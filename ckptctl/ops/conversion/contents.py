@@ -20,7 +20,7 @@ from ckptctl.ops.conversion.leaves import (
     unpacked,
     unrooted,
 )
-from ckptctl.ops.conversion.part import skip_parts
+from ckptctl.ops.conversion.selection import skip_parts
 from ckptctl.ops.conversion.training import Rest, follow
 from ckptctl.ops.recognition.layout_change import (
     LayoutRequest,
@@ -36,7 +36,7 @@ from ckptctl.planner.layouts import HF
 from ckptctl.planner.mapping.mapped import ComposedTensor, LogicalSource
 
 
-def map_layout(draft: Draft) -> Draft:
+def plan_layout_change(draft: Draft) -> Draft:
     """Say what the model's tensors become, and what a user should know of it."""
     options, target, root = draft.options, draft.target, draft.model.root
     # To copy what is tied is content where nothing is.
@@ -50,11 +50,11 @@ def map_layout(draft: Draft) -> Draft:
         partial=bool(options.include or options.exclude or draft.missing),
         vocab=options.vocab_size,
         pads=target.pads,
-        whole=draft.whole,
+        whole=draft.expected_names,
         missing={name.removeprefix(root) for name in draft.missing},
         trust_assets=options.trust_assets,
     )
-    if draft.model.inside and not draft.everything:
+    if draft.model.inside and not draft.includes_training_state:
         require_one_model(draft.model)
     tensors = draft.selection.tensors
     change = change_layout(draft.model, tensors, asked)
@@ -63,7 +63,7 @@ def map_layout(draft: Draft) -> Draft:
     draft.notes.extend(change.notes)
     draft = replace(draft, change=change)
     # Names become Hugging Face's only in that they are in its files.
-    cut = bool(root) and not draft.everything
+    cut = bool(root) and not draft.includes_training_state
     new = target.layout == HF and (cut or formats.get(draft.catalog.format).layout != HF)
     if new and not (change.family or draft.model.candidates or draft.is_adapter):
         hint = root_hint(draft.model)
@@ -71,27 +71,31 @@ def map_layout(draft: Draft) -> Draft:
     return skip_parts(draft, change.left_out) if change.left_out or draft.missing else draft
 
 
-def collect_contents(draft: Draft) -> Draft:
+def list_output_tensors(draft: Draft) -> Draft:
     """Say what becomes of the selected part, and find its bytes, whose coverage is proven."""
     root, target, notes, change = draft.model.root, draft.target, draft.notes, draft.change
     apart = notes.reasons("skipped").keys() | draft.missing.keys()
     catalog, parts = _with_values(draft, apart) if draft.catalog.blobs else (draft.catalog, {})
     outside = dict.fromkeys(leaf for n in draft.selection.rest for leaf in parts.get(n, (n,)))
-    rest = follow(catalog, tuple(outside), root, change) if draft.everything else Rest()
+    rest = (
+        follow(catalog, tuple(outside), root, change) if draft.includes_training_state else Rest()
+    )
     homeless: list[str] = []
-    packed = inside_model(catalog, parts, outside, root, draft.everything) if parts else ()
+    packed = (
+        inside_model(catalog, parts, outside, root, draft.includes_training_state) if parts else ()
+    )
     for item, path in packed:
-        if change.identity or draft.everything:
+        if change.identity or draft.includes_training_state:
             rest.tensors[item.key], rest.paths[item.key] = item, path
         else:
             homeless += item.keys
-    catalog, model = apply_change(catalog, change, root, draft.kept_root)
+    catalog, model = apply_change(catalog, change, root, draft.output_root)
     catalog = with_sums(with_zeros(catalog, rest.zeros, ""), rest.tensors.values())
     mapped = {**model, **rest.tensors}
     equal = [(root + kept, root + dropped) for kept, dropped in change.must_equal]
     equal += rest.must_equal
     read = {key for composed in mapped.values() for key in composed.keys}
-    taken = {name: origin for name, origin in draft.taken.items() if name in read}
+    taken = {name: origin for name, origin in draft.filled_from.items() if name in read}
     read |= {name for pair in equal for name in pair}
     read |= {root + name for name in change.must_be_zero}
     bytes_of = located(catalog, [name for name in catalog.tensors if name in read])
@@ -108,10 +112,10 @@ def collect_contents(draft: Draft) -> Draft:
             continue
         if not target.nested:
             notes.explain("skipped", {name: f"{target.name} stores only tensors"})
-        elif not change.identity and not draft.everything:
+        elif not change.identity and not draft.includes_training_state:
             homeless.append(name)
         else:
-            blobs.append(blob if draft.everything else unrooted(blob, root))
+            blobs.append(blob if draft.includes_training_state else unrooted(blob, root))
     no_place = f"layout {change.target_layout} cannot store it"
     notes.explain("skipped", dict.fromkeys(homeless, no_place))
     return replace(
@@ -121,7 +125,7 @@ def collect_contents(draft: Draft) -> Draft:
         tensors=tensors,
         blobs=blobs,
         must_equal=tuple(equal),
-        taken=taken,
+        filled_from=taken,
     )
 
 
@@ -186,8 +190,8 @@ def _paths(
                 why="tensors in a checkpoint must have names",
             )
         if draft.change.identity and not copied:
-            placed[key] = old if draft.everything else inside(old, draft.model.root)
-        elif draft.everything:
+            placed[key] = old if draft.includes_training_state else inside(old, draft.model.root)
+        elif draft.includes_training_state:
             head, prefix = container(old, draft.model.root) if draft.model.root else ((), "")
             placed[key] = (*head, key.removeprefix(prefix))
         else:

@@ -3,9 +3,21 @@
 :func:`plan_conversion` decides everything and writes nothing; :func:`run_conversion` carries out
 exactly that plan and publishes the result in one step.
 
-A plan is made by stages, which every conversion has, and by steps (:mod:`.steps`), which options
-ask for. Stages and steps take a :class:`~.draft.Draft`, which describes the output as far as it is
-decided, and return one that decides more.
+Stages run for every conversion, steps (:mod:`.steps`) if an option asks for them. Most take a
+:class:`~.draft.Draft` and return an updated copy, in this order:
+
+1. ``open_draft`` reads the index of the source and its configuration.
+2. Steps at ``source`` change what detection sees: quantized tensors become virtual plain ones.
+3. ``understand_model`` detects model type, layout and prefix.
+4. Steps at ``model`` add or replace tensors before they are selected: ``--fill-from``.
+5. ``select_tensors`` applies ``--include`` and the like, and requires the model to be complete.
+6. ``plan_layout_change`` and ``list_output_tensors`` say which elements each tensor of the output
+   has, and prove that stored boxes cover them.
+7. Steps at ``output`` change tensors before their bytes get a place: ``--quantize``.
+8. ``lay_out`` and ``add_side_files`` give everything a place in files; ``build_plan`` freezes it.
+
+Dequantizing, casting and quantizing are planned here and computed while tensors are copied.
+Planning reads values that are no tensors and small tensors such as scales, no weights.
 """
 
 from __future__ import annotations
@@ -16,13 +28,13 @@ from pathlib import Path
 
 from ckptctl import families
 from ckptctl.notes import Notes
-from ckptctl.ops.conversion.contents import collect_contents, map_layout
+from ckptctl.ops.conversion.contents import list_output_tensors, plan_layout_change
 from ckptctl.ops.conversion.executable import build_plan
 from ckptctl.ops.conversion.laying_out import add_side_files, lay_out, open_reference
 from ckptctl.ops.conversion.opening import explain_errors, open_draft, understand_model
 from ckptctl.ops.conversion.options import ConversionOptions
-from ckptctl.ops.conversion.part import choose_part
 from ckptctl.ops.conversion.plan import ConversionPlan, ConversionResult, describe_plan
+from ckptctl.ops.conversion.selection import select_tensors
 from ckptctl.ops.conversion.steps import Step, apply_steps, steps_for
 from ckptctl.ops.conversion.summary import summarize
 from ckptctl.ops.conversion.writing import require_ready, write_output
@@ -50,31 +62,37 @@ def plan_conversion(src: str | Path, dst: str | Path, options: ConversionOptions
 def plan_with_steps(
     src: str | Path, dst: str | Path, options: ConversionOptions, *extra_steps: Step
 ) -> ConversionPlan:
-    """Decide everything about a conversion, with steps besides those that options ask for."""
+    """Decide everything about a conversion, with steps besides those that options ask for.
+
+    ``merge`` and ``prune`` add theirs this way.
+    """
     steps = [*steps_for(options), *extra_steps]
     draft = open_draft(src, dst, options)
     draft = apply_steps(steps, "source", draft)
     draft = understand_model(draft)
     with explain_errors(draft):
         draft = apply_steps(steps, "model", draft)
-        # Notes about files next to the source are known last, and printed before those that follow.
+        # Notes about side files come between those so far and later ones, but are known last.
         source_notes, draft = draft.notes, replace(draft, notes=Notes())
         if options.like is not None:
             draft = replace(draft, like=open_reference(options.like, draft.target))
-        draft = choose_part(draft)
-        draft = map_layout(draft)
-        draft = unquantized = collect_contents(draft)
+        draft = select_tensors(draft)
+        draft = plan_layout_change(draft)
+        draft = before_output_steps = list_output_tensors(draft)
         draft = apply_steps(steps, "output", draft)
         draft = lay_out(draft)
         draft = add_side_files(draft)
         plan = build_plan(draft)
-    return describe_plan(draft, plan, summarize(unquantized, draft), source_notes)
+    return describe_plan(draft, plan, summarize(before_output_steps, draft), source_notes)
 
 
 def run_conversion(
     plan: ConversionPlan, progress: Advance | None = None, ranks: Coordinator | None = None
 ) -> ConversionResult:
-    """Carry out *plan* and publish the output, whole or not at all.
+    """Carry out *plan* and publish the output.
+
+    ``require_ready`` reads what the plan drops as a duplicate or as zeros and proves it. Checksums
+    that the source records are compared while its bytes are copied.
 
     Args:
         plan: What :func:`plan_conversion` returned.
@@ -82,8 +100,9 @@ def run_conversion(
         ranks: Ranks that carry it out together, each with the same plan, or None for this process.
 
     Raises:
-        CkptError: The conversion failed. Source and destination are unchanged: an output that
-            fails the verification after it was published is withdrawn, and the error says so.
+        CkptError: The conversion failed. The source is unchanged. So is the destination, unless the
+            error says otherwise: a directory that cannot be synced, or an output that was found
+            damaged after it was published and cannot be withdrawn.
     """
     start = time.monotonic()
     ranks, notes = ranks or Alone(), Notes()

@@ -1,4 +1,4 @@
-"""A conversion while it is planned: what is read, what becomes of it, and what is still open."""
+"""A conversion while it is planned: inputs, tensors of the output, and where they are written."""
 
 from __future__ import annotations
 
@@ -27,20 +27,20 @@ HEAD = "lm_head"
 
 @dataclass(frozen=True, slots=True)
 class Quantization:
-    """What of an output is quantized, and how.
+    """The quantized tensors of an output.
 
     Attributes:
-        recipe: How.
-        plain: The tensors that the output would have without.
-        parts: For each quantized tensor, and each of its scales, the plain one it stands for.
+        recipe: The scheme.
+        plain: The tensors of the output before quantization.
+        parts: The plain tensor of each quantized tensor and of each of its scales, by name.
     """
 
     recipe: Recipe
     plain: tuple[OutputTensor, ...]
     parts: Mapping[str, str]
 
-    def described(self, config: Mapping[str, object] | None) -> Mapping[str, object]:
-        """Return config.json with what programs have to know of it."""
+    def with_quantization_config(self, config: Mapping[str, object] | None) -> Mapping[str, object]:
+        """Return config.json with its ``quantization_config``."""
         if config is None:
             raise MappingError(
                 f"{spell_option('--quantize')} requires config.json, which is missing",
@@ -48,7 +48,7 @@ class Quantization:
                 hint=f"pass {spell_option('--assets DIR')} to copy it from the trained model's "
                 "folder",
             )
-        return {**config, QUANTIZATION: self.recipe.config(self.ignored)}
+        return {**config, QUANTIZATION: self.recipe.config(self.ignored_modules)}
 
     @property
     def weights(self) -> tuple[str, ...]:
@@ -56,20 +56,21 @@ class Quantization:
         return tuple(dict.fromkeys(self.parts.values()))
 
     @property
-    def left(self) -> tuple[OutputTensor, ...]:
-        """Return the matrices, and stacks of such, that stay as they are."""
+    def unquantized(self) -> tuple[OutputTensor, ...]:
+        """Return matrices, and stacks of matrices, that are not quantized."""
         made = set(self.weights)
         return tuple(one for one in self.plain if one.name not in made and len(one.shape) > 1)
 
     @property
-    def ignored(self) -> tuple[str, ...]:
-        """Return the modules of these; stacked experts are parameters of one.
+    def ignored_modules(self) -> tuple[str, ...]:
+        """Return the names of modules for the configuration's list of ignored modules.
 
-        A head that is tied to the embeddings is no tensor of its own, and stays as they do.
+        Stacked experts are listed by their parent module. A tied lm_head has no tensor of its own
+        and is listed, too.
         """
-        stacks = (one.name for one in self.left if len(one.shape) > 2)
+        stacks = (one.name for one in self.unquantized if len(one.shape) > 2)
         apart = {name: name.rpartition(".")[0] for name in stacks if not name.endswith(WEIGHT)}
-        named = (apart.get(one.name, one.name) for one in self.left)
+        named = (apart.get(one.name, one.name) for one in self.unquantized)
         found = (name for name in named if name.endswith(WEIGHT) or name in apart.values())
         tied = not any(one.name.endswith(f"{HEAD}{WEIGHT}") for one in self.plain)
         return tuple(dict.fromkeys((*(n.removesuffix(WEIGHT) for n in found), *[HEAD] * tied)))
@@ -77,37 +78,46 @@ class Quantization:
 
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """A checkpoint on its way to the output; each stage and step takes one and returns one.
+    """The plan of a conversion under construction; each stage and step takes one and returns one.
 
-    What no stage has decided yet is empty.
+    Fields are grouped by the function that sets them. Until then they are empty, except *model* and
+    *inputs*, which begin as the checkpoint that was opened.
 
     Attributes:
-        options: What is asked for.
+        options: What is asked for. This and the next six are set by ``open_draft``.
         target: The format that is written.
         destination: Where the output is made.
-        source: The checkpoint as it was opened.
-        assets: Its configuration and side files.
-        model: The model, in the checkpoint as steps have changed it.
-        inputs: That checkpoint with the bytes of the tensors that are read.
-        notes: Collects what is said while it is planned.
-        like: The checkpoint whose division into files is reused, or None.
-        base: The checkpoint that missing tensors are taken from, or None.
-        taken: Names of the tensors of *base* in the model's checkpoint, and what they are there; of
-            several that become one, the first.
-        origins: Names in *source* of tensors that the model's checkpoint calls otherwise.
-        selection: The leaves that are converted.
-        whole: Names in the model of all tensors that it should have, selected or not.
-        missing: What would be converted if it were there and complete, and why it is not.
-        change: How the model's layout changes.
-        mapped: What each tensor of the output is made of, by its name.
+        source: The checkpoint as it was opened. No step changes it.
+        assets: Its configuration and side files, which ``--dequantize`` and ``--fill-from`` change.
+        model: The checkpoint as steps have changed it, and from ``understand_model`` on its model
+            type, layout and prefix.
+        inputs: The same checkpoint with the places of the bytes that are read, and with virtual
+            tensors, from ``list_output_tensors`` on.
+        notes: Collects notes for the user.
+        like: The checkpoint whose division into files is reused (``--like``), or None.
+        base: The checkpoint that missing tensors are taken from, or None. Set by ``--fill-from``,
+            as the next two.
+        filled_from: Tensors that are taken from *base*: name in the model's checkpoint to name in
+            *base*, the first if several are merged into one.
+        origins: Tensors that were renamed for it: name in the model's checkpoint to name in
+            *source*.
+        selection: Tensors and other values that are converted. Set by ``select_tensors``, as the
+            next two.
+        expected_names: Names of all tensors that the model should have, selected or not.
+        missing: Names of what cannot be converted because it is absent or incomplete, and why.
+        change: How tensors of one layout become those of another. Set by ``plan_layout_change``.
+        mapped: The tensors of the output by name, as elements of tensors of *inputs*. Set by
+            ``list_output_tensors``, as the next three.
         tensors: The tensors of the output, in order.
-        blobs: Its other leaves.
-        must_equal: Names in the source, kept and dropped, whose bytes have to be the same.
-        quantization: What is quantized on the way, or None.
-        output: Where everything goes in the files of the output.
-        strings: The strings that these files carry.
-        written: Files beside them, with what is in them.
-        copies: Files beside them that are copied.
+        blobs: The values of the output that are no tensors.
+        must_equal: Pairs of names in *inputs*, kept and dropped. Before anything is written,
+            ``run_conversion`` proves that their bytes are the same.
+        quantization: The tensors that are quantized while they are copied, or None. Set by
+            ``--quantize``.
+        output: Where each tensor lies in the files of the output. Set by ``lay_out``, as the next.
+        strings: Metadata strings of these files.
+        written: Side files that are written, by name. Set by ``add_side_files``, as the next.
+        copies: Side files that are copied.
     """
 
     options: ConversionOptions
@@ -120,10 +130,10 @@ class Draft:
     notes: Notes = field(default_factory=Notes)
     like: Catalog | None = None
     base: Catalog | None = None
-    taken: Mapping[str, str] = field(default_factory=dict)
+    filled_from: Mapping[str, str] = field(default_factory=dict)
     origins: Mapping[str, str] = field(default_factory=dict)
     selection: Selection = field(default_factory=lambda: Selection("", {}, {}, ()))
-    whole: tuple[str, ...] = ()
+    expected_names: tuple[str, ...] = ()
     missing: Mapping[str, str] = field(default_factory=dict)
     change: Change = field(default_factory=lambda: Change(None, None, None, ()))
     mapped: Mapping[str, ComposedTensor] = field(default_factory=dict)
@@ -142,7 +152,7 @@ class Draft:
         return self.model.catalog
 
     def with_catalog(self, catalog: Catalog) -> Draft:
-        """Return the same of a changed checkpoint."""
+        """Return the draft with another checkpoint to convert."""
         return replace(self, model=replace(self.model, catalog=catalog))
 
     def argument_of(self, step: str) -> str:
@@ -156,20 +166,20 @@ class Draft:
         return is_adapter(self.catalog.tensors)
 
     @property
-    def everything(self) -> bool:
-        """Whether what surrounds the model is converted, too; then the model keeps its prefix."""
+    def includes_training_state(self) -> bool:
+        """Whether ``--only all`` was given: training state is converted, prefixes are kept."""
         return self.options.only == "all"
 
     @property
-    def kept_root(self) -> str:
+    def output_root(self) -> str:
         """Prefix of the model's names in the output."""
-        return self.model.root if self.everything else ""
+        return self.model.root if self.includes_training_state else ""
 
     @property
     def layout(self) -> str | None:
         """Layout to write, or None for that of the source.
 
-        Transformers reads models without their head under either kind of names.
+        A model without a head keeps its names (``layers.0``): transformers loads these, too.
         """
         own, adapted = self.model.layout, self.target.adapter_layouts
         if self.options.to_layout:

@@ -114,8 +114,8 @@ def provenance(draft: Draft) -> dict[str, object]:
         found["quantized"] = draft.quantization.recipe.name
     if draft.missing:
         found["missing"] = list(draft.missing)
-    if draft.base and draft.taken:
-        name, taken = last_name(draft.base.path), list(draft.taken)
+    if draft.base and draft.filled_from:
+        name, taken = last_name(draft.base.path), list(draft.filled_from)
         found["filled"] = {"name": name, "format": draft.base.format, "tensors": taken}
     return found
 

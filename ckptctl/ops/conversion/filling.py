@@ -116,7 +116,7 @@ class _Filling:
             assets=self.assets,
             model=replace(known, catalog=catalog, described=self.assets.described),
             base=self.base.catalog,
-            taken={one.name: self.origin[key] for key, one in taken.items()},
+            filled_from={one.name: self.origin[key] for key, one in taken.items()},
             origins=self.origins,
         )
 

@@ -248,7 +248,11 @@ class ConversionPlan(
     @property
     def unquantized(self) -> Annotated[dict[str, int], JsonField()]:
         """Matrices that `--quantize` does not quantize: bytes by name."""
-        return {one.name: one.nbytes for one in self.quantization.left} if self.quantization else {}
+        return (
+            {one.name: one.nbytes for one in self.quantization.unquantized}
+            if self.quantization
+            else {}
+        )
 
     @property
     def arithmetic(self) -> Annotated[bool, JsonField("whether elements are cast")]:
@@ -325,8 +329,8 @@ def describe_plan(
         output=draft.tensors,
         plan=plan,
         must_equal=draft.must_equal,
-        taken=draft.taken,
-        base=draft.base.path if draft.base and draft.taken else None,
+        taken=draft.filled_from,
+        base=draft.base.path if draft.base and draft.filled_from else None,
         summary=summary,
         log=notes,
         free_bytes=draft.destination.free_bytes(),

@@ -57,7 +57,10 @@ def quantize(draft: Draft) -> Draft:
 
 
 def _note(made: Quantization) -> str:
-    names, nbytes = [one.name for one in made.left], sum(one.nbytes for one in made.left)
+    names, nbytes = (
+        [one.name for one in made.unquantized],
+        sum(one.nbytes for one in made.unquantized),
+    )
     kept = f"; skipped {counted(len(names), 'tensor')}, {format_bytes(nbytes)}"
     left = f"{kept} ({listed(names)})" if names else ""
     return f"quantized {counted(len(made.weights), 'weight')} to {made.recipe.title}{left}"
@@ -170,7 +173,7 @@ def _linear(draft: Draft) -> dict[str, Role]:
         )
     roles = Roles(family, family.layout(layout))
     own = {target.key for item in change.tensors for target in item.targets}
-    keys = ((one, one.name.removeprefix(draft.kept_root)) for one in draft.tensors)
+    keys = ((one, one.name.removeprefix(draft.output_root)) for one in draft.tensors)
     found = {one.name: roles.of(key, one.shape) for one, key in keys if key in own}
     return {name: role for name, role in found.items() if role != "other"}
 

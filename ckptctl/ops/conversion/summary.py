@@ -164,7 +164,7 @@ class _Origins:
 
     def __init__(self, draft: Draft) -> None:
         self._source, self._catalog = draft.source, draft.inputs
-        self._names, self._taken = draft.origins, draft.taken
+        self._names, self._taken = draft.origins, draft.filled_from
         self._known: dict[str, frozenset[str]] = {}
 
     def of(self, key: str) -> frozenset[str]:

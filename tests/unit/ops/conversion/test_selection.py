@@ -16,7 +16,7 @@ import ckptctl
 from ckptctl import formats
 from ckptctl.catalog import Box, Catalog, Extent, Finding
 from ckptctl.errors import DamagedError
-from ckptctl.ops.conversion.part import dependent, find_missing
+from ckptctl.ops.conversion.selection import dependent, find_missing
 from ckptctl.ops.verification.items import differing, require_equal
 
 

@@ -35,7 +35,7 @@ SETTINGS = "param_groups"
 EXTRA_STATE = "._extra_state/"
 
 
-def choose_part(draft: Draft) -> Draft:
+def select_tensors(draft: Draft) -> Draft:
     """Select what is converted, as options say, and of that what is complete."""
     catalog, options, root, notes = draft.catalog, draft.options, draft.model.root, draft.notes
     names, files = find_missing(draft.source) if options.allow_missing else ({}, {})
@@ -43,20 +43,24 @@ def choose_part(draft: Draft) -> Draft:
     if draft.target.training:
         selection = _with_states_of_modules(selection, catalog)
     whole = tuple(selection.tensors)
-    if selection.rest and not draft.everything:
+    if selection.rest and not draft.includes_training_state:
         why = f"not part of the model ({draft.keep_hint})"
         notes.explain("skipped", dict.fromkeys(selection.rest, why))
     lost = (name for name in names if name.startswith(root) and name not in catalog.blobs)
     there = dict.fromkeys((*whole, *(name.removeprefix(root) for name in lost)))
     lacking = lacks(draft.model, there, draft.layout)
     selection, unwanted = chosen(
-        selection, options.include, options.exclude, draft.everything, lacking.names
+        selection, options.include, options.exclude, draft.includes_training_state, lacking.names
     )
     if unwanted:
         chosen_by = f"{spell_option('--include')}, {spell_option('--exclude')}"
         notes.explain("skipped", dict.fromkeys(unwanted, f"not selected ({chosen_by})"))
     nothing = not catalog.tensors and (names or files)
-    if not selection.tensors and not nothing and not (draft.everything and selection.rest):
+    if (
+        not selection.tensors
+        and not nothing
+        and not (draft.includes_training_state and selection.rest)
+    ):
         raise MappingError(
             "no tensors to convert",
             where=catalog.path,
@@ -85,7 +89,7 @@ def choose_part(draft: Draft) -> Draft:
     whole += lacking.names if lacking.certain else ()
     notes.add(*(drop_structure_claim(lacking.doubts) if missing else lacking.doubts))
     missing |= lacking.missing
-    return replace(draft, selection=selection, whole=whole, missing=missing)
+    return replace(draft, selection=selection, expected_names=whole, missing=missing)
 
 
 def skip_parts(draft: Draft, parts: Mapping[str, str]) -> Draft:
@@ -96,7 +100,7 @@ def skip_parts(draft: Draft, parts: Mapping[str, str]) -> Draft:
     root, selection = draft.model.root, draft.selection
     gone = {**draft.missing, **{root + name: why for name, why in parts.items()}}
     model = {root + name for name in (*selection.tensors, *parts)} | gone.keys()
-    outside = selection.rest if draft.everything else ()
+    outside = selection.rest if draft.includes_training_state else ()
     missing = {**dependent(gone, model, outside, root), **gone}
     draft.notes.explain("missing", missing)
     return replace(draft, selection=_without(selection, missing), missing=missing)
@@ -105,7 +109,7 @@ def skip_parts(draft: Draft, parts: Mapping[str, str]) -> Draft:
 def _is_wanted(draft: Draft, name: str) -> bool:
     """Return whether a leaf that is not there would be converted if it were."""
     globs = draft.options.include, draft.options.exclude
-    return wanted(draft.catalog, name, draft.model.root, *globs, draft.everything)
+    return wanted(draft.catalog, name, draft.model.root, *globs, draft.includes_training_state)
 
 
 def _with_states_of_modules(selection: Selection, catalog: Catalog) -> Selection:
@@ -124,7 +128,7 @@ def _incomplete(
     """Return the model's tensors that only *names* tells of, and what is not written, and why."""
     catalog, root = draft.catalog, draft.model.root
     here = {root + name for name in (*selection.tensors, *selection.blobs)}
-    outside = selection.rest if draft.everything else ()
+    outside = selection.rest if draft.includes_training_state else ()
     there = {*here, *outside}
     absent = names.keys() - catalog.tensors.keys() - catalog.blobs.keys()
     lacking = {
