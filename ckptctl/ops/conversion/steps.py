@@ -1,7 +1,8 @@
-"""The steps of a conversion that options ask for: what only some conversions do, by its place.
+"""Optional steps of a conversion, by the place in the pipeline where they run.
 
 A step is imported when an option asks for it, so the pipeline depends on none. Other packages add
-steps by entry points ``ckptctl.steps``, which ``--step`` asks for.
+steps by entry points ``ckptctl.steps``, which ``--step`` asks for; see
+``docs/how-to/add-a-step.md``.
 """
 
 from __future__ import annotations
@@ -13,9 +14,11 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Literal
 
 from ckptctl import installed
+from ckptctl.errors import MappingError, listed
 from ckptctl.ops.conversion.draft import Draft
 from ckptctl.ops.conversion.options import ConversionOptions
 from ckptctl.ops.option_checks import STEPS
+from ckptctl.units import counted
 
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
@@ -55,7 +58,13 @@ def _late(module: str, function: str) -> Callable[[Draft], Draft]:
 
 BUILT_IN = (
     Step("experts", "source", 10, _late("expert_adapters", "convert_experts"), "experts"),
-    Step("dequantize", "source", 20, _late("conversion.dequantizing", "dequantize"), "dequantize"),
+    Step(
+        "dequantize",
+        "source",
+        20,
+        _late("conversion.dequantizing", "dequantize"),
+        "dequantize",
+    ),
     Step("stacks", "model", 10, _late("expert_adapters", "keep_stacks"), "experts=stacked"),
     Step("fill", "model", 20, _late("conversion.filling", "fill_from_base"), "fill_from"),
     Step("quantize", "output", 10, _late("conversion.quantizing", "quantize"), "quantize"),
@@ -86,8 +95,27 @@ def steps_for(options: ConversionOptions) -> list[Step]:
 
 
 def apply_steps(steps: Iterable[Step], place: Place, draft: Draft) -> Draft:
-    """Carry out those of *steps* that are at *place*, in their order."""
+    """Carry out those of *steps* that are at *place*, in their order.
+
+    Raises:
+        MappingError: A step drops tensors of the output, which no summary would mention.
+    """
     for step in sorted(steps, key=lambda step: step.order):
         if step.place == place:
-            draft = step.apply(draft)
+            before, draft = draft, step.apply(draft)
+            kept = _inputs_of(draft)
+            dropped = [key for key in _inputs_of(before) if key not in kept]
+            if dropped and draft.quantization is before.quantization:
+                raise MappingError(
+                    f"step `{step.name}` drops {counted(len(dropped), 'tensor')}",
+                    where=listed(dropped),
+                    why="a step at `output` must keep every tensor",
+                    hint="drop tensors in a step at `model`",
+                )
     return draft
+
+
+def _inputs_of(draft: Draft) -> dict[str, None]:
+    """Return the names in ``draft.inputs`` of the tensors that are read for the output."""
+    written = [draft.mapped[tensor.name] for tensor in draft.tensors]
+    return dict.fromkeys(key for composed in written for key in composed.keys)

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from ckptctl.catalog import Computed, computed_name
-from ckptctl.errors import UsageError
+from ckptctl.errors import MappingError, UsageError
 from ckptctl.ops.conversion import steps
 from ckptctl.ops.conversion.convert import plan_with_steps, run_conversion
 from ckptctl.ops.conversion.draft import Draft
@@ -139,3 +139,13 @@ def test_the_argument_of_a_step(
     options = ConversionOptions(to="hf", step=("mine=a=b", "other"))
     plan_with_steps(source, tmp_path / "out", options)
     assert said == ["a=b", "", ""] * 2
+
+
+def test_a_step_at_the_output_drops_no_tensor(source: Path, tmp_path: Path) -> None:
+    def drop(draft: Draft) -> Draft:
+        return replace(draft, tensors=draft.tensors[1:])
+
+    step = Step("drop", "output", 50, drop)
+    with pytest.raises(MappingError, match="step `drop` drops 1 tensor") as caught:
+        plan_with_steps(source, tmp_path / "out", ConversionOptions(to="hf"), step)
+    assert caught.value.where == "`a`"
