@@ -44,6 +44,7 @@ from ckptctl.results import JsonField, Result
 from ckptctl.storage.kinds import can_overflow
 from ckptctl.storage.kinds.lora import Change
 from ckptctl.storage.paths import named
+from ckptctl.units import counted
 
 ORDER = "pass the base model before the adapter: `ckptctl merge BASE ADAPTER DST`"
 LARGEST = 256 << 20
@@ -269,11 +270,12 @@ class Merging:
         for delta in changes:
             rank, columns = delta.a.shape
             scale = self.settings.scale(delta.factors[0], rank)
-            if 4 * rank * columns > LARGEST:
+            nbytes = 4 * rank * columns
+            if nbytes > LARGEST:
                 raise RefusedError(
                     f"rank {rank:,} is too high to merge in bounded memory",
                     where=f"tensor `{delta.a.parts[0].of.name}`",
-                    why=f"A has {4 * rank * columns:,} bytes in fp32; the limit is {LARGEST:,}",
+                    why=f"A has {counted(nbytes, 'byte')} in fp32; the limit is {LARGEST:,}",
                 )
             self.scales.add(scale)
             parts = (delta.a, delta.b, delta.magnitude)
