@@ -11,7 +11,6 @@ from collections.abc import Mapping
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from types import MappingProxyType
 from typing import NamedTuple
 
 from ckptctl.catalog import Box, Catalog, Extent, TensorEntry
@@ -19,12 +18,13 @@ from ckptctl.errors import MappingError, MissingTensorsError, RefusedError, Usag
 from ckptctl.notes import Notes
 from ckptctl.ops.conversion.assets import describe_plain, gather
 from ckptctl.ops.conversion.checks import keep_together
-from ckptctl.ops.conversion.training import follow
+from ckptctl.ops.conversion.training import Rest, follow
 from ckptctl.ops.recognition.layout_change import (
     LayoutRequest,
     apply_change,
     change_layout,
     with_sums,
+    with_zeros,
 )
 from ckptctl.ops.recognition.model import DETECTED, Model, Request, understand
 from ckptctl.ops.recognition.quantized import advised
@@ -138,20 +138,17 @@ def understand_source(catalog: Catalog, request: MappingRequest) -> Model:
 
 
 def map_model(
-    model: Model,
-    change: Change,
-    prefix: str = "",
-    rest: Mapping[str, ComposedTensor] = MappingProxyType({}),
+    model: Model, change: Change, prefix: str = "", rest: Rest | None = None
 ) -> StateMapping:
     """Map the tensors of a model as *change* says, to names under *prefix*, and *rest* as it is."""
-    root = model.root
+    root, rest = model.root, rest or Rest()
     catalog, tensors = apply_change(model.catalog, change, root, prefix)
     notes = Notes()
     notes.add(*change.notes.texts())
     notes.explain("dropped", {root + name: why for name, why in change.dropped.items()})
     return StateMapping(
-        with_sums(catalog, rest.values()),
-        {**tensors, **rest},
+        with_sums(with_zeros(catalog, rest.zeros, ""), rest.tensors.values()),
+        {**tensors, **rest.tensors},
         root,
         prefix,
         tuple((root + kept, root + gone) for kept, gone in change.must_equal),
@@ -233,7 +230,7 @@ def _change_layout(
     keep_together(model.catalog, held, renamed=not change.identity, dtype=None)
     outside = len(names) < len(state)
     rest = model.selection.rest if outside else ()
-    around = follow(model.catalog, rest, model.root, change).tensors if outside else {}
+    around = follow(model.catalog, rest, model.root, change) if outside else None
     return replace(map_model(model, change, wanted.root, around), layout=wanted.layout)
 
 
