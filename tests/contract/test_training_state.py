@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import ckptctl
-from ckptctl.errors import MappingError
+from ckptctl.errors import MappingError, RefusedError
 from ckptctl.formats import open_checkpoint
 from tests.checkpoints import (
     differences,
@@ -23,6 +23,7 @@ from tests.checkpoints import (
     to_meta_names,
     training_state,
 )
+from tests.checkpoints.golden import Golden
 from tests.checkpoints.readers import flatten
 from tests.checkpoints.training import Style
 from tests.contract.support import WRITABLE, message, place, read, refused
@@ -224,3 +225,47 @@ def test_an_optimizer_alone_is_converted_where_everything_is(tmp_path: Path, dat
     with pytest.raises(MappingError, match="no tensors to convert") as caught:
         ckptctl.convert(source, tmp_path / "model", to="hf")
     assert caught.value.hint and "only='all'" in caught.value.hint
+
+
+def test_moments_filled_up_with_zeros_are_loaded_as_they_are_converted(tmp_path: Path) -> None:
+    """Embeddings of tiles are rows for each aspect ratio in one layout and a grid in another."""
+    golden = Golden.read("llama3_vision")
+    model = golden.state()
+    folder = golden.save(tmp_path / "model")
+    steps = {
+        name: {"exp_avg": torch.full(value.shape, number + 1, dtype=value.dtype)}
+        for number, (name, value) in enumerate(model.items())
+    }
+    source = save_torch(folder / "in.pt", {"model": model, "optimizer": {"state": steps}})
+    converted = folder / "meta.pt"
+    ckptctl.convert(source, converted, to="torch", to_layout="meta", only="all")
+    expected = torch.load(converted)
+    moments = expected["optimizer"]["state"]
+    tiles = [name for name in moments if name.endswith("tile_pos_embed.embedding")]
+    assert tiles and all((moments[name]["exp_avg"] == 0).any() for name in tiles)
+    state = {
+        part: {key: torch.full_like(value, 7) for key, value in flatten(expected[part]).items()}
+        for part in ("model", "optimizer")
+    }
+    ckptctl.load(state, source)
+    for part, values in state.items():
+        assert not differences(values, flatten(expected[part]))
+    assert ckptctl.diff(converted, source).same
+
+
+def test_two_tensors_that_would_have_one_name_are_refused(tmp_path: Path) -> None:
+    """Averages of parameters are there under the names of both layouts."""
+    meta = to_meta_names(STATE, CONFIG)
+    averages = {**STATE, **{name: value + 1 for name, value in meta.items()}}
+    save_hf(tmp_path / "assets", STATE, CONFIG)
+    source = save_torch(tmp_path / "in.pt", {"model": dict(STATE), "ema": averages})
+    with pytest.raises(RefusedError, match="two tensors would have the same name"):
+        ckptctl.convert(
+            source,
+            tmp_path / "out.pt",
+            to="torch",
+            to_layout="meta",
+            only="all",
+            assets=tmp_path / "assets",
+        )
+    assert not (tmp_path / "out.pt").exists()

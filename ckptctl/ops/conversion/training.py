@@ -123,8 +123,7 @@ class _Follow:
     def _keep(self, entry: TensorEntry, path: Path, name: str) -> None:
         first = self.counters.setdefault(name, entry.name)
         if first == entry.name:
-            self.rest.tensors[name] = ComposedTensor.same(entry.name, name, entry.shape)
-            self.rest.paths[name] = path
+            self._add(ComposedTensor.same(entry.name, name, entry.shape), path)
         else:
             self.rest.must_equal.append((first, entry.name))
 
@@ -159,10 +158,20 @@ class _Follow:
                 hint=f"pass {spell_option('--only model')}, or keep the layout",
             )
         path = _replaced(moments[some].path, some, composed.key)
-        name = join(path)
         sources = tuple(self._moment_of(source, moments) for source in composed.sources)
-        self.rest.tensors[name] = replace(composed, key=name, sources=sources)
-        self.rest.paths[name] = path
+        self._add(replace(composed, key=join(path), sources=sources), path)
+
+    def _add(self, composed: ComposedTensor, path: Path) -> None:
+        known = self.rest.tensors.setdefault(composed.key, composed)
+        if known is not composed:
+            both = (next(iter(one.keys)) for one in (known, composed))
+            raise RefusedError(
+                "two tensors would have the same name in the output",
+                where=f"tensor `{composed.key}`",
+                why=" and ".join(f"`{name}`" for name in both),
+                hint=f"pass {spell_option('--only model')}, or keep the layout",
+            )
+        self.rest.paths[composed.key] = path
 
     def _parameters_of(self, composed: ComposedTensor) -> Iterator[str]:
         """Yield the parameters that it is made of, and those that its zeros fill up."""
