@@ -90,7 +90,7 @@ def lay_out(request: OutputRequest) -> Output:
     request = replace(request, tensors=[t for t in request.tensors if t not in run.tensors])
     layers = stacked(request.tensors) if request.stack_layers else Layers()
     # The objects that Megatron-Core asks for: those of the source, else empty ones.
-    model = [tensor for tensor in request.tensors if not is_state(tensor.name)]
+    model = [tensor for tensor in request.tensors if tensor.shape and not is_state(tensor.name)]
     held = (stored_object(blob, layers) for blob in run.objects)
     objects = [*{blob.name: blob for blob in (*extra_states(model, layers), *held)}.values()]
     writer, places = DataFiles(), dict[str, list[Place]]()
