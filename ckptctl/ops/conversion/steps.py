@@ -103,19 +103,26 @@ def apply_steps(steps: Iterable[Step], place: Place, draft: Draft) -> Draft:
     for step in sorted(steps, key=lambda step: step.order):
         if step.place == place:
             before, draft = draft, step.apply(draft)
-            kept = _inputs_of(draft)
-            dropped = [key for key in _inputs_of(before) if key not in kept]
-            if dropped and draft.quantization is before.quantization:
-                raise MappingError(
-                    f"step `{step.name}` drops {counted(len(dropped), 'tensor')}",
-                    where=listed(dropped),
-                    why="a step at `output` must keep every tensor",
-                    hint="drop tensors in a step at `model`",
-                )
+            if draft.quantization is before.quantization:
+                _compare_inputs(step, before, draft)
     return draft
+
+
+def _compare_inputs(step: Step, before: Draft, after: Draft) -> None:
+    """Refuse to read fewer tensors for the output than before the step."""
+    kept = _inputs_of(after)
+    dropped = [key for key in _inputs_of(before) if key not in kept]
+    if dropped:
+        raise MappingError(
+            f"step `{step.name}` drops {counted(len(dropped), 'tensor')}",
+            where=listed(dropped),
+            why="a step at `output` must keep every tensor",
+            hint="drop tensors in a step at `model`",
+        )
 
 
 def _inputs_of(draft: Draft) -> dict[str, None]:
     """Return the names in ``draft.inputs`` of the tensors that are read for the output."""
-    written = [draft.mapped[tensor.name] for tensor in draft.tensors]
-    return dict.fromkeys(key for composed in written for key in composed.keys)
+    written = {tensor.name for tensor in draft.tensors}
+    composed = (one for name, one in draft.mapped.items() if name in written)
+    return dict.fromkeys(key for one in composed for key in one.keys)

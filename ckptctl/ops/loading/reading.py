@@ -31,7 +31,7 @@ from ckptctl.storage.paths import path_at
 
 
 class WantedBox(NamedTuple):
-    """A box of a tensor, of which dtype and shape are said, that is read row-major."""
+    """A box of a tensor to read in row-major order, with the tensor's dtype and shape."""
 
     name: str
     dtype: str

@@ -247,7 +247,12 @@ def _unchanged(
 def apply_change(
     catalog: Catalog, change: Change, root: str, prefix: str = ""
 ) -> tuple[Catalog, dict[str, ComposedTensor]]:
-    """Return what a model below *root* becomes below *prefix*, and *catalog* with what is made."""
+    """Name the tensors of a changed model, and add its virtual tensors to *catalog*.
+
+    Returns:
+        *catalog* with the virtual tensors, and the tensors of the target, below *prefix*, as
+        elements of the model's tensors, below *root*.
+    """
     tensors = compose(change.tensors, root, prefix)
     catalog = with_zeros(catalog, change.zeros, root)
     return with_sums(catalog, tensors.values()), tensors
@@ -261,6 +266,8 @@ def with_zeros(catalog: Catalog, zeros: Sequence[Zeros], root: str) -> Catalog:
         zeros: The tensors.
         root: Prefix in *catalog* of the tensors that they are like.
     """
+    if not zeros:
+        return catalog
     entries, computed = dict(catalog.tensors), dict(catalog.computed)
     for item in zeros:
         like = entries[root + item.like] if item.like else None
@@ -268,7 +275,7 @@ def with_zeros(catalog: Catalog, zeros: Sequence[Zeros], root: str) -> Catalog:
         entry = made.entry(item.key, like.path if like else (item.key,), item.key)
         entries[item.key] = replace(entry, requires_grad=like is not None and like.requires_grad)
         computed[item.key] = made
-    return replace(catalog, tensors=entries, computed=computed) if zeros else catalog
+    return replace(catalog, tensors=entries, computed=computed)
 
 
 def with_sums(catalog: Catalog, tensors: Iterable[ComposedTensor]) -> Catalog:

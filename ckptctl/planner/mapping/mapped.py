@@ -124,7 +124,7 @@ class LogicalSource(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ComposedTensor:
-    """A stored tensor of the target with all that logical tensors give to it.
+    """A stored tensor of the target, composed of elements of the source's stored tensors.
 
     Attributes:
         tensor: Its parts are those of stand-ins, which are numbered as *sources* are.
@@ -159,7 +159,7 @@ class ComposedTensor:
 
     @property
     def place(self) -> tuple[object, ...]:
-        """Return what is the same for the same elements of any stored tensors."""
+        """Return a value that tensors share which arrange their sources' elements alike."""
         return self.shape, tuple([(part.of.name, *part[1:]) for part in self.tensor.parts])
 
     @property
@@ -199,7 +199,7 @@ class ComposedTensor:
         return Strided(self.shape, stored_dtype, dtype or stored_dtype, tuple(parts))
 
     def __add__(self, other: ComposedTensor) -> ComposedTensor:
-        """Return the tensor with what *other* gives to it, too."""
+        """Return the tensor with the parts and the sources of *other* added."""
         count = len(self.sources)
         others = [
             part._replace(of=replace(part.of, name=str(count + int(part.of.name))))
