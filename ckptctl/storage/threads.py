@@ -8,7 +8,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from contextvars import copy_context
 from types import FrameType
@@ -61,7 +61,7 @@ def default_threads(processes: int = 1) -> int:
 
 
 class Supervisor:
-    """What threads and the one that waits for them tell each other."""
+    """Stops all threads of a run when one fails, and reports progress to the thread that waits."""
 
     def __init__(self) -> None:
         self.stop = threading.Event()
@@ -103,12 +103,50 @@ class Supervisor:
                 return
 
 
-def join(threads: Sequence[threading.Thread]) -> None:
-    """Wait a moment for *threads*; one that hangs in the kernel holds nothing but descriptors."""
-    end = time.monotonic() + PATIENCE
-    for thread in threads:
-        if thread.ident is not None:
-            thread.join(max(0.0, end - time.monotonic()))
+class Crew:
+    """Threads that do the same work.
+
+    Args:
+        supervisor: Learns of each thread that it ended, and how.
+        work: What each of them calls.
+        count: How many there are.
+    """
+
+    def __init__(self, supervisor: Supervisor, work: Callable[[], None], count: int) -> None:
+        self._supervisor = supervisor
+        self._work = work
+        self._threads = [daemon(self._run) for _ in range(count)]
+        self._working = count
+
+    def __len__(self) -> int:
+        return len(self._threads)
+
+    def start(self) -> None:
+        """Start the threads."""
+        for thread in self._threads:
+            thread.start()
+
+    def is_done(self) -> bool:
+        """Return whether all threads have ended."""
+        return not self._working
+
+    def join(self) -> None:
+        """Wait a moment for the threads; one that hangs in the kernel holds only descriptors."""
+        end = time.monotonic() + PATIENCE
+        for thread in self._threads:
+            if thread.ident is not None:
+                thread.join(max(0.0, end - time.monotonic()))
+
+    def _run(self) -> None:
+        failure: BaseException | None = None
+        try:
+            self._work()
+        except BaseException as error:
+            failure = error
+        self._supervisor.ended(failure, self._leave)
+
+    def _leave(self) -> None:
+        self._working -= 1
 
 
 @contextmanager

@@ -127,7 +127,7 @@ def fail_alike(rank: int, world: int, root: Path) -> None:
 
     with pytest.MonkeyPatch.context() as patch:
         if rank == 1:
-            patch.setattr("ckptctl.storage.execution.output_files.LocalSink.write", disk_full)
+            patch.setattr("ckptctl.storage.execution.run_files.LocalSink.write", disk_full)
         future = async_save(good, root / "full", sync=False)
         error = future.exception()
     assert isinstance(error, CkptError)

@@ -73,7 +73,7 @@ def fail_and_go_on(rank: int, world: int, root: Path) -> None:
     with CheckpointManager(root, **rules) as manager:
         with pytest.MonkeyPatch.context() as patch:
             if rank == 1:
-                patch.setattr("ckptctl.storage.execution.output_files.LocalSink.write", disk_full)
+                patch.setattr("ckptctl.storage.execution.run_files.LocalSink.write", disk_full)
             assert isinstance(manager.save(1, state_at(1, world)).exception(), CkptError)
         manager.save(2, state_at(2, world))
         again = manager.save(2, state_at(3, world), {"loss": 0.5})

@@ -23,7 +23,7 @@ from ckptctl.distributed.saving.device_memory import DeviceMemory
 from ckptctl.distributed.saving.options import SaveOptions
 from ckptctl.distributed.saving.save import SavedPlan, save, write
 from ckptctl.errors import CkptError
-from ckptctl.storage.execution.output_files import LocalSink
+from ckptctl.storage.execution.run_files import LocalSink
 from tests.checkpoints.dcp import distribute
 from tests.checkpoints.readers import differences
 

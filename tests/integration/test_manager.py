@@ -346,7 +346,7 @@ def test_a_failed_save_is_raised_and_removes_nothing(tmp_path: Path) -> None:
     manager = CheckpointManager(tmp_path / "run", keep_last=1, sync=False)
     save_steps(manager, 1)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("ckptctl.storage.execution.output_files.LocalSink.write", disk_full)
+        patch.setattr("ckptctl.storage.execution.run_files.LocalSink.write", disk_full)
         with pytest.raises(CkptError, match="cannot write"):
             save_steps(manager, 2)
     assert names(tmp_path / "run") == ["step-1"]

@@ -44,7 +44,7 @@ from tests.integration.policy_ranks import (
 )
 from tests.runs import START, age
 
-WRITES = "ckptctl.storage.execution.output_files.LocalSink.write"
+WRITES = "ckptctl.storage.execution.run_files.LocalSink.write"
 
 
 @pytest.fixture

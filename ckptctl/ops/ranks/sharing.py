@@ -18,7 +18,7 @@ from ckptctl.ops.ranks.coordinator import Coordinator, on_first, through_first, 
 from ckptctl.planner.balance import assign, share_of
 from ckptctl.planner.plan import Plan
 from ckptctl.storage.execution.executor import PlanRun, execute
-from ckptctl.storage.execution.ledger import Books
+from ckptctl.storage.execution.journal import Books
 from ckptctl.storage.execution.options import Execution, ExecutionOptions
 from ckptctl.storage.publish import Staging
 from ckptctl.storage.sources import blaming
@@ -100,7 +100,7 @@ def execute_together(
 
         def fill() -> Books | None:
             with alarm, blaming(run.sources.check):
-                run.fill({}, everybody)
+                run.fill(everybody)
                 run.sources.check()
             return None if alarm.heard else run.books()
 

@@ -1,8 +1,8 @@
-"""What becomes of complete files: frames, syncs, uploads, in threads of their own.
+"""Finishing complete files: frames, syncs and uploads, in threads of their own.
 
-So waiting for a disk or a network stops no copy. Files that go to another place take disk while
-they wait for that: new ones are begun only while few do, and a run needs the room of a few files,
-not that of its output.
+So waiting for a disk or a network stops no copy. Files that are uploaded take disk space until they
+are: new ones are begun only while few wait, so that a run needs the space of a few files, not that
+of its output.
 """
 
 from __future__ import annotations
@@ -15,11 +15,10 @@ from pathlib import Path
 from queue import SimpleQueue
 
 from ckptctl.planner.plan import Plan
-from ckptctl.storage.execution.journal import Done, Journal
-from ckptctl.storage.execution.ledger import Ledger
-from ckptctl.storage.execution.output_files import LocalSink
+from ckptctl.storage.execution.journal import Done, Journal, Ledger
+from ckptctl.storage.execution.run_files import LocalSink
 from ckptctl.storage.file_system import begin_writeback
-from ckptctl.storage.threads import daemon
+from ckptctl.storage.threads import Crew, Supervisor
 
 THREADS = 3
 WAITING = 2
@@ -33,7 +32,11 @@ Task = Callable[[], None]
 
 
 class Finisher:
-    """Completes output files in the background."""
+    """Completes output files in the background.
+
+    Attributes:
+        crew: Its threads.
+    """
 
     def __init__(
         self,
@@ -41,7 +44,7 @@ class Finisher:
         root: Path,
         ledger: Ledger,
         journal: Journal | None,
-        ended: Callable[[BaseException | None, Callable[[], None]], None],
+        supervisor: Supervisor,
         *,
         sync: bool,
         uploads: UploadQueue | None,
@@ -50,7 +53,6 @@ class Finisher:
         self._root = root
         self._ledger = ledger
         self._journal = journal
-        self._ended = ended
         self._sync = sync
         self._uploads = uploads
         self._tasks: SimpleQueue[Task | None] = SimpleQueue()
@@ -58,15 +60,7 @@ class Finisher:
         self._appending = threading.Lock()
         self._syncing: set[str] = set()
         self._stopped = False
-        self._working = 0
-        count = min(THREADS, max(1, len(plan.files)))
-        self.threads = [daemon(self._work) for _ in range(count)]
-
-    def start(self) -> None:
-        """Start the threads."""
-        self._working = len(self.threads)
-        for thread in self.threads:
-            thread.start()
+        self.crew = Crew(supervisor, self._work, min(THREADS, max(1, len(plan.files))))
 
     def finish(self, path: str) -> None:
         """Write the frame of a file whose records are complete, and sync it."""
@@ -82,7 +76,7 @@ class Finisher:
             if path in self._syncing:
                 return
             self._syncing.add(path)
-        self._tasks.put(lambda: self._early(path))
+        self._tasks.put(lambda: self._begin_writeback(path))
 
     def record(self, units: Sequence[Done], paths: Sequence[str]) -> None:
         """Note *units* in the journal once the files at *paths* are on disk."""
@@ -90,7 +84,7 @@ class Finisher:
 
     def close(self) -> None:
         """Let the threads end when everything asked for is done."""
-        for _ in self.threads:
+        for _ in range(len(self.crew)):
             self._tasks.put(None)
 
     def stop(self) -> None:
@@ -98,21 +92,9 @@ class Finisher:
         self._stopped = True
         self.close()
 
-    def idle(self) -> bool:
-        """Return whether all threads have ended."""
-        return not self._working
-
     def _work(self) -> None:
-        failure: BaseException | None = None
-        try:
-            while (task := self._tasks.get()) and not self._stopped:
-                task()
-        except BaseException as error:
-            failure = error
-        self._ended(failure, self._leave)
-
-    def _leave(self) -> None:
-        self._working -= 1
+        while (task := self._tasks.get()) and not self._stopped:
+            task()
 
     def _finish(self, path: str) -> None:
         with closing(LocalSink(self._root, path)) as sink:
@@ -123,7 +105,7 @@ class Finisher:
         if self._uploads:
             self._uploads.take(path, self._root / path)
 
-    def _early(self, path: str) -> None:
+    def _begin_writeback(self, path: str) -> None:
         with closing(LocalSink(self._root, path)) as sink:
             begin_writeback(sink.descriptor)
         with self._lock:

@@ -1,30 +1,38 @@
-"""A thread of a run, which carries out units of a plan one at a time."""
+"""Doing the units of a plan: what is read into a buffer, permuted, cast and written."""
 
 from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import astuple
+from functools import cache
 
-from ckptctl.planner.copying.tile import Limits, Read
+from ckptctl import dtypes
+from ckptctl.planner.copying.tile import Limits, Pattern, Read, Tile
 from ckptctl.planner.plan import Plan
-from ckptctl.storage.buffers import TILE, TileBuffers, scattered
+from ckptctl.storage.arithmetic import cast, keep_to_thread, permute
+from ckptctl.storage.buffers import CAST, STAGING, TILE, BufferParts, TileBuffers, scattered
 from ckptctl.storage.byte_files import ByteSink, ByteSource, Piece
+from ckptctl.storage.computed import OpenFiles
 from ckptctl.storage.crc import crc32
 from ckptctl.storage.execution.journal import Done
 from ckptctl.storage.execution.lanes import Unit
 from ckptctl.storage.execution.options import ExecutionOptions
 from ckptctl.storage.execution.run_files import RunFiles
-from ckptctl.storage.execution.tile_engine import Dtypes, TileEngine
-from ckptctl.storage.outcome import NOTHING
+from ckptctl.storage.files import SourceFiles
+from ckptctl.storage.outcome import NOTHING, Outcome
 
 MIN_DIRECT_BYTES = 256 << 10
 """Bytes from which on a range is read past the page cache."""
+Dtypes = tuple[str, str]
+"""torch's names of the dtypes of what is read and what is written."""
+Places = Callable[[Pattern, memoryview], Iterable[BufferParts]]
+"""Returns the places of a pattern in a buffer."""
 
 
 class Worker:
-    """Carries out units in buffers of its own.
+    """A thread's means to carry out units, one at a time, in buffers of its own.
 
     Attributes:
         is_sole_writer: Whether no other thread writes the same file. ``copy_file_range`` holds the
@@ -87,11 +95,7 @@ class Worker:
                 self._outcome += self._engine.copy(files, tile, step, kinds, read, written)
             else:
                 part = place[step * tile.nbytes : (step + 1) * tile.nbytes]
-                if pieces := _single_runs(tile.reads, step):
-                    source = self._files.source(files, tile.reads[0].file)
-                    self._outcome += source.gather(pieces, part)
-                else:
-                    self._outcome += self._engine.fill(files, tile, step, part, read, scattered)
+                self._outcome += self._engine.fill(files, tile, step, part, read, scattered)
             self.underway += sum(write.nbytes for write in tile.writes)
         checked = [crc for one, crc in zip(tile.reads, read, strict=True) if one.check is not None]
         return Done(unit.transfer, unit.number, written, checked)
@@ -173,6 +177,121 @@ class Worker:
         return True
 
 
+class TileEngine:
+    """Does tiles, one after the other, in the buffers of one thread.
+
+    Args:
+        opened: Opens what is read.
+        sink: Opens what is written.
+        buffers: Of this thread.
+        checksum: Whether to compute checksums of what is written.
+    """
+
+    def __init__(
+        self,
+        opened: OpenFiles,
+        sink: Callable[[str], ByteSink],
+        buffers: TileBuffers,
+        *,
+        checksum: bool,
+    ) -> None:
+        self._opened = opened
+        self._sink = sink
+        self._buffers = buffers
+        self._checksum = checksum
+        self._ready_torch = cache(keep_to_thread)
+
+    def copy(
+        self,
+        files: SourceFiles,
+        tile: Tile,
+        step: int,
+        kinds: Dtypes | None,
+        read: list[int],
+        written: list[int],
+    ) -> Outcome:
+        """Do a step of a tile; return what became of elements that were computed or cast.
+
+        Args:
+            files: Where its source files are.
+            tile: What is to be done.
+            step: Which one of its steps.
+            kinds: The dtypes of its elements; None: they are bytes.
+            read: Checksums of its reads so far.
+            written: Checksums of its writes so far.
+        """
+        buffer = self._buffers.get(TILE, tile.nbytes)
+        outcome = self.fill(files, tile, step, buffer, read, self._buffers.places)
+        if kinds is not None:
+            outcome += self._move(files, tile, buffer[: tile.nbytes], dtypes.itemsize(kinds[0]))
+            if kinds[0] != kinds[1] and tile.writes:
+                count = tile.nbytes // dtypes.itemsize(kinds[0])
+                size = count * dtypes.itemsize(kinds[1])
+                target = self._buffers.get(CAST, size)[:size]
+                self._ready_torch()
+                outcome += Outcome(cast(buffer[: tile.nbytes], kinds[0], target, kinds[1]))
+                buffer = target
+        name, sink = "", None
+        for index, write in enumerate(tile.writes):
+            if sink is None or write.file != name:
+                name, sink = write.file, self._sink(write.file)
+            view = buffer[write.start : write.start + write.nbytes]
+            if self._checksum and sink.checksummed:
+                written[index] = crc32(view, written[index])
+            sink.write(write.offset + step * write.nbytes, view)
+        return outcome
+
+    def fill(
+        self,
+        files: SourceFiles,
+        tile: Tile,
+        step: int,
+        buffer: memoryview,
+        crcs: list[int],
+        places: Places,
+    ) -> Outcome:
+        """Read what a step of a tile reads into *buffer*; see :meth:`copy`."""
+        if pieces := _single_runs(tile.reads, step):
+            return self._opened.source(files, tile.reads[0].file).gather(pieces, buffer)
+        outcome, together = NOTHING, dict[ByteSource, list[Piece]]()
+        name, source = "", None
+        for index, read in enumerate(tile.reads):
+            if source is None or read.file != name:
+                name, source = read.file, self._opened.source(files, read.file)
+            offset = read.offset + step * read.step
+            runs = read.pattern.runs if read.pattern else ((0, read.nbytes),)
+            if source.together:
+                pieces = together.setdefault(source, [])
+                for start, nbytes in runs:
+                    pieces.append((offset, nbytes, start))
+                    offset += nbytes
+            elif read.pattern is None or len(runs) == 1:
+                start = runs[0][0]
+                view = buffer[start : start + read.nbytes]
+                source.read_into(offset, (view,), read.nbytes)
+                if read.check is not None:
+                    crcs[index] = crc32(view, crcs[index])
+            else:
+                for nbytes, views in places(read.pattern, buffer):
+                    source.read_into(offset, views, nbytes)
+                    offset += nbytes
+                    for view in views if read.check is not None else ():
+                        crcs[index] = crc32(view, crcs[index])
+        for computed, pieces in together.items():
+            outcome += computed.gather(pieces, buffer)
+        return outcome
+
+    def _move(self, files: SourceFiles, tile: Tile, buffer: memoryview, item: int) -> Outcome:
+        """Read what is moved into a staging area, and permute its elements into *buffer*."""
+        outcome = NOTHING
+        for move in tile.moves:
+            staged = self._buffers.get(STAGING, move.staging)[: move.staging]
+            outcome += self._opened.source(files, move.file).gather(move.reads, staged)
+            self._ready_torch()
+            permute(staged, buffer, move.buffer, move.axes, item)
+        return outcome
+
+
 def _single_runs(reads: Sequence[Read], step: int) -> list[Piece]:
     """Return the pieces of reads of one file that each fill one run of the buffer.
 
@@ -182,10 +301,10 @@ def _single_runs(reads: Sequence[Read], step: int) -> list[Piece]:
     if len(reads) < 2:
         return []
     name = reads[0].file
-    found: list[Piece] = []
+    pieces: list[Piece] = []
     for file, offset, nbytes, pattern, check, further in reads:
         if check is not None or file != name or (pattern is not None and len(pattern.runs) != 1):
             return []
         start = pattern.runs[0][0] if pattern is not None else 0
-        found.append((offset + step * further, nbytes, start))
-    return found
+        pieces.append((offset + step * further, nbytes, start))
+    return pieces

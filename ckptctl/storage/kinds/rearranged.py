@@ -15,7 +15,7 @@ from ckptctl.planner.copying.copies import tiles
 from ckptctl.planner.copying.tile import Limits
 from ckptctl.planner.plan import Record, TargetBox
 from ckptctl.storage.byte_files import HostMemory
-from ckptctl.storage.execution.tile_engine import TileEngine
+from ckptctl.storage.execution.worker import TileEngine
 from ckptctl.storage.kinds import Kind, Output, rectangle
 
 LIMITS = Limits(tile=MIB, widest=MIB, flat=MIB, arithmetic=4 * MIB, check=False)

@@ -263,7 +263,7 @@ def test_errors_of_worker_threads_are_raised(
     def full(*_: object) -> None:
         raise StorageError("No space left on device")
 
-    monkeypatch.setattr("ckptctl.storage.execution.output_files.LocalSink.write", full)
+    monkeypatch.setattr("ckptctl.storage.execution.run_files.LocalSink.write", full)
     with pytest.raises(CheckpointException, match="No space left") as caught:
         save(state, tmp_path / "ours", jobs=4)
     assert caught.tb  # which keeps the writer alive

@@ -24,7 +24,7 @@ from ckptctl.planner.plan import OutputFile, Plan, RawCopy, Record, Transfer
 from ckptctl.planner.strided import Strided, concat
 from ckptctl.storage import arithmetic
 from ckptctl.storage.crc import crc32
-from ckptctl.storage.execution import options, tile_engine, worker
+from ckptctl.storage.execution import options, worker
 from ckptctl.storage.execution.executor import execute
 from ckptctl.storage.execution.options import ExecutionOptions
 from ckptctl.storage.sources import Sources
@@ -228,8 +228,8 @@ def test_torch_keeps_its_thread_count(tmp_path, monkeypatch):
 
         return watched
 
-    monkeypatch.setattr(tile_engine, "cast", watching(cast))
-    monkeypatch.setattr(tile_engine, "permute", watching(permute))
+    monkeypatch.setattr(worker, "cast", watching(cast))
+    monkeypatch.setattr(worker, "permute", watching(permute))
     cases = [Case(tmp_path / name) for name in ("a", "b")]
     plans = [case.everything() for case in cases]
     runs = [
@@ -497,7 +497,7 @@ def test_resume_without_checksums_reads_nothing_again(case, monkeypatch):
     plan = case.everything()
     how = {"journal": case.journal, "checksum": False, "journal_every": 1}
     case.run(plan, **how)
-    monkeypatch.setattr("ckptctl.storage.execution.output_files.OutputFiles.crc", None)
+    monkeypatch.setattr("ckptctl.storage.execution.run_files.OutputFiles.crc", None)
     assert case.run(plan, resume=True, **how).resumed_bytes > 0
 
 

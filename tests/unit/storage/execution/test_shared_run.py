@@ -56,7 +56,7 @@ def carry_out(case, plan, ranks, **options):
         runs[0].output.create()
         for run in reversed(runs):
             assert run.output.intact()
-            run.fill({}, count)
+            run.fill(count)
         runs[0].finish([run.books() for run in runs[1:]])
         return runs[0].result()
 
@@ -94,7 +94,7 @@ def test_a_share_that_nobody_did(case):
     with ExitStack() as stack:
         run = PlanRun(plan, case.out, how, stack, share=share_of(plan, True, 0, 2))
         run.output.create()
-        run.fill({}, lambda _: None)
+        run.fill(lambda _: None)
         with pytest.raises(CkptError, match="not written completely"):
             run.finish([])
 
@@ -126,7 +126,7 @@ def test_files_of_one_rank_are_finished_by_it(case):
         runs = [PlanRun(plan, case.out, how, stack, share=share) for share in shares]
         runs[0].output.create()
         for run in runs:
-            run.fill({}, lambda _: None)
+            run.fill(lambda _: None)
         assert runs[0].books().finished == []
         assert runs[1].books().finished == ["sub/config.json"]
         assert zlib.crc32((case.out / "all.bin").read_bytes()[:4]) == zlib.crc32(bytes(4))
