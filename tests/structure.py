@@ -23,7 +23,7 @@ ROW = re.compile(r"^\| ([^|]+?) \| ([\d,]+) \|$", re.MULTILINE)
 ROOMS = {
     "shared": ("ckptctl",),
     "planner": ("ckptctl.planner",),
-    "storage": ("ckptctl.storage", "ckptctl.storage.kinds.__init__"),
+    "storage": ("ckptctl.storage",),
     "conversion": (
         *("ckptctl.families", "ckptctl.formats.__init__", "ckptctl.formats.base"),
         *("ckptctl.formats.checksums", "ckptctl.formats.sidecar_files"),
@@ -35,7 +35,7 @@ ROOMS = {
     "numerics": (
         *("ckptctl.ops.conversion.dequantizing", "ckptctl.ops.conversion.quantizing"),
         "ckptctl.ops.recognition.quantized",
-        *("ckptctl.planner.quantization", "ckptctl.storage.arithmetic", "ckptctl.storage.kinds"),
+        *("ckptctl.planner.quantization", "ckptctl.storage.kinds"),
     ),
     "adapters": (
         *("ckptctl.ops.adapters", "ckptctl.ops.conversion.adapter_files"),

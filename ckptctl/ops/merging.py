@@ -41,7 +41,7 @@ from ckptctl.planner.copying.blocks import rearranged
 from ckptctl.planner.mapping.adapters import PEFT, is_adapter
 from ckptctl.planner.mapping.deltas import Delta, Deltas, as_input, deltas
 from ckptctl.results import JsonField, Result
-from ckptctl.storage.kinds import can_overflow
+from ckptctl.storage.computed import can_overflow
 from ckptctl.storage.kinds.lora import Change
 from ckptctl.storage.paths import named
 from ckptctl.units import counted

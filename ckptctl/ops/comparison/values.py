@@ -16,7 +16,7 @@ from ckptctl.ops.loading.reading import Reading, WantedBox, fill
 from ckptctl.ops.loading.state_mapping import StateMapping
 from ckptctl.planner.plan import Plan
 from ckptctl.storage.compare import Errors, Tolerance, errors_between
-from ckptctl.storage.kinds import require_torch_for
+from ckptctl.storage.computed import require_torch_for
 from ckptctl.storage.pickles.inert import DictRecord, Inert
 from ckptctl.storage.tensor_reader import boxes_within
 from ckptctl.storage.threads import Advance

@@ -35,8 +35,8 @@ from ckptctl.planner.mapping.adapters import ADAPTER_LAYOUTS
 from ckptctl.planner.mapping.mapped import ComposedTensor
 from ckptctl.planner.quantization.schemes.fp8 import FP8
 from ckptctl.planner.quantization.survey import Survey
+from ckptctl.storage.computed import can_overflow
 from ckptctl.storage.execution.options import LEAST
-from ckptctl.storage.kinds import can_overflow
 from ckptctl.storage.paths import named
 from ckptctl.storage.remote.urls import is_url
 from ckptctl.units import counted, format_bytes

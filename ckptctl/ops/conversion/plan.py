@@ -21,7 +21,7 @@ from ckptctl.planner.copying.copies import permutes
 from ckptctl.planner.mapping.tensors import Change
 from ckptctl.planner.plan import Plan
 from ckptctl.results import Inline, JsonField, Result, rounded
-from ckptctl.storage.kinds import calculates
+from ckptctl.storage.computed import calculates
 from ckptctl.storage.outcome import EXACT, OUT_OF_RANGE, ROUNDED, OutOfRange, Rounding
 from ckptctl.units import counted, format_bytes
 

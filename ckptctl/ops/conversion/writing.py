@@ -15,9 +15,9 @@ from ckptctl.ops.conversion.proofs import require_equal, require_published, requ
 from ckptctl.ops.destinations import replaceable
 from ckptctl.ops.ranks import sharing
 from ckptctl.ops.ranks.coordinator import Coordinator, on_first, require_same, together
+from ckptctl.storage.computed import require_torch_for
 from ckptctl.storage.destinations import Replaceable, require_space
 from ckptctl.storage.execution.options import Execution
-from ckptctl.storage.kinds import require_torch_for
 from ckptctl.storage.outcome import require_in_range
 from ckptctl.storage.publish import Staging, staging
 from ckptctl.storage.threads import Advance

@@ -35,7 +35,7 @@ from ckptctl.ops.recognition.model import Request, understand
 from ckptctl.ops.recognition.roots import checked_root, roots
 from ckptctl.ops.sources import leaf_values, located
 from ckptctl.results import JsonField, Result
-from ckptctl.storage.kinds import require_torch_for
+from ckptctl.storage.computed import require_torch_for
 from ckptctl.storage.outcome import OUT_OF_RANGE, OutOfRange
 from ckptctl.storage.paths import shown
 from ckptctl.units import counted

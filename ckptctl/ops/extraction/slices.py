@@ -16,7 +16,7 @@ from ckptctl.errors import UsageError, spell_option
 from ckptctl.installed import require_torch
 from ckptctl.ops.loading.reading import Reading, WantedBox, fill
 from ckptctl.storage.arithmetic import Number, numbers, plain, shown
-from ckptctl.storage.kinds import require_torch_for
+from ckptctl.storage.computed import require_torch_for
 from ckptctl.units import counted
 
 SUFFIX = re.compile(r"(?P<name>.+?)(?P<slice>\[[-+\d:,.\s]*\])")

@@ -26,13 +26,13 @@ from ckptctl.planner.plan import Plan
 from ckptctl.storage.arithmetic import import_torch, keep_to_thread
 from ckptctl.storage.buffers import TileBuffers
 from ckptctl.storage.byte_files import Memory, memory_files
+from ckptctl.storage.computed import calculates
 from ckptctl.storage.execution.finisher import Finisher, UploadQueue
 from ckptctl.storage.execution.journal import Books, Done, Journal, Ledger, News
 from ckptctl.storage.execution.lanes import Lane, Lanes, Unit, most_threads, plan_units
 from ckptctl.storage.execution.options import Execution, ExecutionOptions
 from ckptctl.storage.execution.run_files import OutputFiles, RunFiles
 from ckptctl.storage.execution.worker import Worker
-from ckptctl.storage.kinds import calculates
 from ckptctl.storage.sources import Sources, blaming
 from ckptctl.storage.threads import Advance, Crew, Supervisor
 

@@ -19,7 +19,7 @@ from math import prod
 from typing import TYPE_CHECKING
 
 from ckptctl.planner.quantization.formulas import CodeBlocks
-from ckptctl.storage.kinds import Kind, Output
+from ckptctl.storage.computed import Kind, Output
 from ckptctl.storage.kinds.narrow_floats import nibbles
 
 if TYPE_CHECKING:

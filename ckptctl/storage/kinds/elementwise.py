@@ -13,7 +13,7 @@ import math
 from typing import cast as typed
 
 from ckptctl.catalog import Computed
-from ckptctl.storage.kinds import Kind, Output
+from ckptctl.storage.computed import Kind, Output
 
 
 def _constant(out: Output) -> None:

@@ -8,7 +8,7 @@ of one expert after the other.
 
 from __future__ import annotations
 
-from ckptctl.storage.kinds import Kind, Output
+from ckptctl.storage.computed import Kind, Output
 
 
 def _stacked(out: Output) -> None:

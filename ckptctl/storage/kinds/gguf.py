@@ -8,7 +8,7 @@ are a :class:`~ckptctl.planner.quantization.ggml.BlockType`.
 from __future__ import annotations
 
 from ckptctl.planner.quantization.ggml import BlockType
-from ckptctl.storage.kinds import Kind, Output
+from ckptctl.storage.computed import Kind, Output
 
 
 def _blocks(out: Output) -> None:

@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
-from ckptctl.storage.kinds import InputTensor, Kind, Output, last_of
+from ckptctl.storage.computed import InputTensor, Kind, Output, last_of
 
 if TYPE_CHECKING:
     import torch

@@ -18,7 +18,7 @@ from functools import cache
 from typing import TYPE_CHECKING
 
 from ckptctl.planner.quantization.formulas import MlxGroups
-from ckptctl.storage.kinds import Kind, Output
+from ckptctl.storage.computed import Kind, Output
 from ckptctl.storage.kinds.narrow_floats import E2M1, E4M3, factors, from_bytes, nibbles
 
 if TYPE_CHECKING:

@@ -29,7 +29,7 @@ from functools import cache, lru_cache
 from typing import TYPE_CHECKING
 
 from ckptctl.planner.quantization.formulas import Fp4Groups, ScaleBlocks
-from ckptctl.storage.kinds import InputTensor, Kind, Output
+from ckptctl.storage.computed import InputTensor, Kind, Output
 
 if TYPE_CHECKING:
     import torch

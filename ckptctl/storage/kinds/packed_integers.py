@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from ckptctl.errors import UnsupportedError
 from ckptctl.planner.quantization.formulas import IntegerGroups
-from ckptctl.storage.kinds import InputTensor, Kind, Output
+from ckptctl.storage.computed import InputTensor, Kind, Output
 
 if TYPE_CHECKING:
     import torch

@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from ckptctl.catalog import VIRTUAL
 from ckptctl.errors import RefusedError, spell_option
-from ckptctl.storage.kinds import InputTensor, Kind, Output, SharedResults
+from ckptctl.storage.computed import InputTensor, Kind, Output, SharedResults
 from ckptctl.storage.outcome import EXACT, Rounding
 
 if TYPE_CHECKING:

@@ -15,8 +15,8 @@ from ckptctl.planner.copying.copies import tiles
 from ckptctl.planner.copying.tile import Limits
 from ckptctl.planner.plan import Record, TargetBox
 from ckptctl.storage.byte_files import HostMemory
+from ckptctl.storage.computed import Kind, Output, rectangle
 from ckptctl.storage.execution.worker import TileEngine
-from ckptctl.storage.kinds import Kind, Output, rectangle
 
 LIMITS = Limits(tile=MIB, widest=MIB, flat=MIB, arithmetic=4 * MIB, check=False)
 RECORDS = (Record("", "", 0, 0),)

@@ -18,9 +18,9 @@ from ckptctl.catalog import Box, Computed, Extent, TensorEntry
 from ckptctl.errors import DamagedError, StorageError, UnsupportedError
 from ckptctl.file_identity import FileIdentity
 from ckptctl.planner.strided import Strided
+from ckptctl.storage.computed import Kind, Output, SharedResults, rectangle
 from ckptctl.storage.crc import crc_of
 from ckptctl.storage.files import IOV_MAX, SourceFiles, after
-from ckptctl.storage.kinds import Kind, Output, SharedResults, rectangle
 from ckptctl.storage.tensor_reader import TensorReader
 from ckptctl.storage.zips.items import read_item_tensor, require_chunk
 from ckptctl.storage.zstd import decompressed

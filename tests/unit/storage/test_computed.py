@@ -14,9 +14,8 @@ from ckptctl.planner.copying.blocks import rearranged
 from ckptctl.planner.quantization.formulas import ScaleBlocks
 from ckptctl.planner.strided import Strided, stack
 from ckptctl.storage.compare import equal
-from ckptctl.storage.computed import OpenFiles, open_reader, rectangles
+from ckptctl.storage.computed import OpenFiles, kinds, needs_torch, open_reader, rectangles
 from ckptctl.storage.files import source_files
-from ckptctl.storage.kinds import kinds, needs_torch
 from tests.checkpoints.readers import raw_bytes
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
