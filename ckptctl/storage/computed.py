@@ -29,8 +29,8 @@ from ckptctl.planner.strided import Strided
 from ckptctl.storage.arithmetic import elements, import_torch, out_of_range
 from ckptctl.storage.buffers import TileBuffers
 from ckptctl.storage.byte_files import ByteSource, Piece
-from ckptctl.storage.files import SourceFiles, source_files
-from ckptctl.storage.outcome import EXACT, NONE, Outcome, Rounding
+from ckptctl.storage.files import IOV_MAX, SourceFiles, source_files
+from ckptctl.storage.outcome import EXACT, NONE, NOTHING, Outcome, Rounding
 from ckptctl.storage.tensor_reader import TensorReader
 
 if TYPE_CHECKING:
@@ -40,6 +40,8 @@ T = TypeVar("T")
 PACKAGE = "ckptctl.storage.kinds"
 RECTANGLE = 1 << 20
 """Bytes computed at a time."""
+GAP = 16 << 10
+"""Bytes of a stored file that are sooner read than passed over by another call."""
 CACHED = 8 << 20
 """Bytes of small inputs that each thread keeps for the next call."""
 SEEK = 64 << 10
@@ -264,6 +266,7 @@ class OpenFiles:
         roots: Returns the files below a directory.
         bytes_read: Bytes that were read from stored files.
         depth: How many virtual files are being computed, each for the one before it.
+        unused: Where bytes go that are read but not asked for.
     """
 
     def __init__(
@@ -277,6 +280,7 @@ class OpenFiles:
         self._cache: OrderedDict[tuple[object, ...], memoryview] = OrderedDict()
         self._cached_bytes = 0
         self._buffers: dict[int, TileBuffers] = {}
+        self.unused = memoryview(bytearray(GAP))
 
     def source(self, files: SourceFiles, name: str) -> ByteSource:
         """Return *name*, a virtual file or one of *files*, which is read before the next one."""
@@ -314,21 +318,47 @@ class OpenFiles:
 
 
 class StoredFile(ByteSource):
-    """A file that is read through :class:`SourceFiles`, which several threads share."""
+    """A file that is read through :class:`SourceFiles`, which several threads share.
+
+    Args:
+        opened: Counts what is read.
+        files: The files below its root.
+        name: Its name there.
+    """
 
     def __init__(self, opened: OpenFiles, files: SourceFiles, name: str) -> None:
         self._opened = opened
         self._files = files
-        self._name = name
+        self.name = name
 
     def read_into(self, offset: int, views: Sequence[memoryview], nbytes: int) -> None:
         """See :meth:`ByteSource.read_into`."""
         self._opened.bytes_read += nbytes
-        self._files.readv(self._name, views, offset)
+        self._files.readv(self.name, views, offset)
+
+    def gather(self, pieces: Iterable[Piece], buffer: memoryview) -> Outcome:
+        """See :meth:`ByteSource.gather`; what lies between near pieces is read with them.
+
+        This is a hot path: there may be thousands of pieces, of a few microseconds each.
+        """
+        unused = self._opened.unused
+        views, begin, end = list[memoryview](), 0, 0
+        for offset, nbytes, start in pieces:
+            if not views or not 0 <= offset - end <= GAP or len(views) > IOV_MAX - 2:
+                if views:
+                    self.read_into(begin, views, end - begin)
+                views, begin, end = [], offset, offset
+            if offset > end:
+                views.append(unused[: offset - end])
+            views.append(buffer[start : start + nbytes])
+            end = offset + nbytes
+        if views:
+            self.read_into(begin, views, end - begin)
+        return NOTHING
 
     def end(self, stop: int) -> None:
         """See :meth:`ByteSource.end`."""
-        self._files.end(self._name, stop)
+        self._files.end(self.name, stop)
 
 
 class ComputedFile(ByteSource):

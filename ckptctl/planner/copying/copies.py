@@ -10,7 +10,7 @@ from operator import add, mul, sub
 from typing import NamedTuple
 
 from ckptctl import dtypes
-from ckptctl.catalog import is_computed, row_major
+from ckptctl.catalog import row_major
 from ckptctl.planner.copying.blocks import (
     Block,
     BlockReader,
@@ -26,7 +26,7 @@ from ckptctl.planner.copying.blocks import (
     recorded_range,
     stored_boxes,
 )
-from ckptctl.planner.copying.tile import Limits, Move, Read, Tile, Write, moves, spans
+from ckptctl.planner.copying.tile import Limits, Read, Tile, Write, moves, spans
 from ckptctl.planner.plan import Record, RecordedRange, TargetBox, Transfer
 from ckptctl.planner.strided import Part
 
@@ -284,7 +284,13 @@ class _Tiling:
         nbytes = sum(math.prod(part.sizes) for part in parts) * self._item
         written = tuple(self._writes(parts))
         if self.permuted:
-            moved = _element_moves(blocks, self._item, self._limits.arithmetic // 2)
+            limit = self._limits.arithmetic // 2
+            moved = (
+                move
+                for source, some in blocks.items()
+                for block in some
+                for move in moves(source.file, block, self._item, limit)
+            )
             return Tile(nbytes, (), tuple(moved), written, False)
         found = _reads(blocks)
         if not inline:
@@ -352,13 +358,6 @@ def _reads(blocks: Blocks) -> Iterator[Read]:
         relative = tuple(block._replace(source=block.source - base) for block in some)
         for begin, nbytes, pattern in spans(relative):
             yield Read(file, base + begin, nbytes, pattern, check)
-
-
-def _element_moves(blocks: Blocks, item: int, limit: int) -> Iterator[Move]:
-    """Yield moves of elements, *limit* bytes of a staging area at most, that do *blocks*."""
-    for (file, _), some in blocks.items():
-        for block in some:
-            yield from moves(file, block, item, limit, computed=is_computed(file))
 
 
 def check(found: RecordedRange, offset: int, nbytes: int, limits: Limits) -> Iterator[Tile]:

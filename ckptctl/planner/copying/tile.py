@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
+from itertools import product
 from typing import NamedTuple
 
 from ckptctl.planner.copying.blocks import MIB, Block, list_runs
 from ckptctl.planner.plan import RecordedRange
 
-GAP = 16 << 10
-"""Bytes that are sooner read than passed over by another call ..."""
-COMPUTED_GAP = 256
-"""... and of a virtual file."""
+GAP = 256
+"""Bytes between elements that are staged with them."""
 
 
 class Pattern:
@@ -64,89 +64,66 @@ class Move(NamedTuple):
     """One strided copy of elements from staged bytes into the buffer; all numbers in bytes.
 
     Attributes:
-        reads: ``(offset in the file, bytes, position in the staging area)``.
+        source: Position of the first element in the file.
+        span: Length of one contiguous read.
+        outer: ``(count, stride)`` of these reads in the file, outermost first. In the staging area
+            they lie one after the other.
         buffer: Position of the first element in the buffer.
         axes: ``(count, staging stride, buffer stride)``, outermost first.
     """
 
     file: str
-    reads: tuple[tuple[int, int, int], ...]
-    staging: int
+    source: int
+    span: int
+    outer: tuple[tuple[int, int], ...]
     buffer: int
     axes: tuple[tuple[int, int, int], ...]
 
+    @property
+    def staging(self) -> int:
+        """Return the size of the staging area."""
+        return math.prod(count for count, _ in self.outer) * self.span
 
-def moves(file: str, block: Block, item: int, limit: int, computed: bool = False) -> Iterator[Move]:
+    def reads(self) -> Iterator[tuple[int, int, int]]:
+        """Yield ``(offset in the file, bytes, position in the staging area)`` of each read."""
+        starts = product(*(range(0, count * stride, stride) for count, stride in self.outer))
+        for index, start in enumerate(starts):
+            yield self.source + sum(start), self.span, index * self.span
+
+
+def moves(file: str, block: Block, item: int, limit: int) -> Iterator[Move]:
     """Yield the moves that do *block*.
 
     Args:
         file: The source file of the block.
         block: The copy; its strides are multiples of *item*.
         item: Bytes of one element.
-        limit: Most bytes of a staging area; never less than one run needs.
-        computed: Whether the file is a virtual one: it is dear to read what is not needed.
+        limit: Most bytes of a staging area; never less than one element.
     """
     axes = [*block.axes, (block.run // item, item, item)]
     axes = sorted((axis for axis in axes if axis[0] > 1), key=lambda axis: axis[1])
-    yield from _split(file, block.source, block.buffer, axes, item, limit, computed)
-
-
-def _split(
-    file: str,
-    source: int,
-    buffer: int,
-    axes: list[tuple[int, int, int]],
-    item: int,
-    limit: int,
-    computed: bool,
-) -> Iterator[Move]:
-    span, inner = _span(axes, item, computed)
-    outer = axes[inner:]
-    staging = span
-    for count, _, _ in outer:
-        staging *= count
-    if staging <= limit or not axes:
-        yield _move(file, source, buffer, axes, span, inner, staging)
-        return
-    index = max(range(len(axes)), key=lambda i: (axes[i][0] - 1) * axes[i][1])
-    count, stride, step = axes[index]
-    half = count // 2
-    for first, number in ((0, half), (half, count - half)):
-        part = [*axes[:index], (number, stride, step), *axes[index + 1 :]]
-        part = [axis for axis in part if axis[0] > 1]
-        begin, into = source + first * stride, buffer + first * step
-        yield from _split(file, begin, into, part, item, limit, computed)
-
-
-def _span(axes: list[tuple[int, int, int]], item: int, computed: bool) -> tuple[int, int]:
-    """Return the bytes of one contiguous read, and how many of the innermost axes it holds."""
-    span = item
-    for index, (count, stride, _) in enumerate(axes):
-        if stride - span > (COMPUTED_GAP if computed else max(GAP, span)):
-            return span, index
+    span, inner = item, 0
+    for count, stride, _ in axes:
+        if stride - span > GAP:
+            break
         span += (count - 1) * stride
-    return span, len(axes)
-
-
-def _move(
-    file: str,
-    source: int,
-    buffer: int,
-    axes: list[tuple[int, int, int]],
-    span: int,
-    inner: int,
-    staging: int,
-) -> Move:
-    starts = [source]
-    staged = list(axes[:inner])
-    width = span
-    for count, _, step in axes[inner:]:
+        inner += 1
+    outer = axes[inner:]
+    if axes and span * math.prod(count for count, _, _ in outer) > limit:
+        longest = max(axes, key=lambda axis: (axis[0] - 1) * axis[1])
+        count, stride, step = longest
+        rest = [axis for axis in axes if axis is not longest]
+        for first, end in ((0, count // 2), (count // 2, count)):
+            source, buffer = block.source + first * stride, block.buffer + first * step
+            half = Block(source, buffer, (*rest, (end - first, stride, step)), item)
+            yield from moves(file, half, item, limit)
+        return
+    staged, width = axes[:inner], span
+    for count, _, step in outer:
         staged.append((count, width, step))
         width *= count
-    for count, stride, _ in reversed(axes[inner:]):
-        starts = [start + i * stride for start in starts for i in range(count)]
-    reads = tuple((start, span, index * span) for index, start in enumerate(starts))
-    return Move(file, reads, staging, buffer, tuple(reversed(staged)))
+    reads = tuple((count, stride) for count, stride, _ in reversed(outer))
+    yield Move(file, block.source, span, reads, block.buffer, tuple(reversed(staged)))
 
 
 class Limits(NamedTuple):

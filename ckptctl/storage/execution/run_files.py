@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import os
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import TypeVar
@@ -16,12 +16,11 @@ from ckptctl.planner.copying.blocks import MIB
 from ckptctl.planner.copying.tile import Write
 from ckptctl.planner.plan import OutputFile
 from ckptctl.storage import trash
-from ckptctl.storage.byte_files import ByteSink, ByteSource, Piece
-from ckptctl.storage.computed import OpenFiles
+from ckptctl.storage.byte_files import ByteSink, ByteSource
+from ckptctl.storage.computed import OpenFiles, StoredFile
 from ckptctl.storage.crc import crc32
 from ckptctl.storage.file_system import sync_directory
 from ckptctl.storage.files import SourceFiles, after
-from ckptctl.storage.outcome import NOTHING, Outcome
 from ckptctl.storage.page_cache import PAGE, cold, past_cache
 from ckptctl.storage.paths import contained
 from ckptctl.units import counted
@@ -112,8 +111,8 @@ class RunFiles(OpenFiles):
         return file
 
 
-class LocalSource(ByteSource):
-    """A source file of this machine.
+class LocalSource(StoredFile):
+    """A source file of this machine, with a descriptor of this thread's own.
 
     Args:
         opened: Counts what is read.
@@ -123,9 +122,7 @@ class LocalSource(ByteSource):
     """
 
     def __init__(self, opened: OpenFiles, files: SourceFiles, name: str, *, direct: bool) -> None:
-        self._opened = opened
-        self._files = files
-        self.name = name
+        super().__init__(opened, files, name)
         self.descriptor: int = files.descriptor(name)
         self._direct: int | None = None
         self._unseen = direct  # whether nobody has looked if it is in the page cache
@@ -139,21 +136,6 @@ class LocalSource(ByteSource):
             raise self._failed(error) from error
         if count != nbytes:
             self._files.readv(self.name, after(views, count), offset + count)
-
-    def gather(self, pieces: Iterable[Piece], buffer: memoryview) -> Outcome:
-        """See :meth:`ByteSource.gather`; of thousands, each costs a few microseconds."""
-        descriptor, preadv, total = self.descriptor, os.preadv, 0
-        try:
-            for offset, nbytes, start in pieces:
-                view = buffer[start : start + nbytes]
-                count = preadv(descriptor, (view,), offset)
-                if count != nbytes:
-                    self._files.readv(self.name, after([view], count), offset + count)
-                total += nbytes
-        except OSError as error:
-            raise self._failed(error) from error
-        self._opened.bytes_read += total
-        return NOTHING
 
     @property
     def past_cache(self) -> bool:

@@ -286,7 +286,7 @@ class TileEngine:
         outcome = NOTHING
         for move in tile.moves:
             staged = self._buffers.get(STAGING, move.staging)[: move.staging]
-            outcome += self._opened.source(files, move.file).gather(move.reads, staged)
+            outcome += self._opened.source(files, move.file).gather(move.reads(), staged)
             self._ready_torch()
             permute(staged, buffer, move.buffer, move.axes, item)
         return outcome

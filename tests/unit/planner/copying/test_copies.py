@@ -152,7 +152,7 @@ def fill(tile: Tile, files: Mapping[str, Sequence[int]], item: int) -> bytes:
         assert not data
     for move in tile.moves:
         staged = bytearray(move.staging)
-        for offset, nbytes, start in move.reads:
+        for offset, nbytes, start in move.reads():
             staged[start : start + nbytes] = files[move.file][offset : offset + nbytes]
         for index in itertools.product(*(range(axis[0]) for axis in move.axes)):
             a = sum(i * axis[1] for i, axis in zip(index, move.axes, strict=True))

@@ -11,6 +11,7 @@ from ckptctl.catalog import Box, Extent, TensorEntry, computed_name, memory_name
 from ckptctl.errors import DamagedError
 from ckptctl.planner.copying.blocks import rearranged
 from ckptctl.planner.strided import Strided
+from ckptctl.storage import computed
 from ckptctl.storage.byte_files import ByteSource, HostMemory
 from ckptctl.storage.execution import run_files
 from ckptctl.storage.execution.run_files import RunFiles
@@ -29,9 +30,9 @@ def opened(kind: str, folder: Path) -> tuple[RunFiles, ByteSource]:
     shape = (100, 100)
     extent = Extent(Box.whole(shape), "in", 0, len(CONTENT))
     entry = TensorEntry("t", "uint8", shape, (extent,), ("t",))
-    computed = {NAMES["computed"]: rearranged(str(folder), Strided.whole(entry))}
+    virtual = {NAMES["computed"]: rearranged(str(folder), Strided.whole(entry))}
     memory = {NAMES["memory"]: HostMemory(memoryview(bytearray(CONTENT)))}
-    made = RunFiles(computed, lambda _: files, folder, memory)
+    made = RunFiles(virtual, lambda _: files, folder, memory)
     return made, made.source(files, NAMES[kind])
 
 
@@ -49,6 +50,30 @@ def test_every_kind_reads_the_same(tmp_path: Path, kind: str) -> None:
     assert (seen is None) == (kind != "memory") and (seen is None or seen == CONTENT[40:100])
     assert (source.descriptor is None) == (kind != "local")
     assert source.together == (kind == "computed")
+    files.close()
+
+
+@pytest.mark.parametrize("kind", ["local", "remote"])
+def test_gathering_reads_across_gaps_with_few_calls(
+    tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files, source = opened(kind, tmp_path)
+    monkeypatch.setattr(computed, "GAP", 5)
+    monkeypatch.setattr(computed, "IOV_MAX", 8)
+    calls = []
+    read_into = source.read_into
+
+    def counted(offset, views, nbytes):
+        assert len(views) <= 8 and sum(map(len, views)) == nbytes
+        calls.append((offset, nbytes))
+        read_into(offset, views, nbytes)
+
+    monkeypatch.setattr(source, "read_into", counted)
+    offsets = [3, 6, 12, 40, 38, *range(100, 120, 4)]
+    room = memoryview(bytearray(3 * len(offsets)))
+    source.gather([(offset, 3, 3 * n) for n, offset in enumerate(offsets)], room)
+    assert bytes(room) == b"".join(CONTENT[offset : offset + 3] for offset in offsets)
+    assert calls == [(3, 12), (40, 3), (38, 3), (100, 15), (116, 3)]
     files.close()
 
 
