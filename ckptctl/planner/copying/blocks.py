@@ -176,10 +176,6 @@ Blocks = dict[ReadFrom, list[Block]]
 """Copies into one buffer, by what they read."""
 
 
-Meeting = tuple["StoredBoxes", int, Part]
-"""Elements of a tensor that lie in one stored box, by its number."""
-
-
 class StoredBoxes:
     """Where a stored tensor lies: its boxes, and the bytes of each."""
 
@@ -221,13 +217,50 @@ class StoredBoxes:
         if len(self.files) == 1 and self.sizes[0] == self._shape:
             yield 0, part
             return
+        axes = _single_axes(part, STORED)
+        if axes is not None and self._is_whole(part):
+            yield from self._each(part)
+            return
         numbers: Iterable[int] = range(len(self.files))
         if len(self.files) > LINEAR:
             numbers = self._index.near(part.begin, _reach(part, STORED))
-        axes = _single_axes(part, STORED)
         for number in numbers:
             for cut in _inside(part, axes, self.offsets[number], self.sizes[number], STORED):
                 yield number, cut
+
+    def _is_whole(self, part: Part) -> bool:
+        """Return whether a part with single axes has all elements of the tensor, in their order."""
+        sizes = [1] * len(self._shape)
+        for size, _, _, at, stride in part.axes:
+            sizes[at] = size if stride == 1 else 0
+        return tuple(sizes) == self._shape
+
+    def _each(self, part: Part) -> Iterator[tuple[int, Part]]:
+        """Yield all boxes and their elements, for a part that has all elements of the tensor.
+
+        This is a hot path: a plan may have a million boxes, which have few shapes.
+        """
+        stored, axes, origin, _ = part
+        in_order = (
+            not any(origin)
+            and all(dim == at and step == 1 for _, dim, step, at, _ in axes)
+            and len(origin) == len(self._shape)
+        )
+        by_sizes: dict[Ints, tuple[Axis, ...]] = {}
+        for number, (lo, sizes) in enumerate(zip(self.offsets, self.sizes, strict=True)):
+            own = by_sizes.get(sizes)
+            if own is None:
+                cuts = (axis._replace(size=sizes[axis.at]) for axis in axes)
+                own = by_sizes[sizes] = tuple(axis for axis in cuts if axis.size > 1)
+            if 0 in sizes:
+                continue
+            first = lo
+            if not in_order:
+                starts = list(origin)
+                for _, dim, step, at, _ in axes:
+                    starts[dim] += lo[at] * step
+                first = tuple(starts)
+            yield number, Part(stored, own, first, lo)
 
     def ranges(self, part: Part) -> Iterator[tuple[int, int, int]]:
         """Yield where a row-major range of the tensor lies: boxes, first elements, and lengths.
@@ -337,6 +370,22 @@ def _inside(part: Part, axes: _SingleAxes, lo: Ints, sizes: Ints, side: _Side) -
     return (part if is_complete else Part(of, tuple(kept), tuple(starts), tuple(begins)),)
 
 
+class Located(NamedTuple):
+    """Elements of a tensor that lie in one stored box.
+
+    Attributes:
+        source: Where that is.
+        first: The byte in the file at which the first of the elements is.
+        steps: Elements between neighbors along each dimension of the stored tensor.
+        part: The elements.
+    """
+
+    source: ReadFrom
+    first: int
+    steps: Ints
+    part: Part
+
+
 class BlockReader:
     """Finds what fills a buffer with elements of a tensor.
 
@@ -403,57 +452,72 @@ class BlockReader:
 
     def dense(self, lo: Ints, sizes: Ints) -> Blocks:
         """Return the copies that fill a buffer with a box of the tensor, row-major."""
-        strides = dense_strides(sizes, self.item)
         found: Blocks = {}
-        self.add(found, lo, sizes, 0, strides)
+        strides = dense_strides(sizes, self.item)
+        for source, block in self.blocks(self.locate(lo, sizes), lo, 0, strides):
+            found.setdefault(source, []).append(block)
         return found
 
-    def add(self, found: Blocks, lo: Ints, sizes: Ints, position: int, strides: Ints) -> None:
-        """Add the copies that fill a part of a buffer with a box of the tensor.
-
-        Args:
-            found: The copies.
-            lo: The first indices of the box.
-            sizes: Its sizes.
-            position: Byte position of its first element in the buffer.
-            strides: Bytes between neighbors there.
-        """
-        for source, block in self.blocks(lo, sizes, position, strides):
-            found.setdefault(source, []).append(block)
-
-    def blocks(
-        self, lo: Ints, sizes: Ints, position: int, strides: Ints
-    ) -> Iterator[tuple[ReadFrom, Block]]:
-        """Yield the copies of :meth:`add`, each with what it reads."""
-        origin, item, checked = position - sum(map(mul, lo, strides)), self.item, self.checked
-        # Hot path: boxes of a checkpoint have few shapes.
-        melted: dict[tuple[tuple[Axis, ...], Ints], tuple[Strides, int]] = {}
-        for stored, number, part in self.meeting(lo, sizes):
-            steps = stored.strides(number)
-            shape = melted.get((part.axes, steps))
-            if shape is None:
-                axes = [
-                    (stride * steps[at] * item, step * strides[dim], size)
-                    for size, dim, step, at, stride in part.axes
-                ]
-                shape = melted[part.axes, steps] = melted_axes(axes, item)
-            source = stored.starts[number] + stored.position(number, part) * item
-            buffer = origin + sum(map(mul, part.origin, strides))
-            check = stored.recorded(number) if checked and part.of.name in checked else None
-            yield ReadFrom(stored.files[number], check), Block(source, buffer, *shape)
-
-    def meeting(self, lo: Ints, sizes: Ints) -> Iterator[Meeting]:
-        """Yield the elements of a box of the tensor by the stored boxes that they lie in."""
+    def locate(self, lo: Ints, sizes: Ints) -> Iterator[Located]:
+        """Yield where the elements of a box of the tensor are stored."""
         parts: Sequence[Part] = self.tensor.parts
         if any(lo) or sizes != self.tensor.shape:
             if len(parts) > LINEAR:
                 parts = [parts[number] for number in self._index.near(lo, sizes)]
-            found = ((part, _single_axes(part, TENSOR)) for part in parts)
-            parts = [cut for pair in found for cut in _inside(*pair, lo, sizes, TENSOR)]
+            pairs = ((part, _single_axes(part, TENSOR)) for part in parts)
+            parts = [cut for pair in pairs for cut in _inside(*pair, lo, sizes, TENSOR)]
         for part in parts:
-            stored = stored_boxes(part.of)
+            entry, check = part.of, None
+            is_checked = self.checked and entry.name in self.checked
+            if len(entry.extents) == 1 and (extent := entry.extents[0]).box.sizes == entry.shape:
+                # As most are: nothing to look up.
+                steps = extent.strides or row_major(entry.shape)
+                first = extent.offset + sum(map(mul, part.begin, steps)) * self.item
+                if is_checked:
+                    check = recorded_range(extent, entry.name)
+                yield Located(ReadFrom(extent.file, check), first, steps, part)
+                continue
+            stored = stored_boxes(entry)
             for number, cut in stored.meeting(part):
-                yield stored, number, cut
+                first = stored.starts[number] + stored.position(number, cut) * self.item
+                if is_checked:
+                    check = stored.recorded(number)
+                source = ReadFrom(stored.files[number], check)
+                yield Located(source, first, stored.strides(number), cut)
+
+    def blocks(
+        self, located: Iterable[Located], lo: Ints, position: int, strides: Ints
+    ) -> Iterator[tuple[ReadFrom, Block]]:
+        """Yield the copies that fill a part of a buffer with a box of the tensor.
+
+        Args:
+            located: Where its elements are stored.
+            lo: The first indices of the box.
+            position: Byte position of its first element in the buffer.
+            strides: Bytes between neighbors there.
+
+        Yields:
+            What each copy reads, and the copy.
+        """
+        origin, item = position - sum(map(mul, lo, strides)), self.item
+        # Hot path: boxes of a checkpoint have few shapes.
+        melted: dict[tuple[tuple[Axis, ...], Ints], tuple[Strides, int]] = {}
+        for source, first, steps, (_, axes, start, _) in located:
+            shape = melted.get((axes, steps))
+            if shape is None:
+                byte_axes = [
+                    (stride * steps[at] * item, step * strides[dim], size)
+                    for size, dim, step, at, stride in axes
+                ]
+                shape = melted[axes, steps] = melted_axes(byte_axes, item)
+            yield source, Block(first, origin + sum(map(mul, start, strides)), *shape)
+
+    def clip(self, located: Iterable[Located], lo: Ints, sizes: Ints) -> Iterator[Located]:
+        """Yield what of some elements lies in a box of the tensor."""
+        for source, first, steps, part in located:
+            for cut in _inside(part, _single_axes(part, TENSOR), lo, sizes, TENSOR):
+                further = sum(map(mul, map(sub, cut.begin, part.begin), steps)) * self.item
+                yield Located(source, first + further, steps, cut)
 
 
 def rearranged(root: str, tensor: Strided) -> Computed:

@@ -10,7 +10,6 @@ from operator import add, mul, sub
 from typing import NamedTuple
 
 from ckptctl import dtypes
-from ckptctl.catalog import row_major
 from ckptctl.planner.copying.blocks import (
     Block,
     BlockReader,
@@ -23,7 +22,6 @@ from ckptctl.planner.copying.blocks import (
     domains,
     list_runs,
     melted_axes,
-    recorded_range,
     stored_boxes,
 )
 from ckptctl.planner.copying.tile import Limits, Read, Tile, Write, moves, spans
@@ -55,10 +53,7 @@ def lower(
 
 def permutes(transfer: Transfer) -> bool:
     """Return whether *transfer* moves single elements, which takes torch."""
-    reader = BlockReader(transfer.tensor)
-    if _whole_range(reader, transfer.targets):
-        return False
-    boxes = _boxes_of(transfer.targets)
+    reader, boxes = BlockReader(transfer.tensor), _boxes_of(transfer.targets)
     work = _Tiling(reader, boxes, (), Limits())
     if all(len(part.of.extents) == 1 for part in transfer.tensor.parts):
         # Few ranges are found faster than the order of elements is compared.
@@ -73,8 +68,6 @@ def tiles(
 
     Their order depends on nothing but the arguments.
     """
-    if whole := _whole_range(reader, targets):
-        return _copy_ranges((whole,), records, limits)
     boxes = _boxes_of(targets)
     ranges = _plain_ranges(reader, boxes)
     if ranges is None:
@@ -93,6 +86,8 @@ class _TargetPart(NamedTuple):
 def _boxes_of(targets: Sequence[TargetBox]) -> list[_TargetPart]:
     """Return each box that has elements once, with all places that it is written to."""
     boxes: dict[tuple[Ints, Ints], list[TargetBox]] = {}
+    if len(targets) == 1 and 0 not in targets[0].sizes:  # as most are
+        return [_TargetPart(targets, targets[0].start, targets[0].sizes)]
     for target in targets:
         if 0 not in target.sizes:
             boxes.setdefault((target.start, target.sizes), []).append(target)
@@ -115,33 +110,12 @@ def _plain_ranges(reader: BlockReader, boxes: Sequence[_TargetPart]) -> list[_Pl
         if len(targets) > 1:
             return None
         (target,) = targets
-        for source, block in reader.blocks(lo, sizes, target.offset, target.strides):
+        located = reader.locate(lo, sizes)
+        for source, block in reader.blocks(located, lo, target.offset, target.strides):
             if block.axes:
                 return None
             found.append((target, source, block))
     return found
-
-
-def _whole_range(reader: BlockReader, targets: Sequence[TargetBox]) -> _PlainRange | None:
-    """Return the range of a stored tensor that is copied completely, as most are, at a glance."""
-    tensor, item = reader.tensor, reader.item
-    if len(targets) != 1 or len(tensor.parts) != 1 or tensor.dtype != tensor.stored_dtype:
-        return None
-    (target,), (part,) = targets, tensor.parts
-    stored, numel = part.of, 1
-    if len(stored.extents) != 1 or not tensor.shape == stored.shape == target.sizes:
-        return None
-    for size, dim, step, at, stride in part.axes:
-        if dim != at or step != 1 or stride != 1:
-            return None
-        numel *= size
-    (extent,) = stored.extents
-    steps = extent.strides or row_major(stored.shape)
-    if extent.nbytes != numel * item or target.strides != tuple([step * item for step in steps]):
-        return None
-    check = recorded_range(extent, stored.name) if stored.name in reader.checked else None
-    block = Block(extent.offset, target.offset, (), extent.nbytes)
-    return target, ReadFrom(extent.file, check), block
 
 
 def _copy_ranges(
@@ -267,14 +241,18 @@ class _Tiling:
 
     def _filled(self, box: Domain) -> tuple[list[_TargetPart], Blocks]:
         """Return the parts of targets in a box, and what fills a buffer with them, in a row."""
-        parts, blocks, position = list[_TargetPart](), Blocks(), 0
-        for number in self._index.near(box.lo, box.sizes):
-            part = _clip(self.boxes[number], box)
-            if part is not None:
-                parts.append(part)
-                strides = dense_strides(part.sizes, self._item)
-                self._reader.add(blocks, part.lo, part.sizes, position, strides)
-                position += math.prod(part.sizes) * self._item
+        clipped = (_clip(self.boxes[n], box) for n in self._index.near(box.lo, box.sizes))
+        parts = [part for part in clipped if part is not None]
+        reader, blocks, position = self._reader, Blocks(), 0
+        # One search for all targets.
+        located = list(reader.locate(box.lo, box.sizes)) if len(parts) > 1 else ()
+        for part in parts:
+            lo, sizes = part.lo, part.sizes
+            own = reader.clip(located, lo, sizes) if located else reader.locate(lo, sizes)
+            strides = dense_strides(sizes, self._item)
+            for source, block in reader.blocks(own, lo, position, strides):
+                blocks.setdefault(source, []).append(block)
+            position += math.prod(sizes) * self._item
         return parts, blocks
 
     def _tile(self, box: Domain, inline: bool) -> Tile | None:
@@ -334,9 +312,10 @@ class _Tiling:
                 continue
             if part.sizes[dim] != box.length:
                 return False
-            for _, _, cut in self._reader.meeting(part.lo, part.sizes):
-                if not _repeats(cut, dim, box):
-                    return False
+            if not all(
+                _repeats(one.part, dim, box) for one in self._reader.locate(part.lo, part.sizes)
+            ):
+                return False
         return True
 
     def _checks(self) -> Iterator[Tile]:

@@ -35,7 +35,7 @@ from ckptctl.storage.schema import find
 from ckptctl.storage.stand_ins import begins_as_zip
 from ckptctl.storage.unfinished import left_in
 
-VERSION = 4
+VERSION = 5
 OTHER = "the interrupted run had other options, or the source has changed since"
 LEAST_SIZES = (LEAST, LEAST, LEAST, 1 << 12)
 """Of limits, in bytes: what so many threads have of buffers that nobody begins more."""

@@ -335,8 +335,8 @@ def test_many_boxes_are_found_without_looking_at_all(monkeypatch):
     records, box = [Record("t", "x", 0, 4096 * 16)], target("x", 0, (4096, 8), 0, item=2)
     transfer = Transfer("t", Strided.whole(entry), (box,))
     assert sum(t.copied for t in lower(transfer, records, Limits())) == 4096 * 16
-    found = blocks.BlockReader(transfer.tensor).meeting((10, 2), (6, 1))
-    assert [number for _, number, _ in found] == [2, 3]
+    found = blocks.BlockReader(transfer.tensor).locate((10, 2), (6, 1))
+    assert [elements.first for elements in found] == [2 * 64 + 36, 3 * 64 + 4]
 
 
 @given(
