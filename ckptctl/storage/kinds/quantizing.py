@@ -24,144 +24,96 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
 from typing import TYPE_CHECKING, TypeAlias
 
 from ckptctl.catalog import VIRTUAL
 from ckptctl.errors import RefusedError, spell_option
 from ckptctl.storage.computed import InputTensor, Kind, Output, SharedResults
+from ckptctl.storage.kinds.narrow_floats import FP8_OF_HALVES, fp8_halves
 from ckptctl.storage.outcome import EXACT, Rounding
 
 if TYPE_CHECKING:
     import torch
 
     Scales: TypeAlias = Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor]
-    Numbers: TypeAlias = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
-PIECE = 1 << 19
+PIECE = 1 << 17
 """Elements that are quantized at a time, or the rows that share scales of one block."""
 FP8, FP4 = 448.0, 6.0
 """The largest numbers of E4M3 and of E2M1."""
-E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 BIAS = 127
+EXPONENT, MAGNITUDE = 0x7F800000, 0x7FFFFFFF
+"""Bits of a float32."""
+E2M1_STEP = 1.5 * 2.0**22
+"""A float32 near this many times a power of two 2 ** e has a step of 2 ** (e - 1), as E2M1 has."""
+E2M1_OF_HALVES = 2.0**-14
+"""Times this, the numbers of E2M1 are float16 with the same lowest bit of the exponent."""
+CODE_BITS = ((9, 0x7), (12, 0x8), (21, 0x70), (24, 0x80))
+"""Shifts and masks from two such float16 in an int32 to the two codes in a byte."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Way:
-    """How elements are quantized that share a scale: blocks of a matrix.
+class _Scheme:
+    """How the elements of a matrix are quantized, block by block.
 
     Attributes:
-        rows: Of a block.
-        columns: Of a block; 0: all.
+        rows: Rows of a block.
+        columns: Columns of a block; 0: all.
         scales: Returns what blocks are divided by, of their largest absolute values and the global
             scale: ``[block rows, block columns]``.
         stored: Returns these as they are stored.
-        numbers: Returns the quantized elements of blocks divided by their scales.
-        wide: Whether all that is done in float32, whatever the weight is.
-        multiplied: Whether the scales are the inverse ones: blocks are multiplied by them.
+        is_float32: Whether all that is done in float32, whatever the dtype of the weight.
+        is_inverse: Whether the scales are the inverse ones: blocks are multiplied by them.
+        is_packed: Whether elements are E2M1, two in a byte, instead of E4M3.
     """
 
     rows: int
     columns: int
     scales: Scales
     stored: Callable[[torch.Tensor], torch.Tensor]
-    numbers: Callable[[torch.Tensor], torch.Tensor]
-    wide: bool = False
-    multiplied: bool = False
-    packed: bool = False
-
-    def divisors(self, scales: torch.Tensor, shared: torch.Tensor | None) -> torch.Tensor:
-        """Return what elements are divided by, ``[block rows, 1, block columns, 1]``."""
-        found = scales if shared is None else scales / shared
-        return found[:, None, :, None]
+    is_float32: bool = False
+    is_inverse: bool = False
+    is_packed: bool = False
 
 
-def _elements(way: _Way, out: Output) -> Rounding:
-    rows, columns, target = out.rows, out.columns, out.elements
-    weight, shape, shared = _inputs(out)
-    each = 1 + way.packed
-    wanted = range(columns.start * each, columns.stop * each)
+def _quantize(scheme: _Scheme, out: Output) -> Rounding:
+    """Fill *out* with quantized elements and return how far they are off."""
+    weight, shape, global_scale = _inputs(out)
+    per_byte = 2 if scheme.is_packed else 1
+    columns = range(out.columns.start * per_byte, out.columns.stop * per_byte)
     total = EXACT
-    for block in _aligned(rows, shape[0], way.rows, shape[1]):
-        plain = weight.read(block)
-        own = range(max(block.start, rows.start), min(block.stop, rows.stop))
-        for span in _spans(wanted, shape[1], way.columns, len(block)):
-            part = plain[:, span.start : span.stop]
-            blocks = _blocks(part, way)
-            scales = _scales_of(way, weight, blocks, shared)
-            divisors = way.divisors(scales, shared)
-            numbers = way.numbers(blocks * divisors if way.multiplied else blocks / divisors)
-            factors = (1.0 / divisors) if way.multiplied else divisors
-            cut = _Cut(part.shape, block, own, span, wanted)
-            total += cut.rounding(part, _values(numbers) * factors.float())
-            found = cut.of(numbers)
-            place = range(cut.columns.start - wanted.start, cut.columns.stop - wanted.start)
-            into = target[own.start - rows.start : own.stop - rows.start]
-            into = into[:, place.start // each : place.stop // each]
-            into.copy_(_pairs(found) if way.packed else found)
+    for block_rows in _whole_blocks(out.rows, shape[0], scheme.rows, PIECE // max(shape[1], 1)):
+        matrix = weight.read(block_rows)
+        across = scheme.columns or shape[1]
+        for span in _whole_blocks(columns, shape[1], across, PIECE // len(block_rows)):
+            blocks = _Blocks(out, scheme, matrix[:, span.start : span.stop])
+            scales = _finite(weight, scheme.scales(blocks.largest(weight), global_scale))
+            codes = blocks.quantize(scales if global_scale is None else scales / global_scale)
+            part = _Part(block_rows, span, out.rows, columns)
+            total += blocks.rounding(part)
+            into = out.elements[part.rows.start - out.rows.start :][: len(part.rows)]
+            first = part.columns.start - columns.start
+            into = into[:, first // per_byte : (first + len(part.columns)) // per_byte]
+            into.copy_(part.of(codes, per_byte))
     return total
 
 
-@dataclass(frozen=True, slots=True)
-class _Cut:
-    """The wanted part of what was computed of blocks.
-
-    Attributes:
-        shape: Of what the blocks were made of.
-        block: Rows of the weight that these are.
-        own: Those of them that are wanted.
-        span: Columns of the weight that these are.
-        wanted: Those that are wanted.
-    """
-
-    shape: tuple[int, ...]
-    block: range
-    own: range
-    span: range
-    wanted: range
-
-    @property
-    def columns(self) -> range:
-        """Return the wanted columns of the weight among these."""
-        return range(max(self.span.start, self.wanted.start), min(self.span.stop, self.wanted.stop))
-
-    def of(self, blocks: torch.Tensor) -> torch.Tensor:
-        """Return the wanted part of ``[block rows, rows, block columns, columns]``."""
-        down, rows, across, columns = blocks.shape
-        return self.inside(blocks.reshape(down * rows, across * columns))
-
-    def inside(self, matrix: torch.Tensor) -> torch.Tensor:
-        """Return the wanted part of a matrix."""
-        first, columns = self.span.start, self.columns
-        rows = matrix[self.own.start - self.block.start : self.own.stop - self.block.start]
-        return rows[:, columns.start - first : columns.stop - first]
-
-    def rounding(self, plain: torch.Tensor, blocks: torch.Tensor) -> Rounding:
-        """Return how far *blocks* are from *plain*."""
-        import torch
-
-        before = self.inside(plain).double()
-        off = self.of(blocks) - before
-        norm = torch.linalg.vector_norm
-        return Rounding(
-            float(norm(off, float("inf"))), float(norm(off)) ** 2, float(norm(before)) ** 2
-        )
-
-
-def _scales(way: _Way, out: Output) -> None:
+def _scales(scheme: _Scheme, out: Output) -> None:
+    """Fill *out* with the scales of blocks as they are stored."""
     rows, columns, target = out.rows, out.columns, out.elements
-    weight, shape, shared = _inputs(out)
-    across = way.columns or shape[1]
-    whole = range(rows.start * way.rows, min(rows.stop * way.rows, shape[0]))
+    weight, shape, global_scale = _inputs(out)
+    across = scheme.columns or shape[1]
+    whole = range(rows.start * scheme.rows, min(rows.stop * scheme.rows, shape[0]))
     wanted = range(columns.start * across, min(columns.stop * across, shape[1]))
-    for block in _aligned(whole, shape[0], way.rows, shape[1]):
-        plain = weight.read(block)
-        for span in _spans(wanted, shape[1], way.columns, len(block)):
-            blocks = _blocks(plain[:, span.start : span.stop], way)
-            found = way.stored(_scales_of(way, weight, blocks, shared))
+    for block_rows in _whole_blocks(whole, shape[0], scheme.rows, PIECE // max(shape[1], 1)):
+        matrix = weight.read(block_rows)
+        for span in _whole_blocks(wanted, shape[1], across, PIECE // len(block_rows)):
+            blocks = _Blocks(out, scheme, matrix[:, span.start : span.stop])
+            scales = _finite(weight, scheme.scales(blocks.largest(weight), global_scale))
             first = span.start // across - columns.start
-            into = target[block.start // way.rows - rows.start :][: len(found)]
-            into[:, first : first + found.shape[1]].copy_(found)
+            into = target[block_rows.start // scheme.rows - rows.start :][: len(scales)]
+            into[:, first : first + scales.shape[1]].copy_(scheme.stored(scales))
 
 
 def _inputs(out: Output) -> tuple[InputTensor, tuple[int, int], torch.Tensor | None]:
@@ -171,47 +123,156 @@ def _inputs(out: Output) -> tuple[InputTensor, tuple[int, int], torch.Tensor | N
     return weight, (math.prod(rows), columns), shared[0].read_all() if shared else None
 
 
-def _aligned(rows: range, height: int, down: int, width: int) -> Iterator[range]:
-    """Yield consecutive rows that hold *rows*: whole blocks, few enough for a piece."""
-    step = max(down, PIECE // max(width, 1) // down * down)
-    start = rows.start // down * down
-    end = min(-(-rows.stop // down) * down, height)
-    return (range(at, min(at + step, end)) for at in range(start, end, step))
+def _whole_blocks(wanted: range, size: int, block: int, most: int) -> Iterator[range]:
+    """Yield consecutive ranges of whole blocks that hold *wanted*, each of about *most* or one."""
+    step = max(block, most // block * block)
+    end = min(-(-wanted.stop // block) * block, size)
+    for start in range(wanted.start // block * block, end, step):
+        yield range(start, min(start + step, end))
 
 
-def _spans(columns: range, width: int, across: int, rows: int) -> Iterator[range]:
-    """Yield consecutive columns that hold *columns*: whole blocks, few enough for a piece."""
-    if not across:
-        yield range(width)
-        return
-    step = max(across, PIECE // max(rows, 1) // across * across)
-    end = min(-(-columns.stop // across) * across, width)
-    for at in range(columns.start // across * across, end, step):
-        yield range(at, min(at + step, end))
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """The wanted part of whole blocks.
+
+    Attributes:
+        block_rows: Rows of the weight in the blocks.
+        block_columns: Columns of the weight in the blocks.
+        wanted_rows: Rows that are to be written.
+        wanted_columns: Columns that are to be written.
+    """
+
+    block_rows: range
+    block_columns: range
+    wanted_rows: range
+    wanted_columns: range
+
+    @property
+    def rows(self) -> range:
+        """Return the wanted rows among those of the blocks."""
+        return _intersect(self.block_rows, self.wanted_rows)
+
+    @property
+    def columns(self) -> range:
+        """Return the wanted columns among those of the blocks."""
+        return _intersect(self.block_columns, self.wanted_columns)
+
+    def of(self, matrix: torch.Tensor, per_element: int = 1) -> torch.Tensor:
+        """Return the wanted part of a matrix whose elements hold *per_element* columns each."""
+        row = self.rows.start - self.block_rows.start
+        column = self.columns.start - self.block_columns.start
+        stop = column + len(self.columns)
+        return matrix[row : row + len(self.rows), column // per_element : stop // per_element]
 
 
-def _blocks(part: torch.Tensor, way: _Way) -> torch.Tensor:
-    """Return ``[block rows, rows, block columns, columns]``; zeros fill up smaller blocks."""
-    import torch
-
-    part = part.float() if way.wide else part
-    height, width = part.shape
-    down, across = way.rows, way.columns or width
-    missing = (-width % across, -height % down)
-    if any(missing):
-        part = torch.nn.functional.pad(part, (0, missing[0], 0, missing[1]))
-    return part.reshape(part.shape[0] // down, down, part.shape[1] // across, across)
+def _intersect(first: range, second: range) -> range:
+    return range(max(first.start, second.start), min(first.stop, second.stop))
 
 
-def _scales_of(
-    way: _Way, weight: InputTensor, blocks: torch.Tensor, shared: torch.Tensor | None
-) -> torch.Tensor:
-    return _finite(weight, way.scales(_largest(weight, blocks), shared))
+class _Blocks:
+    """Whole blocks of a weight in float32, in memory that the next ones take.
 
+    Args:
+        out: Has room for what is between.
+        scheme: How they are quantized.
+        matrix: Elements of the weight, ``[rows, columns]``; zeros fill up smaller blocks.
+    """
 
-def _largest(weight: InputTensor, blocks: torch.Tensor) -> torch.Tensor:
-    """Return the largest absolute value of each block."""
-    return _finite(weight, blocks.abs().amax((1, 3)))
+    def __init__(self, out: Output, scheme: _Scheme, matrix: torch.Tensor) -> None:
+        height, width = matrix.shape
+        down, across = scheme.rows, scheme.columns or width
+        rows, columns = -(-height // down), -(-width // across)
+        self._out, self._scheme = out, scheme
+        self._shape = (rows, down, columns, across)
+        self._size = rows * down * columns * across
+        self._dtype = matrix.dtype
+        self._plain = self._scratch("plain", "float32")
+        plain = self._as_matrix(self._plain)
+        if plain.shape != matrix.shape:
+            plain.zero_()
+        plain[:height, :width].copy_(matrix)
+
+    def largest(self, weight: InputTensor) -> torch.Tensor:
+        """Return the largest absolute value of each block, ``[block rows, block columns]``."""
+        import torch
+
+        bits = self._scratch("bits", "int32")
+        torch.bitwise_and(self._plain.view(torch.int32), MAGNITUDE, out=bits)
+        largest = bits.amax((1, 3)).view(torch.float32)
+        return _finite(weight, largest if self._scheme.is_float32 else largest.to(self._dtype))
+
+    def quantize(self, divisors: torch.Tensor) -> torch.Tensor:
+        """Divide blocks, or multiply them, and return their codes, ``[rows, columns or bytes]``.
+
+        The quotients are rounded to the dtype that torch's arithmetic would give them.
+        """
+        import torch
+
+        wide = divisors.float()[:, None, :, None]
+        values = self._values = self._scratch("values", "float32")
+        self._factors = 1.0 / wide if self._scheme.is_inverse else wide
+        if self._scheme.is_inverse:
+            torch.mul(self._plain, wide, out=values)
+        else:
+            torch.div(self._plain, wide, out=values)
+        dtype = torch.promote_types(self._dtype, divisors.dtype)
+        if dtype != torch.float32 and not self._scheme.is_float32:
+            values.copy_(self._scratch("narrow", str(dtype).removeprefix("torch.")).copy_(values))
+        return self._e2m1() if self._scheme.is_packed else self._e4m3()
+
+    def rounding(self, part: _Part) -> Rounding:
+        """Return how far the wanted elements are off, of those that were quantized last."""
+        import torch
+
+        off = self._values.mul_(self._factors).sub_(self._plain)
+        wanted, plain = part.of(self._as_matrix(off)), part.of(self._as_matrix(self._plain))
+        if not wanted.numel():
+            return EXACT
+        low, high = torch.aminmax(wanted)
+        norm = partial(torch.linalg.vector_norm, dtype=torch.float64)
+        return Rounding(
+            max(-float(low), float(high)), float(norm(wanted)) ** 2, float(norm(plain)) ** 2
+        )
+
+    def _e4m3(self) -> torch.Tensor:
+        """Round the quotients to E4M3 and return their bytes."""
+        values = self._values.clamp_(-FP8, FP8)
+        codes = self._scratch("codes", "float8_e4m3fn").copy_(values)
+        halves = fp8_halves(codes.view(-1), self._scratch("moved", "int16").view(-1))
+        self._factors = self._factors * FP8_OF_HALVES
+        values.copy_(halves.view(self._shape))
+        return self._as_matrix(codes)
+
+    def _e2m1(self) -> torch.Tensor:
+        """Round the quotients to E2M1 and return their codes, two in a byte, the first one low.
+
+        Adding a large number and subtracting it again rounds to multiples of its step, and to even
+        ones halfway.
+        """
+        import torch
+
+        values = self._values.clamp_(-FP4, FP4).add_(0.0)  # no -0
+        steps = self._scratch("steps", "float32")
+        torch.bitwise_and(values.view(torch.int32), EXPONENT, out=steps.view(torch.int32))
+        steps.clamp_min_(1.0).mul_(E2M1_STEP)
+        rounded = self._scratch("rounded", "float32")
+        torch.add(values, steps, out=rounded).sub_(steps)
+        values = torch.copysign(rounded, values, out=values)
+        halves = self._scratch("moved", "float16").copy_(steps.copy_(values).mul_(E2M1_OF_HALVES))
+        pairs = self._as_matrix(halves).view(torch.int32)
+        rooms = (self._scratch(use, "int32").view(-1) for use in ("bits", "pairs"))
+        bits, codes = (room[: pairs.numel()].view(pairs.shape) for room in rooms)
+        codes.zero_()
+        for shift, mask in CODE_BITS:
+            codes |= torch.bitwise_right_shift(pairs, shift, out=bits).bitwise_and_(mask)
+        return codes
+
+    def _scratch(self, use: str, dtype: str) -> torch.Tensor:
+        return self._out.scratch(f"quantize {use}", dtype, self._size).view(self._shape)
+
+    def _as_matrix(self, blocks: torch.Tensor) -> torch.Tensor:
+        rows, down, columns, across = self._shape
+        return blocks.view(rows * down, columns * across)
 
 
 def _finite(weight: InputTensor, found: torch.Tensor) -> torch.Tensor:
@@ -267,50 +328,6 @@ def _under_global(largest: torch.Tensor, shared: torch.Tensor | None) -> torch.T
     return found.where(found != 0, 0.125).to(largest.dtype)
 
 
-# ------------------------------------------------------------------------------------ numbers
-
-
-def _e4m3(divided: torch.Tensor) -> torch.Tensor:
-    import torch
-
-    return divided.clamp(-FP8, FP8).to(torch.float8_e4m3fn)
-
-
-def _e2m1(divided: torch.Tensor) -> torch.Tensor:
-    """Return the code of the nearest number, of two as near that with an even mantissa."""
-    import torch
-
-    size = divided.abs()
-    code = (divided < 0).to(torch.uint8) * 8
-    code += size > 0.25
-    code += size >= 0.75
-    code += size > 1.25
-    code += size >= 1.75
-    code += size > 2.5
-    code += size >= 3.5
-    return code.add_(size > 5.0)
-
-
-def _pairs(codes: torch.Tensor) -> torch.Tensor:
-    return codes[:, 0::2] | codes[:, 1::2] << 4
-
-
-def _values(numbers: torch.Tensor) -> torch.Tensor:
-    """Return quantized elements as float32."""
-    import torch
-
-    if numbers.dtype != torch.uint8:
-        return numbers.float()
-    return _table().index_select(0, numbers.int().view(-1)).view(numbers.shape)
-
-
-@cache
-def _table() -> torch.Tensor:
-    import torch
-
-    return torch.tensor([*E2M1, *(-value for value in E2M1)])
-
-
 def _itself(scales: torch.Tensor) -> torch.Tensor:
     return scales
 
@@ -327,8 +344,9 @@ def _of_all(out: Output) -> None:
     def search() -> torch.Tensor:
         import torch
 
-        parts = (weight.read(rows) for rows in _aligned(range(height), height, 1, width))
-        return torch.cat([_largest(weight, part[None, :, None, :]) for part in parts]).amax()
+        rows = _whole_blocks(range(height), height, 1, PIECE // max(width, 1))
+        parts = (_finite(weight, weight.read(part).abs().amax()) for part in rows)
+        return torch.stack(list(parts)).amax()
 
     out.elements.copy_(_LARGEST.get(weight.files, weight.entry.name, search))
 
@@ -341,17 +359,17 @@ def _global(out: Output) -> None:
     out.elements.copy_(torch.nan_to_num(FP8 * FP4 / largest, nan=1.0, posinf=1.0, neginf=1.0))
 
 
-MXFP8 = _Way(1, 32, partial(_power, offset=8), _exponents, _e4m3)
-MXFP4 = _Way(1, 32, partial(_power, offset=2), _exponents, _e2m1, packed=True)
-NVFP4 = _Way(1, 16, _under_global, _itself, _e2m1, packed=True)
-CHANNEL = _Way(1, 0, _of_rows, _itself, _e4m3)
-BLOCK = _Way(128, 128, _inverse, lambda scales: 1.0 / scales, _e4m3, wide=True, multiplied=True)
+MXFP8 = _Scheme(1, 32, partial(_power, offset=8), _exponents)
+MXFP4 = _Scheme(1, 32, partial(_power, offset=2), _exponents, is_packed=True)
+NVFP4 = _Scheme(1, 16, _under_global, _itself, is_packed=True)
+CHANNEL = _Scheme(1, 0, _of_rows, _itself)
+BLOCK = _Scheme(128, 128, _inverse, lambda scales: 1.0 / scales, is_float32=True, is_inverse=True)
 
 
-def _kinds(name: str, way: _Way) -> dict[str, Kind]:
+def _kinds(name: str, scheme: _Scheme) -> dict[str, Kind]:
     return {
-        f"to_{name}": Kind(partial(_elements, way), rows=way.rows),
-        f"to_{name}_scales": Kind(partial(_scales, way)),
+        f"to_{name}": Kind(partial(_quantize, scheme), rows=scheme.rows),
+        f"to_{name}_scales": Kind(partial(_scales, scheme)),
     }
 
 
