@@ -29,7 +29,7 @@ from ckptctl.errors import (
     spell_option,
 )
 from ckptctl.formats import checksums, foreign
-from ckptctl.formats.base import AS_IT_IS, Format, ReadOptions, Sniff, WritableFormat
+from ckptctl.formats.base import AS_IT_IS, Format, Listing, ReadOptions, Sniff, WritableFormat
 from ckptctl.formats.shared.findings import of_error, weighed
 from ckptctl.storage.paths import home_expanded, path_hint, source_path
 from ckptctl.storage.remote.urls import path_text
@@ -131,14 +131,40 @@ def target(name: str) -> WritableFormat:
 
 def sniff(path: Path) -> dict[str, Sniff]:
     """Return every format that *path* looks like, with the evidence."""
-    names = [item.name for item in path.iterdir()] if path.is_dir() else [path.name]
-    for known in (builtin, added):
-        asked = (
-            one for one in known().values() if not one.marks or any(map(one.marks.match, names))
-        )
-        if sniffed := {one.name: sign for one in asked if (sign := one.sniff(path))}:
+    listing = Listing(path)
+    for known in (builtin, added) if listing.is_folder or path.is_file() else ():
+        asked = {
+            name: candidate
+            for name, candidate in known().items()
+            if not candidate.marks or any(map(candidate.marks.match, listing.names))
+        }
+        if sniffed := recognizing(asked, listing):
             return sniffed
     return {}
+
+
+def recognizing(asked: Mapping[str, Format], listing: Listing) -> dict[str, Sniff]:
+    """Ask formats about a path, each after those that it would be in place of this one."""
+    signs: dict[str, Sniff | None] = {}
+
+    def sign_of(name: str) -> Sniff | None:
+        if name not in signs:
+            signs[name] = None  # should two formats name each other
+            yields_to = asked[name].yields_to
+            rivals = [o for o in asked if o in yields_to or name in asked[o].specializes]
+            if not any(map(sign_of, rivals)):
+                signs[name] = asked[name].sniff(listing)
+        return signs[name]
+
+    return {name: sign for name in asked if (sign := sign_of(name))}
+
+
+def interrupted(path: Path) -> Format | None:
+    """Return the format whose save was interrupted before it could be recognized, or None."""
+    with suppress(PermissionError):
+        listing = Listing(path)
+        return next((one for one in builtin().values() if one.is_interrupted(listing)), None)
+    return None
 
 
 def detect(path: str | Path) -> Format:
@@ -149,10 +175,8 @@ def detect(path: str | Path) -> Format:
 
 def only_format(path: Path, sniffed: Mapping[str, Sniff]) -> Format:
     """Return the one format that *path* looks like, or raise what else it is."""
-    from ckptctl.formats import dcp
-    from ckptctl.formats.dcp import METADATA
-
-    if (path.name == METADATA or path.suffix == dcp.DATA) and path.is_file():
+    part = any(one.parts and one.parts.fullmatch(path.name) for one in builtin().values())
+    if part and path.is_file():
         what = f"`{path.name}` is one file of a checkpoint"
         raise FormatError(what, where=str(path), hint=f"pass its folder, `{path.parent}`")
     if len(sniffed) == 1:
@@ -174,8 +198,8 @@ def only_format(path: Path, sniffed: Mapping[str, Sniff]) -> Format:
             hint=f"pass one of them; {command('inspect', path)} shows which are complete",
         )
     problem = unfinished(path)
-    if problem is None and dcp.lacks_metadata(path):
-        return dcp.FORMAT  # which says what is missing
+    if problem is None and (begun := interrupted(path)):
+        return begun  # which says what is missing
     raise problem or foreign.unrecognized(path, names(), below(path))
 
 
@@ -219,6 +243,9 @@ def _read(path: Path, format: str | None, asked: ReadOptions, manifest: bool | N
         )
     try:
         found = known.read(path, asked)
+        for special in builtin().values():
+            if known.name in special.specializes:
+                found = special.refine(found, asked)
     except FormatError as error:
         if format and not error.hint:
             error.hint = "omit the format to detect it automatically"

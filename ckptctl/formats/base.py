@@ -12,6 +12,7 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple
@@ -21,6 +22,7 @@ from ckptctl.catalog import Blob, Box, Catalog
 from ckptctl.catalog import Path as KeyPath
 from ckptctl.errors import SHOWN, FormatError, RefusedError, listed, spell_option
 from ckptctl.notes import Notes
+from ckptctl.storage.paths import is_there
 
 if TYPE_CHECKING:
     from ckptctl.planner.layouts import Family
@@ -31,6 +33,30 @@ GB = 1_000_000_000
 SPLIT_BYTES = 512 * 1024 * 1024
 Weights = Literal["master", "module"]
 """The optimizer's fp32 copies, or the weights that the model computes with."""
+
+
+class Listing:
+    """A path that formats are asked about, and the names in it, which are read once.
+
+    Attributes:
+        path: Absolute path of a folder or file.
+        is_folder: Whether it is a folder.
+        names: Names of what lies directly in the folder, sorted; of a file its own name.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.is_folder = path.is_dir()
+        self.names = sorted(item.name for item in path.iterdir()) if self.is_folder else [path.name]
+
+    @cached_property
+    def files(self) -> list[str]:
+        """Names of the files directly in the folder, sorted; of a file none."""
+        return [name for name in self.names if self.is_folder and (self.path / name).is_file()]
+
+    def has(self, name: str) -> bool:
+        """Return whether the folder has a file of that name; see :func:`is_there`."""
+        return self.is_folder and name in self.names and is_there(self.path / name)
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,6 +227,11 @@ class Format(ABC):
         recognized: What :meth:`sniff` looks for, for people.
         marks: Matches the beginning of names: the format is asked about a file with such a name,
             and about a folder with such a file or folder in it; None: about all.
+        specializes: Formats whose files its own look like as well: what it recognizes is none of
+            them.
+        yields_to: Formats that a folder is in its place if they recognize it: it holds files of
+            both.
+        parts: Matches names of files that are no checkpoint by themselves; None: there are none.
         wholeness: What a complete checkpoint has, for people. As in :attr:`recognized` and
             :attr:`proof`, facts are separated by ``"; "``.
         tested: Programs and settings that it was tested against, in one line.
@@ -217,6 +248,9 @@ class Format(ABC):
     title: ClassVar[str]
     recognized: ClassVar[str] = ""
     marks: ClassVar[re.Pattern[str] | None] = None
+    specializes: ClassVar[frozenset[str]] = frozenset()
+    yields_to: ClassVar[frozenset[str]] = frozenset()
+    parts: ClassVar[re.Pattern[str] | None] = None
     wholeness: ClassVar[str] = ""
     tested: ClassVar[str] = ""
     proof: ClassVar[str] = ""
@@ -227,8 +261,18 @@ class Format(ABC):
     training: ClassVar[bool | None] = None
 
     @abstractmethod
-    def sniff(self, path: Path) -> Sniff | None:
-        """Say whether *path* looks like this format, without reading more than a few bytes."""
+    def sniff(self, listing: Listing) -> Sniff | None:
+        """Return the evidence that a path looks like this format, or None.
+
+        No more than names and a few bytes are read.
+        """
+
+    def is_interrupted(self, listing: Listing) -> bool:
+        """Return whether a save that was interrupted left *listing*, which no format recognizes.
+
+        :meth:`read` says what is missing.
+        """
+        return False
 
     @abstractmethod
     def read(self, path: Path, asked: ReadOptions = AS_IT_IS) -> Catalog:
@@ -241,6 +285,10 @@ class Format(ABC):
         Raises:
             CkptError: The index is missing, damaged or hostile.
         """
+
+    def refine(self, catalog: Catalog, asked: ReadOptions) -> Catalog:
+        """Return a catalog of a format that this one specializes with what this one knows of it."""
+        return catalog
 
     def resolve(self, catalog: Catalog) -> Catalog:
         """Return *catalog* with every extent's codec ``raw``."""

@@ -15,6 +15,7 @@ from ckptctl.errors import FormatError, UnsupportedError, listed
 from ckptctl.formats import hf
 from ckptctl.formats.base import (
     AS_IT_IS,
+    Listing,
     Output,
     OutputRequest,
     OutputTensor,
@@ -52,11 +53,9 @@ class DeepSeekFormat(WritableFormat):
     keeps_metadata = True
     ties = "written in full"
 
-    def sniff(self, path: Path) -> Sniff | None:
+    def sniff(self, listing: Listing) -> Sniff | None:
         """See :meth:`Format.sniff`."""
-        if path.is_file():
-            return Sniff(path.name) if hf_files.RANK.fullmatch(path.name) else None
-        names = _named(path) if path.is_dir() else []
+        names = [name for name in listing.names if hf_files.RANK.fullmatch(name)]
         return Sniff(listed(names)) if names else None
 
     def read(self, path: Path, asked: ReadOptions = AS_IT_IS) -> Catalog:

@@ -25,7 +25,7 @@ from ckptctl.errors import (
     listed,
     spell_option,
 )
-from ckptctl.formats.base import AS_IT_IS, Format, ReadOptions, Sniff
+from ckptctl.formats.base import AS_IT_IS, Format, Listing, ReadOptions, Sniff
 from ckptctl.formats.hf.files import INDEX, SHARD
 from ckptctl.formats.shared.findings import Faults, Lost
 from ckptctl.formats.shared.indexes import integers
@@ -72,14 +72,14 @@ class HfRankShardsFormat(Format):
         "(tests/integration/test_rank_local.py)"
     )
 
-    def sniff(self, path: Path) -> Sniff | None:
+    def sniff(self, listing: Listing) -> Sniff | None:
         """See :meth:`Format.sniff`."""
-        found = len(_shards(path)) if path.is_dir() else 0
+        found = len(_shards(listing))
         return Sniff(f"{counted(found, 'file')} shard-*-model-*.safetensors") if found else None
 
     def read(self, path: Path, asked: ReadOptions = AS_IT_IS) -> Catalog:
         """See :meth:`Format.read`."""
-        shards = _shards(path) if path.is_dir() else {}
+        shards = _shards(Listing(path))
         ranks = _ranks(path, shards, asked.ranks)
         files_each = int(next(iter(shards.values()))[3])
         faults = Faults(path, asked.partial)
@@ -184,10 +184,10 @@ def _read_header(files: SourceFiles, name: str) -> tuple[SafetensorsHeader, Offs
         return header, {key: integers(one.get("saved_offsets")) for key, one in places.items()}
 
 
-def _shards(path: Path) -> dict[str, re.Match[str]]:
-    """Return the shards by name, in order."""
-    matches = (SHARD.fullmatch(item.name) for item in sorted(path.glob("shard-*.safetensors")))
-    return {match[0]: match for match in matches if match}
+def _shards(listing: Listing) -> dict[str, re.Match[str]]:
+    """Return the shards in a folder by name, in order."""
+    names = listing.names if listing.is_folder else ()
+    return {name: match for name in names if (match := SHARD.fullmatch(name))}
 
 
 def _ranks(path: Path, shards: Mapping[str, re.Match[str]], said: int | None) -> int:

@@ -16,6 +16,7 @@ from ckptctl.errors import FormatError, UnsupportedError
 from ckptctl.formats import torch_file
 from ckptctl.formats.base import (
     AS_IT_IS,
+    Listing,
     Output,
     OutputRequest,
     OutputTensor,
@@ -56,8 +57,9 @@ class MetaFormat(WritableFormat):
     ties = "stored once per file if config.json ties them, otherwise written in full"
     parallel = True
 
-    def sniff(self, path: Path) -> Sniff | None:
+    def sniff(self, listing: Listing) -> Sniff | None:
         """See :meth:`Format.sniff`."""
+        path = listing.path
         folder = path if path.is_dir() else path.parent
         if path.is_file() and not _SHARD.fullmatch(path.name):
             return None

@@ -16,7 +16,7 @@ from pathlib import Path
 from ckptctl.catalog import Catalog, TensorEntry
 from ckptctl.errors import CkptError, FormatError, listed
 from ckptctl.formats import hf
-from ckptctl.formats.base import AS_IT_IS, ReadOptions, Sniff
+from ckptctl.formats.base import AS_IT_IS, Listing, ReadOptions, Sniff
 from ckptctl.formats.hf import files as hf_files
 from ckptctl.formats.hf import shards as hf_shards
 from ckptctl.formats.shared.model_parallel_layout import require_all
@@ -79,6 +79,7 @@ class MistralFormat(hf.HfFormat):
         "is `hf`"
     )
     marks = re.compile(STEM)
+    yields_to = frozenset({"hf"})  # repositories of the Hub hold both kinds of files
     wholeness = (
         "safetensors: the same as for `hf`; `consolidated.NN.pth` and `.pt`: numbers start at "
         "00 and have no gap (the count is not recorded, so only a conversion detects a missing "
@@ -95,19 +96,14 @@ class MistralFormat(hf.HfFormat):
     described = True
     stem = STEM
 
-    def sniff(self, path: Path) -> Sniff | None:
-        """See :meth:`Format.sniff`.
-
-        The repositories of the Hub hold both kinds of files; those are ``hf``.
-        """
-        folder = path if path.is_dir() else path.parent
-        if path.is_file():
+    def sniff(self, listing: Listing) -> Sniff | None:
+        """See :meth:`Format.sniff`."""
+        path = listing.path
+        if not listing.is_folder:
             ours = path.name == INDEX or _SAFE.fullmatch(path.name)
             named = ours or (path.suffix == ".pth" and _TORCH.fullmatch(path.name))
-            return Sniff(path.name) if ours or (named and is_mistral(folder)) else None
-        if not path.is_dir() or hf.FORMAT.sniff(path):
-            return None
-        found = _weights(path)
+            return Sniff(path.name) if ours or (named and is_mistral(path.parent)) else None
+        found = _weights(listing)
         torch_only = bool(found) and not found[0].endswith((".safetensors", ".json", ".pt"))
         if not found or (torch_only and not is_mistral(path)):
             return None
@@ -116,7 +112,7 @@ class MistralFormat(hf.HfFormat):
     def read(self, path: Path, asked: ReadOptions = AS_IT_IS) -> Catalog:
         """See :meth:`Format.read`."""
         folder = path if path.is_dir() else path.parent
-        names = [path.name] if path.is_file() else _weights(path)
+        names = [path.name] if path.is_file() else _weights(Listing(path))
         if not names:
             raise FormatError(
                 "no weights in Mistral's format were found",
@@ -149,9 +145,9 @@ class MistralFormat(hf.HfFormat):
         return self._catalog(files, path, tensors, {}, names, notes, None)
 
 
-def _weights(folder: Path) -> list[str]:
+def _weights(listing: Listing) -> list[str]:
     """Return the files that hold the model, or their index: of one kind, the newest first."""
-    names = sorted(item.name for item in folder.iterdir() if item.is_file())
+    names = listing.files
     if INDEX in names:
         return [INDEX]
     kinds = (

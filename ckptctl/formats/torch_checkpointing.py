@@ -19,7 +19,7 @@ from ckptctl.catalog import Box, Catalog, TensorEntry
 from ckptctl.catalog import Path as KeyPath
 from ckptctl.errors import DamagedError, FormatError, UnsupportedError, listed
 from ckptctl.formats import rank_files
-from ckptctl.formats.base import AS_IT_IS, Format, ReadOptions, Sniff, require_folder
+from ckptctl.formats.base import AS_IT_IS, Format, Listing, ReadOptions, Sniff, require_folder
 from ckptctl.formats.shared.findings import Faults
 from ckptctl.formats.shared.indexes import read_whole
 from ckptctl.formats.shared.joined_tensors import ONE_SAVE
@@ -157,11 +157,11 @@ class TorchCheckpointingFormat(Format):
         "(tests/oracle/trainers/test_frameworks.py)"
     )
 
-    def sniff(self, path: Path) -> Sniff | None:
+    def sniff(self, listing: Listing) -> Sniff | None:
         """See :meth:`Format.sniff`."""
-        if not path.is_dir() or is_there(path / ".metadata"):
+        if listing.has(".metadata"):
             return None
-        names = [item.name for item in path.iterdir() if item.is_file()]
+        names = listing.files
         named = [name for name in names if (match := NAME.fullmatch(name)) and _is_own(match)]
         if METADATA in names:
             return Sniff(listed([METADATA, *sorted(named)[:1]])) if named else None

@@ -15,6 +15,7 @@ from ckptctl.catalog import Box, Catalog
 from ckptctl.errors import ForeignFileError, FormatError, UnsafePickleError
 from ckptctl.formats.base import (
     AS_IT_IS,
+    Listing,
     Output,
     OutputRequest,
     Place,
@@ -63,8 +64,9 @@ class TorchFormat(WritableFormat):
     nested = True
     ties = "kept"
 
-    def sniff(self, path: Path) -> Sniff | None:
+    def sniff(self, listing: Listing) -> Sniff | None:
         """See :meth:`Format.sniff`."""
+        path = listing.path
         others = (META_SHARD, HF_BIN)
         if not path.is_file() or any(pattern.fullmatch(path.name) for pattern in others):
             return None

@@ -1,7 +1,8 @@
 """Everything a format in another package is made of, read and written.
 
 ========================  ==========================================================================
-the format                :class:`Format`, :class:`WritableFormat`, :class:`Sniff`
+the format                :class:`Format`, :class:`WritableFormat`, :class:`Listing`,
+                          :class:`Sniff`
 reading                   :class:`ReadOptions`, :func:`source_files`, :func:`read_json`,
                           :func:`read_archive` (what ``torch.save`` wrote; runs nothing),
                           :func:`beside` (the files that travel with the weights)
@@ -30,6 +31,7 @@ from ckptctl.errors import (
 from ckptctl.formats.base import (
     AS_IT_IS,
     Format,
+    Listing,
     Output,
     OutputRequest,
     OutputTensor,
@@ -66,6 +68,7 @@ __all__ = [
     "Finding",
     "Format",
     "Frame",
+    "Listing",
     "Notes",
     "Output",
     "OutputFile",

@@ -20,6 +20,7 @@ from ckptctl.formats import torch_file
 from ckptctl.formats.base import (
     AS_IT_IS,
     GB,
+    Listing,
     Output,
     OutputRequest,
     OutputTensor,
@@ -96,17 +97,15 @@ class HfFormat(WritableFormat):
     records_ties = True
     keeps_metadata = True
 
-    def sniff(self, path: Path) -> Sniff | None:
+    def sniff(self, listing: Listing) -> Sniff | None:
         """See :meth:`Format.sniff`."""
-        if path.is_file():
-            foreign = path.name.startswith(("adapter_model", "consolidated"))
-            if foreign or OF_RANK.fullmatch(path.name):
+        if not listing.is_folder:
+            name = listing.path.name
+            if name.startswith(("adapter_model", "consolidated")) or OF_RANK.fullmatch(name):
                 return None
-            named = path.name.endswith((".safetensors", INDEX)) or path.name in BIN
-            return Sniff(path.name) if named or torch_file.HF_BIN.fullmatch(path.name) else None
-        if not path.is_dir():
-            return None
-        main = main_files(path)
+            named = name.endswith((".safetensors", INDEX)) or name in BIN
+            return Sniff(name) if named or torch_file.HF_BIN.fullmatch(name) else None
+        main = main_files(listing)
         return Sniff(listed(main)) if main else None
 
     def read(self, path: Path, asked: ReadOptions = AS_IT_IS) -> Catalog:

@@ -9,7 +9,7 @@ from itertools import product
 from pathlib import Path
 
 from ckptctl.errors import CkptError, DamagedError, FormatError, listed
-from ckptctl.formats.base import absent
+from ckptctl.formats.base import Listing, absent
 from ckptctl.formats.hf.shards import ReadShard, read_shard
 from ckptctl.storage.crc import is_digest_of
 from ckptctl.storage.files import SourceFiles
@@ -29,9 +29,9 @@ OF_RANK = re.compile(f"{RANK.pattern}|{SHARD.pattern}")
 _OTHER = ("adapter_model", "consolidated", "optimizer", "model.sharded")
 
 
-def main_files(path: Path) -> list[str]:
+def main_files(listing: Listing) -> list[str]:
     """Return the files that describe a whole model; more than one is a contradiction."""
-    names = sorted(item.name for item in path.iterdir() if item.is_file())
+    path, names = listing.path, listing.files
     indices = [n for n in names if n.endswith(INDEX) and not n.startswith(_OTHER)]
     singles = [n for n in names if n.endswith(".safetensors") and not n.startswith(_OTHER)]
     singles = [n for n in singles if not OF_RANK.fullmatch(n)]
@@ -63,7 +63,7 @@ def files_to_read(path: Path) -> list[str]:
             )
         require_whole(path, [path.name], f"pass the directory `{path.parent}`, or its index")
         return [path.name]
-    main = main_files(path)
+    main = main_files(Listing(path))
     if not main:
         raise FormatError("no weight files were found", where=str(path), why=_EXPECTED)
     is_index = len(main) == 1 and main[0].endswith(INDEX)

@@ -11,7 +11,7 @@ import re
 from pathlib import Path
 
 from ckptctl.catalog import Catalog
-from ckptctl.formats.base import AS_IT_IS, Format, ReadOptions, Sniff
+from ckptctl.formats.base import AS_IT_IS, Format, Listing, ReadOptions, Sniff
 
 METADATA = ".snapshot_metadata"
 
@@ -35,9 +35,9 @@ class TorchSnapshotFormat(Format):
         "equal the live weights (tests/oracle/trainers/test_frameworks.py)"
     )
 
-    def sniff(self, path: Path) -> Sniff | None:
+    def sniff(self, listing: Listing) -> Sniff | None:
         """See :meth:`Format.sniff`."""
-        return Sniff(METADATA) if path.is_dir() and (path / METADATA).is_file() else None
+        return Sniff(METADATA) if METADATA in listing.files else None
 
     def read(self, path: Path, asked: ReadOptions = AS_IT_IS) -> Catalog:
         """See :meth:`Format.read`."""
