@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
 from ckptctl import dtypes
 from ckptctl.catalog import Blob, Box, Catalog
@@ -117,7 +117,7 @@ class OutputRequest:
         family: The model's; None: it is not known.
         sizes: Its axis sizes.
         stack_layers: Whether equal layers become one tensor each, for formats that can do that.
-        records: What trainers recorded of the model in words of their own, by file.
+        extensions: Those of the catalog that the tensors come from.
         adapter: What ``adapter_config.json`` says, or would say, of low-rank factors; None: these
             are the tensors of a model.
         layout: The layout that was asked for; None: it is the format's own, or the source's.
@@ -139,7 +139,7 @@ class OutputRequest:
     family: Family | None = None
     sizes: Mapping[str, int] = field(default_factory=dict)
     stack_layers: bool = False
-    records: Mapping[str, Mapping[str, object]] = field(default_factory=dict)
+    extensions: Mapping[str, Any] = field(default_factory=dict)
     adapter: Mapping[str, object] | None = None
     layout: str | None = None
     notes: Notes = field(default_factory=Notes)
@@ -240,6 +240,7 @@ class Format(ABC):
         layout: The layout that its tensors have; None: any.
         other_layouts: Whether they have another one where the user asks for it.
         adapters: Whether it holds adapters and no models.
+        self_described: Whether its files state the facts of the model themselves.
         training: Whether a trainer's state lies beside the model, of which every leaf that is no
             tensor is a part; None: as the format has a place for leaves.
     """
@@ -258,6 +259,7 @@ class Format(ABC):
     choices: ClassVar[frozenset[str]] = frozenset()
     other_layouts: ClassVar[bool] = False
     adapters: ClassVar[bool] = False
+    self_described: ClassVar[bool] = False
     training: ClassVar[bool | None] = None
 
     @abstractmethod

@@ -81,6 +81,7 @@ class GgufFormat(Format):
         " from the same files and from the converted model (tests/oracle/test_gguf.py)"
     )
     layout = "gguf"
+    self_described = True
 
     def sniff(self, listing: Listing) -> Sniff | None:
         """See :meth:`Format.sniff`."""

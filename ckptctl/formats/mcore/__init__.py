@@ -68,6 +68,7 @@ class McoreFormat(ItemFormat, WritableFormat):
         "(tests/oracle/test_mcore_adapters.py)"
     )
     layout = "mcore"
+    self_described = True
     sharded = True
     ties = "written in full"
     stacks = True

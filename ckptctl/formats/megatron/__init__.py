@@ -43,6 +43,7 @@ class MegatronFormat(Format):
         "experts) were not run; for these, the file layout and the names follow the source code"
     )
     choices = frozenset({"tag", "rules"})
+    self_described = True
 
     def sniff(self, listing: Listing) -> Sniff | None:
         """See :meth:`Format.sniff`."""
