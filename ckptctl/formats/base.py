@@ -10,17 +10,16 @@ from __future__ import annotations
 import math
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
 from ckptctl import dtypes
 from ckptctl.catalog import Blob, Box, Catalog
 from ckptctl.catalog import Path as KeyPath
-from ckptctl.errors import SHOWN, FormatError, RefusedError, listed, spell_option
+from ckptctl.errors import FormatError, RefusedError, spell_option
 from ckptctl.notes import Notes
 from ckptctl.storage.paths import is_there
 
@@ -399,19 +398,3 @@ def copied(path: str, size: int) -> OutputFile:
         yield from ()
 
     return OutputFile(path, size, frame)
-
-
-def absent(
-    found: Collection[int], first: int, last: int, name: Callable[[int], str]
-) -> tuple[int, str]:
-    """Return how many numbers from *first* to *last* are not in *found*, and the first few names.
-
-    Args:
-        found: Different numbers, none outside the range.
-        first: The lowest.
-        last: The highest; it may be as large as a file name can claim.
-        name: Returns the name of a missing one.
-    """
-    count = last - first + 1 - len(found)
-    few = [name(n) for n in islice((n for n in range(first, last + 1) if n not in found), SHOWN)]
-    return count, listed(few) + (f" and {count - len(few):,} more" if count > len(few) else "")

@@ -16,8 +16,8 @@ from pathlib import Path
 
 from ckptctl.catalog import Box, Catalog, Extent, Finding, TensorEntry
 from ckptctl.columns import boxes_of, vectors_of
-from ckptctl.errors import DamagedError, FormatError, listed
-from ckptctl.formats.base import AS_IT_IS, Listing, ReadOptions, Sniff, absent
+from ckptctl.errors import FormatError, listed
+from ckptctl.formats.base import AS_IT_IS, Listing, ReadOptions, Sniff
 from ckptctl.formats.dcp import METADATA, ItemFormat, metadata_name
 from ckptctl.formats.shared.findings import UNUSABLE, Faults
 from ckptctl.formats.shared.leaves import kept_apart
@@ -160,17 +160,9 @@ def _ranks(files: SourceFiles, faults: Faults) -> list[int]:
         )
     known = ranks | _numbers(names, _UNFINISHED) | _numbers(names, _DATA)
     last = max(*known, _world(files, min(ranks)) - 1)
-    if len(ranks) > last:
-        return sorted(ranks)
-    count, missing = absent(ranks, 0, last, metadata_name)
-    error = DamagedError(
-        f"the metadata of {count:,} of {counted(last + 1, 'rank')} is missing",
-        where=str(path),
-        why=f"missing: {missing}",
-        hint="copy the files of these ranks (if they do not exist, the save did not finish)",
-    )
-    first = next(rank for rank in range(len(ranks) + 1) if rank not in ranks)
-    faults.unreadable(error, metadata_name(first))
+    what = "ranks' metadata files"
+    hint = "copy the files of these ranks (if they do not exist, the save did not finish)"
+    faults.require_all(ranks, range(last + 1), metadata_name, what, hint)
     return sorted(ranks)
 
 

@@ -25,7 +25,8 @@ from ckptctl.formats.base import (
 )
 from ckptctl.formats.hf import files as hf_files
 from ckptctl.formats.hf.shards import read_shard
-from ckptctl.formats.shared.model_parallel_layout import lay_out, require_all
+from ckptctl.formats.shared.findings import missing_error
+from ckptctl.formats.shared.model_parallel_layout import lay_out
 from ckptctl.storage.files import source_files
 from ckptctl.storage.read_ahead import heads_ahead
 
@@ -112,7 +113,9 @@ def _ranks(root: Path) -> list[str]:
             "the shards belong to different models", where=str(root), why=listed(_named(root))
         )
     total = totals.pop()
-    require_all(found, total, lambda rank: f"model{rank}-mp{total}.safetensors", root)
+    named = f"model{{}}-mp{total}.safetensors".format
+    if error := missing_error(root, found, range(total), named, "shards"):
+        raise error
     return [found[rank] for rank in sorted(found)]
 
 

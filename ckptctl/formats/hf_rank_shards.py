@@ -12,7 +12,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import islice, product
 from pathlib import Path
 
 from ckptctl.catalog import Box, Catalog, Extent, Finding, TensorEntry
@@ -47,8 +46,6 @@ OFFSETS = "DCP_SHARDING_INFO"
 SHARDED = "sharded"
 Offsets = Mapping[str, tuple[int, ...]]
 INVALID = "this is not a valid per-rank shard"
-MOST_NAMED = 6
-"""So many missing files are looked for."""
 
 
 class HfRankShardsFormat(Format):
@@ -218,22 +215,18 @@ def _require_all(
     shards: Mapping[str, re.Match[str]], ranks: int, files: int, faults: Faults
 ) -> None:
     """Refuse, or note, that files of ranks are missing."""
-    names = (_name(*place, files) for place in product(range(1, ranks + 1), range(1, files + 1)))
-    missing = list(islice((name for name in names if name not in shards), MOST_NAMED))
-    if missing or len(shards) != ranks * files:
-        count = ranks * files - len(shards)
-        kind = DamagedError if missing else UnsupportedError
-        error = kind(
-            f"{count:,} of {counted(ranks * files, 'shard is', 'shards are')} missing"
-            if count > 0
-            else "the shard numbers are inconsistent",
-            where=str(faults.root),
-            why=f"missing: {listed(missing)}" if missing else listed(list(shards)),
-            hint="copy the missing files from the nodes of the other ranks",
-        )
-        if not missing:
-            raise error
-        faults.unreadable(error, missing[0])
+    wanted = range(ranks * files)
+
+    def named(number: int) -> str:
+        return _name(number // files + 1, number % files + 1, files)
+
+    numbers = {files * (int(m[1]) - 1) + int(m[2]) - 1: name for name, m in shards.items()}
+    present = {n for n, name in numbers.items() if n in wanted and named(n) == name}
+    hint = "copy the missing files from the nodes of the other ranks"
+    if len(present) == ranks * files != len(shards):
+        what, why = "the shard numbers are inconsistent", listed(list(shards))
+        raise UnsupportedError(what, where=str(faults.root), why=why, hint=hint)
+    faults.require_all(present, wanted, named, "shards", hint)
 
 
 def _name(rank: int, file: int, total: int) -> str:

@@ -25,7 +25,8 @@ from ckptctl.formats.base import (
     WritableFormat,
 )
 from ckptctl.formats.mistral import is_mistral
-from ckptctl.formats.shared.model_parallel_layout import lay_out, require_all
+from ckptctl.formats.shared.findings import missing_error
+from ckptctl.formats.shared.model_parallel_layout import lay_out
 from ckptctl.storage.files import source_files
 from ckptctl.storage.read_ahead import zips_ahead
 
@@ -115,7 +116,9 @@ def _shards(root: Path) -> list[str]:
             found[rank] = name
     if not found:
         raise _no_shards(root)
-    require_all(found, max(found) + 1, lambda rank: f"consolidated.{rank:02d}.pth", root)
+    wanted = range(max(found) + 1)
+    if error := missing_error(root, found, wanted, "consolidated.{:02d}.pth".format, "shards"):
+        raise error
     return [found[rank] for rank in sorted(found)]
 
 

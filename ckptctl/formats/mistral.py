@@ -19,7 +19,7 @@ from ckptctl.formats import hf
 from ckptctl.formats.base import AS_IT_IS, Listing, ReadOptions, Sniff
 from ckptctl.formats.hf import files as hf_files
 from ckptctl.formats.hf import shards as hf_shards
-from ckptctl.formats.shared.model_parallel_layout import require_all
+from ckptctl.formats.shared.findings import missing_error
 from ckptctl.formats.sidecar_files import documents
 from ckptctl.storage.files import SourceFiles, source_files
 from ckptctl.storage.read_ahead import zips_ahead
@@ -135,7 +135,9 @@ class MistralFormat(hf.HfFormat):
         if path.is_dir():
             ranks = {int(match[1]): match for name in names if (match := _TORCH.fullmatch(name))}
             kind = names[0].rpartition(".")[2]
-            require_all(ranks, max(ranks) + 1, lambda n: f"{STEM}.{n:02d}.{kind}", path)
+            wanted, named = range(max(ranks) + 1), f"{STEM}.{{:02d}}.{kind}".format
+            if error := missing_error(path, ranks, wanted, named, "shards"):
+                raise error
         tensors: dict[str, TensorEntry] = {}
         notes: dict[str, None] = {}
         for name in zips_ahead(files, names):

@@ -13,9 +13,9 @@ from pathlib import Path
 
 from ckptctl.catalog import Blob, Catalog, TensorEntry
 from ckptctl.catalog import Path as KeyPath
-from ckptctl.errors import CkptError, DamagedError, UnsupportedError
+from ckptctl.errors import CkptError, UnsupportedError
 from ckptctl.formats import dcp
-from ckptctl.formats.base import AS_IT_IS, Listing, ReadOptions, Sniff, absent
+from ckptctl.formats.base import AS_IT_IS, Listing, ReadOptions, Sniff
 from ckptctl.formats.dcp import METADATA, ItemFormat
 from ckptctl.formats.shared.findings import Faults
 from ckptctl.formats.shared.leaves import join
@@ -54,11 +54,10 @@ class VeScaleFormat(ItemFormat):
         """See :meth:`Format.read`."""
         stages = _stages(path)
         faults = Faults(path, asked.partial)
-        last = max(stages, default=-1)
-        count, names = absent(stages, 0, last, lambda n: f"{OPTIMIZER}/pp_{n}")
-        if count:
-            what = "the optimizers of pipeline stages are missing"
-            faults.unreadable(DamagedError(what, where=str(path), why=names), OPTIMIZER)
+        wanted = range(max(stages, default=-1) + 1)
+        faults.require_all(
+            stages, wanted, lambda n: f"{OPTIMIZER}/pp_{n}", "pipeline stages' optimizers"
+        )
         joined = _Joined(asked, faults)
         joined.add(MODEL, (MODEL,))
         for _, name in sorted(stages.items()):

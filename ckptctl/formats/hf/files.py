@@ -8,13 +8,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import product
 from pathlib import Path
 
-from ckptctl.errors import CkptError, DamagedError, FormatError, listed
-from ckptctl.formats.base import Listing, absent
+from ckptctl.errors import CkptError, FormatError, listed
+from ckptctl.formats.base import Listing
 from ckptctl.formats.hf.shards import ReadShard, read_shard
+from ckptctl.formats.shared.findings import missing_error
 from ckptctl.storage.crc import is_digest_of
 from ckptctl.storage.files import SourceFiles
 from ckptctl.storage.read_ahead import heads_ahead
-from ckptctl.units import counted
 
 ENDS = ("\n", "")
 ReadIndex = dict[str, dict[str, object]]
@@ -88,19 +88,15 @@ def require_whole(path: Path, names: Sequence[str], hint: str) -> None:
         return
     stem, total, suffix = next(iter(kinds))
     numbers = {int(match[2]) for match in matches}
-    first, last, width = min(1, *numbers), int(total), len(total)
-    if max(numbers) > last:
-        return
-    count, missing = absent(
-        numbers, first, last, lambda n: f"{stem}-{n:0{width}d}-of-{total}.{suffix}"
-    )
-    if count:
-        raise DamagedError(
-            f"found only {len(names)} of {counted(last - first + 1, 'shard')}: {listed(names)}",
-            where=str(path),
-            why=f"missing: {missing}",
-            hint=hint,
-        )
+    wanted, width = range(min(1, *numbers), int(total) + 1), len(total)
+
+    def named(number: int) -> str:
+        return f"{stem}-{number:0{width}d}-of-{total}.{suffix}"
+
+    if max(numbers) in wanted and (
+        error := missing_error(path, numbers, wanted, named, "shards", hint)
+    ):
+        raise error
 
 
 def _complete_set(names: Sequence[str]) -> bool:

@@ -13,7 +13,7 @@ from pathlib import Path
 from ckptctl.catalog import Catalog
 from ckptctl.formats.base import AS_IT_IS, Format, Listing, ReadOptions, Sniff
 
-METADATA = ".snapshot_metadata"
+MANIFEST = ".snapshot_metadata"
 
 
 class TorchSnapshotFormat(Format):
@@ -22,7 +22,7 @@ class TorchSnapshotFormat(Format):
     name = "torchsnapshot"
     title = "torchsnapshot directory"
     recognized = "`.snapshot_metadata`"
-    marks = re.compile(re.escape(METADATA))
+    marks = re.compile(re.escape(MANIFEST))
     wholeness = (
         "every file listed in `.snapshot_metadata` exists; the entries fill each file from the "
         "first to the last byte without gaps; shards tile their tensors (changed bytes are not "
@@ -37,7 +37,7 @@ class TorchSnapshotFormat(Format):
 
     def sniff(self, listing: Listing) -> Sniff | None:
         """See :meth:`Format.sniff`."""
-        return Sniff(METADATA) if METADATA in listing.files else None
+        return Sniff(MANIFEST) if MANIFEST in listing.files else None
 
     def read(self, path: Path, asked: ReadOptions = AS_IT_IS) -> Catalog:
         """See :meth:`Format.read`."""
