@@ -29,7 +29,7 @@ from ckptctl.errors import (
     spell_option,
 )
 from ckptctl.formats import checksums, foreign
-from ckptctl.formats.base import AS_IT_IS, Format, Listing, ReadOptions, Sniff, WritableFormat
+from ckptctl.formats.base import AS_IT_IS, Format, Listing, ReadOptions, WritableFormat
 from ckptctl.formats.shared.findings import of_error, weighed
 from ckptctl.storage.paths import home_expanded, path_hint, source_path
 from ckptctl.storage.remote.urls import path_text
@@ -129,7 +129,7 @@ def target(name: str) -> WritableFormat:
     return found
 
 
-def sniff(path: Path) -> dict[str, Sniff]:
+def sniff(path: Path) -> dict[str, str]:
     """Return every format that *path* looks like, with the evidence."""
     listing = Listing(path)
     for known in (builtin, added) if listing.is_folder or path.is_file() else ():
@@ -143,11 +143,11 @@ def sniff(path: Path) -> dict[str, Sniff]:
     return {}
 
 
-def recognizing(asked: Mapping[str, Format], listing: Listing) -> dict[str, Sniff]:
+def recognizing(asked: Mapping[str, Format], listing: Listing) -> dict[str, str]:
     """Ask formats about a path, each after those that it would be in place of this one."""
-    signs: dict[str, Sniff | None] = {}
+    signs: dict[str, str | None] = {}
 
-    def sign_of(name: str) -> Sniff | None:
+    def sign_of(name: str) -> str | None:
         if name not in signs:
             signs[name] = None  # should two formats name each other
             yields_to = asked[name].yields_to
@@ -173,7 +173,7 @@ def detect(path: str | Path) -> Format:
     return only_format(path, sniff(path))
 
 
-def only_format(path: Path, sniffed: Mapping[str, Sniff]) -> Format:
+def only_format(path: Path, sniffed: Mapping[str, str]) -> Format:
     """Return the one format that *path* looks like, or raise what else it is."""
     part = any(one.parts and one.parts.fullmatch(path.name) for one in builtin().values())
     if part and path.is_file():
@@ -182,7 +182,7 @@ def only_format(path: Path, sniffed: Mapping[str, Sniff]) -> Format:
     if len(sniffed) == 1:
         return get(next(iter(sniffed)))
     if sniffed:
-        both = " and ".join(f"{name} ({sign.evidence})" for name, sign in sniffed.items())
+        both = " and ".join(f"{name} ({evidence})" for name, evidence in sniffed.items())
         raise FormatError(
             "the format is ambiguous",
             where=str(path),

@@ -59,17 +59,6 @@ class Listing:
 
 
 @dataclass(frozen=True, slots=True)
-class Sniff:
-    """That a path looks like a format, and why.
-
-    Attributes:
-        evidence: What was found, for people: ``.metadata and 8 .distcp files``.
-    """
-
-    evidence: str
-
-
-@dataclass(frozen=True, slots=True)
 class OutputTensor:
     """One tensor to be laid out.
 
@@ -262,10 +251,11 @@ class Format(ABC):
     training: ClassVar[bool | None] = None
 
     @abstractmethod
-    def sniff(self, listing: Listing) -> Sniff | None:
+    def sniff(self, listing: Listing) -> str | None:
         """Return the evidence that a path looks like this format, or None.
 
-        No more than names and a few bytes are read.
+        It is for people, as in ``.metadata and 8 .distcp files``. No more than names and a few
+        bytes are read.
         """
 
     def is_interrupted(self, listing: Listing) -> bool:

@@ -11,7 +11,7 @@ import re
 from pathlib import Path
 
 from ckptctl.catalog import Catalog
-from ckptctl.formats.base import AS_IT_IS, Listing, ReadOptions, Sniff
+from ckptctl.formats.base import AS_IT_IS, Listing, ReadOptions
 from ckptctl.formats.dcp import METADATA, ItemFormat
 
 CLASS = b"bytecheckpoint."
@@ -36,7 +36,7 @@ class ByteCheckpointFormat(ItemFormat):
         "merge_bcp.py (tests/unit/formats/test_wrappers.py)"
     )
 
-    def sniff(self, listing: Listing) -> Sniff | None:
+    def sniff(self, listing: Listing) -> str | None:
         """See :meth:`Format.sniff`."""
         if METADATA not in listing.files:
             return None
@@ -45,7 +45,7 @@ class ByteCheckpointFormat(ItemFormat):
                 own = CLASS in file.read(64)
         except OSError:
             return None  # whoever reads it says why it cannot be read
-        return Sniff(f"ByteCheckpoint's {METADATA}") if own else None
+        return f"ByteCheckpoint's {METADATA}" if own else None
 
     def read(self, path: Path, asked: ReadOptions = AS_IT_IS) -> Catalog:
         """See :meth:`Format.read`."""

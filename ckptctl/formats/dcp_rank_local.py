@@ -17,7 +17,7 @@ from pathlib import Path
 from ckptctl.catalog import Box, Catalog, Extent, Finding, TensorEntry
 from ckptctl.columns import boxes_of, vectors_of
 from ckptctl.errors import FormatError, listed
-from ckptctl.formats.base import AS_IT_IS, Listing, ReadOptions, Sniff
+from ckptctl.formats.base import AS_IT_IS, Listing, ReadOptions
 from ckptctl.formats.dcp import METADATA, ItemFormat, metadata_name
 from ckptctl.formats.shared.findings import UNUSABLE, Faults
 from ckptctl.formats.shared.leaves import kept_apart
@@ -56,16 +56,12 @@ class DcpRankLocalFormat(ItemFormat):
         "(tests/integration/test_rank_local.py)"
     )
 
-    def sniff(self, listing: Listing) -> Sniff | None:
+    def sniff(self, listing: Listing) -> str | None:
         """See :meth:`Format.sniff`."""
         if not listing.is_folder or listing.has(METADATA):
             return None
         ranks = _numbers(listing.names, _RANK)
-        return (
-            Sniff(f"metadata of {counted(len(ranks), 'rank')}, without {METADATA}")
-            if ranks
-            else None
-        )
+        return f"metadata of {counted(len(ranks), 'rank')}, without {METADATA}" if ranks else None
 
     def read(self, path: Path, asked: ReadOptions = AS_IT_IS) -> Catalog:
         """See :meth:`Format.read`.

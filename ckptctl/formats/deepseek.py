@@ -20,7 +20,6 @@ from ckptctl.formats.base import (
     OutputRequest,
     OutputTensor,
     ReadOptions,
-    Sniff,
     WritableFormat,
 )
 from ckptctl.formats.hf import files as hf_files
@@ -54,10 +53,10 @@ class DeepSeekFormat(WritableFormat):
     keeps_metadata = True
     ties = "written in full"
 
-    def sniff(self, listing: Listing) -> Sniff | None:
+    def sniff(self, listing: Listing) -> str | None:
         """See :meth:`Format.sniff`."""
         names = [name for name in listing.names if hf_files.RANK.fullmatch(name)]
-        return Sniff(listed(names)) if names else None
+        return listed(names) if names else None
 
     def read(self, path: Path, asked: ReadOptions = AS_IT_IS) -> Catalog:
         """See :meth:`Format.read`."""

@@ -10,7 +10,7 @@ import re
 from pathlib import Path
 
 from ckptctl.catalog import Catalog
-from ckptctl.formats.base import AS_IT_IS, Format, Listing, ReadOptions, Sniff, require_folder
+from ckptctl.formats.base import AS_IT_IS, Format, Listing, ReadOptions, require_folder
 from ckptctl.formats.deepspeed.files import FP32, ZERO
 from ckptctl.formats.shared.tags import LATEST_UNIVERSAL, is_run, tag_folder
 from ckptctl.storage.files import source_files
@@ -51,12 +51,12 @@ class DeepSpeedUniversalFormat(Format):
     )
     choices = frozenset({"weights", "tag"})
 
-    def sniff(self, listing: Listing) -> Sniff | None:
+    def sniff(self, listing: Listing) -> str | None:
         """See :meth:`Format.sniff`."""
         here = _evidence(listing.path)
         if here is None and is_run(listing.path, LATEST_UNIVERSAL, _evidence):
             here = f"`{LATEST_UNIVERSAL}`"
-        return Sniff(here) if here else None
+        return here
 
     def read(self, path: Path, asked: ReadOptions = AS_IT_IS) -> Catalog:
         """See :meth:`Format.read`."""

@@ -24,7 +24,7 @@ from ckptctl.errors import (
     listed,
     spell_option,
 )
-from ckptctl.formats.base import AS_IT_IS, Format, Listing, ReadOptions, Sniff
+from ckptctl.formats.base import AS_IT_IS, Format, Listing, ReadOptions
 from ckptctl.formats.hf.files import INDEX, SHARD
 from ckptctl.formats.shared.findings import Faults, Lost
 from ckptctl.formats.shared.indexes import integers
@@ -69,10 +69,10 @@ class HfRankShardsFormat(Format):
         "(tests/integration/test_rank_local.py)"
     )
 
-    def sniff(self, listing: Listing) -> Sniff | None:
+    def sniff(self, listing: Listing) -> str | None:
         """See :meth:`Format.sniff`."""
         found = len(_shards(listing))
-        return Sniff(f"{counted(found, 'file')} shard-*-model-*.safetensors") if found else None
+        return f"{counted(found, 'file')} shard-*-model-*.safetensors" if found else None
 
     def read(self, path: Path, asked: ReadOptions = AS_IT_IS) -> Catalog:
         """See :meth:`Format.read`."""

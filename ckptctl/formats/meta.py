@@ -21,7 +21,6 @@ from ckptctl.formats.base import (
     OutputRequest,
     OutputTensor,
     ReadOptions,
-    Sniff,
     WritableFormat,
 )
 from ckptctl.formats.mistral import is_mistral
@@ -58,7 +57,7 @@ class MetaFormat(WritableFormat):
     ties = "stored once per file if config.json ties them, otherwise written in full"
     parallel = True
 
-    def sniff(self, listing: Listing) -> Sniff | None:
+    def sniff(self, listing: Listing) -> str | None:
         """See :meth:`Format.sniff`."""
         path = listing.path
         folder = path if path.is_dir() else path.parent
@@ -67,7 +66,7 @@ class MetaFormat(WritableFormat):
         if is_mistral(folder):
             return None
         shards = count(folder)
-        return Sniff(f"{shards} consolidated.*.pth") if shards else None
+        return f"{shards} consolidated.*.pth" if shards else None
 
     def read(self, path: Path, asked: ReadOptions = AS_IT_IS) -> Catalog:
         """See :meth:`Format.read`."""

@@ -16,7 +16,7 @@ from pathlib import Path
 from ckptctl.catalog import Catalog, TensorEntry
 from ckptctl.errors import CkptError, FormatError, listed
 from ckptctl.formats import hf
-from ckptctl.formats.base import AS_IT_IS, Listing, ReadOptions, Sniff
+from ckptctl.formats.base import AS_IT_IS, Listing, ReadOptions
 from ckptctl.formats.hf import files as hf_files
 from ckptctl.formats.hf import shards as hf_shards
 from ckptctl.formats.shared.findings import missing_error
@@ -96,18 +96,18 @@ class MistralFormat(hf.HfFormat):
     described = True
     stem = STEM
 
-    def sniff(self, listing: Listing) -> Sniff | None:
+    def sniff(self, listing: Listing) -> str | None:
         """See :meth:`Format.sniff`."""
         path = listing.path
         if not listing.is_folder:
             ours = path.name == INDEX or _SAFE.fullmatch(path.name)
             named = ours or (path.suffix == ".pth" and _TORCH.fullmatch(path.name))
-            return Sniff(path.name) if ours or (named and is_mistral(path.parent)) else None
+            return path.name if ours or (named and is_mistral(path.parent)) else None
         found = _weights(listing)
         torch_only = bool(found) and not found[0].endswith((".safetensors", ".json", ".pt"))
         if not found or (torch_only and not is_mistral(path)):
             return None
-        return Sniff(listed(found))
+        return listed(found)
 
     def read(self, path: Path, asked: ReadOptions = AS_IT_IS) -> Catalog:
         """See :meth:`Format.read`."""

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from ckptctl.catalog import Catalog
 from ckptctl.errors import FormatError, listed
-from ckptctl.formats.base import AS_IT_IS, Listing, Output, OutputRequest, ReadOptions, Sniff
+from ckptctl.formats.base import AS_IT_IS, Listing, Output, OutputRequest, ReadOptions
 from ckptctl.formats.hf import HfFormat
 from ckptctl.formats.sidecar_files import ADAPTER
 from ckptctl.storage.files import source_files
@@ -52,10 +52,10 @@ class PeftFormat(HfFormat):
     records_ties = False
     described_in = (CONFIG,)
 
-    def sniff(self, listing: Listing) -> Sniff | None:
+    def sniff(self, listing: Listing) -> str | None:
         """See :meth:`Format.sniff`."""
         found = _weights(listing.path) if listing.is_folder else listing.path.name
-        return Sniff(found) if found and (listing.is_folder or found == WEIGHTS) else None
+        return found if found and (listing.is_folder or found == WEIGHTS) else None
 
     def read(self, path: Path, asked: ReadOptions = AS_IT_IS) -> Catalog:
         """See :meth:`Format.read`."""

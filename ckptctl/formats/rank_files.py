@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from ckptctl.catalog import Catalog
 from ckptctl.catalog import Path as KeyPath
 from ckptctl.errors import FormatError, UnsupportedError, listed
-from ckptctl.formats.base import AS_IT_IS, Format, Listing, ReadOptions, Sniff, require_folder
+from ckptctl.formats.base import AS_IT_IS, Format, Listing, ReadOptions, require_folder
 from ckptctl.formats.shared.findings import Faults, mixed_saves
 from ckptctl.formats.sidecar_files import with_folder
 from ckptctl.storage.files import SourceFiles, source_files
@@ -96,10 +96,10 @@ class RankFilesFormat(Format):
         "equal `full_tensor()` (tests/integration/test_rank_files.py)"
     )
 
-    def sniff(self, listing: Listing) -> Sniff | None:
+    def sniff(self, listing: Listing) -> str | None:
         """See :meth:`Format.sniff`."""
         found = [] if listing.has(".metadata") else [file.name for file in rank_files(listing)]
-        return Sniff(listed(found, 2)) if found else None
+        return listed(found, 2) if found else None
 
     def read(self, path: Path, asked: ReadOptions = AS_IT_IS) -> Catalog:
         """See :meth:`Format.read`."""

@@ -20,7 +20,6 @@ from ckptctl.formats.base import (
     OutputRequest,
     Place,
     ReadOptions,
-    Sniff,
     WritableFormat,
 )
 from ckptctl.formats.shared.leaves import nest
@@ -64,7 +63,7 @@ class TorchFormat(WritableFormat):
     nested = True
     ties = "kept"
 
-    def sniff(self, listing: Listing) -> Sniff | None:
+    def sniff(self, listing: Listing) -> str | None:
         """See :meth:`Format.sniff`."""
         path = listing.path
         others = (META_SHARD, HF_BIN)
@@ -73,9 +72,9 @@ class TorchFormat(WritableFormat):
         with path.open("rb") as file:
             head = file.read(4)
         if head == _ZIP:
-            return Sniff("a zip file")
+            return "a zip file"
         written = any(head) or path.suffix not in SUFFIXES or not only_zeros(path)
-        return None if written else Sniff("only zeros instead of a zip")
+        return None if written else "only zeros instead of a zip"
 
     def read(self, path: Path, asked: ReadOptions = AS_IT_IS) -> Catalog:
         """See :meth:`Format.read`."""

@@ -15,7 +15,7 @@ from ckptctl.catalog import Blob, Catalog, TensorEntry
 from ckptctl.catalog import Path as KeyPath
 from ckptctl.errors import CkptError, UnsupportedError
 from ckptctl.formats import dcp
-from ckptctl.formats.base import AS_IT_IS, Listing, ReadOptions, Sniff
+from ckptctl.formats.base import AS_IT_IS, Listing, ReadOptions
 from ckptctl.formats.dcp import METADATA, ItemFormat
 from ckptctl.formats.shared.findings import Faults
 from ckptctl.formats.shared.leaves import join
@@ -43,12 +43,12 @@ class VeScaleFormat(ItemFormat):
         "veScale needs CUDA and was not run"
     )
 
-    def sniff(self, listing: Listing) -> Sniff | None:
+    def sniff(self, listing: Listing) -> str | None:
         """See :meth:`Format.sniff`."""
         if not (listing.path / MODEL / METADATA).is_file():
             return None
         found = _stages(listing.path)
-        return Sniff(f"`{MODEL}/{METADATA}` and {len(found)} of `pp_N`") if found else None
+        return f"`{MODEL}/{METADATA}` and {len(found)} of `pp_N`" if found else None
 
     def read(self, path: Path, asked: ReadOptions = AS_IT_IS) -> Catalog:
         """See :meth:`Format.read`."""

@@ -1,8 +1,7 @@
 """Everything a format in another package is made of, read and written.
 
 ========================  ==========================================================================
-the format                :class:`Format`, :class:`WritableFormat`, :class:`Listing`,
-                          :class:`Sniff`
+the format                :class:`Format`, :class:`WritableFormat`, :class:`Listing`
 reading                   :class:`ReadOptions`, :func:`source_files`, :func:`read_json`,
                           :func:`read_archive` (what ``torch.save`` wrote; runs nothing),
                           :func:`beside` (the files that travel with the weights)
@@ -37,7 +36,6 @@ from ckptctl.formats.base import (
     OutputTensor,
     Place,
     ReadOptions,
-    Sniff,
     Weights,
     WritableFormat,
     constant,
@@ -80,7 +78,6 @@ __all__ = [
     "ReadOptions",
     "Record",
     "RefusedError",
-    "Sniff",
     "SourceFiles",
     "SourceNotFoundError",
     "TensorEntry",

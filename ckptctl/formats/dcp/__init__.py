@@ -21,7 +21,6 @@ from ckptctl.formats.base import (
     OutputRequest,
     OutputTensor,
     ReadOptions,
-    Sniff,
     WritableFormat,
     document,
 )
@@ -72,12 +71,12 @@ class DcpFormat(ItemFormat, WritableFormat):
     sharded = True
     ties = "written in full"
 
-    def sniff(self, listing: Listing) -> Sniff | None:
+    def sniff(self, listing: Listing) -> str | None:
         """See :meth:`Format.sniff`."""
         if not listing.has(METADATA):
             return None
         count = sum(name.endswith(DATA) for name in listing.names)
-        return Sniff(f"{METADATA} and {counted(count, f'{DATA} file')}")
+        return f"{METADATA} and {counted(count, f'{DATA} file')}"
 
     def is_interrupted(self, listing: Listing) -> bool:
         """Return whether ranks saved data, and the metadata, which comes last, is missing."""

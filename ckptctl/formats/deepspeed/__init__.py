@@ -10,7 +10,7 @@ import re
 from pathlib import Path
 
 from ckptctl.catalog import Catalog
-from ckptctl.formats.base import AS_IT_IS, Format, Listing, ReadOptions, Sniff, require_folder
+from ckptctl.formats.base import AS_IT_IS, Format, Listing, ReadOptions, require_folder
 from ckptctl.formats.deepspeed.files import evidence
 from ckptctl.formats.shared.tags import LATEST, tags
 
@@ -44,14 +44,13 @@ class DeepSpeedFormat(Format):
     )
     choices = frozenset({"weights", "tag"})
 
-    def sniff(self, listing: Listing) -> Sniff | None:
+    def sniff(self, listing: Listing) -> str | None:
         """See :meth:`Format.sniff`."""
         path = listing.path
         if LATEST in listing.files:
             found = tags(path, evidence)
-            return Sniff(f"`{LATEST}`, {evidence(path / found[-1])}") if found else None
-        here = evidence(path)
-        return Sniff(here) if here else None
+            return f"`{LATEST}`, {evidence(path / found[-1])}" if found else None
+        return evidence(path)
 
     def read(self, path: Path, asked: ReadOptions = AS_IT_IS) -> Catalog:
         """See :meth:`Format.read`."""

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from ckptctl.catalog import Catalog
 from ckptctl.errors import DamagedError, FormatError, listed
-from ckptctl.formats.base import AS_IT_IS, Format, Listing, ReadOptions, Sniff
+from ckptctl.formats.base import AS_IT_IS, Format, Listing, ReadOptions
 from ckptctl.units import counted
 
 SUFFIX = ".gguf"
@@ -83,12 +83,12 @@ class GgufFormat(Format):
     layout = "gguf"
     self_described = True
 
-    def sniff(self, listing: Listing) -> Sniff | None:
+    def sniff(self, listing: Listing) -> str | None:
         """See :meth:`Format.sniff`."""
         if not listing.is_folder:
-            return Sniff(listing.path.name) if is_gguf(listing.path) else None
+            return listing.path.name if is_gguf(listing.path) else None
         found = models(listing.path)
-        return Sniff(listed(found)) if found else None
+        return listed(found) if found else None
 
     def read(self, path: Path, asked: ReadOptions = AS_IT_IS) -> Catalog:
         """See :meth:`Format.read`."""

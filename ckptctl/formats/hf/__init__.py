@@ -26,7 +26,6 @@ from ckptctl.formats.base import (
     OutputTensor,
     Place,
     ReadOptions,
-    Sniff,
     WritableFormat,
     constant,
     document,
@@ -97,16 +96,16 @@ class HfFormat(WritableFormat):
     records_ties = True
     keeps_metadata = True
 
-    def sniff(self, listing: Listing) -> Sniff | None:
+    def sniff(self, listing: Listing) -> str | None:
         """See :meth:`Format.sniff`."""
         if not listing.is_folder:
             name = listing.path.name
             if name.startswith(("adapter_model", "consolidated")) or OF_RANK.fullmatch(name):
                 return None
             named = name.endswith((".safetensors", INDEX)) or name in BIN
-            return Sniff(name) if named or torch_file.HF_BIN.fullmatch(name) else None
+            return name if named or torch_file.HF_BIN.fullmatch(name) else None
         main = main_files(listing)
-        return Sniff(listed(main)) if main else None
+        return listed(main) if main else None
 
     def read(self, path: Path, asked: ReadOptions = AS_IT_IS) -> Catalog:
         """See :meth:`Format.read`."""

@@ -17,7 +17,6 @@ from ckptctl.formats.base import (
     Output,
     OutputRequest,
     ReadOptions,
-    Sniff,
     WritableFormat,
     require_folder,
 )
@@ -80,15 +79,15 @@ class McoreFormat(ItemFormat, WritableFormat):
     choices = frozenset({"tag"})
     specializes = frozenset({"dcp"})
 
-    def sniff(self, listing: Listing) -> Sniff | None:
+    def sniff(self, listing: Listing) -> str | None:
         """See :meth:`Format.sniff`."""
         path = listing.path
         if is_run(path, POINTER, evidence):
-            return Sniff(f"`{POINTER}` and saves of Megatron-Core")
+            return f"`{POINTER}` and saves of Megatron-Core"
         here = evidence(path)
         if here is None and listing.is_folder and (within := inside(path)):
             here = f"`{within}` with {evidence(path / within)}"
-        return Sniff(here) if here else None
+        return here
 
     def read(self, path: Path, asked: ReadOptions = AS_IT_IS) -> Catalog:
         """See :meth:`Format.read`."""

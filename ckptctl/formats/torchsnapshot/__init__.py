@@ -11,7 +11,7 @@ import re
 from pathlib import Path
 
 from ckptctl.catalog import Catalog
-from ckptctl.formats.base import AS_IT_IS, Format, Listing, ReadOptions, Sniff
+from ckptctl.formats.base import AS_IT_IS, Format, Listing, ReadOptions
 
 MANIFEST = ".snapshot_metadata"
 
@@ -35,9 +35,9 @@ class TorchSnapshotFormat(Format):
         "equal the live weights (tests/oracle/trainers/test_frameworks.py)"
     )
 
-    def sniff(self, listing: Listing) -> Sniff | None:
+    def sniff(self, listing: Listing) -> str | None:
         """See :meth:`Format.sniff`."""
-        return Sniff(MANIFEST) if MANIFEST in listing.files else None
+        return MANIFEST if MANIFEST in listing.files else None
 
     def read(self, path: Path, asked: ReadOptions = AS_IT_IS) -> Catalog:
         """See :meth:`Format.read`."""
