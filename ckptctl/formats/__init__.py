@@ -218,48 +218,44 @@ def open_checkpoint(
     path = existing(path)
     opened = str(path), identity_of(path)
     with blaming(lambda: require_unreplaced(opened)):
-        return replace(_read(path, format, asked, manifest), opened=opened)
-
-
-def _read(path: Path, format: str | None, asked: ReadOptions, manifest: bool | None) -> Catalog:
-    sniffed = {} if format else sniff(path)
-    inside = None if format or sniffed else only_inside(path)
-    problem = unfinished(path)
-    if problem and not asked.partial:
-        raise problem
-    if inside:
-        path, sniffed = inside, sniff(inside)
-    known = get(format) if format else only_format(path, sniffed)
-    strange = [
-        name
-        for name in ("weights", "tag", "rules", "ranks")
-        if getattr(asked, name) and name not in known.choices
-    ]
-    if strange:
-        raise UsageError(
-            f"{spell_option(f'--{strange[0]}')} is not supported for `{known.name}`",
-            where=str(path),
-            hint=f"see `ckptctl formats {known.name}` for the options of this format",
-        )
-    try:
-        found = known.read(path, asked)
-        for special in builtin().values():
-            if known.name in special.specializes:
-                found = special.refine(found, asked)
-    except FormatError as error:
-        if format and not error.hint:
-            error.hint = "omit the format to detect it automatically"
-        raise
-    if manifest is not False:
-        found = checksums.attach(found, needed=manifest is True)
-    if problem:
-        found = replace(found, findings=(of_error(problem, file=NAME), *found.findings))
-    if found.findings:
-        found = replace(found, findings=weighed(found.findings))
-    if inside:
-        note = f"read from `{inside.name}`, the only model checkpoint in this folder"
-        found = replace(found, notes=(note, *found.notes))
-    return found
+        sniffed = {} if format else sniff(path)
+        inside = None if format or sniffed else only_inside(path)
+        problem = unfinished(path)
+        if problem and not asked.partial:
+            raise problem
+        if inside:
+            path, sniffed = inside, sniff(inside)
+        known = get(format) if format else only_format(path, sniffed)
+        strange = [
+            name
+            for name in ("weights", "tag", "rules", "ranks")
+            if getattr(asked, name) and name not in known.choices
+        ]
+        if strange:
+            raise UsageError(
+                f"{spell_option(f'--{strange[0]}')} is not supported for `{known.name}`",
+                where=str(path),
+                hint=f"see `ckptctl formats {known.name}` for the options of this format",
+            )
+        try:
+            found = known.read(path, asked)
+            for special in builtin().values():
+                if known.name in special.specializes:
+                    found = special.refine(found, asked)
+        except FormatError as error:
+            if format and not error.hint:
+                error.hint = "omit the format to detect it automatically"
+            raise
+        if manifest is not False:
+            found = checksums.attach(found, needed=manifest is True)
+        if problem:
+            found = replace(found, findings=(of_error(problem, file=NAME), *found.findings))
+        if found.findings:
+            found = replace(found, findings=weighed(found.findings))
+        if inside:
+            note = f"read from `{inside.name}`, the only model checkpoint in this folder"
+            found = replace(found, notes=(note, *found.notes))
+        return replace(found, opened=opened)
 
 
 def resolve(catalog: Catalog) -> Catalog:

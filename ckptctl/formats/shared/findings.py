@@ -118,18 +118,6 @@ def weighed(findings: Iterable[Finding]) -> tuple[Finding, ...]:
     return tuple(map(weigh, findings))
 
 
-def absent(root: Path, files: Iterable[str]) -> frozenset[str]:
-    """Return those of *files*, relative to *root*, that are not there."""
-
-    def gone(file: str) -> bool:
-        try:
-            return not (root / file).exists()
-        except (OSError, ValueError):  # no name that a file could have, or none that may be seen
-            return False
-
-    return frozenset(filter(gone, files))
-
-
 def mixed_saves(where: Path | str, why: str) -> UnsupportedError:
     """Return the error for files that are not of one save."""
     return UnsupportedError(
