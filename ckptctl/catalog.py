@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Annotated, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 from ckptctl import dtypes
 from ckptctl.errors import Problem
@@ -335,7 +335,7 @@ class Catalog:
             behind them; and why it does not travel.
         documents: ``config.json`` and ``params.json`` where there are any, parsed; params as they
             hold for *tensors*, when shards repeat heads.
-        records: What trainers record of the model in words of their own, by file.
+        extensions: What else the format reads, for those that know it, by a name of theirs.
         stated: What else states facts of the model, such as a trainer's arguments or the metadata
             of weights: these facts by the names of config.json.
         metadata: Free-form strings that the format carries.
@@ -360,7 +360,7 @@ class Catalog:
     assets: Mapping[str, int] = field(default_factory=dict)
     others: Mapping[str, str] = field(default_factory=dict)
     documents: Mapping[str, Mapping[str, object]] = field(default_factory=dict)
-    records: Mapping[str, Mapping[str, object]] = field(default_factory=dict)
+    extensions: Mapping[str, Any] = field(default_factory=dict)
     stated: Mapping[str, Mapping[str, object]] = field(default_factory=dict)
     metadata: Mapping[str, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()

@@ -9,7 +9,7 @@ import torch
 
 from ckptctl.catalog import Blob, Box, Catalog, Extent, TensorEntry
 from ckptctl.errors import DamagedError
-from ckptctl.formats.base import AS_IT_IS, Format, ReadOptions, Sniff
+from ckptctl.formats.base import AS_IT_IS, Format, Listing, ReadOptions
 
 DATA = "data.raw"
 
@@ -23,8 +23,8 @@ class FakeFormat(Format):
     def __init__(self) -> None:
         self.known: dict[Path, Catalog] = {}
 
-    def sniff(self, path: Path) -> Sniff | None:
-        return Sniff("data.raw") if (path / DATA).exists() else None
+    def sniff(self, listing: Listing) -> str | None:
+        return "data.raw" if DATA in listing.names else None
 
     def read(self, path: Path, asked: ReadOptions = AS_IT_IS) -> Catalog:
         if path not in self.known:

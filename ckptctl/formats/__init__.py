@@ -29,7 +29,7 @@ from ckptctl.errors import (
     spell_option,
 )
 from ckptctl.formats import checksums, foreign
-from ckptctl.formats.base import AS_IT_IS, Format, ReadOptions, Sniff, WritableFormat
+from ckptctl.formats.base import AS_IT_IS, Format, Listing, ReadOptions, WritableFormat
 from ckptctl.formats.shared.findings import of_error, weighed
 from ckptctl.storage.paths import home_expanded, path_hint, source_path
 from ckptctl.storage.remote.urls import path_text
@@ -129,16 +129,42 @@ def target(name: str) -> WritableFormat:
     return found
 
 
-def sniff(path: Path) -> dict[str, Sniff]:
+def sniff(path: Path) -> dict[str, str]:
     """Return every format that *path* looks like, with the evidence."""
-    names = [item.name for item in path.iterdir()] if path.is_dir() else [path.name]
-    for known in (builtin, added):
-        asked = (
-            one for one in known().values() if not one.marks or any(map(one.marks.match, names))
-        )
-        if sniffed := {one.name: sign for one in asked if (sign := one.sniff(path))}:
+    listing = Listing(path)
+    for known in (builtin, added) if listing.is_folder or path.is_file() else ():
+        asked = {
+            name: candidate
+            for name, candidate in known().items()
+            if not candidate.marks or any(map(candidate.marks.match, listing.names))
+        }
+        if sniffed := recognizing(asked, listing):
             return sniffed
     return {}
+
+
+def recognizing(asked: Mapping[str, Format], listing: Listing) -> dict[str, str]:
+    """Ask formats about a path, each after those that it would be in place of this one."""
+    signs: dict[str, str | None] = {}
+
+    def sign_of(name: str) -> str | None:
+        if name not in signs:
+            signs[name] = None  # should two formats name each other
+            yields_to = asked[name].yields_to
+            rivals = [o for o in asked if o in yields_to or name in asked[o].specializes]
+            if not any(map(sign_of, rivals)):
+                signs[name] = asked[name].sniff(listing)
+        return signs[name]
+
+    return {name: sign for name in asked if (sign := sign_of(name))}
+
+
+def interrupted(path: Path) -> Format | None:
+    """Return the format whose save was interrupted before it could be recognized, or None."""
+    with suppress(PermissionError):
+        listing = Listing(path)
+        return next((one for one in builtin().values() if one.is_interrupted(listing)), None)
+    return None
 
 
 def detect(path: str | Path) -> Format:
@@ -147,18 +173,16 @@ def detect(path: str | Path) -> Format:
     return only_format(path, sniff(path))
 
 
-def only_format(path: Path, sniffed: Mapping[str, Sniff]) -> Format:
+def only_format(path: Path, sniffed: Mapping[str, str]) -> Format:
     """Return the one format that *path* looks like, or raise what else it is."""
-    from ckptctl.formats import dcp
-    from ckptctl.formats.dcp import METADATA
-
-    if (path.name == METADATA or path.suffix == dcp.DATA) and path.is_file():
+    part = any(one.parts and one.parts.fullmatch(path.name) for one in builtin().values())
+    if part and path.is_file():
         what = f"`{path.name}` is one file of a checkpoint"
         raise FormatError(what, where=str(path), hint=f"pass its folder, `{path.parent}`")
     if len(sniffed) == 1:
         return get(next(iter(sniffed)))
     if sniffed:
-        both = " and ".join(f"{name} ({sign.evidence})" for name, sign in sniffed.items())
+        both = " and ".join(f"{name} ({evidence})" for name, evidence in sniffed.items())
         raise FormatError(
             "the format is ambiguous",
             where=str(path),
@@ -174,8 +198,8 @@ def only_format(path: Path, sniffed: Mapping[str, Sniff]) -> Format:
             hint=f"pass one of them; {command('inspect', path)} shows which are complete",
         )
     problem = unfinished(path)
-    if problem is None and dcp.lacks_metadata(path):
-        return dcp.FORMAT  # which says what is missing
+    if problem is None and (begun := interrupted(path)):
+        return begun  # which says what is missing
     raise problem or foreign.unrecognized(path, names(), below(path))
 
 
@@ -194,45 +218,44 @@ def open_checkpoint(
     path = existing(path)
     opened = str(path), identity_of(path)
     with blaming(lambda: require_unreplaced(opened)):
-        return replace(_read(path, format, asked, manifest), opened=opened)
-
-
-def _read(path: Path, format: str | None, asked: ReadOptions, manifest: bool | None) -> Catalog:
-    sniffed = {} if format else sniff(path)
-    inside = None if format or sniffed else only_inside(path)
-    problem = unfinished(path)
-    if problem and not asked.partial:
-        raise problem
-    if inside:
-        path, sniffed = inside, sniff(inside)
-    known = get(format) if format else only_format(path, sniffed)
-    strange = [
-        name
-        for name in ("weights", "tag", "rules", "ranks")
-        if getattr(asked, name) and name not in known.choices
-    ]
-    if strange:
-        raise UsageError(
-            f"{spell_option(f'--{strange[0]}')} is not supported for `{known.name}`",
-            where=str(path),
-            hint=f"see `ckptctl formats {known.name}` for the options of this format",
-        )
-    try:
-        found = known.read(path, asked)
-    except FormatError as error:
-        if format and not error.hint:
-            error.hint = "omit the format to detect it automatically"
-        raise
-    if manifest is not False:
-        found = checksums.attach(found, needed=manifest is True)
-    if problem:
-        found = replace(found, findings=(of_error(problem, file=NAME), *found.findings))
-    if found.findings:
-        found = replace(found, findings=weighed(found.findings))
-    if inside:
-        note = f"read from `{inside.name}`, the only model checkpoint in this folder"
-        found = replace(found, notes=(note, *found.notes))
-    return found
+        sniffed = {} if format else sniff(path)
+        inside = None if format or sniffed else only_inside(path)
+        problem = unfinished(path)
+        if problem and not asked.partial:
+            raise problem
+        if inside:
+            path, sniffed = inside, sniff(inside)
+        known = get(format) if format else only_format(path, sniffed)
+        strange = [
+            name
+            for name in ("weights", "tag", "rules", "ranks")
+            if getattr(asked, name) and name not in known.choices
+        ]
+        if strange:
+            raise UsageError(
+                f"{spell_option(f'--{strange[0]}')} is not supported for `{known.name}`",
+                where=str(path),
+                hint=f"see `ckptctl formats {known.name}` for the options of this format",
+            )
+        try:
+            found = known.read(path, asked)
+            for special in builtin().values():
+                if known.name in special.specializes:
+                    found = special.refine(found, asked)
+        except FormatError as error:
+            if format and not error.hint:
+                error.hint = "omit the format to detect it automatically"
+            raise
+        if manifest is not False:
+            found = checksums.attach(found, needed=manifest is True)
+        if problem:
+            found = replace(found, findings=(of_error(problem, file=NAME), *found.findings))
+        if found.findings:
+            found = replace(found, findings=weighed(found.findings))
+        if inside:
+            note = f"read from `{inside.name}`, the only model checkpoint in this folder"
+            found = replace(found, notes=(note, *found.notes))
+        return replace(found, opened=opened)
 
 
 def resolve(catalog: Catalog) -> Catalog:

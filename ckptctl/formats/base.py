@@ -10,17 +10,18 @@ from __future__ import annotations
 import math
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
+from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
 from ckptctl import dtypes
 from ckptctl.catalog import Blob, Box, Catalog
 from ckptctl.catalog import Path as KeyPath
-from ckptctl.errors import SHOWN, FormatError, RefusedError, listed, spell_option
+from ckptctl.errors import FormatError, RefusedError, spell_option
 from ckptctl.notes import Notes
+from ckptctl.storage.paths import is_there
 
 if TYPE_CHECKING:
     from ckptctl.planner.layouts import Family
@@ -33,15 +34,28 @@ Weights = Literal["master", "module"]
 """The optimizer's fp32 copies, or the weights that the model computes with."""
 
 
-@dataclass(frozen=True, slots=True)
-class Sniff:
-    """That a path looks like a format, and why.
+class Listing:
+    """A path that formats are asked about, and the names in it, which are read once.
 
     Attributes:
-        evidence: What was found, for people: ``.metadata and 8 .distcp files``.
+        path: Absolute path of a folder or file.
+        is_folder: Whether it is a folder.
+        names: Names of what lies directly in the folder, sorted; of a file its own name.
     """
 
-    evidence: str
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.is_folder = path.is_dir()
+        self.names = sorted(item.name for item in path.iterdir()) if self.is_folder else [path.name]
+
+    @cached_property
+    def files(self) -> list[str]:
+        """Names of the files directly in the folder, sorted; of a file none."""
+        return [name for name in self.names if self.is_folder and (self.path / name).is_file()]
+
+    def has(self, name: str) -> bool:
+        """Return whether the folder has a file of that name; see :func:`is_there`."""
+        return self.is_folder and name in self.names and is_there(self.path / name)
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +105,7 @@ class OutputRequest:
         family: The model's; None: it is not known.
         sizes: Its axis sizes.
         stack_layers: Whether equal layers become one tensor each, for formats that can do that.
-        records: What trainers recorded of the model in words of their own, by file.
+        extensions: Those of the catalog that the tensors come from.
         adapter: What ``adapter_config.json`` says, or would say, of low-rank factors; None: these
             are the tensors of a model.
         layout: The layout that was asked for; None: it is the format's own, or the source's.
@@ -113,7 +127,7 @@ class OutputRequest:
     family: Family | None = None
     sizes: Mapping[str, int] = field(default_factory=dict)
     stack_layers: bool = False
-    records: Mapping[str, Mapping[str, object]] = field(default_factory=dict)
+    extensions: Mapping[str, Any] = field(default_factory=dict)
     adapter: Mapping[str, object] | None = None
     layout: str | None = None
     notes: Notes = field(default_factory=Notes)
@@ -201,6 +215,11 @@ class Format(ABC):
         recognized: What :meth:`sniff` looks for, for people.
         marks: Matches the beginning of names: the format is asked about a file with such a name,
             and about a folder with such a file or folder in it; None: about all.
+        specializes: Formats whose files its own look like as well: what it recognizes is none of
+            them.
+        yields_to: Formats that a folder is in its place if they recognize it: it holds files of
+            both.
+        parts: Matches names of files that are no checkpoint by themselves; None: there are none.
         wholeness: What a complete checkpoint has, for people. As in :attr:`recognized` and
             :attr:`proof`, facts are separated by ``"; "``.
         tested: Programs and settings that it was tested against, in one line.
@@ -209,6 +228,7 @@ class Format(ABC):
         layout: The layout that its tensors have; None: any.
         other_layouts: Whether they have another one where the user asks for it.
         adapters: Whether it holds adapters and no models.
+        self_described: Whether its files state the facts of the model themselves.
         training: Whether a trainer's state lies beside the model, of which every leaf that is no
             tensor is a part; None: as the format has a place for leaves.
     """
@@ -217,6 +237,9 @@ class Format(ABC):
     title: ClassVar[str]
     recognized: ClassVar[str] = ""
     marks: ClassVar[re.Pattern[str] | None] = None
+    specializes: ClassVar[frozenset[str]] = frozenset()
+    yields_to: ClassVar[frozenset[str]] = frozenset()
+    parts: ClassVar[re.Pattern[str] | None] = None
     wholeness: ClassVar[str] = ""
     tested: ClassVar[str] = ""
     proof: ClassVar[str] = ""
@@ -224,11 +247,23 @@ class Format(ABC):
     choices: ClassVar[frozenset[str]] = frozenset()
     other_layouts: ClassVar[bool] = False
     adapters: ClassVar[bool] = False
+    self_described: ClassVar[bool] = False
     training: ClassVar[bool | None] = None
 
     @abstractmethod
-    def sniff(self, path: Path) -> Sniff | None:
-        """Say whether *path* looks like this format, without reading more than a few bytes."""
+    def sniff(self, listing: Listing) -> str | None:
+        """Return the evidence that a path looks like this format, or None.
+
+        It is for people, as in ``.metadata and 8 .distcp files``. No more than names and a few
+        bytes are read.
+        """
+
+    def is_interrupted(self, listing: Listing) -> bool:
+        """Return whether a save that was interrupted left *listing*, which no format recognizes.
+
+        :meth:`read` says what is missing.
+        """
+        return False
 
     @abstractmethod
     def read(self, path: Path, asked: ReadOptions = AS_IT_IS) -> Catalog:
@@ -241,6 +276,10 @@ class Format(ABC):
         Raises:
             CkptError: The index is missing, damaged or hostile.
         """
+
+    def refine(self, catalog: Catalog, asked: ReadOptions) -> Catalog:
+        """Return a catalog of a format that this one specializes with what this one knows of it."""
+        return catalog
 
     def resolve(self, catalog: Catalog) -> Catalog:
         """Return *catalog* with every extent's codec ``raw``."""
@@ -349,19 +388,3 @@ def copied(path: str, size: int) -> OutputFile:
         yield from ()
 
     return OutputFile(path, size, frame)
-
-
-def absent(
-    found: Collection[int], first: int, last: int, name: Callable[[int], str]
-) -> tuple[int, str]:
-    """Return how many numbers from *first* to *last* are not in *found*, and the first few names.
-
-    Args:
-        found: Different numbers, none outside the range.
-        first: The lowest.
-        last: The highest; it may be as large as a file name can claim.
-        name: Returns the name of a missing one.
-    """
-    count = last - first + 1 - len(found)
-    few = [name(n) for n in islice((n for n in range(first, last + 1) if n not in found), SHOWN)]
-    return count, listed(few) + (f" and {count - len(few):,} more" if count > len(few) else "")

@@ -11,9 +11,11 @@ import re
 from pathlib import Path
 
 from ckptctl.catalog import Catalog
-from ckptctl.formats import dcp
-from ckptctl.formats.base import AS_IT_IS, ReadOptions, Sniff
+from ckptctl.formats.base import AS_IT_IS, Listing, ReadOptions
 from ckptctl.formats.dcp import METADATA, ItemFormat
+
+CLASS = b"bytecheckpoint."
+"""What the class of its metadata, which is named first, begins with."""
 
 
 class ByteCheckpointFormat(ItemFormat):
@@ -23,6 +25,7 @@ class ByteCheckpointFormat(ItemFormat):
     title = "ByteCheckpoint directory: global_step_N/model or global_step_N/optimizer"
     recognized = "a `.metadata` file that refers to ByteCheckpoint's metadata class"
     marks = re.compile(re.escape(METADATA))
+    specializes = frozenset({"dcp"})
     wholeness = (
         "the chunks in `.metadata` tile every tensor; they fill each file from the first to the "
         "last byte without gaps (changed bytes are not detected, because there are no checksums)"
@@ -33,11 +36,16 @@ class ByteCheckpointFormat(ItemFormat):
         "merge_bcp.py (tests/unit/formats/test_wrappers.py)"
     )
 
-    def sniff(self, path: Path) -> Sniff | None:
+    def sniff(self, listing: Listing) -> str | None:
         """See :meth:`Format.sniff`."""
-        if not path.is_dir() or not (path / METADATA).is_file():
+        if METADATA not in listing.files:
             return None
-        return Sniff(f"ByteCheckpoint's {METADATA}") if dcp.is_bytecheckpoint(path) else None
+        try:
+            with (listing.path / METADATA).open("rb") as file:
+                own = CLASS in file.read(64)
+        except OSError:
+            return None  # whoever reads it says why it cannot be read
+        return f"ByteCheckpoint's {METADATA}" if own else None
 
     def read(self, path: Path, asked: ReadOptions = AS_IT_IS) -> Catalog:
         """See :meth:`Format.read`."""

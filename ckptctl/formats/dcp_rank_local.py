@@ -10,18 +10,18 @@ does not record it.
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
 from ckptctl.catalog import Box, Catalog, Extent, Finding, TensorEntry
 from ckptctl.columns import boxes_of, vectors_of
-from ckptctl.errors import DamagedError, FormatError, listed
-from ckptctl.formats.base import AS_IT_IS, ReadOptions, Sniff, absent
+from ckptctl.errors import FormatError, listed
+from ckptctl.formats.base import AS_IT_IS, Listing, ReadOptions
 from ckptctl.formats.dcp import METADATA, ItemFormat, metadata_name
 from ckptctl.formats.shared.findings import UNUSABLE, Faults
 from ckptctl.formats.shared.leaves import kept_apart
 from ckptctl.storage.files import SourceFiles, source_files
-from ckptctl.storage.paths import is_there
 from ckptctl.storage.read_ahead import ahead
 from ckptctl.storage.threads import no_collection
 from ckptctl.units import counted
@@ -56,16 +56,12 @@ class DcpRankLocalFormat(ItemFormat):
         "(tests/integration/test_rank_local.py)"
     )
 
-    def sniff(self, path: Path) -> Sniff | None:
+    def sniff(self, listing: Listing) -> str | None:
         """See :meth:`Format.sniff`."""
-        if not path.is_dir() or is_there(path / METADATA):
+        if not listing.is_folder or listing.has(METADATA):
             return None
-        ranks = _numbers(path, _RANK)
-        return (
-            Sniff(f"metadata of {counted(len(ranks), 'rank')}, without {METADATA}")
-            if ranks
-            else None
-        )
+        ranks = _numbers(listing.names, _RANK)
+        return f"metadata of {counted(len(ranks), 'rank')}, without {METADATA}" if ranks else None
 
     def read(self, path: Path, asked: ReadOptions = AS_IT_IS) -> Catalog:
         """See :meth:`Format.read`.
@@ -150,26 +146,19 @@ def rank_files(path: Path) -> list[str]:
 def _ranks(files: SourceFiles, faults: Faults) -> list[int]:
     """Return the numbers of the ranks, 0 to the last; what only missing ones had has no name."""
     path = files.root
-    ranks = _numbers(path, _RANK)
+    names = [item.name for item in path.iterdir()]
+    ranks = _numbers(names, _RANK)
     if not ranks:
         raise FormatError(
             "this is not a per-rank DCP checkpoint",
             where=str(path),
             why=f"expected a directory with {metadata_name(0)} and .distcp files",
         )
-    known = ranks | _numbers(path, _UNFINISHED) | _numbers(path, _DATA)
+    known = ranks | _numbers(names, _UNFINISHED) | _numbers(names, _DATA)
     last = max(*known, _world(files, min(ranks)) - 1)
-    if len(ranks) > last:
-        return sorted(ranks)
-    count, missing = absent(ranks, 0, last, metadata_name)
-    error = DamagedError(
-        f"the metadata of {count:,} of {counted(last + 1, 'rank')} is missing",
-        where=str(path),
-        why=f"missing: {missing}",
-        hint="copy the files of these ranks (if they do not exist, the save did not finish)",
-    )
-    first = next(rank for rank in range(len(ranks) + 1) if rank not in ranks)
-    faults.unreadable(error, metadata_name(first))
+    what = "ranks' metadata files"
+    hint = "copy the files of these ranks (if they do not exist, the save did not finish)"
+    faults.require_all(ranks, range(last + 1), metadata_name, what, hint)
     return sorted(ranks)
 
 
@@ -186,8 +175,8 @@ def _world(files: SourceFiles, rank: int) -> int:
         return 0
 
 
-def _numbers(path: Path, pattern: re.Pattern[str]) -> set[int]:
-    matches = (pattern.fullmatch(item.name) for item in path.glob("__*"))
+def _numbers(names: Iterable[str], pattern: re.Pattern[str]) -> set[int]:
+    matches = map(pattern.fullmatch, names)
     return {int(match[1]) for match in matches if match}
 
 

@@ -15,16 +15,17 @@ from ckptctl.errors import FormatError, UnsupportedError, listed
 from ckptctl.formats import hf
 from ckptctl.formats.base import (
     AS_IT_IS,
+    Listing,
     Output,
     OutputRequest,
     OutputTensor,
     ReadOptions,
-    Sniff,
     WritableFormat,
 )
 from ckptctl.formats.hf import files as hf_files
 from ckptctl.formats.hf.shards import read_shard
-from ckptctl.formats.shared.model_parallel_layout import lay_out, require_all
+from ckptctl.formats.shared.findings import missing_error
+from ckptctl.formats.shared.model_parallel_layout import lay_out
 from ckptctl.storage.files import source_files
 from ckptctl.storage.read_ahead import heads_ahead
 
@@ -52,12 +53,10 @@ class DeepSeekFormat(WritableFormat):
     keeps_metadata = True
     ties = "written in full"
 
-    def sniff(self, path: Path) -> Sniff | None:
+    def sniff(self, listing: Listing) -> str | None:
         """See :meth:`Format.sniff`."""
-        if path.is_file():
-            return Sniff(path.name) if hf_files.RANK.fullmatch(path.name) else None
-        names = _named(path) if path.is_dir() else []
-        return Sniff(listed(names)) if names else None
+        names = [name for name in listing.names if hf_files.RANK.fullmatch(name)]
+        return listed(names) if names else None
 
     def read(self, path: Path, asked: ReadOptions = AS_IT_IS) -> Catalog:
         """See :meth:`Format.read`."""
@@ -113,7 +112,9 @@ def _ranks(root: Path) -> list[str]:
             "the shards belong to different models", where=str(root), why=listed(_named(root))
         )
     total = totals.pop()
-    require_all(found, total, lambda rank: f"model{rank}-mp{total}.safetensors", root)
+    named = f"model{{}}-mp{total}.safetensors".format
+    if error := missing_error(root, found, range(total), named, "shards"):
+        raise error
     return [found[rank] for rank in sorted(found)]
 
 

@@ -10,8 +10,7 @@ import re
 from pathlib import Path
 
 from ckptctl.catalog import Catalog
-from ckptctl.formats import deepspeed, hf
-from ckptctl.formats.base import AS_IT_IS, Format, ReadOptions, Sniff, require_folder
+from ckptctl.formats.base import AS_IT_IS, Format, Listing, ReadOptions, require_folder
 from ckptctl.formats.deepspeed.files import FP32, ZERO
 from ckptctl.formats.shared.tags import LATEST_UNIVERSAL, is_run, tag_folder
 from ckptctl.storage.files import source_files
@@ -37,6 +36,7 @@ class DeepSpeedUniversalFormat(Format):
         "same folder, the format is `deepspeed`"
     )
     marks = re.compile(f"{ZERO}|{LATEST_UNIVERSAL}")
+    yields_to = frozenset({"deepspeed", "hf"})
     wholeness = (
         "`zero/optimizer_state.pt` and the model states exist (otherwise the conversion did not "
         "finish); every parameter in the model states has a folder with `fp32.pt`; all "
@@ -51,17 +51,12 @@ class DeepSpeedUniversalFormat(Format):
     )
     choices = frozenset({"weights", "tag"})
 
-    def sniff(self, path: Path) -> Sniff | None:
-        """See :meth:`Format.sniff`.
-
-        Where the checkpoint that was converted is still there, too, the folder is ``deepspeed``.
-        """
-        if not path.is_dir() or hf.FORMAT.sniff(path) or deepspeed.FORMAT.sniff(path):
-            return None
-        here = _evidence(path)
-        if here is None and is_run(path, LATEST_UNIVERSAL, _evidence):
+    def sniff(self, listing: Listing) -> str | None:
+        """See :meth:`Format.sniff`."""
+        here = _evidence(listing.path)
+        if here is None and is_run(listing.path, LATEST_UNIVERSAL, _evidence):
             here = f"`{LATEST_UNIVERSAL}`"
-        return Sniff(here) if here else None
+        return here
 
     def read(self, path: Path, asked: ReadOptions = AS_IT_IS) -> Catalog:
         """See :meth:`Format.read`."""

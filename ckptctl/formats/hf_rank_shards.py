@@ -12,7 +12,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import islice, product
 from pathlib import Path
 
 from ckptctl.catalog import Box, Catalog, Extent, Finding, TensorEntry
@@ -25,7 +24,7 @@ from ckptctl.errors import (
     listed,
     spell_option,
 )
-from ckptctl.formats.base import AS_IT_IS, Format, ReadOptions, Sniff
+from ckptctl.formats.base import AS_IT_IS, Format, Listing, ReadOptions
 from ckptctl.formats.hf.files import INDEX, SHARD
 from ckptctl.formats.shared.findings import Faults, Lost
 from ckptctl.formats.shared.indexes import integers
@@ -47,8 +46,6 @@ OFFSETS = "DCP_SHARDING_INFO"
 SHARDED = "sharded"
 Offsets = Mapping[str, tuple[int, ...]]
 INVALID = "this is not a valid per-rank shard"
-MOST_NAMED = 6
-"""So many missing files are looked for."""
 
 
 class HfRankShardsFormat(Format):
@@ -72,14 +69,14 @@ class HfRankShardsFormat(Format):
         "(tests/integration/test_rank_local.py)"
     )
 
-    def sniff(self, path: Path) -> Sniff | None:
+    def sniff(self, listing: Listing) -> str | None:
         """See :meth:`Format.sniff`."""
-        found = len(_shards(path)) if path.is_dir() else 0
-        return Sniff(f"{counted(found, 'file')} shard-*-model-*.safetensors") if found else None
+        found = len(_shards(listing))
+        return f"{counted(found, 'file')} shard-*-model-*.safetensors" if found else None
 
     def read(self, path: Path, asked: ReadOptions = AS_IT_IS) -> Catalog:
         """See :meth:`Format.read`."""
-        shards = _shards(path) if path.is_dir() else {}
+        shards = _shards(Listing(path))
         ranks = _ranks(path, shards, asked.ranks)
         files_each = int(next(iter(shards.values()))[3])
         faults = Faults(path, asked.partial)
@@ -184,10 +181,10 @@ def _read_header(files: SourceFiles, name: str) -> tuple[SafetensorsHeader, Offs
         return header, {key: integers(one.get("saved_offsets")) for key, one in places.items()}
 
 
-def _shards(path: Path) -> dict[str, re.Match[str]]:
-    """Return the shards by name, in order."""
-    matches = (SHARD.fullmatch(item.name) for item in sorted(path.glob("shard-*.safetensors")))
-    return {match[0]: match for match in matches if match}
+def _shards(listing: Listing) -> dict[str, re.Match[str]]:
+    """Return the shards in a folder by name, in order."""
+    names = listing.names if listing.is_folder else ()
+    return {name: match for name in names if (match := SHARD.fullmatch(name))}
 
 
 def _ranks(path: Path, shards: Mapping[str, re.Match[str]], said: int | None) -> int:
@@ -218,22 +215,18 @@ def _require_all(
     shards: Mapping[str, re.Match[str]], ranks: int, files: int, faults: Faults
 ) -> None:
     """Refuse, or note, that files of ranks are missing."""
-    names = (_name(*place, files) for place in product(range(1, ranks + 1), range(1, files + 1)))
-    missing = list(islice((name for name in names if name not in shards), MOST_NAMED))
-    if missing or len(shards) != ranks * files:
-        count = ranks * files - len(shards)
-        kind = DamagedError if missing else UnsupportedError
-        error = kind(
-            f"{count:,} of {counted(ranks * files, 'shard is', 'shards are')} missing"
-            if count > 0
-            else "the shard numbers are inconsistent",
-            where=str(faults.root),
-            why=f"missing: {listed(missing)}" if missing else listed(list(shards)),
-            hint="copy the missing files from the nodes of the other ranks",
-        )
-        if not missing:
-            raise error
-        faults.unreadable(error, missing[0])
+    wanted = range(ranks * files)
+
+    def named(number: int) -> str:
+        return _name(number // files + 1, number % files + 1, files)
+
+    numbers = {files * (int(m[1]) - 1) + int(m[2]) - 1: name for name, m in shards.items()}
+    present = {n for n, name in numbers.items() if n in wanted and named(n) == name}
+    hint = "copy the missing files from the nodes of the other ranks"
+    if len(present) == ranks * files != len(shards):
+        what, why = "the shard numbers are inconsistent", listed(list(shards))
+        raise UnsupportedError(what, where=str(faults.root), why=why, hint=hint)
+    faults.require_all(present, wanted, named, "shards", hint)
 
 
 def _name(rank: int, file: int, total: int) -> str:

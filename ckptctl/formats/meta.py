@@ -16,15 +16,16 @@ from ckptctl.errors import FormatError, UnsupportedError
 from ckptctl.formats import torch_file
 from ckptctl.formats.base import (
     AS_IT_IS,
+    Listing,
     Output,
     OutputRequest,
     OutputTensor,
     ReadOptions,
-    Sniff,
     WritableFormat,
 )
 from ckptctl.formats.mistral import is_mistral
-from ckptctl.formats.shared.model_parallel_layout import lay_out, require_all
+from ckptctl.formats.shared.findings import missing_error
+from ckptctl.formats.shared.model_parallel_layout import lay_out
 from ckptctl.storage.files import source_files
 from ckptctl.storage.read_ahead import zips_ahead
 
@@ -56,15 +57,16 @@ class MetaFormat(WritableFormat):
     ties = "stored once per file if config.json ties them, otherwise written in full"
     parallel = True
 
-    def sniff(self, path: Path) -> Sniff | None:
+    def sniff(self, listing: Listing) -> str | None:
         """See :meth:`Format.sniff`."""
+        path = listing.path
         folder = path if path.is_dir() else path.parent
         if path.is_file() and not _SHARD.fullmatch(path.name):
             return None
         if is_mistral(folder):
             return None
         shards = count(folder)
-        return Sniff(f"{shards} consolidated.*.pth") if shards else None
+        return f"{shards} consolidated.*.pth" if shards else None
 
     def read(self, path: Path, asked: ReadOptions = AS_IT_IS) -> Catalog:
         """See :meth:`Format.read`."""
@@ -113,7 +115,9 @@ def _shards(root: Path) -> list[str]:
             found[rank] = name
     if not found:
         raise _no_shards(root)
-    require_all(found, max(found) + 1, lambda rank: f"consolidated.{rank:02d}.pth", root)
+    wanted = range(max(found) + 1)
+    if error := missing_error(root, found, wanted, "consolidated.{:02d}.pth".format, "shards"):
+        raise error
     return [found[rank] for rank in sorted(found)]
 
 

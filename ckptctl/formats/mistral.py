@@ -16,10 +16,10 @@ from pathlib import Path
 from ckptctl.catalog import Catalog, TensorEntry
 from ckptctl.errors import CkptError, FormatError, listed
 from ckptctl.formats import hf
-from ckptctl.formats.base import AS_IT_IS, ReadOptions, Sniff
+from ckptctl.formats.base import AS_IT_IS, Listing, ReadOptions
 from ckptctl.formats.hf import files as hf_files
 from ckptctl.formats.hf import shards as hf_shards
-from ckptctl.formats.shared.model_parallel_layout import require_all
+from ckptctl.formats.shared.findings import missing_error
 from ckptctl.formats.sidecar_files import documents
 from ckptctl.storage.files import SourceFiles, source_files
 from ckptctl.storage.read_ahead import zips_ahead
@@ -79,6 +79,7 @@ class MistralFormat(hf.HfFormat):
         "is `hf`"
     )
     marks = re.compile(STEM)
+    yields_to = frozenset({"hf"})  # repositories of the Hub hold both kinds of files
     wholeness = (
         "safetensors: the same as for `hf`; `consolidated.NN.pth` and `.pt`: numbers start at "
         "00 and have no gap (the count is not recorded, so only a conversion detects a missing "
@@ -95,28 +96,23 @@ class MistralFormat(hf.HfFormat):
     described = True
     stem = STEM
 
-    def sniff(self, path: Path) -> Sniff | None:
-        """See :meth:`Format.sniff`.
-
-        The repositories of the Hub hold both kinds of files; those are ``hf``.
-        """
-        folder = path if path.is_dir() else path.parent
-        if path.is_file():
+    def sniff(self, listing: Listing) -> str | None:
+        """See :meth:`Format.sniff`."""
+        path = listing.path
+        if not listing.is_folder:
             ours = path.name == INDEX or _SAFE.fullmatch(path.name)
             named = ours or (path.suffix == ".pth" and _TORCH.fullmatch(path.name))
-            return Sniff(path.name) if ours or (named and is_mistral(folder)) else None
-        if not path.is_dir() or hf.FORMAT.sniff(path):
-            return None
-        found = _weights(path)
+            return path.name if ours or (named and is_mistral(path.parent)) else None
+        found = _weights(listing)
         torch_only = bool(found) and not found[0].endswith((".safetensors", ".json", ".pt"))
         if not found or (torch_only and not is_mistral(path)):
             return None
-        return Sniff(listed(found))
+        return listed(found)
 
     def read(self, path: Path, asked: ReadOptions = AS_IT_IS) -> Catalog:
         """See :meth:`Format.read`."""
         folder = path if path.is_dir() else path.parent
-        names = [path.name] if path.is_file() else _weights(path)
+        names = [path.name] if path.is_file() else _weights(Listing(path))
         if not names:
             raise FormatError(
                 "no weights in Mistral's format were found",
@@ -139,7 +135,9 @@ class MistralFormat(hf.HfFormat):
         if path.is_dir():
             ranks = {int(match[1]): match for name in names if (match := _TORCH.fullmatch(name))}
             kind = names[0].rpartition(".")[2]
-            require_all(ranks, max(ranks) + 1, lambda n: f"{STEM}.{n:02d}.{kind}", path)
+            wanted, named = range(max(ranks) + 1), f"{STEM}.{{:02d}}.{kind}".format
+            if error := missing_error(path, ranks, wanted, named, "shards"):
+                raise error
         tensors: dict[str, TensorEntry] = {}
         notes: dict[str, None] = {}
         for name in zips_ahead(files, names):
@@ -149,9 +147,9 @@ class MistralFormat(hf.HfFormat):
         return self._catalog(files, path, tensors, {}, names, notes, None)
 
 
-def _weights(folder: Path) -> list[str]:
+def _weights(listing: Listing) -> list[str]:
     """Return the files that hold the model, or their index: of one kind, the newest first."""
-    names = sorted(item.name for item in folder.iterdir() if item.is_file())
+    names = listing.files
     if INDEX in names:
         return [INDEX]
     kinds = (

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from ckptctl.catalog import Catalog
 from ckptctl.errors import FormatError, listed
-from ckptctl.formats.base import AS_IT_IS, Output, OutputRequest, ReadOptions, Sniff
+from ckptctl.formats.base import AS_IT_IS, Listing, Output, OutputRequest, ReadOptions
 from ckptctl.formats.hf import HfFormat
 from ckptctl.formats.sidecar_files import ADAPTER
 from ckptctl.storage.files import source_files
@@ -35,6 +35,7 @@ class PeftFormat(HfFormat):
         " folder"
     )
     marks = re.compile(r"adapter_model\.")
+    yields_to = frozenset({"hf"})  # the whole model that torchtune leaves in the same folder
     wholeness = "the file has the length that its header states; a `.bin` file is a complete zip"
     tested = "peft 0.21, torchtune 0.6.1 (logits)"
     proof = (
@@ -51,13 +52,10 @@ class PeftFormat(HfFormat):
     records_ties = False
     described_in = (CONFIG,)
 
-    def sniff(self, path: Path) -> Sniff | None:
+    def sniff(self, listing: Listing) -> str | None:
         """See :meth:`Format.sniff`."""
-        if path.is_file():
-            return Sniff(path.name) if path.name == WEIGHTS else None
-        found = _weights(path)
-        # Beside a whole model, as torchtune leaves it, the directory is that of the model.
-        return Sniff(found) if found and super().sniff(path) is None else None
+        found = _weights(listing.path) if listing.is_folder else listing.path.name
+        return found if found and (listing.is_folder or found == WEIGHTS) else None
 
     def read(self, path: Path, asked: ReadOptions = AS_IT_IS) -> Catalog:
         """See :meth:`Format.read`."""

@@ -17,11 +17,10 @@ from typing import TYPE_CHECKING
 from ckptctl.catalog import Catalog
 from ckptctl.catalog import Path as KeyPath
 from ckptctl.errors import FormatError, UnsupportedError, listed
-from ckptctl.formats.base import AS_IT_IS, Format, ReadOptions, Sniff, require_folder
+from ckptctl.formats.base import AS_IT_IS, Format, Listing, ReadOptions, require_folder
 from ckptctl.formats.shared.findings import Faults, mixed_saves
 from ckptctl.formats.sidecar_files import with_folder
 from ckptctl.storage.files import SourceFiles, source_files
-from ckptctl.storage.paths import is_there
 from ckptctl.storage.read_ahead import ahead, zip_ends
 from ckptctl.units import counted
 
@@ -97,12 +96,10 @@ class RankFilesFormat(Format):
         "equal `full_tensor()` (tests/integration/test_rank_files.py)"
     )
 
-    def sniff(self, path: Path) -> Sniff | None:
+    def sniff(self, listing: Listing) -> str | None:
         """See :meth:`Format.sniff`."""
-        if not path.is_dir() or (path / ".metadata").exists():
-            return None
-        found = sorted(file.name for file in rank_files(path))
-        return Sniff(listed(found, 2)) if found else None
+        found = [] if listing.has(".metadata") else [file.name for file in rank_files(listing)]
+        return listed(found, 2) if found else None
 
     def read(self, path: Path, asked: ReadOptions = AS_IT_IS) -> Catalog:
         """See :meth:`Format.read`."""
@@ -130,11 +127,11 @@ class RankFilesFormat(Format):
         )
 
 
-def rank_files(path: Path) -> Iterator[RankFile]:
-    """Yield the files in *path* that are called as a rank's file is."""
-    for item in path.iterdir():
-        found = parse(item.name)
-        if found and is_there(item):
+def rank_files(listing: Listing) -> Iterator[RankFile]:
+    """Yield the files in a folder that are called as a rank's file is."""
+    for name in listing.names:
+        found = parse(name)
+        if found and listing.has(name):
             yield found
 
 
@@ -153,7 +150,9 @@ def parse(name: str) -> RankFile | None:
 def _grouped(path: Path) -> dict[str, dict[int, RankFile]]:
     """Return the files by group and rank; all ranks up to the highest must be there."""
     groups: dict[str, dict[int, RankFile]] = {}
-    for file in sorted(rank_files(path), key=lambda found: (found.group, found.rank, found.name)):
+    for file in sorted(
+        rank_files(Listing(path)), key=lambda found: (found.group, found.rank, found.name)
+    ):
         twin = groups.setdefault(file.group, {}).setdefault(file.rank, file)
         if twin is not file:
             raise UnsupportedError(

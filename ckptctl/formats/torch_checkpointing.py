@@ -19,7 +19,7 @@ from ckptctl.catalog import Box, Catalog, TensorEntry
 from ckptctl.catalog import Path as KeyPath
 from ckptctl.errors import DamagedError, FormatError, UnsupportedError, listed
 from ckptctl.formats import rank_files
-from ckptctl.formats.base import AS_IT_IS, Format, ReadOptions, Sniff, require_folder
+from ckptctl.formats.base import AS_IT_IS, Format, Listing, ReadOptions, require_folder
 from ckptctl.formats.shared.findings import Faults
 from ckptctl.formats.shared.indexes import read_whole
 from ckptctl.formats.shared.joined_tensors import ONE_SAVE
@@ -157,18 +157,18 @@ class TorchCheckpointingFormat(Format):
         "(tests/oracle/trainers/test_frameworks.py)"
     )
 
-    def sniff(self, path: Path) -> Sniff | None:
+    def sniff(self, listing: Listing) -> str | None:
         """See :meth:`Format.sniff`."""
-        if not path.is_dir() or is_there(path / ".metadata"):
+        if listing.has(".metadata"):
             return None
-        names = [item.name for item in path.iterdir() if item.is_file()]
+        names = listing.files
         named = [name for name in names if (match := NAME.fullmatch(name)) and _is_own(match)]
         if METADATA in names:
-            return Sniff(listed([METADATA, *sorted(named)[:1]])) if named else None
+            return listed([METADATA, *sorted(named)[:1]]) if named else None
         visible = [name for name in names if not name.startswith(".")]
         if len(named) < len(visible) or not any(name.endswith("_0.pt") for name in named):
             return None
-        return Sniff(listed(sorted(named), 2))
+        return listed(sorted(named), 2)
 
     def read(self, path: Path, asked: ReadOptions = AS_IT_IS) -> Catalog:
         """See :meth:`Format.read`."""

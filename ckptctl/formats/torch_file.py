@@ -15,11 +15,11 @@ from ckptctl.catalog import Box, Catalog
 from ckptctl.errors import ForeignFileError, FormatError, UnsafePickleError
 from ckptctl.formats.base import (
     AS_IT_IS,
+    Listing,
     Output,
     OutputRequest,
     Place,
     ReadOptions,
-    Sniff,
     WritableFormat,
 )
 from ckptctl.formats.shared.leaves import nest
@@ -63,17 +63,18 @@ class TorchFormat(WritableFormat):
     nested = True
     ties = "kept"
 
-    def sniff(self, path: Path) -> Sniff | None:
+    def sniff(self, listing: Listing) -> str | None:
         """See :meth:`Format.sniff`."""
+        path = listing.path
         others = (META_SHARD, HF_BIN)
         if not path.is_file() or any(pattern.fullmatch(path.name) for pattern in others):
             return None
         with path.open("rb") as file:
             head = file.read(4)
         if head == _ZIP:
-            return Sniff("a zip file")
+            return "a zip file"
         written = any(head) or path.suffix not in SUFFIXES or not only_zeros(path)
-        return None if written else Sniff("only zeros instead of a zip")
+        return None if written else "only zeros instead of a zip"
 
     def read(self, path: Path, asked: ReadOptions = AS_IT_IS) -> Catalog:
         """See :meth:`Format.read`."""

@@ -13,9 +13,9 @@ from pathlib import Path
 
 from ckptctl.catalog import Blob, Catalog, TensorEntry
 from ckptctl.catalog import Path as KeyPath
-from ckptctl.errors import CkptError, DamagedError, UnsupportedError
+from ckptctl.errors import CkptError, UnsupportedError
 from ckptctl.formats import dcp
-from ckptctl.formats.base import AS_IT_IS, ReadOptions, Sniff, absent
+from ckptctl.formats.base import AS_IT_IS, Listing, ReadOptions
 from ckptctl.formats.dcp import METADATA, ItemFormat
 from ckptctl.formats.shared.findings import Faults
 from ckptctl.formats.shared.leaves import join
@@ -43,22 +43,21 @@ class VeScaleFormat(ItemFormat):
         "veScale needs CUDA and was not run"
     )
 
-    def sniff(self, path: Path) -> Sniff | None:
+    def sniff(self, listing: Listing) -> str | None:
         """See :meth:`Format.sniff`."""
-        if not (path / MODEL / METADATA).is_file():
+        if not (listing.path / MODEL / METADATA).is_file():
             return None
-        found = _stages(path)
-        return Sniff(f"`{MODEL}/{METADATA}` and {len(found)} of `pp_N`") if found else None
+        found = _stages(listing.path)
+        return f"`{MODEL}/{METADATA}` and {len(found)} of `pp_N`" if found else None
 
     def read(self, path: Path, asked: ReadOptions = AS_IT_IS) -> Catalog:
         """See :meth:`Format.read`."""
         stages = _stages(path)
         faults = Faults(path, asked.partial)
-        last = max(stages, default=-1)
-        count, names = absent(stages, 0, last, lambda n: f"{OPTIMIZER}/pp_{n}")
-        if count:
-            what = "the optimizers of pipeline stages are missing"
-            faults.unreadable(DamagedError(what, where=str(path), why=names), OPTIMIZER)
+        wanted = range(max(stages, default=-1) + 1)
+        faults.require_all(
+            stages, wanted, lambda n: f"{OPTIMIZER}/pp_{n}", "pipeline stages' optimizers"
+        )
         joined = _Joined(asked, faults)
         joined.add(MODEL, (MODEL,))
         for _, name in sorted(stages.items()):

@@ -18,7 +18,7 @@ from ckptctl.catalog import Catalog
 from ckptctl.columns import codecs_of
 from ckptctl.errors import ChangedError, FormatError, RefusedError, UnsupportedError, spell_option
 from ckptctl.file_identity import FileIdentity
-from ckptctl.formats.base import OutputTensor, Place
+from ckptctl.formats.base import Listing, OutputTensor, Place
 from ckptctl.formats.dcp import METADATA
 from ckptctl.formats.dcp.metadata import Item
 from ckptctl.formats.dcp.metadata_writer import encode
@@ -112,7 +112,7 @@ def plan_metadata(path: str | Path) -> MetadataPlan:
     )
     source = formats.existing(path)
     _require_room(source)
-    if FORMAT.sniff(source) is None:
+    if FORMAT.sniff(Listing(source)) is None:
         raise FormatError(
             "not a DCP checkpoint with per-rank metadata",
             where=str(source),

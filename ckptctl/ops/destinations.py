@@ -11,7 +11,6 @@ from ckptctl import formats
 from ckptctl.errors import CkptError, RefusedError, listed
 from ckptctl.formats.base import ReadOptions
 from ckptctl.formats.checksums import carried
-from ckptctl.formats.dcp import lacks_metadata
 from ckptctl.formats.sidecar_files import WEIGHTS, beside
 from ckptctl.storage import destinations
 from ckptctl.storage.paths import home_expanded, real_path
@@ -92,7 +91,7 @@ def replaceable(path: Path) -> bool:
     replaced, and what ranks saved without the metadata that comes last.
     """
     sniffed = formats.sniff(path)
-    if not sniffed and not lacks_metadata(path):
+    if not sniffed and not formats.interrupted(path):
         return False
     parts = (formats.get(name).only_part(path) for name in sniffed)
     if inner := next(filter(None, parts), None):

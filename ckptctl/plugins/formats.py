@@ -1,7 +1,7 @@
 """Everything a format in another package is made of, read and written.
 
 ========================  ==========================================================================
-the format                :class:`Format`, :class:`WritableFormat`, :class:`Sniff`
+the format                :class:`Format`, :class:`WritableFormat`, :class:`Listing`
 reading                   :class:`ReadOptions`, :func:`source_files`, :func:`read_json`,
                           :func:`read_archive` (what ``torch.save`` wrote; runs nothing),
                           :func:`beside` (the files that travel with the weights)
@@ -30,12 +30,12 @@ from ckptctl.errors import (
 from ckptctl.formats.base import (
     AS_IT_IS,
     Format,
+    Listing,
     Output,
     OutputRequest,
     OutputTensor,
     Place,
     ReadOptions,
-    Sniff,
     Weights,
     WritableFormat,
     constant,
@@ -66,6 +66,7 @@ __all__ = [
     "Finding",
     "Format",
     "Frame",
+    "Listing",
     "Notes",
     "Output",
     "OutputFile",
@@ -77,7 +78,6 @@ __all__ = [
     "ReadOptions",
     "Record",
     "RefusedError",
-    "Sniff",
     "SourceFiles",
     "SourceNotFoundError",
     "TensorEntry",

@@ -48,7 +48,9 @@ def test_a_rank_that_never_wrote_is_missed(
     assert any(name in f"{one.file} {one.why}" for one in found.findings), found.findings
     assert name in str(ckptctl.inspect(torn).problems)
     for fails in (plan_metadata, lambda path: ckptctl.load(state_at(0), path)):
-        with pytest.raises(DamagedError, match=f"of {world} ranks is missing") as raised:
+        with pytest.raises(
+            DamagedError, match=f"of {world} ranks' metadata files are missing"
+        ) as raised:
             fails(torn)
         assert name in str(raised.value.why)
 

@@ -12,25 +12,23 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from ckptctl.catalog import Blob, Catalog, TupleIndex
-from ckptctl.errors import listed
+from ckptctl.errors import DamagedError, FormatError, listed
 from ckptctl.formats.base import (
     AS_IT_IS,
     Format,
+    Listing,
     Output,
     OutputRequest,
     OutputTensor,
     ReadOptions,
-    Sniff,
     WritableFormat,
     document,
 )
 from ckptctl.formats.shared.leaves import join
-from ckptctl.storage.paths import is_there
 from ckptctl.units import counted
 
 METADATA = ".metadata"
 DATA = ".distcp"
-BYTECHECKPOINT = b"bytecheckpoint."
 
 
 class ItemFormat(Format):
@@ -50,6 +48,7 @@ class DcpFormat(ItemFormat, WritableFormat):
     title = "torch.distributed.checkpoint directory"
     recognized = "`.metadata`, unless it is ByteCheckpoint's or Megatron-Core's"
     marks = re.compile(re.escape(METADATA))
+    parts = re.compile(rf"{re.escape(METADATA)}|.*{re.escape(DATA)}", re.DOTALL)
     wholeness = (
         "the chunks in `.metadata` tile every tensor; the file of every chunk exists and is long "
         "enough"
@@ -72,21 +71,40 @@ class DcpFormat(ItemFormat, WritableFormat):
     sharded = True
     ties = "written in full"
 
-    def sniff(self, path: Path) -> Sniff | None:
+    def sniff(self, listing: Listing) -> str | None:
         """See :meth:`Format.sniff`."""
-        from ckptctl.formats.mcore.files import evidence  # which know this package
+        if not listing.has(METADATA):
+            return None
+        count = sum(name.endswith(DATA) for name in listing.names)
+        return f"{METADATA} and {counted(count, f'{DATA} file')}"
 
-        if not path.is_dir() or not is_there(path / METADATA):
-            return None
-        if is_bytecheckpoint(path) or evidence(path):
-            return None
-        return Sniff(f"{METADATA} and {counted(len(list(path.glob('*.distcp'))), '.distcp file')}")
+    def is_interrupted(self, listing: Listing) -> bool:
+        """Return whether ranks saved data, and the metadata, which comes last, is missing."""
+        names = [name for name in listing.names if name.endswith((METADATA, DATA))]
+        if not listing.is_folder or listing.has(METADATA):
+            return False
+        if any(name.endswith(METADATA) and name != METADATA for name in names):
+            return False  # each rank has its own
+        return any(name != METADATA or (listing.path / name).is_symlink() for name in names)
 
     def read(self, path: Path, asked: ReadOptions = AS_IT_IS) -> Catalog:
         """See :meth:`Format.read`."""
+        listing = Listing(path)
+        if self.is_interrupted(listing):
+            raise DamagedError(
+                f"`{METADATA}` is missing",
+                where=str(path / METADATA),
+                why="this file is written last, so the save was interrupted",
+            )
+        if not listing.has(METADATA):
+            raise FormatError(
+                "this is not a DCP checkpoint",
+                where=str(path),
+                why=f"expected a directory with {METADATA} and .distcp files",
+            )
         from ckptctl.formats.dcp.reader import read
 
-        return read(path, asked, self.name)
+        return read(path, METADATA, asked, self.name)
 
     def lay_out(self, request: OutputRequest) -> Output:
         """See :meth:`WritableFormat.lay_out`."""
@@ -114,27 +132,6 @@ class DcpFormat(ItemFormat, WritableFormat):
 def metadata_name(rank: int) -> str:
     """Return the name of the metadata of *rank*, where each rank writes its own."""
     return f"__{rank}{METADATA}"
-
-
-def is_bytecheckpoint(path: Path) -> bool:
-    """Return whether the metadata in *path* is ByteCheckpoint's, which names its class first."""
-    try:
-        with (path / METADATA).open("rb") as file:
-            return BYTECHECKPOINT in file.read(64)
-    except OSError:
-        return False  # whoever reads it says why it cannot be read
-
-
-def lacks_metadata(path: Path) -> bool:
-    """Return whether ranks saved data in *path*, and the metadata, which comes last, is missing."""
-    try:
-        items = [item for item in path.iterdir() if item.name.endswith((METADATA, DATA))]
-    except (NotADirectoryError, PermissionError):
-        return False
-    if any(item.name.endswith(METADATA) and item.name != METADATA for item in items):
-        return False  # each rank has its own
-    begun = any(item.name != METADATA or item.is_symlink() for item in items)
-    return begun and not is_there(path / METADATA)
 
 
 def _unsupported(request: OutputRequest) -> Iterator[str]:

@@ -37,13 +37,11 @@ from ckptctl.columns import ExtentColumns
 from ckptctl.errors import (
     CkptError,
     DamagedError,
-    FormatError,
     SourceNotFoundError,
     UnsupportedError,
     listed,
 )
 from ckptctl.formats.base import ReadOptions
-from ckptctl.formats.dcp import METADATA, lacks_metadata
 from ckptctl.formats.dcp.metadata import MAX_METADATA, Decoded, MetadataLeaf, decode
 from ckptctl.formats.shared.findings import Faults, of_error
 from ckptctl.formats.shared.indexes import read_whole, sizes_of
@@ -59,8 +57,6 @@ from ckptctl.storage.zips.reader import read_archive
 from ckptctl.storage.zstd import MemoryBudget, is_zstd, require_zstd
 from ckptctl.units import counted
 
-FUSED = ".linear_fc1.weight"
-"""What Megatron-Core calls a layer of which Megatron-FSDP saves parts."""
 COMPANION = "meta.pt"
 COMPRESSED = "the checkpoint is compressed; each item is decompressed into a temporary file"
 THROUGH = "the items were written with an extension"
@@ -71,24 +67,12 @@ OFFSETS = "DCP_SHARDING_INFO"
 _BEGIN = 9
 
 
-def read(path: Path, asked: ReadOptions, name: str) -> Catalog:
-    """Return the catalog of the directory *path*."""
-    if lacks_metadata(path):
-        raise DamagedError(
-            f"`{METADATA}` is missing",
-            where=str(path / METADATA),
-            why="this file is written last, so the save was interrupted",
-        )
-    if not is_there(path / METADATA):
-        raise FormatError(
-            "this is not a DCP checkpoint",
-            where=str(path),
-            why=f"expected a directory with {METADATA} and .distcp files",
-        )
+def read(path: Path, metadata: str, asked: ReadOptions, name: str) -> Catalog:
+    """Return the catalog of the directory *path* by its file *metadata*."""
     with source_files(path) as files:
-        leaves, origin = read_metadata(files, METADATA)
+        leaves, origin = read_metadata(files, metadata)
         faults = Faults(path, asked.partial)
-        catalog = _joined(catalog_of(files, leaves, name, faults), faults)
+        catalog = catalog_of(files, leaves, name, faults)
         catalog = replace(catalog, save_id=origin.save_id, world=origin.world)
         return with_companion(files, catalog, faults)
 
@@ -115,21 +99,6 @@ def resolve(catalog: Catalog) -> Catalog:
             if name in catalog.replicas
         }
     return replace(catalog, tensors=tensors, blobs=blobs, replicas=replicas)
-
-
-def _joined(catalog: Catalog, faults: Faults) -> Catalog:
-    """Return *catalog* with the tensors that Megatron-FSDP saved in parts, which is plain DCP."""
-    if not any(FUSED in name for name in catalog.tensors):
-        return catalog
-    from ckptctl.formats.mcore.joining import canonical  # which few need
-    from ckptctl.formats.mcore.spelling import is_of_fsdp
-
-    if not is_of_fsdp(catalog.tensors):
-        return catalog
-    joined = canonical(catalog, faults, {})
-    new = listed([name for name in joined.tensors if name not in catalog.tensors])
-    note = f"tensors that Megatron-FSDP saved in parts are joined and renamed: {new}"
-    return replace(joined, notes=(*joined.notes, note))
 
 
 def read_metadata(files: SourceFiles, name: str) -> Decoded:
@@ -187,7 +156,7 @@ def catalog_of(
     sizes = _data_files(files, leaves, {} if faults.partial else copies or {})
     stray = sorted(item.name for item in path.glob("*.distcp") if item.name not in sizes)
     surplus = [file for file in stray if file not in gone and (path / file).stat().st_size]
-    indexes = [item.name for item in path.glob(f"*{METADATA}")]
+    indexes = [item.name for item in path.glob("*.metadata")]
     around = beside(path, {*sizes, *stray, *indexes})
     of_tensors = [leaf for leaf in leaves.values() if leaf.dtype]
     tensors = {leaf.name: _entry_of(leaf) for leaf in of_tensors}

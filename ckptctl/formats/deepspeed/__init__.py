@@ -10,8 +10,7 @@ import re
 from pathlib import Path
 
 from ckptctl.catalog import Catalog
-from ckptctl.formats import hf, peft
-from ckptctl.formats.base import AS_IT_IS, Format, ReadOptions, Sniff, require_folder
+from ckptctl.formats.base import AS_IT_IS, Format, Listing, ReadOptions, require_folder
 from ckptctl.formats.deepspeed.files import evidence
 from ckptctl.formats.shared.tags import LATEST, tags
 
@@ -28,6 +27,7 @@ class DeepSpeedFormat(Format):
         "`peft`"
     )
     marks = re.compile(rf"{LATEST}|.*_states\.pt", re.DOTALL)
+    yields_to = frozenset({"hf", "peft"})  # which the HF Trainer writes into the same folder
     wholeness = (
         "the files record the number of ranks, and every rank has one file of this save; "
         "partition lengths match the parameters and the number of ranks; the parameters fill the "
@@ -44,18 +44,13 @@ class DeepSpeedFormat(Format):
     )
     choices = frozenset({"weights", "tag"})
 
-    def sniff(self, path: Path) -> Sniff | None:
-        """See :meth:`Format.sniff`.
-
-        Where the HF Trainer has written whole weights or an adapter beside it, it is that format.
-        """
-        if not path.is_dir() or hf.FORMAT.sniff(path) or peft.FORMAT.sniff(path):
-            return None
-        if (path / LATEST).is_file():
+    def sniff(self, listing: Listing) -> str | None:
+        """See :meth:`Format.sniff`."""
+        path = listing.path
+        if LATEST in listing.files:
             found = tags(path, evidence)
-            return Sniff(f"`{LATEST}`, {evidence(path / found[-1])}") if found else None
-        here = evidence(path)
-        return Sniff(here) if here else None
+            return f"`{LATEST}`, {evidence(path / found[-1])}" if found else None
+        return evidence(path)
 
     def read(self, path: Path, asked: ReadOptions = AS_IT_IS) -> Catalog:
         """See :meth:`Format.read`."""

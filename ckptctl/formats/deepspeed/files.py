@@ -11,8 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ckptctl.errors import DamagedError, FormatError, listed, spell_option
-from ckptctl.formats.base import absent
-from ckptctl.formats.shared.findings import Faults, mixed_saves
+from ckptctl.formats.shared.findings import Faults, missing_error, mixed_saves
 from ckptctl.formats.shared.tags import LATEST, LATEST_UNIVERSAL
 from ckptctl.units import counted, natural
 
@@ -171,21 +170,22 @@ def _complete(
             f"the save has {counted(last + 1, 'rank')}, but {listed(beyond)} "
             f"{'is' if len(beyond) == 1 else 'are'} from a save with more ranks",
         )
-    count, missing = absent(found.keys(), 0, last, lambda rank: _like(found, rank))
-    if count and faults.partial and last < MAX_PARTIAL:
+    hint = f"copy the missing files, or choose another save with {spell_option('--tag')}"
+    what = f"files of {kind} states"
+    error = missing_error(
+        root / folder, found.keys(), range(last + 1), lambda rank: _like(found, rank), what, hint
+    )
+    if error and faults.partial and last < MAX_PARTIAL:
         for rank in range(last + 1):
             if rank not in found:
                 why = f"the {kind} states of rank {rank} of {counted(last + 1, 'rank')}"
                 faults.missing(prefix + _like(found, rank), why)
         return tuple(prefix + (found.get(n) or _like(found, n)) for n in range(last + 1))
-    if count:
+    if error:
         rank = next(rank for rank in range(last + 1) if rank not in found)
-        raise DamagedError(
-            f"{count} of {counted(last + 1, 'file')} of {kind} states are missing",
-            where=str(root / folder),
-            why=missing + _elsewhere(root, folder, _like(found, rank), set(found.values())),
-            hint=f"copy the missing files, or choose another save with {spell_option('--tag')}",
-        )
+        elsewhere = _elsewhere(root, folder, _like(found, rank), set(found.values()))
+        error.why = f"{error.why}{elsewhere}"
+        raise error
     return tuple(prefix + name for _, name in sorted(found.items()))
 
 

@@ -14,8 +14,7 @@ from pathlib import Path
 
 from ckptctl.catalog import Catalog
 from ckptctl.errors import DamagedError, FormatError, listed
-from ckptctl.formats.base import AS_IT_IS, Format, ReadOptions, Sniff
-from ckptctl.formats.hf.files import main_files
+from ckptctl.formats.base import AS_IT_IS, Format, Listing, ReadOptions
 from ckptctl.units import counted
 
 SUFFIX = ".gguf"
@@ -70,6 +69,7 @@ class GgufFormat(Format):
     title = "GGUF: llama.cpp's format, quantized or unquantized"
     recognized = "a file that starts with `GGUF`; a folder with `*.gguf` and no other weights"
     marks = re.compile(r".*\.gguf\Z", re.DOTALL)
+    yields_to = frozenset({"hf"})
     wholeness = (
         "every tensor is inside its file, aligned, and does not overlap another one; all files of"
         " `...-00001-of-0000N.gguf` exist; the number of tensors matches the headers"
@@ -81,13 +81,14 @@ class GgufFormat(Format):
         " from the same files and from the converted model (tests/oracle/test_gguf.py)"
     )
     layout = "gguf"
+    self_described = True
 
-    def sniff(self, path: Path) -> Sniff | None:
+    def sniff(self, listing: Listing) -> str | None:
         """See :meth:`Format.sniff`."""
-        if path.is_file():
-            return Sniff(path.name) if is_gguf(path) else None
-        found = models(path)
-        return Sniff(listed(found)) if found and not main_files(path) else None
+        if not listing.is_folder:
+            return listing.path.name if is_gguf(listing.path) else None
+        found = models(listing.path)
+        return listed(found) if found else None
 
     def read(self, path: Path, asked: ReadOptions = AS_IT_IS) -> Catalog:
         """See :meth:`Format.read`."""

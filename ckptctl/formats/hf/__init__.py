@@ -20,12 +20,12 @@ from ckptctl.formats import torch_file
 from ckptctl.formats.base import (
     AS_IT_IS,
     GB,
+    Listing,
     Output,
     OutputRequest,
     OutputTensor,
     Place,
     ReadOptions,
-    Sniff,
     WritableFormat,
     constant,
     document,
@@ -41,8 +41,8 @@ from ckptctl.formats.hf.files import (
     torch_consolidated,
 )
 from ckptctl.formats.hf.shards import (
-    HeaderStrings,
     ReadShard,
+    agreed_strings,
     checked_index,
     merge,
     read_bin,
@@ -96,18 +96,16 @@ class HfFormat(WritableFormat):
     records_ties = True
     keeps_metadata = True
 
-    def sniff(self, path: Path) -> Sniff | None:
+    def sniff(self, listing: Listing) -> str | None:
         """See :meth:`Format.sniff`."""
-        if path.is_file():
-            foreign = path.name.startswith(("adapter_model", "consolidated"))
-            if foreign or OF_RANK.fullmatch(path.name):
+        if not listing.is_folder:
+            name = listing.path.name
+            if name.startswith(("adapter_model", "consolidated")) or OF_RANK.fullmatch(name):
                 return None
-            named = path.name.endswith((".safetensors", INDEX)) or path.name in BIN
-            return Sniff(path.name) if named or torch_file.HF_BIN.fullmatch(path.name) else None
-        if not path.is_dir():
-            return None
-        main = main_files(path)
-        return Sniff(listed(main)) if main else None
+            named = name.endswith((".safetensors", INDEX)) or name in BIN
+            return name if named or torch_file.HF_BIN.fullmatch(name) else None
+        main = main_files(listing)
+        return listed(main) if main else None
 
     def read(self, path: Path, asked: ReadOptions = AS_IT_IS) -> Catalog:
         """See :meth:`Format.read`."""
@@ -124,14 +122,12 @@ class HfFormat(WritableFormat):
 
     def _read_safetensors(self, files: SourceFiles, path: Path, names: list[str]) -> Catalog:
         tensors: dict[str, TensorEntry] = {}
-        metadata = HeaderStrings()
-        for name in heads_ahead(files, names):
-            found, strings = read_shard(files, name)
+        read = {name: read_shard(files, name) for name in heads_ahead(files, names)}
+        for name, (found, _) in read.items():
             merge(tensors, found, name)
-            metadata.add(strings)
+        agreed, differ = agreed_strings(strings for _, strings in read.values())
         loose = () if len(names) == 1 else (f"{counted(len(names), 'shard')} without an index",)
-        notes = (*loose, *metadata.notes)
-        return self._catalog(files, path, tensors, metadata.agreed, names, notes, None)
+        return self._catalog(files, path, tensors, agreed, names, (*loose, *differ), None)
 
     def _read_index(
         self, files: SourceFiles, path: Path, main: str, partial: bool = False
@@ -147,11 +143,11 @@ class HfFormat(WritableFormat):
         found = read_shards(files, weight_map, strings, main, known, faults)
         ordered = {name: found.tensors[name] for name in weight_map if name in found.tensors}
         extra = {name: t for name, t in found.tensors.items() if name not in weight_map}
-        notes = [*found.notes, *found.metadata.notes]
+        notes = found.notes
         if extra:
             notes.append(f"the index does not list these tensors: {listed([*extra])}")
-        agreed, names = found.metadata.agreed, list(found.sizes)
-        catalog = self._catalog(files, path, ordered | extra, agreed, names, notes, main)
+        names = list(found.sizes)
+        catalog = self._catalog(files, path, ordered | extra, found.metadata, names, notes, main)
         return replace(
             catalog,
             findings=tuple(faults.findings),

@@ -8,13 +8,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import product
 from pathlib import Path
 
-from ckptctl.errors import CkptError, DamagedError, FormatError, listed
-from ckptctl.formats.base import absent
+from ckptctl.errors import CkptError, FormatError, listed
+from ckptctl.formats.base import Listing
 from ckptctl.formats.hf.shards import ReadShard, read_shard
+from ckptctl.formats.shared.findings import missing_error
 from ckptctl.storage.crc import is_digest_of
 from ckptctl.storage.files import SourceFiles
 from ckptctl.storage.read_ahead import heads_ahead
-from ckptctl.units import counted
 
 ENDS = ("\n", "")
 ReadIndex = dict[str, dict[str, object]]
@@ -29,9 +29,9 @@ OF_RANK = re.compile(f"{RANK.pattern}|{SHARD.pattern}")
 _OTHER = ("adapter_model", "consolidated", "optimizer", "model.sharded")
 
 
-def main_files(path: Path) -> list[str]:
+def main_files(listing: Listing) -> list[str]:
     """Return the files that describe a whole model; more than one is a contradiction."""
-    names = sorted(item.name for item in path.iterdir() if item.is_file())
+    path, names = listing.path, listing.files
     indices = [n for n in names if n.endswith(INDEX) and not n.startswith(_OTHER)]
     singles = [n for n in names if n.endswith(".safetensors") and not n.startswith(_OTHER)]
     singles = [n for n in singles if not OF_RANK.fullmatch(n)]
@@ -63,7 +63,7 @@ def files_to_read(path: Path) -> list[str]:
             )
         require_whole(path, [path.name], f"pass the directory `{path.parent}`, or its index")
         return [path.name]
-    main = main_files(path)
+    main = main_files(Listing(path))
     if not main:
         raise FormatError("no weight files were found", where=str(path), why=_EXPECTED)
     is_index = len(main) == 1 and main[0].endswith(INDEX)
@@ -88,19 +88,15 @@ def require_whole(path: Path, names: Sequence[str], hint: str) -> None:
         return
     stem, total, suffix = next(iter(kinds))
     numbers = {int(match[2]) for match in matches}
-    first, last, width = min(1, *numbers), int(total), len(total)
-    if max(numbers) > last:
-        return
-    count, missing = absent(
-        numbers, first, last, lambda n: f"{stem}-{n:0{width}d}-of-{total}.{suffix}"
-    )
-    if count:
-        raise DamagedError(
-            f"found only {len(names)} of {counted(last - first + 1, 'shard')}: {listed(names)}",
-            where=str(path),
-            why=f"missing: {missing}",
-            hint=hint,
-        )
+    wanted, width = range(min(1, *numbers), int(total) + 1), len(total)
+
+    def named(number: int) -> str:
+        return f"{stem}-{number:0{width}d}-of-{total}.{suffix}"
+
+    if max(numbers) in wanted and (
+        error := missing_error(path, numbers, wanted, named, "shards", hint)
+    ):
+        raise error
 
 
 def _complete_set(names: Sequence[str]) -> bool:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Annotated
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 from ckptctl.catalog import Box, Extent, TensorEntry
 from ckptctl.errors import CkptError, DamagedError, UnsupportedError, listed, spell_option
@@ -46,30 +46,19 @@ def read_shard(files: SourceFiles, name: str) -> ReadShard:
     return tensors, header.metadata
 
 
-class HeaderStrings:
-    """The metadata of the files of one model: what all that say something say."""
-
-    def __init__(self, first: Mapping[str, str] | None = None) -> None:
-        self._found = dict(first or {})
-        self._apart: dict[str, None] = {}
-
-    def add(self, strings: Mapping[str, str]) -> None:
-        """Add what one more file says."""
-        for key, text in strings.items():
-            if self._found.setdefault(key, text) != text:
-                self._apart[key] = None
-
-    @property
-    def agreed(self) -> dict[str, str]:
-        """Return what nothing contradicts."""
-        return {key: text for key, text in self._found.items() if key not in self._apart}
-
-    @property
-    def notes(self) -> tuple[str, ...]:
-        """Return what a reader should know of the rest."""
-        if not self._apart:
-            return ()
-        return (f"metadata values differ between shards: {listed(list(self._apart))}",)
+def agreed_strings(
+    found: Iterable[Mapping[str, str]],
+) -> tuple[dict[str, str], tuple[str, ...]]:
+    """Return the metadata that no two files of one model contradict, and a note on the rest."""
+    agreed: dict[str, str] = {}
+    apart: dict[str, None] = {}
+    for strings in found:
+        apart |= {
+            key: None for key, text in strings.items() if agreed.setdefault(key, text) != text
+        }
+    note = f"metadata values differ between shards: {listed([*apart])}"
+    kept = {key: text for key, text in agreed.items() if key not in apart}
+    return kept, (note,) if apart else ()
 
 
 def read_bin(files: SourceFiles, name: str) -> Leaves:
@@ -131,8 +120,7 @@ def _unnamed(
     return {key: entry for key, entry in found.items() if key not in weight_map}
 
 
-@dataclass(slots=True)
-class IndexedShards:
+class IndexedShards(NamedTuple):
     """What the shards of an index hold.
 
     Attributes:
@@ -142,22 +130,10 @@ class IndexedShards:
         notes: What a reader should know.
     """
 
-    tensors: dict[str, TensorEntry] = field(default_factory=dict)
-    metadata: HeaderStrings = field(default_factory=HeaderStrings)
-    sizes: dict[str, int] = field(default_factory=dict)
-    notes: dict[str, None] = field(default_factory=dict)
-
-    def take(
-        self, files: SourceFiles, name: str, known: ReadShard | None
-    ) -> Mapping[str, TensorEntry]:
-        """Return the tensors of one shard, and note what else it says."""
-        if known is None and not name.endswith(".safetensors"):
-            contents = read_bin(files, name)
-            self.notes |= dict.fromkeys(contents.notes)
-            return contents.tensors
-        tensors, strings = known or read_shard(files, name)
-        self.metadata.add({key: text for key, text in strings.items() if key != "format"})
-        return tensors
+    tensors: dict[str, TensorEntry]
+    metadata: dict[str, str]
+    sizes: dict[str, int]
+    notes: list[str]
 
 
 def read_shards(
@@ -169,7 +145,9 @@ def read_shards(
     faults: Faults,
 ) -> IndexedShards:
     """Read one shard after the other."""
-    found = IndexedShards(metadata=HeaderStrings(strings))
+    tensors: dict[str, TensorEntry] = {}
+    sizes: dict[str, int] = {}
+    found, notes = [strings], dict[str, None]()
     shards, where = defaultdict[str, set[str]](set), str(files.root / main)
     for key, file in weight_map.items():
         shards[file].add(key)
@@ -179,8 +157,13 @@ def read_shards(
         expected = shards[name]
         kept: dict[str, TensorEntry] = {}
         try:
-            found.sizes[name] = files.size(name)
-            shard = found.take(files, name, known.get(name))
+            sizes[name] = files.size(name)
+            if name in known or name.endswith(".safetensors"):
+                shard, said = known.get(name) or read_shard(files, name)
+                found.append({key: text for key, text in said.items() if key != "format"})
+            else:
+                contents = read_bin(files, name)
+                shard, notes = contents.tensors, notes | dict.fromkeys(contents.notes)
             kept = {key: entry for key, entry in shard.items() if key in expected}
             kept |= _unnamed(weight_map, shard, name, where)
         except CkptError as error:
@@ -188,10 +171,11 @@ def read_shards(
             for key in sorted(expected - kept.keys()):
                 faults.nowhere(key, "the index places it in this file", name)
             faults.lost |= {key: ((Box.whole(t.shape), name),) for key, t in kept.items()}
-        found.tensors |= kept
-    ties = {key: kept for key, kept in found.metadata.agreed.items() if kept in weight_map}
+        tensors |= kept
+    agreed, differ = agreed_strings(found)
+    ties = {key: original for key, original in agreed.items() if original in weight_map}
     for dropped, original in ties.items():
-        if dropped not in weight_map and original not in found.tensors:
+        if dropped not in weight_map and original not in tensors:
             why = f"the metadata records it as tied to `{original}`"
             faults.nowhere(dropped, why, weight_map[original])
-    return found
+    return IndexedShards(tensors, agreed, sizes, [*notes, *differ])

@@ -6,15 +6,17 @@ Megatron-LM, Megatron-Bridge, NeMo 2, verl, slime and ms-swift write them.
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
 from ckptctl.catalog import Catalog
+from ckptctl.errors import listed
 from ckptctl.formats.base import (
     AS_IT_IS,
+    Listing,
     Output,
     OutputRequest,
     ReadOptions,
-    Sniff,
     WritableFormat,
     require_folder,
 )
@@ -27,7 +29,11 @@ from ckptctl.formats.mcore.files import (
     only_save,
 )
 from ckptctl.formats.megatron.files import POINTER
+from ckptctl.formats.shared.findings import Faults
 from ckptctl.formats.shared.tags import is_run
+
+FUSED = ".linear_fc1.weight"
+"""What Megatron-Core calls a layer of which Megatron-FSDP saves parts."""
 
 
 class McoreFormat(ItemFormat, WritableFormat):
@@ -61,6 +67,7 @@ class McoreFormat(ItemFormat, WritableFormat):
         "(tests/oracle/test_mcore_adapters.py)"
     )
     layout = "mcore"
+    self_described = True
     sharded = True
     ties = "written in full"
     stacks = True
@@ -70,15 +77,17 @@ class McoreFormat(ItemFormat, WritableFormat):
     pads = True
     training = True
     choices = frozenset({"tag"})
+    specializes = frozenset({"dcp"})
 
-    def sniff(self, path: Path) -> Sniff | None:
+    def sniff(self, listing: Listing) -> str | None:
         """See :meth:`Format.sniff`."""
+        path = listing.path
         if is_run(path, POINTER, evidence):
-            return Sniff(f"`{POINTER}` and saves of Megatron-Core")
+            return f"`{POINTER}` and saves of Megatron-Core"
         here = evidence(path)
-        if here is None and path.is_dir() and (within := inside(path)):
+        if here is None and listing.is_folder and (within := inside(path)):
             here = f"`{within}` with {evidence(path / within)}"
-        return Sniff(here) if here else None
+        return here
 
     def read(self, path: Path, asked: ReadOptions = AS_IT_IS) -> Catalog:
         """See :meth:`Format.read`."""
@@ -86,6 +95,21 @@ class McoreFormat(ItemFormat, WritableFormat):
         from ckptctl.formats.mcore.reader import read
 
         return read(path, asked, self.name)
+
+    def refine(self, catalog: Catalog, asked: ReadOptions) -> Catalog:
+        """Join the tensors that Megatron-FSDP saved in parts, which is plain DCP."""
+        if not any(FUSED in name for name in catalog.tensors):
+            return catalog
+        from ckptctl.formats.mcore.joining import canonical  # which few need
+        from ckptctl.formats.mcore.spelling import is_of_fsdp
+
+        if not is_of_fsdp(catalog.tensors):
+            return catalog
+        faults = Faults(Path(catalog.root), asked.partial, list(catalog.findings))
+        joined = canonical(catalog, faults, {})
+        new = listed([name for name in joined.tensors if name not in catalog.tensors])
+        note = f"tensors that Megatron-FSDP saved in parts are joined and renamed: {new}"
+        return replace(joined, notes=(*joined.notes, note))
 
     def only_part(self, path: Path) -> Path | None:
         """See :meth:`Format.only_part`."""

@@ -59,6 +59,7 @@ from ckptctl.formats.sidecar_files import ADAPTER, documents
 from ckptctl.planner.configs.facts import Json
 from ckptctl.planner.configs.megatron import TARGET
 from ckptctl.planner.configs.megatron_adapter import peft_words
+from ckptctl.planner.configs.megatron_words import MEGATRON
 from ckptctl.storage.files import SourceFiles, source_files
 from ckptctl.storage.json_reader import read_json
 from ckptctl.storage.paths import is_there
@@ -110,7 +111,7 @@ def read(path: Path, asked: ReadOptions, name: str) -> Catalog:
         documented[ADAPTER] = {**adapter_config(folder).get(ADAPTER, {}), **stated}
     return replace(
         catalog,
-        records=recorded,
+        extensions={MEGATRON: recorded} if recorded else {},
         documents=documented,
         findings=(*faults.findings, *others_findings),
         notes=(*catalog.notes, *((note,) * bool(other))),

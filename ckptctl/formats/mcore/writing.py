@@ -60,6 +60,7 @@ from ckptctl.planner.configs.facts import read_sizes
 from ckptctl.planner.configs.megatron_adapter import SECTION, lacking, section
 from ckptctl.planner.configs.megatron_carried import Carried
 from ckptctl.planner.configs.megatron_files import ONE_RANK, arguments_of, container, run_config
+from ckptctl.planner.configs.megatron_words import MEGATRON
 from ckptctl.planner.plan import OutputFile, Record
 from ckptctl.storage.pickles.inert import Inert
 from ckptctl.storage.pickles.writer import dumps
@@ -159,7 +160,8 @@ def describe(request: OutputRequest, around: Mapping[str, object]) -> Described:
     arguments = None
     if "args" not in around:
         what = f"the arguments in {COMMON}"
-        said = COMMON_STATE if COMMON_STATE in request.records else COMMON
+        recorded = request.extensions.get(MEGATRON, ())
+        said = COMMON_STATE if COMMON_STATE in recorded else COMMON
         arguments = _told(request, arguments_of, carried.arguments, said, what)
     what = f"{RUN_CONFIG} (for Megatron-Bridge)"
     yaml = _told(request, run_config, carried.run_config, RUN_CONFIG, what)
@@ -205,10 +207,11 @@ def _told(
     made, why_not = _made(request, make)
     if made is not None:
         return made
-    if file not in request.records:
+    recorded = request.extensions.get(MEGATRON, {})
+    if file not in recorded:
         request.notes.add(f"skipped {what}, because {why_not}")
         return None
-    found = carry(request.records[file], _rows(request), _dtype(request))
+    found = carry(recorded[file], _rows(request), _dtype(request))
     if found.left_out:
         request.notes.add(
             f"omitted from {what}, because they are not plain values: {listed(found.left_out)}"

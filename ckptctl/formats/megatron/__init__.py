@@ -10,7 +10,7 @@ import re
 from pathlib import Path
 
 from ckptctl.catalog import Catalog
-from ckptctl.formats.base import AS_IT_IS, Format, ReadOptions, Sniff, require_folder
+from ckptctl.formats.base import AS_IT_IS, Format, Listing, ReadOptions, require_folder
 from ckptctl.formats.megatron.files import POINTER, evidence
 from ckptctl.formats.shared.tags import is_run
 
@@ -43,13 +43,13 @@ class MegatronFormat(Format):
         "experts) were not run; for these, the file layout and the names follow the source code"
     )
     choices = frozenset({"tag", "rules"})
+    self_described = True
 
-    def sniff(self, path: Path) -> Sniff | None:
+    def sniff(self, listing: Listing) -> str | None:
         """See :meth:`Format.sniff`."""
-        if is_run(path, POINTER, evidence):
-            return Sniff(f"`{POINTER}` and saves of mp_rank_*")
-        here = evidence(path)
-        return Sniff(here) if here else None
+        if is_run(listing.path, POINTER, evidence):
+            return f"`{POINTER}` and saves of mp_rank_*"
+        return evidence(listing.path)
 
     def read(self, path: Path, asked: ReadOptions = AS_IT_IS) -> Catalog:
         """See :meth:`Format.read`."""

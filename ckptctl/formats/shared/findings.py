@@ -118,18 +118,6 @@ def weighed(findings: Iterable[Finding]) -> tuple[Finding, ...]:
     return tuple(map(weigh, findings))
 
 
-def absent(root: Path, files: Iterable[str]) -> frozenset[str]:
-    """Return those of *files*, relative to *root*, that are not there."""
-
-    def gone(file: str) -> bool:
-        try:
-            return not (root / file).exists()
-        except (OSError, ValueError):  # no name that a file could have, or none that may be seen
-            return False
-
-    return frozenset(filter(gone, files))
-
-
 def mixed_saves(where: Path | str, why: str) -> UnsupportedError:
     """Return the error for files that are not of one save."""
     return UnsupportedError(
@@ -138,6 +126,34 @@ def mixed_saves(where: Path | str, why: str) -> UnsupportedError:
         why=why,
         hint="move the files of the other saves away",
     )
+
+
+def missing_error(
+    where: Path | str,
+    present: Collection[int],
+    wanted: Collection[int],
+    named: Callable[[int], str],
+    what: str,
+    hint: str | None = None,
+) -> DamagedError | None:
+    """Return the error for files of ranks that are missing, or None if all are there.
+
+    Args:
+        where: The checkpoint.
+        present: The numbers of those that are there.
+        wanted: Those of all; a range may be as long as a file name can claim.
+        named: Returns the name of the file of a number.
+        what: What they are, in the plural.
+        hint: What to do about it.
+    """
+    few = [named(number) for number in islice((n for n in wanted if n not in present), SHOWN)]
+    if not few:
+        return None
+    total = wanted.stop - wanted.start if isinstance(wanted, range) else len(wanted)
+    count = total - sum(number in wanted for number in present)
+    more = f" and {count - SHOWN:,} more" if count > SHOWN else ""
+    what = f"{count:,} of {total:,} {what} are missing"
+    return DamagedError(what, where=str(where), why=listed(few) + more, hint=hint)
 
 
 @dataclass(slots=True)
@@ -175,20 +191,26 @@ class Faults:
     ) -> list[int]:
         """Refuse that ranks' files are missing, or note it and return those ranks."""
         missing = list(islice((rank for rank in wanted if rank not in present), MAX_MISSING + 1))
-        if missing and (not self.partial or len(missing) > MAX_MISSING):
-            count = len(wanted) - sum(rank in wanted for rank in present)
-            few = listed([named(rank) for rank in missing[:SHOWN]])
-            raise DamagedError(
-                f"{count:,} of {len(wanted):,} ranks' files{of} are missing",
-                where=str(self.root),
-                why=few + (f" and {count - SHOWN:,} more" if count > SHOWN else ""),
-                hint="copy the files from the nodes of their ranks (each rank writes a separate "
-                "file)",
-            )
+        hint = "copy the files from the nodes of their ranks (each rank writes a separate file)"
+        error = missing_error(self.root, present, wanted, named, f"ranks' files{of}", hint)
+        if error and (not self.partial or len(missing) > MAX_MISSING):
+            raise error
         missing = [rank for rank in missing if named(rank) not in self.files]
         for rank in missing:
             self.missing(named(rank), what="a rank's file is missing")
         return missing
+
+    def require_all(
+        self,
+        present: Collection[int],
+        wanted: range,
+        named: Callable[[int], str],
+        what: str,
+        hint: str | None = None,
+    ) -> None:
+        """Refuse, or note, that files of ranks are missing; see :func:`missing_error`."""
+        if error := missing_error(self.root, present, wanted, named, what, hint):
+            self.unreadable(error, named(next(n for n in wanted if n not in present)))
 
     def unreadable(
         self, error: CkptError, file: str | None = None, *, tensor: str | None = None

@@ -2,32 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ckptctl.catalog import row_major
-from ckptctl.errors import DamagedError
-from ckptctl.formats.base import Output, OutputRequest, OutputTensor, Place, absent
+from ckptctl.formats.base import Output, OutputRequest, OutputTensor, Place
 from ckptctl.planner.plan import OutputFile, Record
-from ckptctl.units import counted
 
 if TYPE_CHECKING:
     from ckptctl.planner.model_parallel import RankShard
     from ckptctl.planner.plan import CrcOf, Frame
-
-
-def require_all(found: Collection[int], total: int, name: Callable[[int], str], root: Path) -> None:
-    """Refuse that the files of some ranks are missing."""
-    if len(found) != total:
-        count, names = absent(found, 0, total - 1, name)
-        raise DamagedError(
-            f"{count:,} of {counted(total, 'shard is', 'shards are')} missing",
-            where=str(root),
-            why=names,
-        )
 
 
 def lay_out(

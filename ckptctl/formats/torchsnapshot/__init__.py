@@ -11,9 +11,9 @@ import re
 from pathlib import Path
 
 from ckptctl.catalog import Catalog
-from ckptctl.formats.base import AS_IT_IS, Format, ReadOptions, Sniff
+from ckptctl.formats.base import AS_IT_IS, Format, Listing, ReadOptions
 
-METADATA = ".snapshot_metadata"
+MANIFEST = ".snapshot_metadata"
 
 
 class TorchSnapshotFormat(Format):
@@ -22,7 +22,7 @@ class TorchSnapshotFormat(Format):
     name = "torchsnapshot"
     title = "torchsnapshot directory"
     recognized = "`.snapshot_metadata`"
-    marks = re.compile(re.escape(METADATA))
+    marks = re.compile(re.escape(MANIFEST))
     wholeness = (
         "every file listed in `.snapshot_metadata` exists; the entries fill each file from the "
         "first to the last byte without gaps; shards tile their tensors (changed bytes are not "
@@ -35,9 +35,9 @@ class TorchSnapshotFormat(Format):
         "equal the live weights (tests/oracle/trainers/test_frameworks.py)"
     )
 
-    def sniff(self, path: Path) -> Sniff | None:
+    def sniff(self, listing: Listing) -> str | None:
         """See :meth:`Format.sniff`."""
-        return Sniff(METADATA) if path.is_dir() and (path / METADATA).is_file() else None
+        return MANIFEST if MANIFEST in listing.files else None
 
     def read(self, path: Path, asked: ReadOptions = AS_IT_IS) -> Catalog:
         """See :meth:`Format.read`."""

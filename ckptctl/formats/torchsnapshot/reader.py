@@ -33,7 +33,6 @@ from ckptctl.formats.shared.rank_archive import LocalShard, Sharded
 from ckptctl.formats.shared.rank_merge import RankMerger
 from ckptctl.formats.shared.stored_leaves import NO_CHECKSUMS, is_stored, refuse_hidden_tensors
 from ckptctl.formats.sidecar_files import beside
-from ckptctl.formats.torchsnapshot import METADATA
 from ckptctl.storage.files import SourceFiles, source_files
 from ckptctl.storage.json_reader import read_json
 from ckptctl.storage.paths import contained
@@ -51,6 +50,7 @@ from ckptctl.storage.zips.items import read_item_tensor
 from ckptctl.storage.zips.reader import StoredTensor, read_archive
 from ckptctl.units import counted
 
+METADATA = ".snapshot_metadata"
 _Sizes = Mapping[str, int]
 """Sizes of the files that entries lie in."""
 _SHARDED = ("ShardedTensor", "DTensor")

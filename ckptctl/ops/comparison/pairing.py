@@ -78,7 +78,7 @@ def map_other(a: Catalog, b: Catalog, request: MappingRequest) -> StateMapping:
     if a.documents and not b.documents:
         request = replace(request, assets=path_at(a.root))
     found = _mapped(b, state, request)
-    if request.source.model_type or not a.records or found.tensors.keys() & state:
+    if request.source.model_type or not a.extensions or found.tensors.keys() & state:
         return found
     try:
         recorded = understand(a, request=request.state).model_type

@@ -12,10 +12,10 @@ from ckptctl.formats.sidecar_files import amended, kind_of
 from ckptctl.ops.conversion.assets import CONFIG, PARAMS, Assets
 from ckptctl.ops.conversion.contents import main_dtype
 from ckptctl.ops.conversion.draft import Draft
-from ckptctl.ops.recognition.agreement import MEGATRON
 from ckptctl.ops.recognition.quantized import unsaid
 from ckptctl.planner.configs.facts import Json, plain
 from ckptctl.planner.configs.megatron import longest, megatron_to_config, merged
+from ckptctl.planner.configs.megatron_words import MEGATRON
 from ckptctl.planner.configs.mlx import for_layout, with_earlier_spelling
 from ckptctl.planner.configs.params import assumed, config_to_params, params_to_config
 from ckptctl.planner.families.declarations import spelled

@@ -80,7 +80,7 @@ def lay_out(draft: Draft) -> Draft:
         family=change.family,
         sizes=change.sizes,
         stack_layers=options.stack_layers,
-        records=draft.catalog.records,
+        extensions=draft.catalog.extensions,
         adapter=in_peft_words(draft.catalog, options.lora_alpha, carries(change))
         if draft.is_adapter
         else None,

@@ -8,6 +8,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Annotated, TypeAlias
 
+from ckptctl import formats
 from ckptctl.catalog import Catalog
 from ckptctl.formats.base import OutputTensor
 from ckptctl.notes import Notes
@@ -293,7 +294,7 @@ class ConversionPlan(
             model_type = self.recognition.named
         elif self.options.model_type:
             model_type += " (from --model-type)"
-        elif self.source.format not in ("gguf", "mcore", "megatron"):  # which state it themselves
+        elif not formats.get(self.source.format).self_described:
             files = ("config.json", "params.json")
             stated = (file for file in files for one in evidence if f"{file}:" in one)
             model_type += f" (from {next(stated, 'keys')})"

@@ -28,6 +28,7 @@ from ckptctl.planner.configs.contradictions import (
 from ckptctl.planner.configs.fact_names import TOLD
 from ckptctl.planner.configs.facts import Json, fact_of
 from ckptctl.planner.configs.layer_kinds import misfitting, misplaced, uncounted_kinds
+from ckptctl.planner.configs.megatron_words import MEGATRON
 from ckptctl.planner.configs.params import of_params
 from ckptctl.planner.configs.rope import facts
 from ckptctl.planner.configs.tensor_facts import Tensors, of_shapes
@@ -37,7 +38,7 @@ from ckptctl.planner.layouts import Family
 from ckptctl.planner.mapping.detect import refined
 from ckptctl.storage.paths import path_at
 
-CONFIG, ARGUMENTS, MEGATRON = "config.json", "arguments", "megatron"
+CONFIG, ARGUMENTS = "config.json", "arguments"
 HYPER_PARAMETERS = "hyper_parameters"
 HOLDERS = ("config", "model_config", "model", "model_args", "cfg")
 """What people call the part of a module's arguments that describes the model."""
@@ -74,7 +75,7 @@ def of_checkpoint(
             yield Description(name, str(home / name), content)
     for place, stated in catalog.stated.items():
         yield Description(ARGUMENTS, place, stated)
-    for file, record in catalog.records.items():
+    for file, record in catalog.extensions.get(MEGATRON, {}).items():
         yield Description(MEGATRON, f"{file} in {catalog.path}", record)
     given = [blob for blob in catalog.blobs.values() if blob.path[:1] == (HYPER_PARAMETERS,)]
     for holder in ((), *((name,) for name in HOLDERS)) if given else ():

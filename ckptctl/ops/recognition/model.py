@@ -310,7 +310,7 @@ def _described(
     root: str,
 ) -> Candidates:
     """Return what Megatron's records say that the model is, where there are any."""
-    if not catalog.records:
+    if not catalog.extensions:
         return ()
     from ckptctl.ops.recognition.recorded import described
 
@@ -319,7 +319,7 @@ def _described(
 
 def _denied(catalog: Catalog, known: Mapping[str, Family], fitting: Candidates) -> Candidates:
     """Return those of *fitting* that Megatron's records contradict."""
-    if not catalog.records:
+    if not catalog.extensions:
         return ()
     from ckptctl.ops.recognition.recorded import contradicted
 
@@ -328,7 +328,7 @@ def _denied(catalog: Catalog, known: Mapping[str, Family], fitting: Candidates) 
 
 def _configured(catalog: Catalog, family: Family | None) -> Json | None:
     """Return the config.json that Megatron's records state, where there are any."""
-    if family is None or not catalog.records:
+    if family is None or not catalog.extensions:
         return None
     from ckptctl.ops.recognition.recorded import configuration
 

@@ -20,6 +20,7 @@ from ckptctl.planner.configs.megatron import (
     read,
     stated,
 )
+from ckptctl.planner.configs.megatron_words import MEGATRON
 from ckptctl.planner.configs.rope import rope_of_megatron
 from ckptctl.planner.families.declarations import holds
 from ckptctl.planner.families.megatron import MegatronStyle
@@ -31,7 +32,7 @@ def described(
     catalog: Catalog, known: Mapping[str, Family], shapes: Mapping[str, tuple[int, ...]], root: str
 ) -> list[Candidate]:
     """Return the families that the records describe, as far as the keys are exactly theirs."""
-    record, prefer = merged(catalog.records.values()), formats.get(catalog.format).layout
+    record, prefer = _record_of(catalog), formats.get(catalog.format).layout
     found: list[Candidate] = []
     for name in possible(known, record) if record else ():
         one, told = {name: known[name]}, stated(known[name], record)
@@ -42,14 +43,19 @@ def described(
 
 def contradicted(catalog: Catalog, family: Family) -> bool:
     """Return whether the records describe no model of *family*."""
-    fields = fields_of(merged(catalog.records.values()))
-    return family.megatron is not None and not _fits(family.megatron, fields)
+    if MEGATRON not in catalog.extensions or family.megatron is None:
+        return False
+    return not _fits(family.megatron, fields_of(_record_of(catalog)))
 
 
 def configuration(catalog: Catalog, family: Family) -> Json | None:
     """Return the config.json that the records state."""
-    found = stated(family, merged(catalog.records.values()))
+    found = stated(family, _record_of(catalog)) if MEGATRON in catalog.extensions else None
     return Translated(found) if found else None
+
+
+def _record_of(catalog: Catalog) -> Json:
+    return merged(catalog.extensions.get(MEGATRON, {}).values())
 
 
 def possible(families: Mapping[str, Family], record: Json) -> list[str]:

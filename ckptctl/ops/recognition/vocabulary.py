@@ -17,6 +17,7 @@ from ckptctl.catalog import Catalog
 from ckptctl.errors import MappingError, spell_option
 from ckptctl.ops.recognition.agreement import AXIS, vocabulary_rows
 from ckptctl.planner.configs.megatron import merged
+from ckptctl.planner.configs.megatron_words import MEGATRON
 from ckptctl.planner.configs.tensor_facts import Tensors
 from ckptctl.planner.layouts import Family
 from ckptctl.planner.mapping.mapped import Padding, Region
@@ -98,7 +99,7 @@ def note_padding(change: Change, rows: int, *, is_asked: bool) -> None:
 
 def is_stated(catalog: Catalog, rows: int, size: int) -> bool:
     """Return whether the trainer's records say that of *rows* only *size* are no padding."""
-    told = merged(catalog.records.values())
+    told = merged(catalog.extensions.get(MEGATRON, {}).values())
     step = _count(told, "make_vocab_size_divisible_by", MULTIPLE)
     unit = step * _count(told, "tensor_model_parallel_size", 1)
     padded = told.get("padded_vocab_size")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -18,7 +18,7 @@ from ckptctl.errors import (
     renaming,
     spell_option,
 )
-from ckptctl.formats.shared.findings import NO_TENSOR, absent, of_error
+from ckptctl.formats.shared.findings import NO_TENSOR, of_error
 from ckptctl.installed import require_torch
 from ckptctl.ops.comparison.options import DiffOptions
 from ckptctl.ops.comparison.result import Difference
@@ -174,9 +174,21 @@ def _summarized(
         verification=replace(verified, notes=(*verified.notes, *notes)),
         inspection=inspected,
         presence=_presence(catalog, verified),
-        absent=absent(root_of(path_at(catalog.path)), _unusable(catalog)),
+        absent=_missing_files(root_of(path_at(catalog.path)), _unusable(catalog)),
     )
     return summary, catalog
+
+
+def _missing_files(root: Path, files: Iterable[str]) -> frozenset[str]:
+    """Return those of *files*, relative to *root*, that are missing."""
+
+    def gone(file: str) -> bool:
+        try:
+            return not (root / file).exists()
+        except (OSError, ValueError):  # no name that a file could have, or none that may be seen
+            return False
+
+    return frozenset(filter(gone, files))
 
 
 def _presence(catalog: Catalog, verified: Verification) -> Presence:

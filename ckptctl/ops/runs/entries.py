@@ -177,7 +177,7 @@ def _no_run(root: Path) -> FormatError:
     hint = f"list its contents with `{shlex.join(['ckptctl', 'inspect', str(root)])}`"
     if not runs and (seen := formats.sniff(root)):
         what, real = "this is a checkpoint, not a folder of checkpoints", real_path(root)
-        why = ", ".join(f"{name}: {one.evidence}" for name, one in seen.items())
+        why = ", ".join(f"{name}: {evidence}" for name, evidence in seen.items())
         hint = f"did you mean the run `{real.parent}`?" if entry_at(real) else hint
         if root / STEPLESS in folders:
             what = f"the run has no step yet, only its initial weights in `{STEPLESS}`"

@@ -13,7 +13,7 @@ from typing import Annotated, TypeGuard
 
 from ckptctl import formats
 from ckptctl.errors import CkptError, MappingError, StorageError
-from ckptctl.formats.dcp import METADATA, lacks_metadata
+from ckptctl.formats.dcp import METADATA
 from ckptctl.formats.shared.findings import of_error
 from ckptctl.formats.sidecar_files import SIDECAR
 from ckptctl.ops.runs.entries import RunEntry
@@ -205,9 +205,9 @@ def examine(entry: RunEntry, now: float, *, model: bool = True) -> Checkpoint:
 def _health(path: Path, model: bool) -> Health:
     for folder in (path, *(item for item in _inside(path) if item.is_dir())):
         # what ranks save in DCP's format, without what is saved last
-        if lacks_metadata(folder) and not formats.sniff(folder):
+        if (begun := formats.interrupted(folder)) and not formats.sniff(folder):
             missing = (folder / METADATA).relative_to(path)
-            return torn_health("dcp", (path,), f"`{missing}` is missing")
+            return torn_health(begun.name, (path,), f"`{missing}` is missing")
     problem = unfinished(path)
     if problem is not None:
         kind = next(iter(formats.sniff(path)), None)

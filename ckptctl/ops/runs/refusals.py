@@ -77,7 +77,7 @@ def require_root(root: Path, *, force: bool = False) -> Path:
         raise RefusedError(
             "this is a checkpoint, not a folder of checkpoints",
             where=str(root),
-            why=", ".join(f"{n}: {s.evidence}" for n, s in formats.sniff(real).items()),
+            why=", ".join(f"{name}: {evidence}" for name, evidence in formats.sniff(real).items()),
             hint=_instead(real),
         )
     return real

@@ -18,6 +18,7 @@ from pathlib import Path
 from ckptctl import formats
 from ckptctl.catalog import Catalog, Finding
 from ckptctl.errors import CkptError
+from ckptctl.formats.base import Listing
 from ckptctl.formats.shared.tags import LATEST, LATEST_UNIVERSAL, pointer_content
 from ckptctl.ops.verification.digest_lists import FileDigest
 from ckptctl.storage.compare import equal
@@ -85,7 +86,7 @@ def _state_of_trainer(folder: Path) -> Iterator[Finding]:
 def _contradicted(folder: Path, catalog: Catalog, *, values: bool) -> Iterator[Finding]:
     """Yield what the shards that torch consolidated say otherwise than what it made of them."""
     shards = formats.get(SHARDS)
-    if not shards.sniff(folder):
+    if not shards.sniff(Listing(folder)):
         return
     try:
         parts = shards.read(folder)

@@ -9,6 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+MEGATRON = "megatron"
+"""The extension of a catalog that has what these programs recorded of the model, by file."""
+
 ARGUMENTS: Mapping[str, str] = {
     "num_experts": "num_moe_experts",
     "norm_epsilon": "layernorm_epsilon",

@@ -30,6 +30,7 @@ from ckptctl.errors import (
 from ckptctl.formats.base import ReadOptions
 from ckptctl.formats.dcp import locating
 from ckptctl.ops.runs.removal import plan_prune
+from ckptctl.planner.configs.megatron_words import MEGATRON
 from ckptctl.planner.retention import Policy
 from ckptctl.storage.files import SourceFiles
 from ckptctl.storage.zips.items import read_alike
@@ -439,11 +440,11 @@ def test_a_save_without_common_pt(model: dict[str, torch.Tensor], tmp_path: Path
     folder = write(tmp_path / "one", model, objects={"common_state/shard_0_1": common})
     (folder / "common.pt").unlink()
     read = formats.open_checkpoint(folder)
-    assert TOLD.items() <= read.records["common_state"].items()
+    assert TOLD.items() <= read.extensions[MEGATRON]["common_state"].items()
     assert read.blobs["iteration"].value == 10 and "common_state/shard_0_1" not in read.blobs
     assert ckptctl.verify(folder).verdict == "complete"
     ckptctl.convert(folder, tmp_path / "out", to="mcore")
-    written = formats.open_checkpoint(tmp_path / "out").records["common.pt"]
+    written = formats.open_checkpoint(tmp_path / "out").extensions[MEGATRON]["common.pt"]
     assert TOLD.items() <= written.items()
     (folder / "__0_0.distcp").write_bytes((folder / "__0_0.distcp").read_bytes()[:-99])
     with pytest.raises(DamagedError):

@@ -13,6 +13,7 @@ import ckptctl
 from ckptctl import families, formats
 from ckptctl.errors import CkptError, MappingError, UnsupportedError
 from ckptctl.planner.configs.megatron_files import arguments_of, run_config
+from ckptctl.planner.configs.megatron_words import MEGATRON
 from ckptctl.storage.yaml_text import dumped, parsed
 from tests.checkpoints.mcore import write
 
@@ -134,7 +135,7 @@ def test_nemo_records_it_beside_the_weights(tmp_path: Path, tensors: Any) -> Non
         "  params_dtype: !!python/object/apply:os.system [id]\n"
     )
     found = formats.open_checkpoint(step)
-    assert set(found.records) == {"../context/model.yaml"}
+    assert set(found.extensions[MEGATRON]) == {"../context/model.yaml"}
     assert ckptctl.inspect(step).model_type == "llama3"
 
 
@@ -165,7 +166,7 @@ def test_nemo_records_it_in_json_as_well(tmp_path: Path, tensors: Any) -> None:
     }
     said = {"root": {"type": "ref", "key": "context_1"}, "objects": objects, "version": "0.0.1"}
     (tmp_path / "context/io.json").write_text(json.dumps(said))
-    (record,) = formats.open_checkpoint(tmp_path).records.values()
+    (record,) = formats.open_checkpoint(tmp_path).extensions[MEGATRON].values()
     target = "_target_"
     assert record == {
         target: f"{home}.LlamaModel",
