@@ -22,7 +22,10 @@ BLOCK = re.compile(r"(<!-- generated: structure -->\n).*?(<!-- end -->\n)", re.D
 ROW = re.compile(r"^\| ([^|]+?) \| ([\d,]+) \|$", re.MULTILINE)
 ROOMS = {
     "shared": ("ckptctl",),
-    "planner": ("ckptctl.planner",),
+    "planner": (
+        *("ckptctl.planner", "ckptctl.planner.configs.defaults", "ckptctl.planner.configs.demands"),
+        *("ckptctl.planner.configs.facts", "ckptctl.planner.configs.formulas"),
+    ),
     "storage": ("ckptctl.storage", "ckptctl.storage.kinds.__init__"),
     "conversion": (
         *("ckptctl.families", "ckptctl.formats.__init__", "ckptctl.formats.base"),
@@ -47,9 +50,7 @@ ROOMS = {
     "facts": (
         *("ckptctl.ops.conversion.config_files", "ckptctl.ops.recognition.agreement"),
         *("ckptctl.ops.recognition.recorded", "ckptctl.ops.recognition.vocabulary"),
-        *("ckptctl.planner.configs", "ckptctl.planner.families.demands"),
-        "ckptctl.planner.families.facts",
-        "ckptctl.planner.families.megatron",
+        "ckptctl.planner.configs",
     ),
     "remote": ("ckptctl.storage.remote", "ckptctl.ops.conversion.upload"),
     "converters": ("converters",),

@@ -26,10 +26,9 @@ from ckptctl.planner.configs.contradictions import (
     unsaid,
 )
 from ckptctl.planner.configs.fact_names import TOLD
-from ckptctl.planner.configs.facts import Json, fact_of
+from ckptctl.planner.configs.facts import Json, fact_of, with_rope_type
 from ckptctl.planner.configs.layer_kinds import misfitting, misplaced, uncounted_kinds
 from ckptctl.planner.configs.params import of_params
-from ckptctl.planner.configs.rope import facts
 from ckptctl.planner.configs.tensor_facts import Tensors, of_shapes
 from ckptctl.planner.families.declarations import Signs as Sign
 from ckptctl.planner.families.declarations import holds
@@ -151,7 +150,7 @@ def _compared(
     trust_assets: bool = False,
 ) -> tuple[Sequence[Sequence[Statement]], tuple[Contradiction, ...]]:
     """Return what each of *described* says, and what contradicts each other."""
-    configs = [facts(one.content) for one in described if one.name == CONFIG]
+    configs = [with_rope_type(one.content) for one in described if one.name == CONFIG]
     by_file = [[*_of_file(family, one, configs, asked)] for one in described]
     statements = [one for said in by_file for one in said]
     if family is not None and any(one.name == MEGATRON for one in described):
@@ -213,7 +212,7 @@ def tensors_compared(known: Model) -> tuple[Family | None, Tensors | None]:
 
 def disagreements(family: Family, described: Sequence[Description]) -> tuple[Contradiction, ...]:
     """Return the facts on which *described* files, of a model or of two of a kind, differ."""
-    configs = [facts(one.content) for one in described if one.name == CONFIG]
+    configs = [with_rope_type(one.content) for one in described if one.name == CONFIG]
     by_file = (_of_file(family, one, configs, family.name) for one in described)
     return contradictions(said for file in by_file for said in file)
 
@@ -243,7 +242,7 @@ def _of_file(
 
         said = () if family is None else of_megatron(family, file.content, file.place)
     elif family is not None:
-        writer = family if asked else _writer(family, facts(file.content), configs)
+        writer = family if asked else _writer(family, with_rope_type(file.content), configs)
         other = Statement("model_type", f"not {family.name}", file.place)
         said = of_params(writer, file.content, file.place) if writer else (other,)
     yield from (replace(one, trusted=True) for one in said) if file.assets else said
