@@ -22,6 +22,7 @@ from ckptctl.planner.families.declarations import spelled
 from ckptctl.planner.layouts import BASE, HF, MLX
 from ckptctl.planner.mapping.mapped import compose
 from ckptctl.planner.mapping.tensors import Change
+from ckptctl.planner.quantization.statement import QUANTIZATION
 
 
 def config_files(draft: Draft) -> Draft:
@@ -46,7 +47,14 @@ def config_files(draft: Draft) -> Draft:
         if spelled_earlier != (config or {}):
             written[CONFIG] = config = spelled_earlier
     if draft.quantization:
-        written[CONFIG] = draft.quantization.with_quantization_config(config)
+        if config is None:
+            raise MappingError(
+                f"{spell_option('--quantize')} requires config.json, which is missing",
+                why="loaders read the quantization scheme from it",
+                hint=f"pass {spell_option('--assets DIR')} to copy it from the trained model's "
+                "folder",
+            )
+        written[CONFIG] = {**config, QUANTIZATION: draft.quantization.config}
     if target.name == "hf":
         draft.notes.add(*_about_transformers(draft, written))
         if not draft.quantization:

@@ -10,7 +10,7 @@ from ckptctl.catalog import Catalog, Path, TensorEntry
 from ckptctl.errors import MappingError, UnsupportedError, listed, spell_option
 from ckptctl.formats.base import OutputTensor
 from ckptctl.formats.shared.leaves import require_known
-from ckptctl.ops.conversion.checks import keep_together, require_scaled
+from ckptctl.ops.conversion.checks import require_scaled
 from ckptctl.ops.conversion.draft import Draft
 from ckptctl.ops.conversion.leaves import (
     Parts,
@@ -58,8 +58,6 @@ def plan_layout_change(draft: Draft) -> Draft:
         require_one_model(draft.model)
     tensors = draft.selection.tensors
     change = change_layout(draft.model, tensors, asked)
-    names = {root + name for name in tensors}
-    keep_together(draft.catalog, names, renamed=not change.identity, dtype=options.dtype)
     draft.notes.extend(change.notes)
     draft = replace(draft, change=change)
     # Names become Hugging Face's only in that they are in its files.
@@ -68,11 +66,13 @@ def plan_layout_change(draft: Draft) -> Draft:
     if new and not (change.family or draft.model.candidates or draft.is_adapter):
         hint = root_hint(draft.model)
         draft.notes.add(f"unknown model type; keys are copied unchanged ({hint})", kind="warning")
-    return skip_parts(draft, change.left_out) if change.left_out or draft.missing else draft
+    return draft
 
 
 def list_output_tensors(draft: Draft) -> Draft:
     """Say what becomes of the selected part, and find its bytes, whose coverage is proven."""
+    if draft.change.left_out or draft.missing:
+        draft = skip_parts(draft, draft.change.left_out)
     root, target, notes, change = draft.model.root, draft.target, draft.notes, draft.change
     apart = notes.reasons("skipped").keys() | draft.missing.keys()
     catalog, parts = _with_values(draft, apart) if draft.catalog.blobs else (draft.catalog, {})

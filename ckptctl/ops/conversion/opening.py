@@ -8,15 +8,15 @@ from dataclasses import replace
 from pathlib import Path
 
 from ckptctl import formats
-from ckptctl.errors import UsageError
+from ckptctl.errors import HomelessError, UsageError
 from ckptctl.ops.adapters import factors_only, require_adapter
 from ckptctl.ops.conversion.assets import gather, stated_in, with_model_config
 from ckptctl.ops.conversion.checks import existing_source, require_fitting_name, require_sense
 from ckptctl.ops.conversion.draft import Draft
 from ckptctl.ops.conversion.options import ConversionOptions
+from ckptctl.ops.conversion.steps import EXPLANATIONS
 from ckptctl.ops.destinations import replaceable, require_destination
 from ckptctl.ops.recognition.model import Model, Request, understand
-from ckptctl.ops.recognition.quantized import advised
 from ckptctl.ops.recognition.roots import unwrapped
 from ckptctl.ops.sources import open_source
 from ckptctl.storage.destinations import Replaceable
@@ -63,5 +63,10 @@ def understand_model(draft: Draft) -> Draft:
 def explain_errors(draft: Draft) -> Iterator[None]:
     """Let errors say that the source was replaced while it was read, or that it is quantized."""
     opened = draft.source.opened
-    with blaming(lambda: require_unreplaced(opened)), advised(draft.model):
-        yield
+    with blaming(lambda: require_unreplaced(opened)):
+        try:
+            yield
+        except HomelessError as error:
+            for explain in EXPLANATIONS:
+                explain(draft.model, error)
+            raise

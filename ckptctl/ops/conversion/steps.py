@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from ckptctl import installed
 from ckptctl.errors import MappingError, listed
@@ -23,7 +23,7 @@ from ckptctl.units import counted
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
 
-Place = Literal["source", "model", "output"]
+Place = Literal["source", "model", "layout", "output"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,10 +33,12 @@ class Step:
     Attributes:
         name: What it is called.
         place: What it changes: the ``source`` before its model is understood, the ``model`` before
-            its tensors are selected and mapped, or the ``output`` before it is laid out.
+            its tensors are selected and mapped, the ``layout`` once it is known what they become,
+            or the ``output`` before it is laid out.
         order: Steps at one place run by ascending order.
         apply: Carries it out.
-        option: The option that asks for it, or ``field=value``; empty for ``--step NAME``.
+        option: The option that asks for it, or ``field=value``; empty: it is always carried out,
+            or asked for by ``--step NAME``.
     """
 
     name: str
@@ -46,12 +48,11 @@ class Step:
     option: str = ""
 
 
-def _late(module: str, function: str) -> Callable[[Draft], Draft]:
-    """Return a step's function that imports its module when it is called."""
+def _late(module: str, function: str) -> Callable[..., Any]:
+    """Return a function that imports its module when it is called."""
 
-    def apply(draft: Draft) -> Draft:
-        found: Callable[[Draft], Draft] = getattr(import_module(f"ckptctl.ops.{module}"), function)
-        return found(draft)
+    def apply(*arguments: object) -> Any:
+        return getattr(import_module(f"ckptctl.ops.{module}"), function)(*arguments)
 
     return apply
 
@@ -67,8 +68,12 @@ BUILT_IN = (
     ),
     Step("stacks", "model", 10, _late("expert_adapters", "keep_stacks"), "experts=stacked"),
     Step("fill", "model", 20, _late("conversion.filling", "fill_from_base"), "fill_from"),
+    Step("scales", "layout", 10, _late("conversion.dequantizing", "keep_scales")),
     Step("quantize", "output", 10, _late("conversion.quantizing", "quantize"), "quantize"),
+    Step("blocks", "output", 20, _late("conversion.dequantizing", "keep_blocks")),
 )
+EXPLANATIONS = (_late("recognition.quantized", "explain_homeless"),)
+"""Functions that may give an error about a model's tensors without a place a better hint."""
 
 
 @cache
@@ -88,7 +93,7 @@ def steps_for(options: ConversionOptions) -> list[Step]:
     steps = []
     for step in BUILT_IN:
         field, _, value = step.option.partition("=")
-        given = getattr(options, field)
+        given = getattr(options, field) if field else True
         if given == value if value else given:
             steps.append(step)
     return [*steps, *(load_added(one.partition("=")[0]) for one in options.step)]
@@ -103,7 +108,7 @@ def apply_steps(steps: Iterable[Step], place: Place, draft: Draft) -> Draft:
     for step in sorted(steps, key=lambda step: step.order):
         if step.place == place:
             before, draft = draft, step.apply(draft)
-            if draft.quantization is before.quantization:
+            if draft is not before and draft.quantization is before.quantization:
                 _compare_inputs(step, before, draft)
     return draft
 

@@ -16,8 +16,8 @@ from typing import NamedTuple
 from ckptctl.catalog import Box, Catalog, Extent, TensorEntry
 from ckptctl.errors import MappingError, MissingTensorsError, RefusedError, UsageError
 from ckptctl.notes import Notes
-from ckptctl.ops.conversion.assets import describe_plain, gather
-from ckptctl.ops.conversion.checks import keep_together
+from ckptctl.ops.conversion.assets import gather
+from ckptctl.ops.conversion.dequantizing import describe_plain, keep_together
 from ckptctl.ops.conversion.training import Rest, follow
 from ckptctl.ops.recognition.layout_change import (
     LayoutRequest,
