@@ -32,7 +32,8 @@ ROOMS = {
         *("ckptctl.formats.checksums", "ckptctl.formats.sidecar_files"),
         *("ckptctl.ops.conversion", "ckptctl.ops.destinations", "ckptctl.ops.option_checks"),
         *("ckptctl.ops.options", "ckptctl.ops.ranks", "ckptctl.ops.recognition"),
-        "ckptctl.ops.sources",
+        *("ckptctl.ops.sources", "ckptctl.ops.verification.items"),
+        *("ckptctl.formats.shared.findings", "ckptctl.formats.shared.leaves"),
     ),
     "formats": ("ckptctl.formats",),
     "numerics": (
@@ -44,7 +45,6 @@ ROOMS = {
         *("ckptctl.ops.adapters", "ckptctl.ops.conversion.adapter_files"),
         "ckptctl.ops.expert_adapters",
         *("ckptctl.ops.expert_stacks", "ckptctl.ops.lora_extraction", "ckptctl.ops.merging"),
-        "ckptctl.planner.mapping.adapters",
         *("ckptctl.planner.mapping.deltas", "ckptctl.storage.low_rank"),
     ),
     "facts": (
@@ -52,6 +52,7 @@ ROOMS = {
         *("ckptctl.ops.recognition.recorded", "ckptctl.ops.recognition.vocabulary"),
         "ckptctl.planner.configs",
     ),
+    "filling": ("ckptctl.ops.conversion.filling",),
     "remote": ("ckptctl.storage.remote", "ckptctl.ops.conversion.upload"),
     "converters": ("converters",),
     "verbs": ("ckptctl.ops", "ckptctl.storage.statistics"),
@@ -73,7 +74,7 @@ ROOMS = {
 
 LEVELS = (
     ("shared", "planner", "storage", "conversion"),
-    ("formats", "numerics", "adapters", "facts", "remote", "converters"),
+    ("formats", "numerics", "adapters", "facts", "filling", "remote", "converters"),
     ("verbs", "runs", "training"),
     ("cli", "integrations"),
 )

@@ -16,7 +16,6 @@ from ckptctl.notes import Notes
 from ckptctl.ops.recognition.agreement import of_checkpoint
 from ckptctl.ops.recognition.model import Description
 from ckptctl.planner.configs.facts import Json
-from ckptctl.planner.mapping.adapters import is_adapter
 from ckptctl.planner.plan import RawCopy
 from ckptctl.storage.paths import (
     home_expanded,
@@ -145,13 +144,6 @@ def gather(catalog: Catalog, directory: str | Path | None, globs: Sequence[str] 
         roots.append(root)
         assets = _with_directory(catalog, assets, root)
     return carried(assets, roots, globs) if globs else assets
-
-
-def with_model_config(catalog: Catalog, assets: Assets) -> Assets:
-    """*assets*, for an adapter with the model's configuration that lies beside it."""
-    if not is_adapter(catalog.tensors):
-        return assets
-    return replace(assets, documents=documents(path_at(catalog.root)))
 
 
 def _with_directory(catalog: Catalog, own: Assets, root: Path) -> Assets:

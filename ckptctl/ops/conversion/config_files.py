@@ -26,7 +26,9 @@ from ckptctl.planner.quantization.statement import QUANTIZATION
 
 
 def config_files(draft: Draft) -> Draft:
-    """Decide which files an output gets beside its tensors."""
+    """Decide which files an output gets beside its tensors, unless it is an adapter."""
+    if draft.is_adapter:
+        return draft
     assets, options, target, change = draft.assets, draft.options, draft.target, draft.change
     if target.single_file:
         names = sorted({*assets.sizes, *assets.documents})

@@ -30,7 +30,7 @@ from ckptctl import families
 from ckptctl.notes import Notes
 from ckptctl.ops.conversion.contents import list_output_tensors, plan_layout_change
 from ckptctl.ops.conversion.executable import build_plan
-from ckptctl.ops.conversion.laying_out import add_side_files, lay_out, open_reference
+from ckptctl.ops.conversion.laying_out import lay_out, open_reference
 from ckptctl.ops.conversion.opening import explain_errors, open_draft, understand_model
 from ckptctl.ops.conversion.options import ConversionOptions
 from ckptctl.ops.conversion.plan import ConversionPlan, ConversionResult, describe_plan
@@ -82,7 +82,7 @@ def plan_with_steps(
         draft = before_output_steps = list_output_tensors(draft)
         draft = apply_steps(steps, "output", draft)
         draft = lay_out(draft)
-        draft = add_side_files(draft)
+        draft = apply_steps(steps, "files", draft)
         plan = build_plan(draft)
     return describe_plan(draft, plan, summarize(before_output_steps, draft), source_notes)
 

@@ -85,9 +85,10 @@ class Draft:
             ``run_conversion`` proves that their bytes are the same.
         quantization: The tensors that are quantized while they are copied, or None. Set by
             ``--quantize``.
+        adapter: What adapter_config.json says of an adapter, or None. Set by a step.
         output: Where each tensor lies in the files of the output. Set by ``lay_out``, as the next.
         strings: Metadata strings of these files.
-        written: Side files that are written, by name. Set by ``add_side_files``, as the next.
+        written: Side files that are written, by name. Set by steps at ``files``, as the next.
         copies: Side files that are copied.
     """
 
@@ -112,6 +113,7 @@ class Draft:
     blobs: Sequence[Blob] = ()
     must_equal: tuple[tuple[str, str], ...] = ()
     quantization: Quantization | None = None
+    adapter: Mapping[str, object] | None = None
     output: Output = field(default_factory=lambda: Output((), (), {}))
     strings: Mapping[str, str] = field(default_factory=dict)
     written: Mapping[str, bytes] = field(default_factory=dict)

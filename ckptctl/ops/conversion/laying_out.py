@@ -1,4 +1,4 @@
-"""The files of an output: where its format and its ranks put everything, and what is beside."""
+"""The files of an output: where its format and its ranks put everything."""
 
 from __future__ import annotations
 
@@ -10,15 +10,11 @@ from ckptctl import formats
 from ckptctl.catalog import Catalog
 from ckptctl.errors import MappingError, UsageError, listed, spell_option
 from ckptctl.formats.base import OutputRequest, OutputTensor, WritableFormat
-from ckptctl.ops.adapters import in_peft_words
-from ckptctl.ops.conversion.adapter_files import adapter_files, carries
 from ckptctl.ops.conversion.assets import CONFIG
-from ckptctl.ops.conversion.config_files import config_files
 from ckptctl.ops.conversion.draft import Draft
 from ckptctl.ops.conversion.leaves import kept_strings, same_data, without_hashes
 from ckptctl.planner.axes import Sizes
 from ckptctl.planner.balance import LARGEST_SHARD, shard_limit
-from ckptctl.planner.mapping.adapters import is_adapter
 from ckptctl.planner.mapping.tensors import Change
 from ckptctl.planner.model_parallel import RankShard
 from ckptctl.planner.model_parallel import divide as divided
@@ -74,9 +70,7 @@ def lay_out(draft: Draft) -> Draft:
         sizes=change.sizes,
         stack_layers=options.stack_layers,
         records=draft.catalog.records,
-        adapter=in_peft_words(draft.catalog, options.lora_alpha, carries(change))
-        if draft.is_adapter
-        else None,
+        adapter=draft.adapter,
         layout=options.to_layout,
         notes=draft.notes,
     )
@@ -94,12 +88,6 @@ def lay_out(draft: Draft) -> Draft:
     why = f"format {target.name} stores its own values"
     draft.notes.explain("skipped", dict.fromkeys(anew, why))
     return replace(draft, output=output, strings=metadata)
-
-
-def add_side_files(draft: Draft) -> Draft:
-    """Decide which files an output gets beside its tensors."""
-    adapter = is_adapter(draft.inputs.tensors)
-    return adapter_files(draft) if adapter else config_files(draft)
 
 
 def _files_of(like: Catalog, files: Sequence[str]) -> dict[str, int]:

@@ -23,7 +23,7 @@ from ckptctl.units import counted
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
 
-Place = Literal["source", "model", "layout", "output"]
+Place = Literal["source", "model", "layout", "output", "files"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +34,7 @@ class Step:
         name: What it is called.
         place: What it changes: the ``source`` before its model is understood, the ``model`` before
             its tensors are selected and mapped, the ``layout`` once it is known what they become,
-            or the ``output`` before it is laid out.
+            the ``output`` before it is laid out, or the ``files`` next to its tensors.
         order: Steps at one place run by ascending order.
         apply: Carries it out.
         option: The option that asks for it, or ``field=value``; empty: it is always carried out,
@@ -58,6 +58,7 @@ def _late(module: str, function: str) -> Callable[..., Any]:
 
 
 BUILT_IN = (
+    Step("adapter", "source", 5, _late("conversion.adapter_files", "open_adapter")),
     Step("experts", "source", 10, _late("expert_adapters", "convert_experts"), "experts"),
     Step(
         "dequantize",
@@ -71,6 +72,9 @@ BUILT_IN = (
     Step("scales", "layout", 10, _late("conversion.dequantizing", "keep_scales")),
     Step("quantize", "output", 10, _late("conversion.quantizing", "quantize"), "quantize"),
     Step("blocks", "output", 20, _late("conversion.dequantizing", "keep_blocks")),
+    Step("adapter", "output", 30, _late("conversion.adapter_files", "describe_adapter")),
+    Step("adapter", "files", 10, _late("conversion.adapter_files", "adapter_files")),
+    Step("config", "files", 10, _late("conversion.config_files", "config_files")),
 )
 EXPLANATIONS = (_late("recognition.quantized", "explain_homeless"),)
 """Functions that may give an error about a model's tensors without a place a better hint."""

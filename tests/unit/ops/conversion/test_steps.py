@@ -29,7 +29,7 @@ def source(tmp_path: Path) -> Path:
 
 
 def names(options: ConversionOptions) -> list[str]:
-    return [step.name for step in steps_for(options)]
+    return [step.name for step in steps_for(options) if step.option]
 
 
 def test_options_ask_for_their_steps() -> None:
