@@ -49,8 +49,7 @@ ROOMS = {
     ),
     "facts": (
         *("ckptctl.ops.conversion.config_files", "ckptctl.ops.recognition.agreement"),
-        *("ckptctl.ops.recognition.recorded", "ckptctl.ops.recognition.vocabulary"),
-        "ckptctl.planner.configs",
+        *("ckptctl.ops.recognition.recorded", "ckptctl.planner.configs"),
     ),
     "filling": ("ckptctl.ops.conversion.filling",),
     "remote": ("ckptctl.storage.remote", "ckptctl.ops.conversion.upload"),

@@ -13,8 +13,7 @@ from ckptctl.formats.base import WritableFormat
 from ckptctl.formats.rank_files import CONFIGURATION
 from ckptctl.formats.sidecar_files import beside, documents, left_behind
 from ckptctl.notes import Notes
-from ckptctl.ops.recognition.agreement import of_checkpoint
-from ckptctl.ops.recognition.model import Description
+from ckptctl.ops.recognition.model import Description, descriptions_of
 from ckptctl.planner.configs.facts import Json
 from ckptctl.planner.plan import RawCopy
 from ckptctl.storage.paths import (
@@ -136,7 +135,7 @@ def gather(catalog: Catalog, directory: str | Path | None, globs: Sequence[str] 
         short = name.removeprefix(inner)
         places[short] = str(root if short == name else root / CONFIGURATION)
         sizes[short] = size
-    files = tuple(of_checkpoint(catalog, places))
+    files = tuple(descriptions_of(catalog, places))
     assets = Assets(places, sizes, catalog.documents, catalog.others, described=files)
     roots = [root]
     if directory is not None:

@@ -1,4 +1,4 @@
-"""The config files of an output: what is written, and which side files are copied."""
+"""Config files: compared with each other, written, and copied with other side files."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from ckptctl.errors import MappingError, spell_option
 from ckptctl.formats.base import WritableFormat
 from ckptctl.formats.sidecar_files import amended, kind_of
 from ckptctl.ops.conversion.assets import CONFIG, PARAMS, Assets
-from ckptctl.ops.conversion.contents import main_dtype
+from ckptctl.ops.conversion.contents import layout_request, main_dtype
 from ckptctl.ops.conversion.draft import Draft
-from ckptctl.ops.recognition.agreement import MEGATRON
+from ckptctl.ops.recognition.agreement import agree_on_change
+from ckptctl.ops.recognition.model import MEGATRON
 from ckptctl.ops.recognition.quantized import unsaid
 from ckptctl.planner.configs.facts import Json, plain
 from ckptctl.planner.configs.megatron import longest, megatron_to_config, merged
@@ -23,6 +24,13 @@ from ckptctl.planner.layouts import BASE, HF, MLX
 from ckptctl.planner.mapping.mapped import compose
 from ckptctl.planner.mapping.tensors import Change
 from ckptctl.planner.quantization.statement import QUANTIZATION
+
+
+def compare_descriptions(draft: Draft) -> Draft:
+    """Compare what describes the model of the source, and note what it disagrees on."""
+    asked = layout_request(draft)
+    draft.notes.extend(agree_on_change(draft.model, draft.selection.tensors, asked))
+    return draft
 
 
 def config_files(draft: Draft) -> Draft:

@@ -36,17 +36,16 @@ from ckptctl.planner.layouts import HF
 from ckptctl.planner.mapping.mapped import ComposedTensor, LogicalSource
 
 
-def plan_layout_change(draft: Draft) -> Draft:
-    """Say what the model's tensors become, and what a user should know of it."""
+def layout_request(draft: Draft) -> LayoutRequest:
+    """Return what options and the target ask of the layout of the output."""
     options, target, root = draft.options, draft.target, draft.model.root
     # To copy what is tied is content where nothing is.
     shared = any(entry.alias_of for entry in draft.catalog.tensors.values())
     known = draft.model.exact and draft.model.model_type is not None
-    untie = options.untie or (options.tied == "copy" and (shared or known))
-    asked = LayoutRequest(
+    return LayoutRequest(
         draft.layout,
         described=target.parallel or target.described,
-        untie=untie,
+        untie=options.untie or (options.tied == "copy" and (shared or known)),
         partial=bool(options.include or options.exclude or draft.missing),
         vocab=options.vocab_size,
         pads=target.pads,
@@ -54,15 +53,18 @@ def plan_layout_change(draft: Draft) -> Draft:
         missing={name.removeprefix(root) for name in draft.missing},
         trust_assets=options.trust_assets,
     )
+
+
+def plan_layout_change(draft: Draft) -> Draft:
+    """Say what the model's tensors become, and what a user should know of it."""
     if draft.model.inside and not draft.includes_training_state:
         require_one_model(draft.model)
-    tensors = draft.selection.tensors
-    change = change_layout(draft.model, tensors, asked)
+    change = change_layout(draft.model, draft.selection.tensors, layout_request(draft))
     draft.notes.extend(change.notes)
     draft = replace(draft, change=change)
     # Names become Hugging Face's only in that they are in its files.
-    cut = bool(root) and not draft.includes_training_state
-    new = target.layout == HF and (cut or formats.get(draft.catalog.format).layout != HF)
+    cut = bool(draft.model.root) and not draft.includes_training_state
+    new = draft.target.layout == HF and (cut or formats.get(draft.catalog.format).layout != HF)
     if new and not (change.family or draft.model.candidates or draft.is_adapter):
         hint = root_hint(draft.model)
         draft.notes.add(f"unknown model type; keys are copied unchanged ({hint})", kind="warning")

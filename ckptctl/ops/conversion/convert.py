@@ -77,6 +77,7 @@ def plan_with_steps(
         if options.like is not None:
             draft = replace(draft, like=open_reference(options.like, draft.target))
         draft = select_tensors(draft)
+        draft = apply_steps(steps, "selection", draft)
         draft = plan_layout_change(draft)
         draft = apply_steps(steps, "layout", draft)
         draft = before_output_steps = list_output_tensors(draft)

@@ -23,7 +23,7 @@ from ckptctl.units import counted
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
 
-Place = Literal["source", "model", "layout", "output", "files"]
+Place = Literal["source", "model", "selection", "layout", "output", "files"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,8 +33,9 @@ class Step:
     Attributes:
         name: What it is called.
         place: What it changes: the ``source`` before its model is understood, the ``model`` before
-            its tensors are selected and mapped, the ``layout`` once it is known what they become,
-            the ``output`` before it is laid out, or the ``files`` next to its tensors.
+            its tensors are selected, the ``selection`` before it is mapped, the ``layout`` before
+            bytes are looked up for it, the ``output`` before it is laid out, or the ``files`` next
+            to its tensors.
         order: Steps at one place run by ascending order.
         apply: Carries it out.
         option: The option that asks for it, or ``field=value``; empty: it is always carried out,
@@ -69,6 +70,7 @@ BUILT_IN = (
     ),
     Step("stacks", "model", 10, _late("expert_adapters", "keep_stacks"), "experts=stacked"),
     Step("fill", "model", 20, _late("conversion.filling", "fill_from_base"), "fill_from"),
+    Step("facts", "selection", 10, _late("conversion.config_files", "compare_descriptions")),
     Step("scales", "layout", 10, _late("conversion.dequantizing", "keep_scales")),
     Step("quantize", "output", 10, _late("conversion.quantizing", "quantize"), "quantize"),
     Step("blocks", "output", 20, _late("conversion.dequantizing", "keep_blocks")),

@@ -153,7 +153,7 @@ def lacks(model: Model, names: Collection[str], target: str | None = None) -> La
             sizes,
             tied=model.is_tied(family),
             without=does_without(family, model.config, base=base) if headless else (),
-            demanded=demanded(family, model.config, matched) if family.demands else (),
+            demanded=demanded(family, model.config, matched),
             most=most,
         )
         keys = dict.fromkeys(absent.key for absent in less.listed)

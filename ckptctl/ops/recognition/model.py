@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from ckptctl import families, formats
-from ckptctl.catalog import Catalog, TensorEntry
+from ckptctl.catalog import Blob, Catalog, Path, TensorEntry
 from ckptctl.errors import (
     ALTERNATIVES,
     HomelessError,
@@ -19,6 +19,7 @@ from ckptctl.errors import (
     possible,
     spell_option,
 )
+from ckptctl.formats.sidecar_files import DOCUMENTS
 from ckptctl.ops.recognition.roots import (
     Selection,
     checked_root,
@@ -30,14 +31,22 @@ from ckptctl.ops.recognition.roots import (
 )
 from ckptctl.options import among
 from ckptctl.planner.configs.facts import MODULES, Json, is_tied, read_lists, read_sizes
+from ckptctl.planner.families.facts import TOLD
 from ckptctl.planner.layouts import HF, Family, Layout, is_base
 from ckptctl.planner.mapping.adapters import is_adapter
 from ckptctl.planner.mapping.detect import Candidate, configured, detect, refined
 from ckptctl.planner.mapping.matching import Matched, match
+from ckptctl.storage.paths import path_at
 from ckptctl.units import counted
 
 Candidates: TypeAlias = Sequence[Candidate]
 SHOWN_CANDIDATES = 12
+
+
+CONFIG, ARGUMENTS, MEGATRON = "config.json", "arguments", "megatron"
+HYPER_PARAMETERS = "hyper_parameters"
+HOLDERS = ("config", "model_config", "model", "model_args", "cfg")
+"""What people call the part of a module's arguments that describes the model."""
 
 
 class WrongTypeError(MappingError):
@@ -160,6 +169,12 @@ class Model:
         family = families.family(name)
         return self.match(family, family.layout(layout), keys).unmatched
 
+    def states_padding(self, rows: int, size: int) -> bool:
+        """Return whether Megatron's records say that of *rows* of a vocabulary *size* are used."""
+        from ckptctl.ops.recognition.recorded import states_padding
+
+        return states_padding(self.catalog, rows, size)
+
     def by_names_alone(self, layout: str | None) -> Model:
         """Return the same of what no table describes, and whose names are those of *layout*."""
         return replace(self, model_type=None, candidates=(), layout=layout, pairs=(), matched={})
@@ -255,6 +270,53 @@ def understand(
     if model_type is None and config is None:
         return _perhaps_tied(found, known)
     return found
+
+
+def descriptions_of(
+    catalog: Catalog, roots: Mapping[str, str] | None = None
+) -> Iterator[Description]:
+    """Yield all that describes the model in a checkpoint, and what the trainer was told.
+
+    Lightning keeps the arguments of a module as ``hyper_parameters``; a whole config.json may be
+    among them, or single sizes under its names.
+
+    Args:
+        catalog: The checkpoint.
+        roots: Where files lie, by name.
+    """
+    for name, content in catalog.documents.items():
+        if name in DOCUMENTS:
+            home = path_at((roots or {}).get(name, catalog.root))
+            yield Description(name, str(home / name), content)
+    for place, stated in catalog.stated.items():
+        yield Description(ARGUMENTS, place, stated)
+    for file, record in catalog.records.items():
+        yield Description(MEGATRON, f"{file} in {catalog.path}", record)
+    given = [blob for blob in catalog.blobs.values() if blob.path[:1] == (HYPER_PARAMETERS,)]
+    for holder in ((), *((name,) for name in HOLDERS)) if given else ():
+        path = (HYPER_PARAMETERS, *holder)
+        place, held = f"`{'.'.join(path)}` in {catalog.path}", _below(given, path)
+        if isinstance(held.get("model_type"), str):
+            yield Description(CONFIG, place, held, complete=False)
+        elif told := {
+            name: value
+            for name, value in held.items()
+            if name in TOLD and isinstance(value, (bool, int, float, str))
+        }:
+            yield Description(ARGUMENTS, place, told)
+
+
+def _below(blobs: Iterable[Blob], path: Path) -> Json:
+    """Return the dictionary of dictionaries that leaves below *path* are."""
+    held: dict[str, Any] = {}
+    for blob in blobs:
+        keys = [key for key in blob.path[len(path) :] if isinstance(key, str)]
+        if keys and blob.path == (*path, *keys):
+            inner = held
+            for key in keys[:-1]:
+                inner = inner.setdefault(key, {})
+            inner[keys[-1]] = blob.value
+    return held
 
 
 def _require_described(asked: Family, called: str, config: Json, where: str) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from ckptctl import formats
 from ckptctl.catalog import Catalog
 from ckptctl.errors import MappingError
+from ckptctl.ops.recognition.vocabulary import MULTIPLE
 from ckptctl.planner.configs.facts import Json, Translated
 from ckptctl.planner.configs.megatron import (
     EXPERTS,
@@ -50,6 +51,22 @@ def configuration(catalog: Catalog, family: Family) -> Json | None:
     """Return the config.json that the records state."""
     found = stated(family, merged(catalog.records.values()))
     return Translated(found) if found else None
+
+
+def states_padding(catalog: Catalog, rows: int, size: int) -> bool:
+    """Return whether the trainer's records say that of *rows* only *size* are no padding."""
+    told = merged(catalog.records.values())
+    step = _count(told, "make_vocab_size_divisible_by", MULTIPLE)
+    unit = step * _count(told, "tensor_model_parallel_size", 1)
+    padded = told.get("padded_vocab_size")
+    if padded is None and told.get("should_pad_vocab") is True and told.get("vocab_size") == size:
+        padded = -(-size // unit) * unit
+    return padded == rows and rows - size < unit
+
+
+def _count(told: Mapping[str, object], name: str, default: int) -> int:
+    found = told.get(name)
+    return found if type(found) is int and 0 < found <= 1 << 20 else default
 
 
 def possible(families: Mapping[str, Family], record: Json) -> list[str]:

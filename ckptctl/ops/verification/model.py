@@ -12,14 +12,14 @@ from ckptctl.catalog import Catalog, Finding
 from ckptctl.errors import MappingError, UsageError, listed
 from ckptctl.notes import Notes
 from ckptctl.ops.recognition.agreement import (
-    CONFIG,
     DESCRIBED_OTHERWISE,
     SHOWN_OTHERWISE,
+    agreed_change,
     contradictions_in,
 )
 from ckptctl.ops.recognition.lacking import Lacks, lacks
-from ckptctl.ops.recognition.layout_change import LayoutRequest, change_layout
-from ckptctl.ops.recognition.model import Model, Request, WrongTypeError, understand
+from ckptctl.ops.recognition.layout_change import LayoutRequest
+from ckptctl.ops.recognition.model import CONFIG, Model, Request, WrongTypeError, understand
 from ckptctl.ops.recognition.quantized import misfits
 from ckptctl.ops.recognition.roots import unwrapped
 from ckptctl.verdict import Scope, Severity
@@ -104,7 +104,7 @@ def _is_misread(model: Model) -> bool:
 def _cut_short(model: Model) -> Iterator[Finding]:
     """Yield that tensors of which no file records the size contradict the configuration."""
     try:
-        change_layout(model, model.tensors, LayoutRequest(None, partial=True))
+        agreed_change(model, model.tensors, LayoutRequest(None, partial=True))
     except MappingError as error:
         what = "the last ranks' shards may be missing: a shape contradicts the configuration"
         yield Finding(what, f"{error.where}: {error.why}", "unknown", basis="model")
