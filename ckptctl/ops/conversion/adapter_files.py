@@ -19,7 +19,6 @@ from ckptctl.ops.adapters import (
     Settings,
     described,
     factors_only,
-    in_peft_words,
     matching,
     require_adapter,
     settings,
@@ -62,8 +61,9 @@ def describe_adapter(draft: Draft) -> Draft:
     """Say what adapter_config.json says of an adapter, for formats that store it themselves."""
     if not draft.is_adapter:
         return draft
-    alpha, carried = draft.options.lora_alpha, carries(draft.change)
-    return replace(draft, adapter=in_peft_words(draft.catalog, alpha, carried))
+    config = described(draft.catalog)
+    known = settings(config, draft.options.lora_alpha, carries=carries(draft.change))
+    return replace(draft, adapter={**(config or {}), "lora_alpha": known.alpha})
 
 
 def carries(change: Change) -> tuple[str, ...]:

@@ -59,11 +59,6 @@ class Assets:
                 yield RawCopy(name, 0, size, name, root=self.roots[name])
 
 
-def stated_in(directory: str | Path) -> dict[str, Json]:
-    """Return the configuration that ``--assets`` holds."""
-    return documents(assets_folder(directory))
-
-
 def assets_folder(given: str | Path) -> Path:
     """Return the folder that ``--assets`` names.
 

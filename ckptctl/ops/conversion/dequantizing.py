@@ -5,7 +5,7 @@ Plain tensors are computed as they are read.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -35,9 +35,7 @@ from ckptctl.ops.recognition.quantized import (
     understood,
     weights,
 )
-from ckptctl.planner.mapping.mapped import ComposedTensor
 from ckptctl.planner.model_parallel import RankShard
-from ckptctl.planner.quantization.scheme import QuantizedWeight
 from ckptctl.planner.quantization.schemes.fp8 import FP8
 from ckptctl.planner.quantization.statement import Statement, without
 from ckptctl.planner.quantization.survey import Survey
@@ -140,53 +138,36 @@ Block = tuple[int, int]
 
 def keep_blocks(draft: Draft) -> Draft:
     """Refuse to divide a float8 weight among ranks inside of a block."""
-    shares = division(draft.change, draft.target.layout) if draft.ranks > 1 else None
-    if shares:
-        documents = {**draft.inputs.documents, **draft.assets.documents}
-        described = replace(draft.inputs, documents=documents)
-        _require_whole_blocks(described, draft.mapped, draft.tensors, shares, draft.ranks)
-    return draft
-
-
-def _require_whole_blocks(
-    catalog: Catalog,
-    mapped: Mapping[str, ComposedTensor],
-    tensors: Sequence[OutputTensor],
-    divide: Divide,
-    ranks: int,
-) -> None:
-    """Refuse to divide a float8 weight inside of a block."""
-    found = {
+    ranks = draft.ranks
+    divide = division(draft.change, draft.target.layout) if ranks > 1 else None
+    if divide is None:
+        return draft
+    documents = {**draft.inputs.documents, **draft.assets.documents}
+    by_name = {tensor.name: tensor for tensor in draft.tensors}
+    targets = {key: name for name, composed in draft.mapped.items() for key in composed.keys}
+    blocks = {
+        tensor: weight.scale_blocks
+        for weight in weights(replace(draft.inputs, documents=documents))
+        if weight.scale_blocks and (tensor := by_name.get(targets.get(weight.lead, "")))
+    }
+    cut = {
         tensor: block
-        for tensor, block in _blocks(weights(catalog), mapped, tensors)
+        for tensor, block in blocks.items()
         if _cut(divide(tensor, ranks), tensor.shape, block)
     }
-    if not found:
-        return
-    first, block = next(iter(found.items()))
-    fits = next(count for count in range(ranks - 1, 0, -1) if _fit(found, divide, count))
+    if not cut:
+        return draft
+    first, block = next(iter(cut.items()))
+    fits = next(count for count in range(ranks - 1, 0, -1) if _fit(cut, divide, count))
     raise RefusedError(
         f"{counted(ranks, 'rank')} would split float8 weights inside blocks of "
         f"{block[0]}x{block[1]}",
         where=f"tensor `{first.name}` {list(first.shape)}",
-        why=f"{listed([tensor.name for tensor in found])}: a block has one scale, so part of a "
+        why=f"{listed([tensor.name for tensor in cut])}: a block has one scale, so part of a "
         "block would be read with the scale of another rank",
         hint=f"pass {spell_option(f'--mp {fits}')} to keep blocks intact, or "
         f"{spell_option('--dequantize bf16')} to write unquantized weights",
     )
-
-
-def _blocks(
-    quantized: Iterable[QuantizedWeight],
-    mapped: Mapping[str, ComposedTensor],
-    tensors: Sequence[OutputTensor],
-) -> Iterable[tuple[OutputTensor, Block]]:
-    by_name = {tensor.name: tensor for tensor in tensors}
-    targets = {key: name for name, composed in mapped.items() for key in composed.keys}
-    for weight in quantized:
-        tensor = by_name.get(targets.get(weight.lead, ""))
-        if tensor is not None and weight.scale_blocks:
-            yield tensor, weight.scale_blocks
 
 
 def _cut(shares: Sequence[RankShard | None], shape: tuple[int, ...], block: Block) -> bool:

@@ -8,12 +8,12 @@ from dataclasses import replace
 from pathlib import Path
 
 from ckptctl import formats
-from ckptctl.errors import HomelessError
-from ckptctl.ops.conversion.assets import gather, stated_in
+from ckptctl.formats.sidecar_files import documents
+from ckptctl.ops.conversion.assets import assets_folder, gather
 from ckptctl.ops.conversion.checks import existing_source, require_fitting_name, require_sense
 from ckptctl.ops.conversion.draft import Draft
 from ckptctl.ops.conversion.options import ConversionOptions
-from ckptctl.ops.conversion.steps import EXPLANATIONS
+from ckptctl.ops.conversion.steps import advised
 from ckptctl.ops.destinations import replaceable, require_destination
 from ckptctl.ops.recognition.model import Model, Request, understand
 from ckptctl.ops.recognition.roots import unwrapped
@@ -38,7 +38,7 @@ def open_draft(src: str | Path, dst: str | Path, options: ConversionOptions) -> 
         options,
         partial=options.allow_missing,
         replicas=options.verify_replicas,
-        documents=stated_in(trusted) if trusted else None,
+        documents=documents(assets_folder(trusted)) if trusted else None,
     )
     opened = unwrapped(opened) if options.only == "model" else opened
     assets = gather(opened, options.assets, options.carry)
@@ -57,10 +57,5 @@ def understand_model(draft: Draft) -> Draft:
 def explain_errors(draft: Draft) -> Iterator[None]:
     """Let errors say that the source was replaced while it was read, or that it is quantized."""
     opened = draft.source.opened
-    with blaming(lambda: require_unreplaced(opened)):
-        try:
-            yield
-        except HomelessError as error:
-            for explain in EXPLANATIONS:
-                explain(draft.model, error)
-            raise
+    with blaming(lambda: require_unreplaced(opened)), advised(draft.model):
+        yield

@@ -59,8 +59,8 @@ def _late(module: str, function: str) -> Callable[..., Any]:
 
 
 BUILT_IN = (
-    Step("adapter", "source", 5, _late("conversion.adapter_files", "open_adapter")),
-    Step("experts", "source", 10, _late("expert_adapters", "convert_experts"), "experts"),
+    Step("adapter", "source", 10, _late("conversion.adapter_files", "open_adapter")),
+    Step("experts", "source", 15, _late("expert_adapters", "convert_experts"), "experts"),
     Step(
         "dequantize",
         "source",
@@ -78,8 +78,8 @@ BUILT_IN = (
     Step("adapter", "files", 10, _late("conversion.adapter_files", "adapter_files")),
     Step("config", "files", 10, _late("conversion.config_files", "config_files")),
 )
-EXPLANATIONS = (_late("recognition.quantized", "explain_homeless"),)
-"""Functions that may give an error about a model's tensors without a place a better hint."""
+advised = _late("recognition.quantized", "advised")
+"""Lets errors about a model's tensors without a place say what may be done about it."""
 
 
 @cache

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from ckptctl import families, formats
 from ckptctl.catalog import Blob, Catalog, Path, TensorEntry
@@ -38,6 +38,9 @@ from ckptctl.planner.mapping.detect import Candidate, configured, detect, refine
 from ckptctl.planner.mapping.matching import Matched, match
 from ckptctl.storage.paths import path_at
 from ckptctl.units import counted
+
+if TYPE_CHECKING:
+    from ckptctl.ops.recognition.recorded import Records
 
 Candidates: TypeAlias = Sequence[Candidate]
 SHOWN_CANDIDATES = 12
@@ -171,9 +174,8 @@ class Model:
 
     def states_padding(self, rows: int, size: int) -> bool:
         """Return whether Megatron's records say that of *rows* of a vocabulary *size* are used."""
-        from ckptctl.ops.recognition.recorded import states_padding
-
-        return states_padding(self.catalog, rows, size)
+        records = _records(self.catalog)
+        return records is not None and records.state_padding(rows, size)
 
     def by_names_alone(self, layout: str | None) -> Model:
         """Return the same of what no table describes, and whose names are those of *layout*."""
@@ -211,7 +213,8 @@ def understand(
     prefixes = [checked_root(catalog, root)] if root is not None else roots(catalog)
     format = formats.get(catalog.format)
     prefer = layout or format.layout
-    told = bool(config or params or model_type)
+    records = _records(catalog)
+    asked_records = None if config or params or model_type else records
     named = containers(catalog)
     tried: dict[str, Candidates] = {}
     denied: list[Candidate] = []
@@ -219,13 +222,16 @@ def understand(
         if prefix not in named and any(map(_exact, tried.values())):
             break
         shapes = {name: entry.shape for name, entry in select(catalog, prefix).tensors.items()}
-        fitting = () if told else _described(catalog, known, shapes, prefix)
+        fitting: Candidates = ()
+        if asked_records:
+            fitting = asked_records.candidates(known, shapes, prefix)
         fitting = fitting or detect(
             shapes, known, config, params, prefer=prefer, named=bool(model_type), root=prefix
         )
-        wrong = () if told else _denied(catalog, known, fitting)
-        denied += wrong
-        fitting = [one for one in fitting if one not in wrong]
+        if asked_records:
+            wrong = [one for one in fitting if asked_records.contradict(known[one.family])]
+            denied += wrong
+            fitting = [one for one in fitting if one not in wrong]
         if not layout and not format.other_layouts:
             fitting = [c for c in fitting if format.layout in (c.layout, *c.alike)] or fitting
         tried[prefix] = fitting
@@ -247,8 +253,8 @@ def understand(
     if layout is None and layouts and (len(layouts) == 1 or any_layout):
         layout = layouts[0]
     model = names[0] if len(names) == 1 else model_type if names else None
-    if config is None and params is None:
-        config = _configured(catalog, known.get(model or ""))
+    if records and config is None and params is None and model in known:
+        config = records.configuration(known[model])
     found = Model(
         catalog,
         replace(request, model_type=model_type),
@@ -365,36 +371,13 @@ def _families(fitting: Candidates) -> tuple[str, ...]:
     return tuple(dict.fromkeys(candidate.family for candidate in fitting))
 
 
-def _described(
-    catalog: Catalog,
-    known: Mapping[str, Family],
-    shapes: Mapping[str, tuple[int, ...]],
-    root: str,
-) -> Candidates:
-    """Return what Megatron's records say that the model is, where there are any."""
+def _records(catalog: Catalog) -> Records | None:
+    """Return what Megatron's programs recorded of the model, or None if there is nothing."""
     if not catalog.records:
-        return ()
-    from ckptctl.ops.recognition.recorded import described
-
-    return described(catalog, known, shapes, root)
-
-
-def _denied(catalog: Catalog, known: Mapping[str, Family], fitting: Candidates) -> Candidates:
-    """Return those of *fitting* that Megatron's records contradict."""
-    if not catalog.records:
-        return ()
-    from ckptctl.ops.recognition.recorded import contradicted
-
-    return [one for one in fitting if contradicted(catalog, known[one.family])]
-
-
-def _configured(catalog: Catalog, family: Family | None) -> Json | None:
-    """Return the config.json that Megatron's records state, where there are any."""
-    if family is None or not catalog.records:
         return None
-    from ckptctl.ops.recognition.recorded import configuration
+    from ckptctl.ops.recognition.recorded import Records  # most checkpoints have none
 
-    return configuration(catalog, family)
+    return Records(catalog)
 
 
 def _inside(

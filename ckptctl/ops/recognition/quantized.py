@@ -146,27 +146,22 @@ def unsaid(catalog: Catalog, config: Json | None, beside: Collection[str]) -> It
 @contextmanager
 def advised(model: Model) -> Iterator[None]:
     """Let errors about tensors without a place say that a checkpoint is quantized, if it is."""
+    catalog, root = model.catalog, model.root
     try:
         yield
     except HomelessError as error:
-        explain_homeless(model, error)
+        own = error.where == catalog.path or any(root + k in catalog.tensors for k in error.keys)
+        if own and (found := glanced(catalog)).ways:
+            how = f"the checkpoint is quantized ({', '.join(dict.fromkeys(found.ways.values()))})"
+            error.hint = f"{how}; this scheme can be neither mapped nor dequantized"
+            if found.whole:
+                error.hint = f"{how}; pass {spell_option('--dequantize bf16')} to dequantize it"
+            if found.whole and not error.keys and _is_known_when_plain(catalog):
+                ways = ", ".join(dict.fromkeys(found.ways.values()))
+                error.what = f"the checkpoint is quantized: {ways}"
+                error.why = "no layout supports tensors that are quantized in this way"
+                error.hint = f"add {spell_option('--dequantize bf16')}"
         raise
-
-
-def explain_homeless(model: Model, error: HomelessError) -> None:
-    """Let *error* about tensors without a place say that the checkpoint is quantized, if it is."""
-    catalog, root = model.catalog, model.root
-    own = error.where == catalog.path or any(root + k in catalog.tensors for k in error.keys)
-    if own and (found := glanced(catalog)).ways:
-        ways = ", ".join(dict.fromkeys(found.ways.values()))
-        how = f"the checkpoint is quantized ({ways})"
-        error.hint = f"{how}; this scheme can be neither mapped nor dequantized"
-        if found.whole:
-            error.hint = f"{how}; pass {spell_option('--dequantize bf16')} to dequantize it"
-        if found.whole and not error.keys and _is_known_when_plain(catalog):
-            error.what = f"the checkpoint is quantized: {ways}"
-            error.why = "no layout supports tensors that are quantized in this way"
-            error.hint = f"add {spell_option('--dequantize bf16')}"
 
 
 def _is_known_when_plain(catalog: Catalog) -> bool:

@@ -28,45 +28,47 @@ from ckptctl.planner.layouts import Family
 from ckptctl.planner.mapping.detect import Candidate, detect
 
 
-def described(
-    catalog: Catalog, known: Mapping[str, Family], shapes: Mapping[str, tuple[int, ...]], root: str
-) -> list[Candidate]:
-    """Return the families that the records describe, as far as the keys are exactly theirs."""
-    record, prefer = merged(catalog.records.values()), formats.get(catalog.format).layout
-    found: list[Candidate] = []
-    for name in possible(known, record) if record else ():
-        one, told = {name: known[name]}, stated(known[name], record)
-        fitting = detect(shapes, one, told, prefer=prefer, named=True, root=root)
-        found += (c for c in fitting if c.exact)
-    return found
+class Records:
+    """What Megatron's programs recorded of the model in a checkpoint."""
 
+    def __init__(self, catalog: Catalog) -> None:
+        self._record = merged(catalog.records.values())
+        self._layout = formats.get(catalog.format).layout
 
-def contradicted(catalog: Catalog, family: Family) -> bool:
-    """Return whether the records describe no model of *family*."""
-    fields = fields_of(merged(catalog.records.values()))
-    return family.megatron is not None and not _fits(family.megatron, fields)
+    def candidates(
+        self, known: Mapping[str, Family], shapes: Mapping[str, tuple[int, ...]], root: str
+    ) -> list[Candidate]:
+        """Return the families that are described, as far as the keys are exactly theirs."""
+        found: list[Candidate] = []
+        for name in possible(known, self._record) if self._record else ():
+            one, told = {name: known[name]}, stated(known[name], self._record)
+            fitting = detect(shapes, one, told, prefer=self._layout, named=True, root=root)
+            found += (c for c in fitting if c.exact)
+        return found
 
+    def contradict(self, family: Family) -> bool:
+        """Return whether no model of *family* is described."""
+        return family.megatron is not None and not _fits(family.megatron, fields_of(self._record))
 
-def configuration(catalog: Catalog, family: Family) -> Json | None:
-    """Return the config.json that the records state."""
-    found = stated(family, merged(catalog.records.values()))
-    return Translated(found) if found else None
+    def configuration(self, family: Family) -> Json | None:
+        """Return the config.json that is stated."""
+        found = stated(family, self._record)
+        return Translated(found) if found else None
 
+    def state_padding(self, rows: int, size: int) -> bool:
+        """Return whether of *rows* of a vocabulary only *size* are no padding."""
+        told = self._record
+        unit = self._count("make_vocab_size_divisible_by", MULTIPLE)
+        unit *= self._count("tensor_model_parallel_size", 1)
+        padded = told.get("padded_vocab_size")
+        pads = padded is None and told.get("should_pad_vocab") is True
+        if pads and told.get("vocab_size") == size:
+            padded = -(-size // unit) * unit
+        return padded == rows and rows - size < unit
 
-def states_padding(catalog: Catalog, rows: int, size: int) -> bool:
-    """Return whether the trainer's records say that of *rows* only *size* are no padding."""
-    told = merged(catalog.records.values())
-    step = _count(told, "make_vocab_size_divisible_by", MULTIPLE)
-    unit = step * _count(told, "tensor_model_parallel_size", 1)
-    padded = told.get("padded_vocab_size")
-    if padded is None and told.get("should_pad_vocab") is True and told.get("vocab_size") == size:
-        padded = -(-size // unit) * unit
-    return padded == rows and rows - size < unit
-
-
-def _count(told: Mapping[str, object], name: str, default: int) -> int:
-    found = told.get(name)
-    return found if type(found) is int and 0 < found <= 1 << 20 else default
+    def _count(self, name: str, default: int) -> int:
+        found = self._record.get(name)
+        return found if type(found) is int and 0 < found <= 1 << 20 else default
 
 
 def possible(families: Mapping[str, Family], record: Json) -> list[str]:
