@@ -3,18 +3,22 @@
 :func:`plan_conversion` decides everything and writes nothing; :func:`run_conversion` carries out
 exactly that plan and publishes the result in one step.
 
-Stages run for every conversion, steps (:mod:`.steps`) if an option asks for them. Most take a
-:class:`~.draft.Draft` and return an updated copy, in this order:
+Stages run in this order. Between them run steps (:mod:`.steps`): those that options ask for, and
+what formats of numbers, adapters and configurations add to every conversion. Most of both take a
+:class:`~.draft.Draft` and return an updated copy.
 
-1. ``open_draft`` reads the index of the source and its configuration.
-2. Steps at ``source`` change what detection sees: quantized tensors become virtual plain ones.
-3. ``understand_model`` detects model type, layout and prefix.
-4. Steps at ``model`` add or replace tensors before they are selected: ``--fill-from``.
-5. ``select_tensors`` applies ``--include`` and the like, and requires the model to be complete.
-6. ``plan_layout_change`` and ``list_output_tensors`` say which elements each tensor of the output
-   has, and prove that stored boxes cover them.
-7. Steps at ``output`` change tensors before their bytes get a place: ``--quantize``.
-8. ``lay_out`` and ``add_side_files`` give everything a place in files; ``build_plan`` freezes it.
+1. ``open_draft`` reads the index of the source and its configuration. Steps at ``source`` change
+   what detection sees: quantized tensors become virtual plain ones.
+2. ``understand_model`` detects model type, layout and prefix. Steps at ``model`` add or replace
+   tensors: ``--fill-from``.
+3. ``select_tensors`` applies ``--include`` and the like, and requires the model to be complete.
+   Steps at ``selection`` compare what describes the model.
+4. ``plan_layout_change`` says what tensors become. Steps at ``layout`` refuse what would lose
+   scales.
+5. ``list_output_tensors`` says which elements each tensor of the output has, and proves that
+   stored boxes cover them. Steps at ``output`` change the tensors: ``--quantize``.
+6. ``lay_out`` gives every tensor a place in files. Steps at ``files`` add config.json and others
+   next to them; ``build_plan`` freezes it.
 
 Dequantizing, casting and quantizing are planned here and computed while tensors are copied.
 Planning reads values that are no tensors and small tensors such as scales, no weights.

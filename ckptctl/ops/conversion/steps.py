@@ -1,6 +1,6 @@
-"""Optional steps of a conversion, by the place in the pipeline where they run.
+"""Steps of a conversion, by the place in the pipeline where they run.
 
-A step is imported when an option asks for it, so the pipeline depends on none. Other packages add
+A step is imported when it is carried out, so the pipeline depends on none. Other packages add
 steps by entry points ``ckptctl.steps``, which ``--step`` asks for; see
 ``docs/how-to/add-a-step.md``.
 """
@@ -49,36 +49,31 @@ class Step:
     option: str = ""
 
 
-def _late(module: str, function: str) -> Callable[..., Any]:
-    """Return a function that imports its module when it is called."""
+def _late(place: str) -> Callable[..., Any]:
+    """Return a function of a module, which is imported when it is called."""
 
     def apply(*arguments: object) -> Any:
+        module, _, function = place.partition(":")
         return getattr(import_module(f"ckptctl.ops.{module}"), function)(*arguments)
 
     return apply
 
 
 BUILT_IN = (
-    Step("adapter", "source", 10, _late("conversion.adapter_files", "open_adapter")),
-    Step("experts", "source", 15, _late("expert_adapters", "convert_experts"), "experts"),
-    Step(
-        "dequantize",
-        "source",
-        20,
-        _late("conversion.dequantizing", "dequantize"),
-        "dequantize",
-    ),
-    Step("stacks", "model", 10, _late("expert_adapters", "keep_stacks"), "experts=stacked"),
-    Step("fill", "model", 20, _late("conversion.filling", "fill_from_base"), "fill_from"),
-    Step("facts", "selection", 10, _late("conversion.config_files", "compare_descriptions")),
-    Step("scales", "layout", 10, _late("conversion.dequantizing", "keep_scales")),
-    Step("quantize", "output", 10, _late("conversion.quantizing", "quantize"), "quantize"),
-    Step("blocks", "output", 20, _late("conversion.dequantizing", "keep_blocks")),
-    Step("adapter", "output", 30, _late("conversion.adapter_files", "describe_adapter")),
-    Step("adapter", "files", 10, _late("conversion.adapter_files", "adapter_files")),
-    Step("config", "files", 10, _late("conversion.config_files", "config_files")),
+    Step("adapter", "source", 10, _late("conversion.adapter_files:open_adapter")),
+    Step("experts", "source", 15, _late("expert_adapters:convert_experts"), "experts"),
+    Step("dequantize", "source", 20, _late("conversion.dequantizing:dequantize"), "dequantize"),
+    Step("stacks", "model", 10, _late("expert_adapters:keep_stacks"), "experts=stacked"),
+    Step("fill", "model", 20, _late("conversion.filling:fill_from_base"), "fill_from"),
+    Step("facts", "selection", 10, _late("conversion.config_files:compare_descriptions")),
+    Step("scales", "layout", 10, _late("conversion.dequantizing:keep_scales")),
+    Step("quantize", "output", 10, _late("conversion.quantizing:quantize"), "quantize"),
+    Step("blocks", "output", 20, _late("conversion.dequantizing:keep_blocks")),
+    Step("adapter", "output", 30, _late("conversion.adapter_files:describe_adapter")),
+    Step("adapter", "files", 10, _late("conversion.adapter_files:adapter_files")),
+    Step("config", "files", 10, _late("conversion.config_files:config_files")),
 )
-advised = _late("recognition.quantized", "advised")
+advised = _late("recognition.quantized:advised")
 """Lets errors about a model's tensors without a place say what may be done about it."""
 
 

@@ -46,7 +46,7 @@ def test_a_built_in_step_names_an_option_and_a_function(step: Step) -> None:
     fields = {one.name for one in declared(ConversionOptions)}
     assert step.option.partition("=")[0] in {"", *fields}
     places = dict(zip(step.apply.__code__.co_freevars, step.apply.__closure__ or (), strict=True))
-    module, function = (places[name].cell_contents for name in ("module", "function"))
+    module, _, function = places["place"].cell_contents.partition(":")
     assert callable(getattr(import_module(f"ckptctl.ops.{module}"), function))
 
 
