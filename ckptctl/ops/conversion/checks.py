@@ -65,7 +65,10 @@ def require_sense(asked: ConversionOptions, target: WritableFormat) -> None:
     for option, layout in (("--from-layout", asked.from_layout), ("--to-layout", asked.to_layout)):
         if layout not in (None, target.layout) and not is_base(layout):
             with about(option):
-                _require_layout(str(layout), asked.model_type)
+                named = [families.family(asked.model_type)] if asked.model_type else None
+                known = families.layouts(named or families.families().values())
+                layouts = [*dict.fromkeys([*known, *ADAPTER_LAYOUTS])]
+                among(str(layout), "layout", layouts, lists="ckptctl models")
 
 
 def _require_option_of(asked: ConversionOptions, target: WritableFormat) -> None:
@@ -124,13 +127,6 @@ def require_fitting_name(destination: Path, target: WritableFormat) -> None:
         where=str(destination),
         hint=f"{other}name a folder, as in `{folder}`",
     )
-
-
-def _require_layout(layout: str, model_type: str | None) -> None:
-    """Refuse a layout that no family, or not the one that is named, has."""
-    known = [families.family(model_type)] if model_type else families.families().values()
-    layouts = dict.fromkeys([*families.layouts(known), *ADAPTER_LAYOUTS])
-    among(layout, "layout", list(layouts), lists="ckptctl models")
 
 
 def require_scaled(

@@ -70,7 +70,12 @@ def config_files(draft: Draft) -> Draft:
         if not draft.quantization:
             draft.notes.add(*unsaid(draft.inputs, config, assets.sizes))
     if target.described and PARAMS not in written:
-        raise _no_params(target.name, change)
+        raise MappingError(
+            f"cannot write params.json, which format {target.name} requires",
+            why="unknown model type" if change.family is None else "there is no config.json",
+            hint=f"pass {spell_option('--assets DIR')} with the trained model's config.json or "
+            "params.json",
+        )
     contents = {name: dumped(document) for name, document in written.items()}
     return replace(draft, written=contents, copies=tuple(assets.copies(written)))
 
@@ -190,16 +195,6 @@ def _params(config: Json | None, params: Json | None, change: Change, ranks: int
         return None
     adapted = adapted_config(config, change)
     return config_to_params(change.family, adapted, change.sizes or {}, ranks=ranks)
-
-
-def _no_params(to_format: str, change: Change) -> MappingError:
-    known = "unknown model type" if change.family is None else "there is no config.json"
-    return MappingError(
-        f"cannot write params.json, which format {to_format} requires",
-        why=known,
-        hint=f"pass {spell_option('--assets DIR')} with the trained model's config.json or "
-        "params.json",
-    )
 
 
 def _with_dtype(config: Json, dtype: str | None) -> Json:

@@ -104,8 +104,9 @@ def list_output_tensors(draft: Draft) -> Draft:
     catalog = replace(catalog, tensors=bytes_of.tensors)
     aliases = _shares_memory(draft, catalog, model)
     tensors = _tensors(draft, catalog, model, rest, aliases)
-    tied = _tied_away(tensors) if draft.options.tied == "drop" else {}
-    notes.explain("dropped", tied)
+    tied = [one for one in tensors if one.alias_of and draft.options.tied == "drop"]
+    why = "it shares memory with `{}`, which is written"
+    notes.explain("dropped", {one.name: why.format(one.alias_of) for one in tied})
     if tied and not target.records_ties:
         tensors = tuple(tensor for tensor in tensors if not tensor.alias_of)
     blobs = list(rest.blobs)
@@ -311,12 +312,3 @@ def _shares_memory(draft: Draft, catalog: Catalog, mapped: Mapping[str, Composed
         separate = "tensors that share memory are written as separate copies"
         draft.notes.add(f"{separate}: {listed(names)}")
     return False
-
-
-def _tied_away(tensors: Iterable[OutputTensor]) -> dict[str, str]:
-    """Return the names of all but one of the tensors that share memory, and why they go."""
-    return {
-        tensor.name: f"it shares memory with `{tensor.alias_of}`, which is written"
-        for tensor in tensors
-        if tensor.alias_of
-    }

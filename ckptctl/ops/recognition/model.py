@@ -338,7 +338,8 @@ def _require_described(asked: Family, called: str, config: Json, where: str) -> 
         for name in configured(known, part):
             other = known[name]
             related = {name, *refined(other, known)} & own
-            if related or _same_table(asked, other):
+            named_alike = HF in asked.layouts and HF in other.layouts
+            if related or (named_alike and asked.layout(HF).same_as(other.layout(HF))):
                 return
     stated = configured(known, config)
     if not stated:
@@ -349,13 +350,6 @@ def _require_described(asked: Family, called: str, config: Json, where: str) -> 
         why=f"config.json has `model_type` `{config.get('model_type')}`, which belongs to "
         f"{possible(tuple(stated))}",
         hint=f"omit {spell_option('--model-type')}",
-    )
-
-
-def _same_table(one: Family, other: Family) -> bool:
-    """Return whether transformers' names and axes are the same in both."""
-    return all(HF in family.layouts for family in (one, other)) and (
-        one.layout(HF).same_as(other.layout(HF))
     )
 
 
