@@ -24,7 +24,7 @@ ROOMS = {
     "shared": ("ckptctl",),
     "planner": (
         *("ckptctl.planner", "ckptctl.planner.configs.defaults", "ckptctl.planner.configs.demands"),
-        *("ckptctl.planner.configs.facts", "ckptctl.planner.configs.formulas"),
+        "ckptctl.planner.configs.facts",
     ),
     "storage": ("ckptctl.storage", "ckptctl.storage.kinds.__init__"),
     "conversion": (

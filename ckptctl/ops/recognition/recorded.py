@@ -22,8 +22,7 @@ from ckptctl.planner.configs.megatron import (
     stated,
 )
 from ckptctl.planner.configs.rope import rope_of_megatron
-from ckptctl.planner.families.declarations import holds
-from ckptctl.planner.families.megatron import MegatronStyle
+from ckptctl.planner.families.declarations import MegatronStyle, holds
 from ckptctl.planner.layouts import Family
 from ckptctl.planner.mapping.detect import Candidate, detect
 

@@ -9,12 +9,12 @@ mistral-inference's ``args.py``.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, TypeAlias
 
 from ckptctl.errors import MappingError, UsageError, nearest
 from ckptctl.planner.configs.defaults import DEFAULTS
-from ckptctl.planner.configs.formulas import names_in
 from ckptctl.planner.families.declarations import looked_up, spelled, spellings, states
 
 if TYPE_CHECKING:
@@ -33,6 +33,8 @@ FULL, LOCAL = "full_attention", "sliding_attention"
 PLAIN = (None, "default")
 """Kinds of frequencies that are not scaled."""
 _HUGE = 1 << 48
+_WORD = re.compile(r"len\([\w.]+\)|[\w.]+|[-*/+]")
+"""What formulas of sizes are made of; ``len(name)`` is the number of entries of a list."""
 
 
 def count(value: object, name: str) -> int | None:
@@ -198,6 +200,34 @@ def axis_called(family: Family, name: str) -> str:
 def _spellings(axis: str, family: Family) -> list[str]:
     shown = (spellings(name)[0] for name in family.sizes[axis])
     return list(dict.fromkeys(f"`{name}`" for name in (axis, *shown) if name))
+
+
+def names_in(formula: str) -> tuple[str, ...]:
+    """Return the facts that *formula* is made of."""
+    words = (word for word in _WORD.findall(formula) if word not in "-+*/" and not word.isdecimal())
+    return tuple(dict.fromkeys(words))
+
+
+def facts_in(formula: str) -> tuple[str, ...]:
+    """Return the names in config.json that *formula* mentions."""
+    return tuple(name.removeprefix("len(").removesuffix(")") for name in names_in(formula))
+
+
+def value_of_formula(formula: str, values: Mapping[str, int]) -> int | None:
+    """Return what *formula* comes to; None: *values* do not say it."""
+    total = 0
+    for term in formula.replace(" - ", " + -1 * ").split(" + "):
+        product, operator = 1, "*"
+        for word in _WORD.findall(term.removeprefix("-1 * ")):
+            if word in "*/":
+                operator = word
+                continue
+            factor = int(word) if word.isdecimal() else values.get(word)
+            if factor is None or (operator == "/" and (not factor or product % factor)):
+                return None
+            product = product // factor if operator == "/" else product * factor
+        total += -product if term.startswith("-1 * ") else product
+    return total
 
 
 def read_lists(family: Family, config: Json | None) -> dict[str, list[int]]:

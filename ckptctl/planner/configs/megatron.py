@@ -36,9 +36,8 @@ from ckptctl.planner.configs.rope import (
     rope_of_megatron,
     rope_to_megatron,
 )
-from ckptctl.planner.families.declarations import SIZES, looked_up, spellings, states
+from ckptctl.planner.families.declarations import SIZES, MegatronStyle, looked_up, spellings, states
 from ckptctl.planner.families.facts import NEEDED, NEUTRAL, Fact
-from ckptctl.planner.families.megatron import MegatronStyle
 from ckptctl.planner.layouts import Family
 
 TARGET = "_target_"

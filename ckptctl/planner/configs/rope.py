@@ -14,8 +14,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from ckptctl.errors import MappingError
 from ckptctl.planner.configs.facts import Json
 from ckptctl.planner.configs.kinds import assets_hint, flag, number, value_of
+from ckptctl.planner.families.declarations import MegatronStyle
 from ckptctl.planner.families.facts import FACTS, LLAMA3_ROPE, NEEDED
-from ckptctl.planner.families.megatron import MegatronStyle
 
 ORIGINAL = "original_max_position_embeddings"
 

@@ -13,8 +13,7 @@ from dataclasses import replace
 from ckptctl.errors import MappingError
 from ckptctl.planner.axes import Observation, Sizes, solve
 from ckptctl.planner.configs.contradictions import Statement
-from ckptctl.planner.configs.facts import fact_of
-from ckptctl.planner.configs.formulas import names_in, value_of_formula
+from ckptctl.planner.configs.facts import fact_of, names_in, value_of_formula
 from ckptctl.planner.layouts import Family
 from ckptctl.planner.mapping.matching import Tensors
 
