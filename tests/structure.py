@@ -44,7 +44,7 @@ ROOMS = {
     "adapters": (
         *("ckptctl.ops.adapters", "ckptctl.ops.conversion.adapter_files"),
         "ckptctl.ops.expert_adapters",
-        *("ckptctl.ops.expert_stacks", "ckptctl.ops.lora_extraction", "ckptctl.ops.merging"),
+        *("ckptctl.ops.expert_stacks", "ckptctl.ops.merging"),
         *("ckptctl.planner.mapping.deltas", "ckptctl.storage.low_rank"),
     ),
     "facts": (
