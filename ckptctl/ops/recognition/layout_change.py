@@ -147,11 +147,7 @@ def change_layout(known: Model, tensors: Mapping[str, TensorEntry], asked: Layou
     if pads and size is not None and size > rows_before > 0:
         note_padding(change, size, is_asked=asked.vocab is not None)
     elif asked.vocab is not None:
-        if rows_before > asked.vocab:
-            left = f"the last {counted(rows_before - asked.vocab, 'row')} of the vocabulary"
-            change.notes.add(f"{spell_option(f'--vocab-size {asked.vocab}')} drops {left}")
-        sizes = {**change.sizes, AXIS: asked.vocab}
-        change = replace(change, sizes=sizes, vocab=asked.vocab)
+        change = _with_vocabulary(change, asked.vocab)
     elif rows is not None and size is not None and there:
         change = without_padding(change, there, size, stated=known.states_padding(rows, size))
     elif source in PADDED_LAYOUTS and not pads and not same:
@@ -182,6 +178,13 @@ def _require_no_family(
             f"{spell_option('--untie')} requires a known model type, or tensors that share memory",
             where=where,
         )
+
+
+def _with_vocabulary(change: Change, size: int) -> Change:
+    if (cut := change.sizes[AXIS] - size) > 0:
+        left = f"the last {counted(cut, 'row')} of the vocabulary"
+        change.notes.add(f"{spell_option(f'--vocab-size {size}')} drops {left}")
+    return replace(change, sizes={**change.sizes, AXIS: size}, vocab=size)
 
 
 def chosen_family(known: Model, target: str | None) -> Family:
