@@ -335,7 +335,8 @@ class Catalog:
             behind them; and why it does not travel.
         documents: ``config.json`` and ``params.json`` where there are any, parsed; params as they
             hold for *tensors*, when shards repeat heads.
-        extensions: What else the format reads, for those that know it, by a name of theirs.
+        extensions: What trainers recorded of the model in words of their own, by a name that those
+            who read it know, and by file.
         stated: What else states facts of the model, such as a trainer's arguments or the metadata
             of weights: these facts by the names of config.json.
         metadata: Free-form strings that the format carries.
@@ -360,7 +361,7 @@ class Catalog:
     assets: Mapping[str, int] = field(default_factory=dict)
     others: Mapping[str, str] = field(default_factory=dict)
     documents: Mapping[str, Mapping[str, object]] = field(default_factory=dict)
-    extensions: Mapping[str, Any] = field(default_factory=dict)
+    extensions: Mapping[str, Mapping[str, Mapping[str, Any]]] = field(default_factory=dict)
     stated: Mapping[str, Mapping[str, object]] = field(default_factory=dict)
     metadata: Mapping[str, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()

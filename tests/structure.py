@@ -22,14 +22,18 @@ BLOCK = re.compile(r"(<!-- generated: structure -->\n).*?(<!-- end -->\n)", re.D
 ROW = re.compile(r"^\| ([^|]+?) \| ([\d,]+) \|$", re.MULTILINE)
 ROOMS = {
     "shared": ("ckptctl",),
-    "planner": ("ckptctl.planner",),
+    "planner": (
+        *("ckptctl.planner", "ckptctl.planner.configs.defaults", "ckptctl.planner.configs.demands"),
+        "ckptctl.planner.configs.facts",
+    ),
     "storage": ("ckptctl.storage",),
     "conversion": (
         *("ckptctl.families", "ckptctl.formats.__init__", "ckptctl.formats.base"),
         *("ckptctl.formats.checksums", "ckptctl.formats.sidecar_files"),
         *("ckptctl.ops.conversion", "ckptctl.ops.destinations", "ckptctl.ops.option_checks"),
         *("ckptctl.ops.options", "ckptctl.ops.ranks", "ckptctl.ops.recognition"),
-        "ckptctl.ops.sources",
+        *("ckptctl.ops.sources", "ckptctl.ops.verification.items"),
+        *("ckptctl.formats.shared.findings", "ckptctl.formats.shared.leaves"),
     ),
     "formats": ("ckptctl.formats",),
     "numerics": (
@@ -40,17 +44,14 @@ ROOMS = {
     "adapters": (
         *("ckptctl.ops.adapters", "ckptctl.ops.conversion.adapter_files"),
         "ckptctl.ops.expert_adapters",
-        *("ckptctl.ops.expert_stacks", "ckptctl.ops.lora_extraction", "ckptctl.ops.merging"),
-        "ckptctl.planner.mapping.adapters",
+        *("ckptctl.ops.expert_stacks", "ckptctl.ops.merging"),
         *("ckptctl.planner.mapping.deltas", "ckptctl.storage.low_rank"),
     ),
     "facts": (
         *("ckptctl.ops.conversion.config_files", "ckptctl.ops.recognition.agreement"),
-        *("ckptctl.ops.recognition.recorded", "ckptctl.ops.recognition.vocabulary"),
-        *("ckptctl.planner.configs", "ckptctl.planner.families.demands"),
-        "ckptctl.planner.families.facts",
-        "ckptctl.planner.families.megatron",
+        *("ckptctl.ops.recognition.recorded", "ckptctl.planner.configs"),
     ),
+    "filling": ("ckptctl.ops.conversion.filling",),
     "remote": ("ckptctl.storage.remote", "ckptctl.ops.conversion.upload"),
     "converters": ("converters",),
     "verbs": ("ckptctl.ops", "ckptctl.storage.statistics"),
@@ -72,7 +73,7 @@ ROOMS = {
 
 LEVELS = (
     ("shared", "planner", "storage", "conversion"),
-    ("formats", "numerics", "adapters", "facts", "remote", "converters"),
+    ("formats", "numerics", "adapters", "facts", "filling", "remote", "converters"),
     ("verbs", "runs", "training"),
     ("cli", "integrations"),
 )

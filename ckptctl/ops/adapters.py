@@ -312,19 +312,6 @@ def described(catalog: Catalog) -> Json | None:
     return own if own is not None else adapter_config(path_at(catalog.root)).get(CONFIG)
 
 
-def in_peft_words(
-    catalog: Catalog, alpha: float | None, carries: Collection[str] = ()
-) -> Json | None:
-    """Return what ``adapter_config.json`` says, or would say with *alpha*; None: no adapter.
-
-    What the target *carries* is as in :func:`settings`.
-    """
-    if not is_adapter(catalog.tensors):
-        return None
-    config = described(catalog)
-    return {**(config or {}), "lora_alpha": settings(config, alpha, carries=carries).alpha}
-
-
 def settings(
     config: Json | None,
     alpha: float | None = None,

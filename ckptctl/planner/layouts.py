@@ -36,6 +36,7 @@ from ckptctl.planner.families.declarations import (
     SIZES,
     Companion,
     Drop,
+    MegatronStyle,
     ParamsStyle,
     Rule,
     Shift,
@@ -47,7 +48,6 @@ from ckptctl.planner.families.declarations import (
 )
 from ckptctl.planner.families.demands import CHOSEN, UNCHOSEN, Demand, LayerKind, LayerSize
 from ckptctl.planner.families.facts import FACTS, LLAMA3_ROPE, NEEDED, Fact, facts_called
-from ckptctl.planner.families.megatron import MegatronStyle
 from ckptctl.planner.families.tables import Leaf, Tensor, parse_tables
 from ckptctl.planner.families.templates import Template, TemplateTable
 

@@ -13,7 +13,7 @@ import ckptctl
 from ckptctl import formats
 from ckptctl.errors import CkptError
 from ckptctl.formats.base import Format, WritableFormat
-from ckptctl.ops.recognition.lacking import UNCOUNTED_LAYERS
+from ckptctl.ops.verification.model import UNCOUNTED_LAYERS
 from ckptctl.storage.execution.finisher import Finisher
 from ckptctl.storage.execution.worker import Worker
 from tests.checkpoints import save_bin, tiny_llama

@@ -87,7 +87,7 @@ def test_every_room_exists() -> None:
 @pytest.mark.parametrize(
     ("importer", "source"),
     [
-        ("ckptctl.planner.boxes", "from ckptctl.planner.configs import facts"),
+        ("ckptctl.planner.boxes", "from ckptctl.planner.configs import params"),
         ("ckptctl.storage.publish", "def f():\n    import ckptctl.storage.remote.urls"),
         ("ckptctl.ops.conversion.plan", "from ckptctl.formats.hf import files"),
         ("ckptctl.formats", "try:\n    from ckptctl.formats import hf\nexcept OSError:\n    pass"),

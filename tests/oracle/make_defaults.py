@@ -17,7 +17,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from ckptctl.families import families
 from ckptctl.planner.configs.contradictions import LIMITED
-from ckptctl.planner.configs.formulas import names_in
+from ckptctl.planner.configs.facts import names_in
 from ckptctl.planner.families.declarations import spellings
 from tests.checkpoints.golden import Golden, family_of, names
 

@@ -10,8 +10,8 @@ from ckptctl.catalog import Catalog
 from ckptctl.formats.base import WritableFormat
 from ckptctl.ops.conversion.proofs import not_padding
 from ckptctl.ops.loading.state_mapping import StateMapping
-from ckptctl.ops.recognition.agreement import AXIS
-from ckptctl.ops.recognition.vocabulary import is_stated
+from ckptctl.ops.recognition.recorded import Records
+from ckptctl.ops.recognition.vocabulary import AXIS
 from ckptctl.planner.copying.blocks import view
 from ckptctl.planner.layouts import Stored
 from ckptctl.planner.mapping.mapped import Padding, Region
@@ -35,7 +35,7 @@ def without_padding(a: Catalog, mapping: StateMapping) -> tuple[Catalog, int]:
     located = formats.resolve(replace(a, tensors=held, blobs={}, replicas={})).tensors
     a = replace(a, tensors={**a.tensors, **located})
     bytes_read = 0
-    if not is_stated(a, before, size):
+    if not Records(a).state_padding(before, size):
         empty = (
             Region(name, (size, *(0,) * (len(shape) - 1)), (before - size, *shape[1:]))
             for name in longer

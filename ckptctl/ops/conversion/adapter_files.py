@@ -1,4 +1,4 @@
-"""What lies beside an adapter: ``adapter_config.json`` in the words of the target."""
+"""What an adapter comes with: its model's configuration, and its own in the target's words."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from dataclasses import replace
 from ckptctl import families
 from ckptctl.errors import MappingError, RefusedError, UnsupportedError, UsageError, spell_option
 from ckptctl.formats.peft import CONFIG as ADAPTER_CONFIG
+from ckptctl.formats.sidecar_files import documents
 from ckptctl.ops.adapters import (
     SINGLE,
     TARGETS,
@@ -17,7 +18,9 @@ from ckptctl.ops.adapters import (
     WEIGHT,
     Settings,
     described,
+    factors_only,
     matching,
+    require_adapter,
     settings,
     target_modules_of_layers,
 )
@@ -31,6 +34,7 @@ from ckptctl.planner.mapping.adapters import (
     ROLES,
     SCALED_BIASES,
     SUFFIX,
+    is_adapter,
     is_factor,
     lone_factors,
     module_of,
@@ -38,7 +42,28 @@ from ckptctl.planner.mapping.adapters import (
 )
 from ckptctl.planner.mapping.mapped import compose
 from ckptctl.planner.mapping.tensors import Change
+from ckptctl.storage.paths import path_at
 from ckptctl.units import counted
+
+
+def open_adapter(draft: Draft) -> Draft:
+    """Select the factors for a format of adapters, and read the model's config next to them."""
+    catalog, assets, target = draft.catalog, draft.assets, draft.target
+    if target.adapters:
+        catalog = factors_only(catalog)
+        require_adapter(catalog, UsageError, f"the `{target.name}` format only stores adapters")
+    if not assets.documents and is_adapter(catalog.tensors):
+        assets = replace(assets, documents=documents(path_at(catalog.root)))
+    return replace(draft, assets=assets).with_catalog(catalog)
+
+
+def describe_adapter(draft: Draft) -> Draft:
+    """Say what adapter_config.json says of an adapter, for formats that store it themselves."""
+    if not draft.is_adapter:
+        return draft
+    config = described(draft.catalog)
+    known = settings(config, draft.options.lora_alpha, carries=carries(draft.change))
+    return replace(draft, adapter={**(config or {}), "lora_alpha": known.alpha})
 
 
 def carries(change: Change) -> tuple[str, ...]:
@@ -50,6 +75,8 @@ def carries(change: Change) -> tuple[str, ...]:
 
 def adapter_files(draft: Draft) -> Draft:
     """Decide which files an adapter gets beside its tensors."""
+    if not draft.is_adapter:
+        return draft
     catalog, assets = draft.catalog, draft.assets
     target, change = draft.target, draft.change
     alone = lone_factors(catalog.tensors)

@@ -11,15 +11,11 @@ from ckptctl.catalog import Catalog
 from ckptctl.errors import CkptError, SourceNotFoundError, UsageError, listed, spell_option
 from ckptctl.formats.base import WritableFormat
 from ckptctl.formats.rank_files import CONFIGURATION
-from ckptctl.formats.sidecar_files import QUANTIZATION, beside, documents, left_behind
+from ckptctl.formats.sidecar_files import beside, documents, left_behind
 from ckptctl.notes import Notes
-from ckptctl.ops.recognition.agreement import of_checkpoint
-from ckptctl.ops.recognition.model import Description
-from ckptctl.ops.recognition.quantized import statements_in
+from ckptctl.ops.recognition.model import Description, descriptions_of
 from ckptctl.planner.configs.facts import Json
-from ckptctl.planner.mapping.adapters import is_adapter
 from ckptctl.planner.plan import RawCopy
-from ckptctl.planner.quantization.statement import Statement, without
 from ckptctl.storage.paths import (
     home_expanded,
     hub_url,
@@ -63,21 +59,7 @@ class Assets:
                 yield RawCopy(name, 0, size, name, root=self.roots[name])
 
 
-def stated_in(directory: str | Path) -> dict[str, Json]:
-    """Return the configuration that ``--assets`` holds."""
-    return documents(_folder(directory))
-
-
-def quantization_in(directory: str | Path | None) -> list[Statement]:
-    """Return what ``--assets``, if there is any, says of how weights are quantized."""
-    if directory is None:
-        return []
-    root = _folder(directory)
-    names = beside(root, documented=False).assets
-    return list(statements_in(str(root), documents(root).get(CONFIG, {}), names))
-
-
-def _folder(given: str | Path) -> Path:
+def assets_folder(given: str | Path) -> Path:
     """Return the folder that ``--assets`` names.
 
     It is one of this machine, or behind a URL; where neither there is ``ORG/NAME``, the Hub's.
@@ -148,21 +130,14 @@ def gather(catalog: Catalog, directory: str | Path | None, globs: Sequence[str] 
         short = name.removeprefix(inner)
         places[short] = str(root if short == name else root / CONFIGURATION)
         sizes[short] = size
-    files = tuple(of_checkpoint(catalog, places))
+    files = tuple(descriptions_of(catalog, places))
     assets = Assets(places, sizes, catalog.documents, catalog.others, described=files)
     roots = [root]
     if directory is not None:
-        root = _folder(directory)
+        root = assets_folder(directory)
         roots.append(root)
         assets = _with_directory(catalog, assets, root)
     return carried(assets, roots, globs) if globs else assets
-
-
-def with_model_config(catalog: Catalog, assets: Assets) -> Assets:
-    """*assets*, for an adapter with the model's configuration that lies beside it."""
-    if not is_adapter(catalog.tensors):
-        return assets
-    return replace(assets, documents=documents(path_at(catalog.root)))
 
 
 def _with_directory(catalog: Catalog, own: Assets, root: Path) -> Assets:
@@ -179,18 +154,6 @@ def _with_directory(catalog: Catalog, own: Assets, root: Path) -> Assets:
         {**own.others, **found.others},
         described=(*(own.described if str(root) != catalog.root else ()), *theirs),
     )
-
-
-def describe_plain(assets: Assets) -> Assets:
-    """Return *assets* as they hold once nothing is quantized any more."""
-    described = tuple(replace(one, content=without(one.content)) for one in assets.described)
-    config = assets.documents.get(CONFIG, {})
-    sizes = {name: size for name, size in assets.sizes.items() if name not in QUANTIZATION}
-    if without(config) == config:
-        return replace(assets, sizes=sizes, described=described)
-    documents = {**assets.documents, CONFIG: without(config)}
-    changed = assets.changed | {CONFIG}
-    return replace(assets, sizes=sizes, documents=documents, changed=changed, described=described)
 
 
 def carried(assets: Assets, roots: Sequence[Path], globs: Sequence[str]) -> Assets:

@@ -1,20 +1,16 @@
-"""Preflight checks of a conversion: options, names of source and output, quantized tensors."""
+"""Preflight checks of a conversion: options, names of source and output, casts to float8."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from ckptctl import dtypes, families, formats
 from ckptctl.catalog import Catalog
 from ckptctl.errors import (
-    DamagedError,
-    MappingError,
     RefusedError,
     SourceNotFoundError,
-    UnsupportedError,
     UsageError,
     listed,
     spell_option,
@@ -22,20 +18,10 @@ from ckptctl.errors import (
 from ckptctl.formats.base import OutputTensor, WritableFormat
 from ckptctl.formats.sidecar_files import WEIGHTS
 from ckptctl.ops.conversion.options import ConversionOptions
-from ckptctl.ops.recognition.quantized import (
-    glanced,
-    is_plain,
-    orphans,
-    statement_of,
-    understood,
-)
 from ckptctl.options import about, among
 from ckptctl.planner.layouts import is_base
 from ckptctl.planner.mapping.adapters import ADAPTER_LAYOUTS
 from ckptctl.planner.mapping.mapped import ComposedTensor
-from ckptctl.planner.quantization.schemes.fp8 import FP8
-from ckptctl.planner.quantization.survey import Survey
-from ckptctl.storage.computed import can_overflow
 from ckptctl.storage.execution.options import LEAST
 from ckptctl.storage.paths import named
 from ckptctl.storage.remote.urls import is_url
@@ -78,7 +64,10 @@ def require_sense(asked: ConversionOptions, target: WritableFormat) -> None:
     for option, layout in (("--from-layout", asked.from_layout), ("--to-layout", asked.to_layout)):
         if layout not in (None, target.layout) and not is_base(layout):
             with about(option):
-                _require_layout(str(layout), asked.model_type)
+                named = [families.family(asked.model_type)] if asked.model_type else None
+                known = families.layouts(named or families.families().values())
+                layouts = [*dict.fromkeys([*known, *ADAPTER_LAYOUTS])]
+                among(str(layout), "layout", layouts, lists="ckptctl models")
 
 
 def _require_option_of(asked: ConversionOptions, target: WritableFormat) -> None:
@@ -139,13 +128,6 @@ def require_fitting_name(destination: Path, target: WritableFormat) -> None:
     )
 
 
-def _require_layout(layout: str, model_type: str | None) -> None:
-    """Refuse a layout that no family, or not the one that is named, has."""
-    known = [families.family(model_type)] if model_type else families.families().values()
-    layouts = dict.fromkeys([*families.layouts(known), *ADAPTER_LAYOUTS])
-    among(layout, "layout", list(layouts), lists="ckptctl models")
-
-
 def require_scaled(
     asked: ConversionOptions,
     mapped: Mapping[str, ComposedTensor],
@@ -177,50 +159,3 @@ def _made(catalog: Catalog, name: str, dtype: str) -> bool:
     source = catalog.tensors[name]
     computed = (catalog.computed.get(extent.file) for extent in source.extents)
     return source.dtype != dtype or any(can_overflow(made) for made in computed if made)
-
-
-def keep_together(
-    catalog: Catalog, chosen: Collection[str], *, renamed: bool, dtype: str | None
-) -> None:
-    """Refuse a conversion after which quantized elements have lost their scales.
-
-    A copy of everything under the same names is not looked at: it loses nothing.
-    """
-    if not renamed and dtype is None and catalog.tensors.keys() <= set(chosen):
-        return
-    if is_plain(catalog):
-        return
-    seen = glanced(catalog)
-    for error in seen.unfit.values():
-        if isinstance(error, DamagedError | UnsupportedError):
-            raise error
-    found = [weight for weight in seen.weights if weight.lead in chosen]
-    alone = [weight.lead for weight in found if not set(weight.names) <= set(chosen)]
-    if alone:
-        raise MappingError(
-            f"{counted(len(alone), 'quantized tensor')} would be written without scales",
-            where=f"tensor `{alone[0]}`",
-            why=f"their scales are not selected: {listed(alone)}",
-            hint=f"select both ({spell_option('--include')}, {spell_option('--exclude')}), or pass "
-            f"{spell_option('--dequantize bf16')} to dequantize them",
-        )
-    if dtype is not None:
-        require_uncast(catalog, chosen, seen)
-    if understood(seen, statement_of(catalog).method):
-        kept = {name: entry for name, entry in catalog.tensors.items() if name in chosen}
-        orphans(replace(catalog, tensors=kept))
-
-
-def require_uncast(catalog: Catalog, chosen: Collection[str], seen: Survey | None = None) -> None:
-    """Refuse a cast of *chosen* tensors where quantized elements are among them."""
-    names = {name for name in chosen if catalog.tensors[name].dtype == FP8}
-    found = (seen or glanced(catalog)).weights if names else []
-    cast = [weight.lead for weight in found if not names.isdisjoint(weight.names)]
-    if cast:
-        raise UsageError(
-            f"{spell_option('--dtype')} cannot cast quantized tensors ({len(cast):,} found): "
-            "their scales would be ignored",
-            where=f"tensor `{cast[0]}`",
-            why=f"scales are stored in separate tensors; quantized tensors: {listed(cast)}",
-            hint=f"pass {spell_option('--dequantize bf16')} to dequantize them",
-        )

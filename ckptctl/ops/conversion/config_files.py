@@ -1,4 +1,4 @@
-"""The config files of an output: what is written, and which side files are copied."""
+"""Config files: compared with each other, written, and copied with other side files."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from ckptctl.errors import MappingError, spell_option
 from ckptctl.formats.base import WritableFormat
 from ckptctl.formats.sidecar_files import amended, kind_of
 from ckptctl.ops.conversion.assets import CONFIG, PARAMS, Assets
-from ckptctl.ops.conversion.contents import main_dtype
+from ckptctl.ops.conversion.contents import layout_request, main_dtype
 from ckptctl.ops.conversion.draft import Draft
+from ckptctl.ops.recognition.agreement import agree_on_change
 from ckptctl.ops.recognition.quantized import unsaid
 from ckptctl.planner.configs.facts import Json, plain
 from ckptctl.planner.configs.megatron import longest, megatron_to_config, merged
@@ -22,10 +23,20 @@ from ckptctl.planner.families.declarations import spelled
 from ckptctl.planner.layouts import BASE, HF, MLX
 from ckptctl.planner.mapping.mapped import compose
 from ckptctl.planner.mapping.tensors import Change
+from ckptctl.planner.quantization.statement import QUANTIZATION
+
+
+def compare_descriptions(draft: Draft) -> Draft:
+    """Compare what describes the model of the source, and note what it disagrees on."""
+    asked = layout_request(draft)
+    draft.notes.extend(agree_on_change(draft.model, draft.selection.tensors, asked))
+    return draft
 
 
 def config_files(draft: Draft) -> Draft:
-    """Decide which files an output gets beside its tensors."""
+    """Decide which files an output gets beside its tensors, unless it is an adapter."""
+    if draft.is_adapter:
+        return draft
     assets, options, target, change = draft.assets, draft.options, draft.target, draft.change
     if target.single_file:
         names = sorted({*assets.sizes, *assets.documents})
@@ -46,13 +57,25 @@ def config_files(draft: Draft) -> Draft:
         if spelled_earlier != (config or {}):
             written[CONFIG] = config = spelled_earlier
     if draft.quantization:
-        written[CONFIG] = draft.quantization.with_quantization_config(config)
+        if config is None:
+            raise MappingError(
+                f"{spell_option('--quantize')} requires config.json, which is missing",
+                why="loaders read the quantization scheme from it",
+                hint=f"pass {spell_option('--assets DIR')} to copy it from the trained model's "
+                "folder",
+            )
+        written[CONFIG] = {**config, QUANTIZATION: draft.quantization.config}
     if target.name == "hf":
         draft.notes.add(*_about_transformers(draft, written))
         if not draft.quantization:
             draft.notes.add(*unsaid(draft.inputs, config, assets.sizes))
     if target.described and PARAMS not in written:
-        raise _no_params(target.name, change)
+        raise MappingError(
+            f"cannot write params.json, which format {target.name} requires",
+            why="unknown model type" if change.family is None else "there is no config.json",
+            hint=f"pass {spell_option('--assets DIR')} with the trained model's config.json or "
+            "params.json",
+        )
     contents = {name: dumped(document) for name, document in written.items()}
     return replace(draft, written=contents, copies=tuple(assets.copies(written)))
 
@@ -172,16 +195,6 @@ def _params(config: Json | None, params: Json | None, change: Change, ranks: int
         return None
     adapted = adapted_config(config, change)
     return config_to_params(change.family, adapted, change.sizes or {}, ranks=ranks)
-
-
-def _no_params(to_format: str, change: Change) -> MappingError:
-    known = "unknown model type" if change.family is None else "there is no config.json"
-    return MappingError(
-        f"cannot write params.json, which format {to_format} requires",
-        why=known,
-        hint=f"pass {spell_option('--assets DIR')} with the trained model's config.json or "
-        "params.json",
-    )
 
 
 def _with_dtype(config: Json, dtype: str | None) -> Json:

@@ -10,7 +10,7 @@ from ckptctl.catalog import Catalog, Path, TensorEntry
 from ckptctl.errors import MappingError, UnsupportedError, listed, spell_option
 from ckptctl.formats.base import OutputTensor
 from ckptctl.formats.shared.leaves import require_known
-from ckptctl.ops.conversion.checks import keep_together, require_scaled
+from ckptctl.ops.conversion.checks import require_scaled
 from ckptctl.ops.conversion.draft import Draft
 from ckptctl.ops.conversion.leaves import (
     Parts,
@@ -36,17 +36,16 @@ from ckptctl.planner.layouts import HF
 from ckptctl.planner.mapping.mapped import ComposedTensor, LogicalSource
 
 
-def plan_layout_change(draft: Draft) -> Draft:
-    """Say what the model's tensors become, and what a user should know of it."""
+def layout_request(draft: Draft) -> LayoutRequest:
+    """Return what options and the target ask of the layout of the output."""
     options, target, root = draft.options, draft.target, draft.model.root
     # To copy what is tied is content where nothing is.
     shared = any(entry.alias_of for entry in draft.catalog.tensors.values())
     known = draft.model.exact and draft.model.model_type is not None
-    untie = options.untie or (options.tied == "copy" and (shared or known))
-    asked = LayoutRequest(
+    return LayoutRequest(
         draft.layout,
         described=target.parallel or target.described,
-        untie=untie,
+        untie=options.untie or (options.tied == "copy" and (shared or known)),
         partial=bool(options.include or options.exclude or draft.missing),
         vocab=options.vocab_size,
         pads=target.pads,
@@ -54,25 +53,28 @@ def plan_layout_change(draft: Draft) -> Draft:
         missing={name.removeprefix(root) for name in draft.missing},
         trust_assets=options.trust_assets,
     )
+
+
+def plan_layout_change(draft: Draft) -> Draft:
+    """Say what the model's tensors become, and what a user should know of it."""
     if draft.model.inside and not draft.includes_training_state:
         require_one_model(draft.model)
-    tensors = draft.selection.tensors
-    change = change_layout(draft.model, tensors, asked)
-    names = {root + name for name in tensors}
-    keep_together(draft.catalog, names, renamed=not change.identity, dtype=options.dtype)
+    change = change_layout(draft.model, draft.selection.tensors, layout_request(draft))
     draft.notes.extend(change.notes)
     draft = replace(draft, change=change)
     # Names become Hugging Face's only in that they are in its files.
-    cut = bool(root) and not draft.includes_training_state
-    new = target.layout == HF and (cut or formats.get(draft.catalog.format).layout != HF)
+    cut = bool(draft.model.root) and not draft.includes_training_state
+    new = draft.target.layout == HF and (cut or formats.get(draft.catalog.format).layout != HF)
     if new and not (change.family or draft.model.candidates or draft.is_adapter):
         hint = root_hint(draft.model)
         draft.notes.add(f"unknown model type; keys are copied unchanged ({hint})", kind="warning")
-    return skip_parts(draft, change.left_out) if change.left_out or draft.missing else draft
+    return draft
 
 
 def list_output_tensors(draft: Draft) -> Draft:
     """Say what becomes of the selected part, and find its bytes, whose coverage is proven."""
+    if draft.change.left_out or draft.missing:
+        draft = skip_parts(draft, draft.change.left_out)
     root, target, notes, change = draft.model.root, draft.target, draft.notes, draft.change
     apart = notes.reasons("skipped").keys() | draft.missing.keys()
     catalog, parts = _with_values(draft, apart) if draft.catalog.blobs else (draft.catalog, {})
@@ -102,8 +104,9 @@ def list_output_tensors(draft: Draft) -> Draft:
     catalog = replace(catalog, tensors=bytes_of.tensors)
     aliases = _shares_memory(draft, catalog, model)
     tensors = _tensors(draft, catalog, model, rest, aliases)
-    tied = _tied_away(tensors) if draft.options.tied == "drop" else {}
-    notes.explain("dropped", tied)
+    tied = [one for one in tensors if one.alias_of and draft.options.tied == "drop"]
+    why = "it shares memory with `{}`, which is written"
+    notes.explain("dropped", {one.name: why.format(one.alias_of) for one in tied})
     if tied and not target.records_ties:
         tensors = tuple(tensor for tensor in tensors if not tensor.alias_of)
     blobs = list(rest.blobs)
@@ -309,12 +312,3 @@ def _shares_memory(draft: Draft, catalog: Catalog, mapped: Mapping[str, Composed
         separate = "tensors that share memory are written as separate copies"
         draft.notes.add(f"{separate}: {listed(names)}")
     return False
-
-
-def _tied_away(tensors: Iterable[OutputTensor]) -> dict[str, str]:
-    """Return the names of all but one of the tensors that share memory, and why they go."""
-    return {
-        tensor.name: f"it shares memory with `{tensor.alias_of}`, which is written"
-        for tensor in tensors
-        if tensor.alias_of
-    }

@@ -3,18 +3,22 @@
 :func:`plan_conversion` decides everything and writes nothing; :func:`run_conversion` carries out
 exactly that plan and publishes the result in one step.
 
-Stages run for every conversion, steps (:mod:`.steps`) if an option asks for them. Most take a
-:class:`~.draft.Draft` and return an updated copy, in this order:
+Stages run in this order. Between them run steps (:mod:`.steps`): those that options ask for, and
+what formats of numbers, adapters and configurations add to every conversion. Most of both take a
+:class:`~.draft.Draft` and return an updated copy.
 
-1. ``open_draft`` reads the index of the source and its configuration.
-2. Steps at ``source`` change what detection sees: quantized tensors become virtual plain ones.
-3. ``understand_model`` detects model type, layout and prefix.
-4. Steps at ``model`` add or replace tensors before they are selected: ``--fill-from``.
-5. ``select_tensors`` applies ``--include`` and the like, and requires the model to be complete.
-6. ``plan_layout_change`` and ``list_output_tensors`` say which elements each tensor of the output
-   has, and prove that stored boxes cover them.
-7. Steps at ``output`` change tensors before their bytes get a place: ``--quantize``.
-8. ``lay_out`` and ``add_side_files`` give everything a place in files; ``build_plan`` freezes it.
+1. ``open_draft`` reads the index of the source and its configuration. Steps at ``source`` change
+   what detection sees: quantized tensors become virtual plain ones.
+2. ``understand_model`` detects model type, layout and prefix. Steps at ``model`` add or replace
+   tensors: ``--fill-from``.
+3. ``select_tensors`` applies ``--include`` and the like, and requires the model to be complete.
+   Steps at ``selection`` compare what describes the model.
+4. ``plan_layout_change`` says what tensors become. Steps at ``layout`` refuse what would lose
+   scales.
+5. ``list_output_tensors`` says which elements each tensor of the output has, and proves that
+   stored boxes cover them. Steps at ``output`` change the tensors: ``--quantize``.
+6. ``lay_out`` gives every tensor a place in files. Steps at ``files`` add config.json and others
+   next to them; ``build_plan`` freezes it.
 
 Dequantizing, casting and quantizing are planned here and computed while tensors are copied.
 Planning reads values that are no tensors and small tensors such as scales, no weights.
@@ -30,7 +34,7 @@ from ckptctl import families
 from ckptctl.notes import Notes
 from ckptctl.ops.conversion.contents import list_output_tensors, plan_layout_change
 from ckptctl.ops.conversion.executable import build_plan
-from ckptctl.ops.conversion.laying_out import add_side_files, lay_out, open_reference
+from ckptctl.ops.conversion.laying_out import lay_out, open_reference
 from ckptctl.ops.conversion.opening import explain_errors, open_draft, understand_model
 from ckptctl.ops.conversion.options import ConversionOptions
 from ckptctl.ops.conversion.plan import ConversionPlan, ConversionResult, describe_plan
@@ -77,11 +81,13 @@ def plan_with_steps(
         if options.like is not None:
             draft = replace(draft, like=open_reference(options.like, draft.target))
         draft = select_tensors(draft)
+        draft = apply_steps(steps, "selection", draft)
         draft = plan_layout_change(draft)
+        draft = apply_steps(steps, "layout", draft)
         draft = before_output_steps = list_output_tensors(draft)
         draft = apply_steps(steps, "output", draft)
         draft = lay_out(draft)
-        draft = add_side_files(draft)
+        draft = apply_steps(steps, "files", draft)
         plan = build_plan(draft)
     return describe_plan(draft, plan, summarize(before_output_steps, draft), source_notes)
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from ckptctl.catalog import Blob, Catalog
-from ckptctl.errors import MappingError, spell_option
+from ckptctl.errors import spell_option
 from ckptctl.formats.base import Output, OutputTensor, WritableFormat
 from ckptctl.notes import Notes
 from ckptctl.ops.conversion.assets import Assets
@@ -19,10 +19,6 @@ from ckptctl.planner.mapping.adapters import is_adapter
 from ckptctl.planner.mapping.mapped import ComposedTensor
 from ckptctl.planner.mapping.tensors import Change
 from ckptctl.planner.plan import RawCopy
-from ckptctl.planner.quantization.recipes import WEIGHT, Recipe
-from ckptctl.planner.quantization.statement import QUANTIZATION
-
-HEAD = "lm_head"
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,25 +26,14 @@ class Quantization:
     """The quantized tensors of an output.
 
     Attributes:
-        recipe: The scheme.
         plain: The tensors of the output before quantization.
         parts: The plain tensor of each quantized tensor and of each of its scales, by name.
+        config: The ``quantization_config`` for config.json.
     """
 
-    recipe: Recipe
     plain: tuple[OutputTensor, ...]
     parts: Mapping[str, str]
-
-    def with_quantization_config(self, config: Mapping[str, object] | None) -> Mapping[str, object]:
-        """Return config.json with its ``quantization_config``."""
-        if config is None:
-            raise MappingError(
-                f"{spell_option('--quantize')} requires config.json, which is missing",
-                why="loaders read the quantization scheme from it",
-                hint=f"pass {spell_option('--assets DIR')} to copy it from the trained model's "
-                "folder",
-            )
-        return {**config, QUANTIZATION: self.recipe.config(self.ignored_modules)}
+    config: Mapping[str, object] = field(default_factory=dict)
 
     @property
     def weights(self) -> tuple[str, ...]:
@@ -60,20 +45,6 @@ class Quantization:
         """Return matrices, and stacks of matrices, that are not quantized."""
         made = set(self.weights)
         return tuple(one for one in self.plain if one.name not in made and len(one.shape) > 1)
-
-    @property
-    def ignored_modules(self) -> tuple[str, ...]:
-        """Return the names of modules for the configuration's list of ignored modules.
-
-        Stacked experts are listed by their parent module. A tied lm_head has no tensor of its own
-        and is listed, too.
-        """
-        stacks = (one.name for one in self.unquantized if len(one.shape) > 2)
-        apart = {name: name.rpartition(".")[0] for name in stacks if not name.endswith(WEIGHT)}
-        named = (apart.get(one.name, one.name) for one in self.unquantized)
-        found = (name for name in named if name.endswith(WEIGHT) or name in apart.values())
-        tied = not any(one.name.endswith(f"{HEAD}{WEIGHT}") for one in self.plain)
-        return tuple(dict.fromkeys((*(n.removesuffix(WEIGHT) for n in found), *[HEAD] * tied)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,9 +85,10 @@ class Draft:
             ``run_conversion`` proves that their bytes are the same.
         quantization: The tensors that are quantized while they are copied, or None. Set by
             ``--quantize``.
+        adapter: What adapter_config.json says of an adapter, or None. Set by a step.
         output: Where each tensor lies in the files of the output. Set by ``lay_out``, as the next.
         strings: Metadata strings of these files.
-        written: Side files that are written, by name. Set by ``add_side_files``, as the next.
+        written: Side files that are written, by name. Set by steps at ``files``, as the next.
         copies: Side files that are copied.
     """
 
@@ -141,6 +113,7 @@ class Draft:
     blobs: Sequence[Blob] = ()
     must_equal: tuple[tuple[str, str], ...] = ()
     quantization: Quantization | None = None
+    adapter: Mapping[str, object] | None = None
     output: Output = field(default_factory=lambda: Output((), (), {}))
     strings: Mapping[str, str] = field(default_factory=dict)
     written: Mapping[str, bytes] = field(default_factory=dict)

@@ -111,7 +111,7 @@ def provenance(draft: Draft) -> dict[str, object]:
         "model_type": draft.model.model_type,
     }
     if draft.quantization:
-        found["quantized"] = draft.quantization.recipe.name
+        found["quantized"] = draft.options.quantize
     if draft.missing:
         found["missing"] = list(draft.missing)
     if draft.base and draft.filled_from:

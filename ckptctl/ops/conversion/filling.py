@@ -30,11 +30,10 @@ from ckptctl.ops.conversion.draft import Draft
 from ckptctl.ops.conversion.leaves import container
 from ckptctl.ops.conversion.options import ConversionOptions
 from ckptctl.ops.destinations import replaceable, require_destination
-from ckptctl.ops.recognition.agreement import disagreements
+from ckptctl.ops.recognition.agreement import agreed_change, disagreements
 from ckptctl.ops.recognition.layout_change import (
     LayoutRequest,
     apply_change,
-    change_layout,
 )
 from ckptctl.ops.recognition.model import Description, Model, Request, require_one, understand
 from ckptctl.ops.recognition.quantized import advised, dequantized, glanced, quantized
@@ -189,7 +188,7 @@ class _Filling:
         """Return what the tensors of the base are in *layout*."""
         base = self.base
         try:
-            return change_layout(base, base.tensors, LayoutRequest(layout))
+            return agreed_change(base, base.tensors, LayoutRequest(layout))
         except CkptError as error:
             if error.where != base.catalog.path:
                 error.where = f"{error.where}, in {base.catalog.path}"
@@ -200,7 +199,7 @@ class _Filling:
         if self.known.layout in (layout, None) or layout in self.known.alike:
             return
         known = replace(self.known, described=self.assets.described)
-        change = change_layout(known, known.tensors, LayoutRequest(layout, partial=True))
+        change = agreed_change(known, known.tensors, LayoutRequest(layout, partial=True))
         self.catalog, origins = renamed(self.catalog, change, self.known.root)
         self.origins = {key: self.origins.get(name, name) for key, name in origins.items()}
         self.known = replace(self.known, catalog=self.catalog, layout=layout, alike=())

@@ -1,31 +1,24 @@
-"""The files of an output: where its format and its ranks put everything, and what is beside."""
+"""The files of an output: where its format and its ranks put everything."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from ckptctl import formats
 from ckptctl.catalog import Catalog
-from ckptctl.errors import MappingError, RefusedError, UsageError, listed, spell_option
+from ckptctl.errors import MappingError, UsageError, listed, spell_option
 from ckptctl.formats.base import OutputRequest, OutputTensor, WritableFormat
-from ckptctl.ops.adapters import in_peft_words
-from ckptctl.ops.conversion.adapter_files import adapter_files, carries
 from ckptctl.ops.conversion.assets import CONFIG
-from ckptctl.ops.conversion.config_files import config_files
 from ckptctl.ops.conversion.draft import Draft
 from ckptctl.ops.conversion.leaves import kept_strings, same_data, without_hashes
-from ckptctl.ops.recognition.quantized import weights
 from ckptctl.planner.axes import Sizes
 from ckptctl.planner.balance import LARGEST_SHARD, shard_limit
-from ckptctl.planner.mapping.adapters import is_adapter
-from ckptctl.planner.mapping.mapped import ComposedTensor
 from ckptctl.planner.mapping.tensors import Change
 from ckptctl.planner.model_parallel import RankShard
 from ckptctl.planner.model_parallel import divide as divided
-from ckptctl.planner.quantization.scheme import QuantizedWeight
-from ckptctl.units import counted, parse_bytes
+from ckptctl.units import parse_bytes
 
 
 def open_reference(path: str | Path, target: WritableFormat) -> Catalog:
@@ -54,10 +47,6 @@ def lay_out(draft: Draft) -> Draft:
     """Let the target format say where everything goes, and which strings its files carry."""
     target, options, change, ranks = draft.target, draft.options, draft.change, draft.ranks
     shares = division(change, target.layout) if ranks > 1 else None
-    if shares:
-        documents = {**draft.inputs.documents, **draft.assets.documents}
-        described = replace(draft.inputs, documents=documents)
-        require_whole_blocks(described, draft.mapped, draft.tensors, shares, ranks)
     metadata = kept_strings(draft.catalog, draft.tensors, target, draft.notes)
     shard_bytes = LARGEST_SHARD
     if options.max_shard_size is not None:
@@ -81,9 +70,7 @@ def lay_out(draft: Draft) -> Draft:
         sizes=change.sizes,
         stack_layers=options.stack_layers,
         extensions=draft.catalog.extensions,
-        adapter=in_peft_words(draft.catalog, options.lora_alpha, carries(change))
-        if draft.is_adapter
-        else None,
+        adapter=draft.adapter,
         layout=options.to_layout,
         notes=draft.notes,
     )
@@ -101,12 +88,6 @@ def lay_out(draft: Draft) -> Draft:
     why = f"format {target.name} stores its own values"
     draft.notes.explain("skipped", dict.fromkeys(anew, why))
     return replace(draft, output=output, strings=metadata)
-
-
-def add_side_files(draft: Draft) -> Draft:
-    """Decide which files an output gets beside its tensors."""
-    adapter = is_adapter(draft.inputs.tensors)
-    return adapter_files(draft) if adapter else config_files(draft)
 
 
 def _files_of(like: Catalog, files: Sequence[str]) -> dict[str, int]:
@@ -134,9 +115,6 @@ def _require_same_keys(like: Catalog, draft: Draft) -> None:
         )
 
 
-Block = tuple[int, int]
-
-
 Divide = Callable[[OutputTensor, int], Sequence[RankShard | None]]
 """Returns what each of so many ranks holds of a tensor, or None if it holds nothing."""
 
@@ -151,66 +129,3 @@ def division(change: Change, layout: str | None) -> Divide | None:
         return divided(family, layout, tensor.name, tensor.shape, sizes, ranks)
 
     return shares
-
-
-def require_whole_blocks(
-    catalog: Catalog,
-    mapped: Mapping[str, ComposedTensor],
-    tensors: Sequence[OutputTensor],
-    divide: Divide,
-    ranks: int,
-) -> None:
-    """Refuse to divide a float8 weight inside of a block."""
-    found = {
-        tensor: block
-        for tensor, block in _blocks(weights(catalog), mapped, tensors)
-        if _cut(divide(tensor, ranks), tensor.shape, block)
-    }
-    if not found:
-        return
-    first, block = next(iter(found.items()))
-    fits = next(count for count in range(ranks - 1, 0, -1) if _fit(found, divide, count))
-    raise RefusedError(
-        f"{counted(ranks, 'rank')} would split float8 weights inside blocks of "
-        f"{block[0]}x{block[1]}",
-        where=f"tensor `{first.name}` {list(first.shape)}",
-        why=f"{listed([tensor.name for tensor in found])}: a block has one scale, so part of a "
-        "block would be read with the scale of another rank",
-        hint=f"pass {spell_option(f'--mp {fits}')} to keep blocks intact, or "
-        f"{spell_option('--dequantize bf16')} to write unquantized weights",
-    )
-
-
-def _blocks(
-    quantized: Iterable[QuantizedWeight],
-    mapped: Mapping[str, ComposedTensor],
-    tensors: Sequence[OutputTensor],
-) -> Iterable[tuple[OutputTensor, Block]]:
-    by_name = {tensor.name: tensor for tensor in tensors}
-    targets = {key: name for name, composed in mapped.items() for key in composed.keys}
-    for weight in quantized:
-        tensor = by_name.get(targets.get(weight.lead, ""))
-        if tensor is not None and weight.scale_blocks:
-            yield tensor, weight.scale_blocks
-
-
-def _cut(shares: Sequence[RankShard | None], shape: tuple[int, ...], block: Block) -> bool:
-    """Return whether a rank's part begins or ends inside of a block of a matrix of *shape*."""
-    return any(
-        offset % step or ((offset + size) % step and offset + size != whole)
-        for share in shares
-        if share is not None
-        for piece in share.pieces
-        for offset, size, whole, step in zip(
-            piece.box.offsets[-2:], piece.box.sizes[-2:], shape[-2:], block, strict=True
-        )
-    )
-
-
-def _fit(found: Mapping[OutputTensor, Block], divide: Divide, ranks: int) -> bool:
-    try:
-        return not any(
-            _cut(divide(tensor, ranks), tensor.shape, block) for tensor, block in found.items()
-        )
-    except MappingError:
-        return False

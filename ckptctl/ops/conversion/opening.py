@@ -8,15 +8,14 @@ from dataclasses import replace
 from pathlib import Path
 
 from ckptctl import formats
-from ckptctl.errors import UsageError
-from ckptctl.ops.adapters import factors_only, require_adapter
-from ckptctl.ops.conversion.assets import gather, stated_in, with_model_config
+from ckptctl.formats.sidecar_files import documents
+from ckptctl.ops.conversion.assets import assets_folder, gather
 from ckptctl.ops.conversion.checks import existing_source, require_fitting_name, require_sense
 from ckptctl.ops.conversion.draft import Draft
 from ckptctl.ops.conversion.options import ConversionOptions
+from ckptctl.ops.conversion.steps import advised
 from ckptctl.ops.destinations import replaceable, require_destination
 from ckptctl.ops.recognition.model import Model, Request, understand
-from ckptctl.ops.recognition.quantized import advised
 from ckptctl.ops.recognition.roots import unwrapped
 from ckptctl.ops.sources import open_source
 from ckptctl.storage.destinations import Replaceable
@@ -39,18 +38,13 @@ def open_draft(src: str | Path, dst: str | Path, options: ConversionOptions) -> 
         options,
         partial=options.allow_missing,
         replicas=options.verify_replicas,
-        documents=stated_in(trusted) if trusted else None,
+        documents=documents(assets_folder(trusted)) if trusted else None,
     )
-    opened = catalog = unwrapped(opened) if options.only == "model" else opened
-    if target.adapters:
-        catalog = factors_only(catalog)
-        require_adapter(catalog, UsageError, f"the `{target.name}` format only stores adapters")
-    assets = gather(catalog, options.assets, options.carry)
-    if not assets.documents:
-        assets = with_model_config(catalog, assets)
+    opened = unwrapped(opened) if options.only == "model" else opened
+    assets = gather(opened, options.assets, options.carry)
     asked = Request(options.model_type, options.from_layout, options.root, options.sizes)
-    model = Model(catalog, asked, assets.documents)
-    return Draft(options, target, destination, opened, assets, model, catalog)
+    model = Model(opened, asked, assets.documents)
+    return Draft(options, target, destination, opened, assets, model, opened)
 
 
 def understand_model(draft: Draft) -> Draft:

@@ -30,6 +30,7 @@ from ckptctl.planner.quantization.linear_weights import (
 from ckptctl.planner.quantization.recipes import WEIGHT, Recipe, StoredPart, recipes
 from ckptctl.units import counted, format_bytes
 
+HEAD = "lm_head"
 PLAIN = ("float32", "bfloat16", "float16")
 """Dtypes that can be quantized."""
 
@@ -45,8 +46,9 @@ def quantize(draft: Draft) -> Draft:
     mapped = {name: one for name, one in draft.mapped.items() if name not in made}
     for part in (part for some in made.values() for part in some):
         mapped[part.name] = ComposedTensor.same(_key(part.name), part.name, part.shape)
-    found = Quantization(recipe, draft.tensors, parts)
-    draft.notes.add(_note(found), *_ragged(recipe, chosen), *_stacks(chosen, draft.change))
+    found = Quantization(draft.tensors, parts)
+    found = replace(found, config=recipe.config(_ignored_modules(found)))
+    draft.notes.add(_note(found, recipe), *_ragged(recipe, chosen), *_stacks(chosen, draft.change))
     return replace(
         draft,
         inputs=making.catalog,
@@ -56,14 +58,28 @@ def quantize(draft: Draft) -> Draft:
     )
 
 
-def _note(made: Quantization) -> str:
+def _note(made: Quantization, recipe: Recipe) -> str:
     names, nbytes = (
         [one.name for one in made.unquantized],
         sum(one.nbytes for one in made.unquantized),
     )
     kept = f"; skipped {counted(len(names), 'tensor')}, {format_bytes(nbytes)}"
     left = f"{kept} ({listed(names)})" if names else ""
-    return f"quantized {counted(len(made.weights), 'weight')} to {made.recipe.title}{left}"
+    return f"quantized {counted(len(made.weights), 'weight')} to {recipe.title}{left}"
+
+
+def _ignored_modules(made: Quantization) -> tuple[str, ...]:
+    """Return the names of modules for the configuration's list of ignored modules.
+
+    Stacked experts are listed by their parent module. A tied lm_head has no tensor of its own
+    and is listed, too.
+    """
+    stacks = (one.name for one in made.unquantized if len(one.shape) > 2)
+    apart = {name: name.rpartition(".")[0] for name in stacks if not name.endswith(WEIGHT)}
+    named = (apart.get(one.name, one.name) for one in made.unquantized)
+    found = (name for name in named if name.endswith(WEIGHT) or name in apart.values())
+    tied = not any(one.name.endswith(f"{HEAD}{WEIGHT}") for one in made.plain)
+    return tuple(dict.fromkeys((*(n.removesuffix(WEIGHT) for n in found), *[HEAD] * tied)))
 
 
 def _ragged(recipe: Recipe, chosen: Sequence[OutputTensor]) -> Iterator[str]:

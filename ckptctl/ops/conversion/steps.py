@@ -1,6 +1,6 @@
-"""Optional steps of a conversion, by the place in the pipeline where they run.
+"""Steps of a conversion, by the place in the pipeline where they run.
 
-A step is imported when an option asks for it, so the pipeline depends on none. Other packages add
+A step is imported when it is carried out, so the pipeline depends on none. Other packages add
 steps by entry points ``ckptctl.steps``, which ``--step`` asks for; see
 ``docs/how-to/add-a-step.md``.
 """
@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from ckptctl import installed
 from ckptctl.errors import MappingError, listed
@@ -23,7 +23,7 @@ from ckptctl.units import counted
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
 
-Place = Literal["source", "model", "output"]
+Place = Literal["source", "model", "selection", "layout", "output", "files"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,10 +33,13 @@ class Step:
     Attributes:
         name: What it is called.
         place: What it changes: the ``source`` before its model is understood, the ``model`` before
-            its tensors are selected and mapped, or the ``output`` before it is laid out.
+            its tensors are selected, the ``selection`` before it is mapped, the ``layout`` before
+            bytes are looked up for it, the ``output`` before it is laid out, or the ``files`` next
+            to its tensors.
         order: Steps at one place run by ascending order.
         apply: Carries it out.
-        option: The option that asks for it, or ``field=value``; empty for ``--step NAME``.
+        option: The option that asks for it, or ``field=value``; empty: it is always carried out,
+            or asked for by ``--step NAME``.
     """
 
     name: str
@@ -46,29 +49,32 @@ class Step:
     option: str = ""
 
 
-def _late(module: str, function: str) -> Callable[[Draft], Draft]:
-    """Return a step's function that imports its module when it is called."""
+def _late(place: str) -> Callable[..., Any]:
+    """Return a function of a module, which is imported when it is called."""
 
-    def apply(draft: Draft) -> Draft:
-        found: Callable[[Draft], Draft] = getattr(import_module(f"ckptctl.ops.{module}"), function)
-        return found(draft)
+    def apply(*arguments: object) -> Any:
+        module, _, function = place.partition(":")
+        return getattr(import_module(f"ckptctl.ops.{module}"), function)(*arguments)
 
     return apply
 
 
 BUILT_IN = (
-    Step("experts", "source", 10, _late("expert_adapters", "convert_experts"), "experts"),
-    Step(
-        "dequantize",
-        "source",
-        20,
-        _late("conversion.dequantizing", "dequantize"),
-        "dequantize",
-    ),
-    Step("stacks", "model", 10, _late("expert_adapters", "keep_stacks"), "experts=stacked"),
-    Step("fill", "model", 20, _late("conversion.filling", "fill_from_base"), "fill_from"),
-    Step("quantize", "output", 10, _late("conversion.quantizing", "quantize"), "quantize"),
+    Step("adapter", "source", 10, _late("conversion.adapter_files:open_adapter")),
+    Step("experts", "source", 15, _late("expert_adapters:convert_experts"), "experts"),
+    Step("dequantize", "source", 20, _late("conversion.dequantizing:dequantize"), "dequantize"),
+    Step("stacks", "model", 10, _late("expert_adapters:keep_stacks"), "experts=stacked"),
+    Step("fill", "model", 20, _late("conversion.filling:fill_from_base"), "fill_from"),
+    Step("facts", "selection", 10, _late("conversion.config_files:compare_descriptions")),
+    Step("scales", "layout", 10, _late("conversion.dequantizing:keep_scales")),
+    Step("quantize", "output", 10, _late("conversion.quantizing:quantize"), "quantize"),
+    Step("blocks", "output", 20, _late("conversion.dequantizing:keep_blocks")),
+    Step("adapter", "output", 30, _late("conversion.adapter_files:describe_adapter")),
+    Step("adapter", "files", 10, _late("conversion.adapter_files:adapter_files")),
+    Step("config", "files", 10, _late("conversion.config_files:config_files")),
 )
+advised = _late("recognition.quantized:advised")
+"""Lets errors about a model's tensors without a place say what may be done about it."""
 
 
 @cache
@@ -88,7 +94,7 @@ def steps_for(options: ConversionOptions) -> list[Step]:
     steps = []
     for step in BUILT_IN:
         field, _, value = step.option.partition("=")
-        given = getattr(options, field)
+        given = getattr(options, field) if field else True
         if given == value if value else given:
             steps.append(step)
     return [*steps, *(load_added(one.partition("=")[0]) for one in options.step)]
@@ -103,7 +109,7 @@ def apply_steps(steps: Iterable[Step], place: Place, draft: Draft) -> Draft:
     for step in sorted(steps, key=lambda step: step.order):
         if step.place == place:
             before, draft = draft, step.apply(draft)
-            if draft.quantization is before.quantization:
+            if draft is not before and draft.quantization is before.quantization:
                 _compare_inputs(step, before, draft)
     return draft
 

@@ -20,8 +20,8 @@ from ckptctl.errors import (
     nearest,
     spell_option,
 )
-from ckptctl.ops.conversion.checks import require_uncast
 from ckptctl.ops.conversion.contents import cast_to
+from ckptctl.ops.conversion.dequantizing import require_uncast
 from ckptctl.ops.conversion.leaves import kept_strings, without_hashes
 from ckptctl.ops.destinations import require_destination
 from ckptctl.ops.extraction.mapped_source import mapped_source

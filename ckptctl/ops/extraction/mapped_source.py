@@ -13,7 +13,8 @@ from ckptctl.ops.loading.state_mapping import (
     map_model,
     understand_source,
 )
-from ckptctl.ops.recognition.layout_change import LayoutRequest, change_layout
+from ckptctl.ops.recognition.agreement import agreed_change
+from ckptctl.ops.recognition.layout_change import LayoutRequest
 from ckptctl.ops.recognition.model import Request
 from ckptctl.ops.recognition.quantized import advised, dequantized
 from ckptctl.ops.sources import open_source
@@ -30,5 +31,5 @@ def mapped_source(source: Path, options: OpenOptions) -> tuple[Catalog, StateMap
     request = MappingRequest(source=asked, dequantized=bool(options.dequantize))
     model = understand_source(catalog, request)
     with advised(model):
-        change = change_layout(model, model.tensors, LayoutRequest(options.layout))
+        change = agreed_change(model, model.tensors, LayoutRequest(options.layout))
     return catalog, map_model(model, change)

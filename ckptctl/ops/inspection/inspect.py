@@ -31,11 +31,11 @@ from ckptctl.installed import require_torch
 from ckptctl.notes import Notes
 from ckptctl.ops.inspection.options import InspectOptions
 from ckptctl.ops.inspection.result import DTypeUse, Inspection, Member, TensorInfo
-from ckptctl.ops.recognition.lacking import check_model
 from ckptctl.ops.recognition.model import Model, Request, lying, understand
 from ckptctl.ops.recognition.quantized import dequantized, glanced
 from ckptctl.ops.recognition.roots import unmatched, unwrapped
 from ckptctl.ops.sources import leaf_values, open_source
+from ckptctl.ops.verification.model import check_model
 from ckptctl.ops.verification.structure import is_about_unread, of_index
 from ckptctl.storage.paths import path_at, require_answers, shown, source_path
 from ckptctl.storage.remote.writing import UnfinishedError

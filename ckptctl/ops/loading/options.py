@@ -11,7 +11,7 @@ from ckptctl.catalog import Catalog
 from ckptctl.errors import MappingError, UsageError, nearest, renaming
 from ckptctl.ops import option_checks as checks
 from ckptctl.ops import options as opt
-from ckptctl.ops.conversion.assets import quantization_in
+from ckptctl.ops.conversion.dequantizing import quantization_in
 from ckptctl.ops.loading.state_mapping import MappingRequest
 from ckptctl.ops.recognition.model import Request
 from ckptctl.ops.recognition.quantized import dequantized

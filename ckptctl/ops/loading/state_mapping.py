@@ -16,13 +16,13 @@ from typing import NamedTuple
 from ckptctl.catalog import Box, Catalog, Extent, TensorEntry
 from ckptctl.errors import MappingError, MissingTensorsError, RefusedError, UsageError
 from ckptctl.notes import Notes
-from ckptctl.ops.conversion.assets import describe_plain, gather
-from ckptctl.ops.conversion.checks import keep_together
+from ckptctl.ops.conversion.assets import gather
+from ckptctl.ops.conversion.dequantizing import describe_plain, keep_together
 from ckptctl.ops.conversion.training import Rest, follow
+from ckptctl.ops.recognition.agreement import agreed_change
 from ckptctl.ops.recognition.layout_change import (
     LayoutRequest,
     apply_change,
-    change_layout,
     with_sums,
     with_zeros,
 )
@@ -267,10 +267,10 @@ def _change(
     asked = LayoutRequest(
         wanted.layout, partial=bool(request.partial), trust_assets=request.trust_assets
     )
-    change = change_layout(model, model.tensors, asked)
+    change = agreed_change(model, model.tensors, asked)
     if names <= {wanted.root + target.key for one in change.tensors for target in one.targets}:
         return change
     try:
-        return change_layout(model, model.tensors, replace(asked, untie=True))
+        return agreed_change(model, model.tensors, replace(asked, untie=True))
     except UsageError:
         return change

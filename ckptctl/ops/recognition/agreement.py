@@ -4,15 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 from ckptctl import families
-from ckptctl.catalog import Blob, Catalog, Path
+from ckptctl.catalog import TensorEntry
 from ckptctl.errors import SHOWN, CkptError, MappingError, UsageError, spell_option
-from ckptctl.formats.sidecar_files import DOCUMENTS
 from ckptctl.notes import Notes
-from ckptctl.ops.recognition.model import Description, Model, Request, understand
+from ckptctl.ops.recognition.layout_change import (
+    LayoutRequest,
+    change_layout,
+    compared_tensors,
+    requested_layout,
+)
+from ckptctl.ops.recognition.model import (
+    ARGUMENTS,
+    CONFIG,
+    Description,
+    Model,
+    Request,
+    descriptions_of,
+    understand,
+)
 from ckptctl.ops.recognition.quantized import dequantized, glanced
+from ckptctl.ops.recognition.vocabulary import AXIS, PADDED_LAYOUTS, rows_with_padding
 from ckptctl.planner.configs.contradictions import (
     Contradiction,
     Statement,
@@ -25,27 +39,18 @@ from ckptctl.planner.configs.contradictions import (
     switched,
     unsaid,
 )
-from ckptctl.planner.configs.fact_names import TOLD
-from ckptctl.planner.configs.facts import Json, fact_of
+from ckptctl.planner.configs.facts import Json, fact_of, with_rope_type
 from ckptctl.planner.configs.layer_kinds import misfitting, misplaced, uncounted_kinds
 from ckptctl.planner.configs.megatron_words import MEGATRON
 from ckptctl.planner.configs.params import of_params
-from ckptctl.planner.configs.rope import facts
-from ckptctl.planner.configs.tensor_facts import Tensors, of_shapes
+from ckptctl.planner.configs.tensor_facts import of_shapes
 from ckptctl.planner.families.declarations import Signs as Sign
 from ckptctl.planner.families.declarations import holds
 from ckptctl.planner.layouts import Family
 from ckptctl.planner.mapping.detect import refined
-from ckptctl.storage.paths import path_at
+from ckptctl.planner.mapping.matching import Tensors
+from ckptctl.planner.mapping.tensors import Change
 
-CONFIG, ARGUMENTS = "config.json", "arguments"
-HYPER_PARAMETERS = "hyper_parameters"
-HOLDERS = ("config", "model_config", "model", "model_args", "cfg")
-"""What people call the part of a module's arguments that describes the model."""
-AXIS = "v"
-"""The rows of a vocabulary."""
-PADDED_LAYOUTS = ("mcore", "mcore-local")
-"""Layouts of programs that pad a vocabulary."""
 Signs: TypeAlias = tuple[Sign, ...]
 
 DESCRIBED_OTHERWISE = "the descriptions of the model contradict each other"
@@ -55,53 +60,6 @@ WRONG = "with a wrong configuration, the same tensors produce different outputs"
 
 class ContradictionError(MappingError):
     """Files that describe one model do not say the same of it."""
-
-
-def of_checkpoint(
-    catalog: Catalog, roots: Mapping[str, str] | None = None
-) -> Iterator[Description]:
-    """Yield all that describes the model in a checkpoint, and what the trainer was told.
-
-    Lightning keeps the arguments of a module as ``hyper_parameters``; a whole config.json may be
-    among them, or single sizes under its names.
-
-    Args:
-        catalog: The checkpoint.
-        roots: Where files lie, by name.
-    """
-    for name, content in catalog.documents.items():
-        if name in DOCUMENTS:
-            home = path_at((roots or {}).get(name, catalog.root))
-            yield Description(name, str(home / name), content)
-    for place, stated in catalog.stated.items():
-        yield Description(ARGUMENTS, place, stated)
-    for file, record in catalog.extensions.get(MEGATRON, {}).items():
-        yield Description(MEGATRON, f"{file} in {catalog.path}", record)
-    given = [blob for blob in catalog.blobs.values() if blob.path[:1] == (HYPER_PARAMETERS,)]
-    for holder in ((), *((name,) for name in HOLDERS)) if given else ():
-        path = (HYPER_PARAMETERS, *holder)
-        place, held = f"`{'.'.join(path)}` in {catalog.path}", _below(given, path)
-        if isinstance(held.get("model_type"), str):
-            yield Description(CONFIG, place, held, complete=False)
-        elif told := {name: value for name, value in held.items() if _is_told(name, value)}:
-            yield Description(ARGUMENTS, place, told)
-
-
-def _below(blobs: Iterable[Blob], path: Path) -> Json:
-    """Return the dictionary of dictionaries that leaves below *path* are."""
-    held: dict[str, Any] = {}
-    for blob in blobs:
-        keys = [key for key in blob.path[len(path) :] if isinstance(key, str)]
-        if keys and blob.path == (*path, *keys):
-            inner = held
-            for key in keys[:-1]:
-                inner = inner.setdefault(key, {})
-            inner[keys[-1]] = blob.value
-    return held
-
-
-def _is_told(name: str, value: object) -> bool:
-    return name in TOLD and isinstance(value, (bool, int, float, str))
 
 
 def agree(
@@ -139,8 +97,39 @@ def agree(
     notes.add(*_notes(described, by_file))
     for one in found:
         others = " or ".join(str(other) for other in one.statements if other != one.decided)
-        notes.explain("decided", {one.fact: f"{one.decided}, not {others}"})
+        decision = f"{one.decided}, not {others}"
+        notes.explain("decided", {one.fact: decision})
+        notes.add(f"`{one.fact}`: {decision}")
     return notes
+
+
+def agree_on_change(
+    known: Model, tensors: Mapping[str, TensorEntry], asked: LayoutRequest
+) -> Notes:
+    """Compare every statement about a model of which *tensors* get another layout."""
+    family, *_ = requested_layout(known, tensors, asked)
+    if family is not None:
+        compared = compared_tensors(known, family, tensors, asked)
+    else:
+        family, compared = tensors_compared(known)
+        if compared is not None and len(tensors) < len(known.tensors):
+            shapes = {name: one for name, one in compared.shapes.items() if name in tensors}
+            compared = replace(compared, shapes=shapes)
+    return agree(
+        family,
+        known.described,
+        known.request.sizes,
+        asked=known.request.model_type,
+        tensors=compared,
+        trust_assets=asked.trust_assets,
+    )
+
+
+def agreed_change(known: Model, tensors: Mapping[str, TensorEntry], asked: LayoutRequest) -> Change:
+    """Change the layout of a model after comparing every statement about it."""
+    agreed = agree_on_change(known, tensors, asked)
+    change = change_layout(known, tensors, asked)
+    return replace(change, notes=Notes((*agreed, *change.notes)))
 
 
 def _compared(
@@ -152,7 +141,7 @@ def _compared(
     trust_assets: bool = False,
 ) -> tuple[Sequence[Sequence[Statement]], tuple[Contradiction, ...]]:
     """Return what each of *described* says, and what contradicts each other."""
-    configs = [facts(one.content) for one in described if one.name == CONFIG]
+    configs = [with_rope_type(one.content) for one in described if one.name == CONFIG]
     by_file = [[*_of_file(family, one, configs, asked)] for one in described]
     statements = [one for said in by_file for one in said]
     if family is not None and any(one.name == MEGATRON for one in described):
@@ -185,7 +174,8 @@ def contradictions_in(known: Model, files: Collection[str] = ()) -> tuple[Contra
     Raises:
         MappingError: What a file says is not understood.
     """
-    described = tuple(one for one in of_checkpoint(known.catalog) if not files or one.name in files)
+    every = descriptions_of(known.catalog)
+    described = tuple(one for one in every if not files or one.name in files)
     family, tensors = tensors_compared(known)
     return _compared(family, described, {}, known.request.model_type, tensors)[1]
 
@@ -214,7 +204,7 @@ def tensors_compared(known: Model) -> tuple[Family | None, Tensors | None]:
 
 def disagreements(family: Family, described: Sequence[Description]) -> tuple[Contradiction, ...]:
     """Return the facts on which *described* files, of a model or of two of a kind, differ."""
-    configs = [facts(one.content) for one in described if one.name == CONFIG]
+    configs = [with_rope_type(one.content) for one in described if one.name == CONFIG]
     by_file = (_of_file(family, one, configs, family.name) for one in described)
     return contradictions(said for file in by_file for said in file)
 
@@ -244,7 +234,7 @@ def _of_file(
 
         said = () if family is None else of_megatron(family, file.content, file.place)
     elif family is not None:
-        writer = family if asked else _writer(family, facts(file.content), configs)
+        writer = family if asked else _writer(family, with_rope_type(file.content), configs)
         other = Statement("model_type", f"not {family.name}", file.place)
         said = of_params(writer, file.content, file.place) if writer else (other,)
     yield from (replace(one, trusted=True) for one in said) if file.assets else said
@@ -294,18 +284,6 @@ def _require_given(
                 why=f"it states `{found.fact}` = {other.value}",
                 hint=f"use {spell_option('--set')} only for sizes that no file states",
             )
-
-
-def vocabulary_rows(tensors: Tensors) -> int | None:
-    """Return the rows of a vocabulary that all *tensors* with such show, or None."""
-    found = {tensors.shapes[key][dim] for key, dim in tensors.dims_of(AXIS).items()}
-    return found.pop() if len(found) == 1 else None
-
-
-def rows_with_padding(tensors: Tensors, size: int | None) -> int | None:
-    """Return the rows of a vocabulary in a padded layout, or None if *size* admits no more."""
-    rows = vocabulary_rows(tensors)
-    return rows if rows is not None and size is not None and rows > size else None
 
 
 def _of_tensors(

@@ -5,27 +5,12 @@ What it lacks are tensors that its family's table and its configuration say it h
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 
-from ckptctl import families, formats
-from ckptctl.catalog import Catalog, Finding
-from ckptctl.errors import (
-    MappingError,
-    UsageError,
-    listed,
-    spell_option,
-)
-from ckptctl.notes import Notes
-from ckptctl.ops.recognition.agreement import (
-    CONFIG,
-    DESCRIBED_OTHERWISE,
-    SHOWN_OTHERWISE,
-    contradictions_in,
-)
-from ckptctl.ops.recognition.model import Model, Request, WrongTypeError, understand
-from ckptctl.ops.recognition.quantized import misfits
-from ckptctl.ops.recognition.roots import unwrapped
+from ckptctl import families
+from ckptctl.errors import listed, spell_option
+from ckptctl.ops.recognition.model import Model
 from ckptctl.planner.configs.demands import demanded
 from ckptctl.planner.configs.facts import does_without
 from ckptctl.planner.layouts import Family, is_base
@@ -41,14 +26,11 @@ from ckptctl.planner.mapping.detect import detect
 from ckptctl.planner.mapping.matching import Matched
 from ckptctl.planner.quantization.survey import plain_names
 from ckptctl.units import counted
-from ckptctl.verdict import STRUCTURE_COMPLETE, UNKNOWN_MODEL, Scope, Severity
+from ckptctl.verdict import STRUCTURE_COMPLETE, UNKNOWN_MODEL, Scope
 
 UNKNOWN_ADAPTER = (
     f"{STRUCTURE_COMPLETE}no table defines which tensors an adapter must have, so missing "
     "tensors cannot be detected"
-)
-UNCOUNTED_LAYERS = (
-    "no configuration states the number of layers, so missing layers at the end cannot be detected"
 )
 FEW_FAMILIES = 4
 TRANSFORMERS = "hf"
@@ -171,7 +153,7 @@ def lacks(model: Model, names: Collection[str], target: str | None = None) -> La
             sizes,
             tied=model.is_tied(family),
             without=does_without(family, model.config, base=base) if headless else (),
-            demanded=demanded(family, model.config, matched) if family.demands else (),
+            demanded=demanded(family, model.config, matched),
             most=most,
         )
         keys = dict.fromkeys(absent.key for absent in less.listed)
@@ -228,88 +210,3 @@ def _certain(family: Family, matched: Matched, model: Model, less: Lacking) -> b
         and there == {bool(tensor.indices) for tensor in tensors}
         and all(absent.shown for absent in less.listed)
     )
-
-
-def check_model(model: Model, notes: Notes) -> tuple[list[Finding], Scope]:
-    """Compare the tensors of a model with its model type, its configuration and each other.
-
-    Every command that states whether a checkpoint is complete asks here.
-
-    Returns:
-        Missing tensors (also noted), contradictions and doubts; and whether missing tensors could
-        have been detected.
-    """
-    catalog, names = model.catalog, model.tensors
-    try:
-        lack = lacks(model, names)
-    except (MappingError, UsageError) as error:
-        why = ": ".join(filter(None, (error.what, error.why)))
-        unknown = f"the configuration does not describe the model: {why}"
-        lack = Lacks((), False, model, unknown)
-    notes.explain("missing", lack.missing)
-    findings = [
-        Finding("missing tensor", why, tensor=name, basis="model")
-        for name, why in lack.missing.items()
-    ]
-    findings += misfits(catalog)
-    findings += contradiction_findings(model)
-    if "ranks" in formats.get(catalog.format).choices and model.configured:
-        findings += _cut_short(model)
-    if not names:
-        return findings, "structure"
-    notes.add(*lack.doubts)
-    if lack.scope == "model" and not model.configured:
-        notes.add(UNCOUNTED_LAYERS)
-    if strays := model.strays(names):
-        notes.add(f"keys unknown to {model.named}: {listed(strays)}")
-    return findings, lack.scope
-
-
-def recognized_check(
-    catalog: Catalog, model_type: str | None, notes: Notes
-) -> tuple[list[Finding], Scope]:
-    """Recognize the model in *catalog* and check it; several models are no model to compare."""
-    catalog = unwrapped(catalog)
-    try:
-        model = understand(catalog, request=Request(model_type))
-    except WrongTypeError:
-        raise
-    except MappingError as error:
-        notes.add(f"{error.what}, so missing tensors cannot be detected")
-        return [], "structure"
-    return check_model(model, notes)
-
-
-def contradiction_findings(model: Model) -> Iterator[Finding]:
-    """Yield the facts of a model that are stated in two ways, or that the tensors contradict."""
-    try:
-        found = contradictions_in(model)
-    except MappingError as error:
-        what = "cannot interpret the description of the model"
-        severity: Severity = "unknown" if _is_misread(model) else "warning"
-        yield Finding(what, error.summary, severity, basis="model")
-        return
-    for one in found:
-        what = SHOWN_OTHERWISE if one.is_shown else DESCRIBED_OTHERWISE
-        why = str(one).replace(f"{model.catalog.root}/", "")
-        yield Finding(what, why, "unknown", basis="model")
-
-
-def _is_misread(model: Model) -> bool:
-    """Return whether config.json is not understood, by which transformers loads the model."""
-    try:
-        contradictions_in(model, (CONFIG,))
-    except MappingError:
-        return True
-    return False
-
-
-def _cut_short(model: Model) -> Iterator[Finding]:
-    """Yield that tensors of which no file records the size contradict the configuration."""
-    from ckptctl.ops.recognition.layout_change import LayoutRequest, change_layout
-
-    try:
-        change_layout(model, model.tensors, LayoutRequest(None, partial=True))
-    except MappingError as error:
-        what = "the last ranks' shards may be missing: a shape contradicts the configuration"
-        yield Finding(what, f"{error.where}: {error.why}", "unknown", basis="model")

@@ -9,27 +9,23 @@ from ckptctl import families, formats
 from ckptctl.catalog import Catalog, Computed, Input, TensorEntry, computed_name
 from ckptctl.errors import MappingError, UsageError, listed, spell_option
 from ckptctl.notes import Notes
-from ckptctl.ops.recognition.agreement import (
-    AXIS,
-    PADDED_LAYOUTS,
-    agree,
-    rows_with_padding,
-    tensors_compared,
-)
 from ckptctl.ops.recognition.model import Model, require_one
 from ckptctl.ops.recognition.vocabulary import (
+    AXIS,
+    PADDED_LAYOUTS,
     note_padding,
     note_unstated_padding,
     padded_size,
     require_own_rows,
+    rows_with_padding,
     without_padding,
 )
 from ckptctl.ops.sources import located
 from ckptctl.planner.configs.demands import demanded
 from ckptctl.planner.configs.facts import does_without
-from ckptctl.planner.configs.tensor_facts import Tensors
 from ckptctl.planner.layouts import Family, is_base
 from ckptctl.planner.mapping.mapped import ComposedTensor, MappedTensor, Zeros, compose
+from ckptctl.planner.mapping.matching import Tensors
 from ckptctl.planner.mapping.source import SurplusError
 from ckptctl.planner.mapping.tensors import Change, map_tensors
 from ckptctl.units import counted
@@ -67,8 +63,13 @@ class LayoutRequest:
     trust_assets: bool = False
 
 
-def change_layout(known: Model, tensors: Mapping[str, TensorEntry], asked: LayoutRequest) -> Change:
-    """Map *tensors* of a model to another layout, or to the one that they have."""
+def requested_layout(
+    known: Model, tensors: Mapping[str, TensorEntry], asked: LayoutRequest
+) -> tuple[Family | None, str | None, bool]:
+    """Return the family that a change needs, the layout to write, and whether names are kept.
+
+    The family is None where *tensors* are copied as no table describes them.
+    """
     target = asked.target_layout or known.layout
     usual = formats.get(known.catalog.format).layout or "hf"
     unknown = not known.candidates and target in (None, usual)
@@ -80,14 +81,31 @@ def change_layout(known: Model, tensors: Mapping[str, TensorEntry], asked: Layou
         family = families.family(known.model_type)
     else:
         _require_no_family(known, tensors, asked)
-        return _unchanged(known, tensors, target, _agreement_of_kept(known, tensors, asked))
+        return None, target, same
     if not same and target:
         families.require_layout(family, target)
-    source, names = known.layout or "", tensors if asked.whole is None else asked.whole
-    matched = known.match(family, family.layout(source), names) if source else None
+    return family, target, same
+
+
+def compared_tensors(
+    known: Model, family: Family, tensors: Mapping[str, TensorEntry], asked: LayoutRequest
+) -> Tensors | None:
+    """Return what *tensors* are in the layout of the source, or None if that is not known."""
+    if not known.layout:
+        return None
+    layout, names = family.layout(known.layout), tensors if asked.whole is None else asked.whole
     shapes = {name: entry.shape for name, entry in tensors.items()}
-    there = Tensors(family.layout(source), matched, shapes) if matched is not None else None
-    agreed = _agreement(family, known, there, asked)
+    return Tensors(layout, known.match(family, layout, names), shapes)
+
+
+def change_layout(known: Model, tensors: Mapping[str, TensorEntry], asked: LayoutRequest) -> Change:
+    """Map *tensors* of a model to another layout, or to the one that they have."""
+    family, target, same = requested_layout(known, tensors, asked)
+    if family is None:
+        return _unchanged(known, tensors, target)
+    source = known.layout or ""
+    there = compared_tensors(known, family, tensors, asked)
+    matched = there.matched if there else None
     sizes = known.sizes(family, implied=known.configured)
     stated, pads = sizes.get(AXIS), asked.pads and not same
     rows = rows_with_padding(there, stated) if there and source in PADDED_LAYOUTS else None
@@ -104,7 +122,7 @@ def change_layout(known: Model, tensors: Mapping[str, TensorEntry], asked: Layou
             family,
             source,
             source if same else target or source,
-            shapes,
+            {name: entry.shape for name, entry in tensors.items()},
             sizes if rows is None else {**sizes, AXIS: rows},
             tied=known.is_tied(family),
             untie=asked.untie,
@@ -112,7 +130,7 @@ def change_layout(known: Model, tensors: Mapping[str, TensorEntry], asked: Layou
             lists=known.lists(family),
             matched=matched,
             without=does_without(family, known.config, base=is_base(known.layout)),
-            demanded=demanded(family, known.config, matched) if family.demands else (),
+            demanded=demanded(family, known.config, matched),
             missing=asked.missing,
             resize={} if size is None else {AXIS: size},
         )
@@ -131,21 +149,14 @@ def change_layout(known: Model, tensors: Mapping[str, TensorEntry], asked: Layou
     elif asked.vocab is not None:
         change = _with_vocabulary(change, asked.vocab)
     elif rows is not None and size is not None and there:
-        change = without_padding(change, there, size, known.catalog)
+        change = without_padding(change, there, size, stated=known.states_padding(rows, size))
     elif source in PADDED_LAYOUTS and not pads and not same:
         note_unstated_padding(change, stated)
     if same:
         place = {name: position for position, name in enumerate(tensors)}
         ordered = sorted(change.tensors, key=lambda item: place[item.sources[0].key])
         change = replace(change, tensors=tuple(ordered))
-    return replace(change, notes=_notes(agreed, change.notes))
-
-
-def _notes(agreed: Notes, change: Notes) -> Notes:
-    """Return what is said of the descriptions of a model, and of a *change* of its layout."""
-    notes = Notes((*agreed, *change))
-    notes.add(*(f"`{fact}`: {why}" for fact, why in agreed.reasons("decided").items()))
-    return notes
+    return change
 
 
 def _require_no_family(
@@ -197,36 +208,7 @@ def _interchangeable(known: Model, target: str) -> bool:
     )
 
 
-def _agreement(
-    family: Family | None,
-    known: Model,
-    tensors: Tensors | None,
-    asked: LayoutRequest,
-) -> Notes:
-    return agree(
-        family,
-        known.described,
-        known.request.sizes,
-        asked=known.request.model_type,
-        tensors=tensors,
-        trust_assets=asked.trust_assets,
-    )
-
-
-def _agreement_of_kept(
-    known: Model, tensors: Mapping[str, TensorEntry], asked: LayoutRequest
-) -> Notes:
-    """Compare what describes a model whose names are kept."""
-    family, compared = tensors_compared(known)
-    if compared is not None and len(tensors) < len(known.tensors):
-        shapes = {name: one for name, one in compared.shapes.items() if name in tensors}
-        compared = replace(compared, shapes=shapes)
-    return _agreement(family, known, compared, asked)
-
-
-def _unchanged(
-    known: Model, tensors: Mapping[str, TensorEntry], target: str | None, agreed: Notes
-) -> Change:
+def _unchanged(known: Model, tensors: Mapping[str, TensorEntry], target: str | None) -> Change:
     if target is not None and known.layout is None and target != "hf":
         raise MappingError(
             f"layout `{target}` requires a known model type",
@@ -241,7 +223,7 @@ def _unchanged(
         unknown = f"keys unknown to {known.named}: {listed(strange)}"
         notes.add(f"keys are copied unchanged; {unknown}")
     mapped = tuple(MappedTensor.same(name, name, entry.shape) for name, entry in tensors.items())
-    return Change(None, known.layout, known.layout, mapped, notes=_notes(agreed, notes))
+    return Change(None, known.layout, known.layout, mapped, notes=notes)
 
 
 def apply_change(

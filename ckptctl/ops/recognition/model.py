@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from ckptctl import families, formats
-from ckptctl.catalog import Catalog, TensorEntry
+from ckptctl.catalog import Blob, Catalog, Path, TensorEntry
 from ckptctl.errors import (
     ALTERNATIVES,
     HomelessError,
@@ -19,6 +19,7 @@ from ckptctl.errors import (
     possible,
     spell_option,
 )
+from ckptctl.formats.sidecar_files import DOCUMENTS
 from ckptctl.ops.recognition.roots import (
     Selection,
     checked_root,
@@ -30,14 +31,25 @@ from ckptctl.ops.recognition.roots import (
 )
 from ckptctl.options import among
 from ckptctl.planner.configs.facts import MODULES, Json, is_tied, read_lists, read_sizes
+from ckptctl.planner.families.facts import TOLD
 from ckptctl.planner.layouts import HF, Family, Layout, is_base
 from ckptctl.planner.mapping.adapters import is_adapter
 from ckptctl.planner.mapping.detect import Candidate, configured, detect, refined
 from ckptctl.planner.mapping.matching import Matched, match
+from ckptctl.storage.paths import path_at
 from ckptctl.units import counted
+
+if TYPE_CHECKING:
+    from ckptctl.ops.recognition.recorded import Records
 
 Candidates: TypeAlias = Sequence[Candidate]
 SHOWN_CANDIDATES = 12
+
+
+CONFIG, ARGUMENTS = "config.json", "arguments"
+HYPER_PARAMETERS = "hyper_parameters"
+HOLDERS = ("config", "model_config", "model", "model_args", "cfg")
+"""What people call the part of a module's arguments that describes the model."""
 
 
 class WrongTypeError(MappingError):
@@ -160,6 +172,11 @@ class Model:
         family = families.family(name)
         return self.match(family, family.layout(layout), keys).unmatched
 
+    def states_padding(self, rows: int, size: int) -> bool:
+        """Return whether Megatron's records say that of *rows* of a vocabulary *size* are used."""
+        records = _records(self.catalog)
+        return records is not None and records.state_padding(rows, size)
+
     def by_names_alone(self, layout: str | None) -> Model:
         """Return the same of what no table describes, and whose names are those of *layout*."""
         return replace(self, model_type=None, candidates=(), layout=layout, pairs=(), matched={})
@@ -196,7 +213,8 @@ def understand(
     prefixes = [checked_root(catalog, root)] if root is not None else roots(catalog)
     format = formats.get(catalog.format)
     prefer = layout or format.layout
-    told = bool(config or params or model_type)
+    records = _records(catalog)
+    asked_records = None if config or params or model_type else records
     named = containers(catalog)
     tried: dict[str, Candidates] = {}
     denied: list[Candidate] = []
@@ -204,13 +222,16 @@ def understand(
         if prefix not in named and any(map(_exact, tried.values())):
             break
         shapes = {name: entry.shape for name, entry in select(catalog, prefix).tensors.items()}
-        fitting = () if told else _described(catalog, known, shapes, prefix)
+        fitting: Candidates = ()
+        if asked_records:
+            fitting = asked_records.candidates(known, shapes, prefix)
         fitting = fitting or detect(
             shapes, known, config, params, prefer=prefer, named=bool(model_type), root=prefix
         )
-        wrong = () if told else _denied(catalog, known, fitting)
-        denied += wrong
-        fitting = [one for one in fitting if one not in wrong]
+        if asked_records:
+            wrong = [one for one in fitting if asked_records.contradict(known[one.family])]
+            denied += wrong
+            fitting = [one for one in fitting if one not in wrong]
         if not layout and not format.other_layouts:
             fitting = [c for c in fitting if format.layout in (c.layout, *c.alike)] or fitting
         tried[prefix] = fitting
@@ -232,8 +253,8 @@ def understand(
     if layout is None and layouts and (len(layouts) == 1 or any_layout):
         layout = layouts[0]
     model = names[0] if len(names) == 1 else model_type if names else None
-    if config is None and params is None:
-        config = _configured(catalog, known.get(model or ""))
+    if records and config is None and params is None and model in known:
+        config = records.configuration(known[model])
     found = Model(
         catalog,
         replace(request, model_type=model_type),
@@ -257,6 +278,54 @@ def understand(
     return found
 
 
+def descriptions_of(
+    catalog: Catalog, roots: Mapping[str, str] | None = None
+) -> Iterator[Description]:
+    """Yield all that describes the model in a checkpoint, and what the trainer was told.
+
+    Lightning keeps the arguments of a module as ``hyper_parameters``; a whole config.json may be
+    among them, or single sizes under its names.
+
+    Args:
+        catalog: The checkpoint.
+        roots: Where files lie, by name.
+    """
+    for name, content in catalog.documents.items():
+        if name in DOCUMENTS:
+            home = path_at((roots or {}).get(name, catalog.root))
+            yield Description(name, str(home / name), content)
+    for place, stated in catalog.stated.items():
+        yield Description(ARGUMENTS, place, stated)
+    for name, records in catalog.extensions.items():
+        for file, record in records.items():
+            yield Description(name, f"{file} in {catalog.path}", record)
+    given = [blob for blob in catalog.blobs.values() if blob.path[:1] == (HYPER_PARAMETERS,)]
+    for holder in ((), *((name,) for name in HOLDERS)) if given else ():
+        path = (HYPER_PARAMETERS, *holder)
+        place, held = f"`{'.'.join(path)}` in {catalog.path}", _below(given, path)
+        if isinstance(held.get("model_type"), str):
+            yield Description(CONFIG, place, held, complete=False)
+        elif told := {
+            name: value
+            for name, value in held.items()
+            if name in TOLD and isinstance(value, (bool, int, float, str))
+        }:
+            yield Description(ARGUMENTS, place, told)
+
+
+def _below(blobs: Iterable[Blob], path: Path) -> Json:
+    """Return the dictionary of dictionaries that leaves below *path* are."""
+    held: dict[str, Any] = {}
+    for blob in blobs:
+        keys = [key for key in blob.path[len(path) :] if isinstance(key, str)]
+        if keys and blob.path == (*path, *keys):
+            inner = held
+            for key in keys[:-1]:
+                inner = inner.setdefault(key, {})
+            inner[keys[-1]] = blob.value
+    return held
+
+
 def _require_described(asked: Family, called: str, config: Json, where: str) -> None:
     """Refuse a model type that a config.json contradicts by naming another known one.
 
@@ -270,7 +339,8 @@ def _require_described(asked: Family, called: str, config: Json, where: str) -> 
         for name in configured(known, part):
             other = known[name]
             related = {name, *refined(other, known)} & own
-            if related or _same_table(asked, other):
+            named_alike = HF in asked.layouts and HF in other.layouts
+            if related or (named_alike and asked.layout(HF).same_as(other.layout(HF))):
                 return
     stated = configured(known, config)
     if not stated:
@@ -281,13 +351,6 @@ def _require_described(asked: Family, called: str, config: Json, where: str) -> 
         why=f"config.json has `model_type` `{config.get('model_type')}`, which belongs to "
         f"{possible(tuple(stated))}",
         hint=f"omit {spell_option('--model-type')}",
-    )
-
-
-def _same_table(one: Family, other: Family) -> bool:
-    """Return whether transformers' names and axes are the same in both."""
-    return all(HF in family.layouts for family in (one, other)) and (
-        one.layout(HF).same_as(other.layout(HF))
     )
 
 
@@ -303,36 +366,13 @@ def _families(fitting: Candidates) -> tuple[str, ...]:
     return tuple(dict.fromkeys(candidate.family for candidate in fitting))
 
 
-def _described(
-    catalog: Catalog,
-    known: Mapping[str, Family],
-    shapes: Mapping[str, tuple[int, ...]],
-    root: str,
-) -> Candidates:
-    """Return what Megatron's records say that the model is, where there are any."""
+def _records(catalog: Catalog) -> Records | None:
+    """Return what programs recorded of the model, or None if there is nothing."""
     if not catalog.extensions:
-        return ()
-    from ckptctl.ops.recognition.recorded import described
-
-    return described(catalog, known, shapes, root)
-
-
-def _denied(catalog: Catalog, known: Mapping[str, Family], fitting: Candidates) -> Candidates:
-    """Return those of *fitting* that Megatron's records contradict."""
-    if not catalog.extensions:
-        return ()
-    from ckptctl.ops.recognition.recorded import contradicted
-
-    return [one for one in fitting if contradicted(catalog, known[one.family])]
-
-
-def _configured(catalog: Catalog, family: Family | None) -> Json | None:
-    """Return the config.json that Megatron's records state, where there are any."""
-    if family is None or not catalog.extensions:
         return None
-    from ckptctl.ops.recognition.recorded import configuration
+    from ckptctl.ops.recognition.recorded import Records  # most checkpoints have none
 
-    return configuration(catalog, family)
+    return Records(catalog)
 
 
 def _inside(

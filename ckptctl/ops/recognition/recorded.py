@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from ckptctl import formats
 from ckptctl.catalog import Catalog
 from ckptctl.errors import MappingError
+from ckptctl.ops.recognition.vocabulary import MULTIPLE
 from ckptctl.planner.configs.facts import Json, Translated
 from ckptctl.planner.configs.megatron import (
     EXPERTS,
@@ -22,40 +23,52 @@ from ckptctl.planner.configs.megatron import (
 )
 from ckptctl.planner.configs.megatron_words import MEGATRON
 from ckptctl.planner.configs.rope import rope_of_megatron
-from ckptctl.planner.families.declarations import holds
-from ckptctl.planner.families.megatron import MegatronStyle
+from ckptctl.planner.families.declarations import MegatronStyle, holds
 from ckptctl.planner.layouts import Family
 from ckptctl.planner.mapping.detect import Candidate, detect
 
 
-def described(
-    catalog: Catalog, known: Mapping[str, Family], shapes: Mapping[str, tuple[int, ...]], root: str
-) -> list[Candidate]:
-    """Return the families that the records describe, as far as the keys are exactly theirs."""
-    record, prefer = _record_of(catalog), formats.get(catalog.format).layout
-    found: list[Candidate] = []
-    for name in possible(known, record) if record else ():
-        one, told = {name: known[name]}, stated(known[name], record)
-        fitting = detect(shapes, one, told, prefer=prefer, named=True, root=root)
-        found += (c for c in fitting if c.exact)
-    return found
+class Records:
+    """What Megatron's programs recorded of the model in a checkpoint."""
 
+    def __init__(self, catalog: Catalog) -> None:
+        self._record = merged(catalog.extensions.get(MEGATRON, {}).values())
+        self._layout = formats.get(catalog.format).layout
 
-def contradicted(catalog: Catalog, family: Family) -> bool:
-    """Return whether the records describe no model of *family*."""
-    if MEGATRON not in catalog.extensions or family.megatron is None:
-        return False
-    return not _fits(family.megatron, fields_of(_record_of(catalog)))
+    def candidates(
+        self, known: Mapping[str, Family], shapes: Mapping[str, tuple[int, ...]], root: str
+    ) -> list[Candidate]:
+        """Return the families that are described, as far as the keys are exactly theirs."""
+        found: list[Candidate] = []
+        for name in possible(known, self._record) if self._record else ():
+            one, told = {name: known[name]}, stated(known[name], self._record)
+            fitting = detect(shapes, one, told, prefer=self._layout, named=True, root=root)
+            found += (c for c in fitting if c.exact)
+        return found
 
+    def contradict(self, family: Family) -> bool:
+        """Return whether no model of *family* is described."""
+        return family.megatron is not None and not _fits(family.megatron, fields_of(self._record))
 
-def configuration(catalog: Catalog, family: Family) -> Json | None:
-    """Return the config.json that the records state."""
-    found = stated(family, _record_of(catalog)) if MEGATRON in catalog.extensions else None
-    return Translated(found) if found else None
+    def configuration(self, family: Family) -> Json | None:
+        """Return the config.json that is stated."""
+        found = stated(family, self._record)
+        return Translated(found) if found else None
 
+    def state_padding(self, rows: int, size: int) -> bool:
+        """Return whether of *rows* of a vocabulary only *size* are no padding."""
+        told = self._record
+        unit = self._count("make_vocab_size_divisible_by", MULTIPLE)
+        unit *= self._count("tensor_model_parallel_size", 1)
+        padded = told.get("padded_vocab_size")
+        pads = padded is None and told.get("should_pad_vocab") is True
+        if pads and told.get("vocab_size") == size:
+            padded = -(-size // unit) * unit
+        return padded == rows and rows - size < unit
 
-def _record_of(catalog: Catalog) -> Json:
-    return merged(catalog.extensions.get(MEGATRON, {}).values())
+    def _count(self, name: str, default: int) -> int:
+        found = self._record.get(name)
+        return found if type(found) is int and 0 < found <= 1 << 20 else default
 
 
 def possible(families: Mapping[str, Family], record: Json) -> list[str]:

@@ -10,20 +10,19 @@ then the trainer's own arguments have to say that they are padding.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 
-from ckptctl.catalog import Catalog
 from ckptctl.errors import MappingError, spell_option
-from ckptctl.ops.recognition.agreement import AXIS, vocabulary_rows
-from ckptctl.planner.configs.megatron import merged
-from ckptctl.planner.configs.megatron_words import MEGATRON
-from ckptctl.planner.configs.tensor_facts import Tensors
 from ckptctl.planner.layouts import Family
 from ckptctl.planner.mapping.mapped import Padding, Region
+from ckptctl.planner.mapping.matching import Tensors
 from ckptctl.planner.mapping.tensors import Change
 from ckptctl.units import counted
 
+AXIS = "v"
+"""The rows of a vocabulary."""
+PADDED_LAYOUTS = ("mcore", "mcore-local")
+"""Layouts of programs that pad a vocabulary."""
 MULTIPLE = 128
 """What Megatron-LM and Megatron-Bridge pad a vocabulary to where nobody says otherwise."""
 READ = "they must be zero, which is checked before writing"
@@ -42,10 +41,21 @@ def note_unstated_padding(change: Change, stated: int | None) -> None:
     change.notes.add(f"{note} (set the size with {options})")
 
 
-def without_padding(change: Change, tensors: Tensors, size: int, catalog: Catalog) -> Change:
+def vocabulary_rows(tensors: Tensors) -> int | None:
+    """Return the rows of a vocabulary that all *tensors* with such show, or None."""
+    found = {tensors.shapes[key][dim] for key, dim in tensors.dims_of(AXIS).items()}
+    return found.pop() if len(found) == 1 else None
+
+
+def rows_with_padding(tensors: Tensors, size: int | None) -> int | None:
+    """Return the rows of a vocabulary in a padded layout, or None if *size* admits no more."""
+    rows = vocabulary_rows(tensors)
+    return rows if rows is not None and size is not None and rows > size else None
+
+
+def without_padding(change: Change, tensors: Tensors, size: int, *, stated: bool) -> Change:
     """Return *change* to a vocabulary of *size* rows; the others have to be padding."""
     rows = change.sizes[AXIS]
-    stated = is_stated(catalog, rows, size)
     read = {source.key for one in change.tensors for source in one.sources}
     regions: list[Region] = []
     for key, dim in tensors.dims_of(AXIS).items():
@@ -95,19 +105,3 @@ def note_padding(change: Change, rows: int, *, is_asked: bool) -> None:
     why = "" if is_asked else f", a multiple of {MULTIPLE} ({other})"
     rows_before = counted(change.sizes[AXIS], "row")
     change.notes.add(f"the vocabulary of {rows_before} is padded with zeros to {rows:,}{why}")
-
-
-def is_stated(catalog: Catalog, rows: int, size: int) -> bool:
-    """Return whether the trainer's records say that of *rows* only *size* are no padding."""
-    told = merged(catalog.extensions.get(MEGATRON, {}).values())
-    step = _count(told, "make_vocab_size_divisible_by", MULTIPLE)
-    unit = step * _count(told, "tensor_model_parallel_size", 1)
-    padded = told.get("padded_vocab_size")
-    if padded is None and told.get("should_pad_vocab") is True and told.get("vocab_size") == size:
-        padded = -(-size // unit) * unit
-    return padded == rows and rows - size < unit
-
-
-def _count(told: Mapping[str, object], name: str, default: int) -> int:
-    found = told.get(name)
-    return found if type(found) is int and 0 < found <= 1 << 20 else default

@@ -96,7 +96,7 @@ def examine(
 
         state.findings += ranks.broadcast(on_first(ranks, around)) if read else around()
         if options.model and catalog is not None and _index_holds(state, catalog):
-            from ckptctl.ops.recognition.lacking import recognized_check
+            from ckptctl.ops.verification.model import recognized_check
 
             notes = Notes()
             found, state.scope = recognized_check(catalog, options.model_type, notes)

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ckptctl.planner.configs.contradictions import LIMITED, switched
-from ckptctl.planner.configs.facts import MODULES
-from ckptctl.planner.configs.formulas import facts_in
+from ckptctl.planner.configs.facts import MODULES, facts_in
 from ckptctl.planner.configs.layer_kinds import LISTS
 from ckptctl.planner.families.declarations import spellings
 from ckptctl.planner.layouts import Family

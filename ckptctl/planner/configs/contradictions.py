@@ -26,14 +26,15 @@ from ckptctl.planner.configs.fact_names import (
 )
 from ckptctl.planner.configs.facts import (
     MODULES,
+    ROPE,
     Json,
     axis_called,
     default_of,
     defaults,
     fact_of,
+    normalized,
     read_sizes,
 )
-from ckptctl.planner.configs.rope import ROPE, normalized
 from ckptctl.planner.families.declarations import SWITCHES, looked_up, spellings
 from ckptctl.planner.families.facts import NEEDED
 from ckptctl.planner.layouts import Family

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
-from ckptctl.planner.configs.facts import Json, plain, read_sizes
-from ckptctl.planner.configs.kinds import count
+from ckptctl.planner.configs.facts import Json, count, plain, read_sizes
 from ckptctl.planner.families.declarations import holds, looked_up
 from ckptctl.planner.families.demands import Demand
 from ckptctl.planner.mapping.matching import Matched, Slot, Values, slots

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 
 from ckptctl.planner.configs.facts import MODULES, Json
-from ckptctl.planner.families.facts import ARGUED
 
 
 def walked(
@@ -81,11 +80,6 @@ NOTED = (
     "pad_token_id",
 )
 """Keys of config.json that change no logits: that two files differ on them is said in a note."""
-
-TOLD = frozenset(fact.config for fact in ARGUED) | {
-    *("hidden_act", "num_key_value_heads", "tie_word_embeddings")
-}
-"""Keys of config.json that among the arguments of a training mean the model."""
 
 PLACED = ("dynamic", "longrope", "su", "yarn")
 """Kinds of rotary scaling that ``max_position_embeddings`` takes part in."""

@@ -1,5 +1,7 @@
 """config.json and params.json: the axis sizes and other facts that they state.
 
+Rotary frequencies have several spellings, which are read as one.
+
 Sources: transformers' configuration classes (4.x: ``rope_theta``, ``rope_scaling``; 5.x:
 ``rope_parameters``), Meta's ``ModelArgs`` in ``llama/model.py`` and ``llama_models/llama3``,
 mistral-inference's ``args.py``.
@@ -7,13 +9,12 @@ mistral-inference's ``args.py``.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, TypeAlias
 
 from ckptctl.errors import MappingError, UsageError, nearest
 from ckptctl.planner.configs.defaults import DEFAULTS
-from ckptctl.planner.configs.formulas import names_in
-from ckptctl.planner.configs.kinds import count
 from ckptctl.planner.families.declarations import looked_up, spelled, spellings, states
 
 if TYPE_CHECKING:
@@ -25,6 +26,24 @@ MODULES = ("text_config", "vision_config")
 """Objects of config.json that describe models inside of the model."""
 HEADS = ("ForCausalLM", "ForConditionalGeneration", "LMHeadModel")
 """How transformers' classes with a language model's head end."""
+ROPE = ("rope_scaling", "rope_parameters")
+"""What says how rotary frequencies are scaled; null there means that they are not."""
+FULL, LOCAL = "full_attention", "sliding_attention"
+"""Of rotary frequencies for each kind of layer those that others call the model's, and others."""
+PLAIN = (None, "default")
+"""Kinds of frequencies that are not scaled."""
+_HUGE = 1 << 48
+_WORD = re.compile(r"len\([\w.]+\)|[\w.]+|[-*/+]")
+"""What formulas of sizes are made of; ``len(name)`` is the number of entries of a list."""
+
+
+def count(value: object, name: str) -> int | None:
+    """Return the size that a configuration states under *name*; None: it is absent or -1."""
+    if value is None or value == -1:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 < value < _HUGE:
+        raise MappingError(f"`{name}` is not a valid size", where=name, why=f"it is {value!r}")
+    return value
 
 
 def plain(file: Json) -> Json:
@@ -183,6 +202,34 @@ def _spellings(axis: str, family: Family) -> list[str]:
     return list(dict.fromkeys(f"`{name}`" for name in (axis, *shown) if name))
 
 
+def names_in(formula: str) -> tuple[str, ...]:
+    """Return the facts that *formula* is made of."""
+    words = (word for word in _WORD.findall(formula) if word not in "-+*/" and not word.isdecimal())
+    return tuple(dict.fromkeys(words))
+
+
+def facts_in(formula: str) -> tuple[str, ...]:
+    """Return the names in config.json that *formula* mentions."""
+    return tuple(name.removeprefix("len(").removesuffix(")") for name in names_in(formula))
+
+
+def value_of_formula(formula: str, values: Mapping[str, int]) -> int | None:
+    """Return what *formula* comes to; None: *values* do not say it."""
+    total = 0
+    for term in formula.replace(" - ", " + -1 * ").split(" + "):
+        product, operator = 1, "*"
+        for word in _WORD.findall(term.removeprefix("-1 * ")):
+            if word in "*/":
+                operator = word
+                continue
+            factor = int(word) if word.isdecimal() else values.get(word)
+            if factor is None or (operator == "/" and (not factor or product % factor)):
+                return None
+            product = product // factor if operator == "/" else product * factor
+        total += -product if term.startswith("-1 * ") else product
+    return total
+
+
 def read_lists(family: Family, config: Json | None) -> dict[str, list[int]]:
     """Return the lists of layer numbers that the family's shifts look up in config.json."""
     found: dict[str, list[int]] = {}
@@ -194,3 +241,49 @@ def read_lists(family: Family, config: Json | None) -> dict[str, list[int]]:
             raise MappingError(f"`{name}` is not a list of layers", why=f"it is {value!r}")
         found[name] = sorted({int(n) for n in value})
     return found
+
+
+def normalized(config: Json) -> dict[str, object]:
+    """Return *config* with ``rope_theta`` and ``rope`` wherever it describes rotary frequencies.
+
+    ``rope`` is what says how they are scaled, with its kind as ``rope_type``, and with those of
+    other layers than the ones that see the whole text as ``layers``.
+    """
+    values = dict(config)
+    for name in MODULES:
+        if isinstance(inner := values.get(name), Mapping):
+            values[name] = normalized(inner)
+    stated: dict[str, object] = {}
+    for name in ROPE:
+        if isinstance(value := config.get(name), Mapping):
+            full = value.get(FULL)
+            others = {key: one for key, one in value.items() if key != FULL}
+            stated |= {**full, "layers": others} if isinstance(full, Mapping) else value
+    local = looked_up(stated, f"layers.{LOCAL}.rope_theta")
+    theta = stated.pop("rope_theta", config.get("rope_theta"))
+    kind = stated.pop("type", None)
+    if kind is not None:
+        stated.setdefault("rope_type", kind)
+    found = {"rope_local_base_freq": local, "rope_theta": theta, "rope": stated or None}
+    return values | {name: value for name, value in found.items() if value is not None}
+
+
+def rope(config: Json) -> tuple[object, Json | None]:
+    """Return ``rope_theta`` and the scaling of a config.json, in any spelling.
+
+    Returns:
+        The base, None where it is not stated; and the scaling with its kind as ``rope_type``,
+        None where the frequencies are not scaled.
+    """
+    values = normalized({name: config.get(name) for name in ("rope_theta", *ROPE)})
+    scaling = values.get("rope")
+    if not isinstance(scaling, Mapping) or scaling.get("rope_type") in PLAIN:
+        scaling = None
+    return values["rope_theta"], scaling
+
+
+def with_rope_type(file: Json) -> Json:
+    """Return a configuration with ``rope_theta`` and ``rope_type`` wherever it states them."""
+    values = dict(plain(file))
+    theta, scaling = rope(values)
+    return values | {"rope_theta": theta, "rope_type": scaling and scaling["rope_type"]}

@@ -8,23 +8,14 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from ckptctl.errors import MappingError, spell_option
+from ckptctl.planner.configs.facts import count
 from ckptctl.planner.families.facts import NEEDED, Fact
 from ckptctl.units import counted
 
 Values: TypeAlias = Mapping[str, object]
 
-_HUGE = 1 << 48
 GREEDY, LIMITED = "greedy", "group_limited_greedy"
 """DeepSeek-V2's ``topk_method``."""
-
-
-def count(value: object, name: str) -> int | None:
-    """Return the size that a configuration states under *name*; None: it is absent or -1."""
-    if value is None or value == -1:
-        return None
-    if isinstance(value, bool) or not isinstance(value, int) or not 0 < value < _HUGE:
-        raise MappingError(f"`{name}` is not a valid size", where=name, why=f"it is {value!r}")
-    return value
 
 
 def number(value: object, name: str) -> float:

@@ -7,11 +7,10 @@ from collections.abc import Iterator, Mapping
 
 from ckptctl.planner.configs.contradictions import Contradiction, Statement
 from ckptctl.planner.configs.facts import Json, default_of, read_sizes
-from ckptctl.planner.configs.tensor_facts import Tensors
 from ckptctl.planner.families.declarations import looked_up, states
 from ckptctl.planner.families.demands import LayerKind, LayerSize
 from ckptctl.planner.layouts import Family
-from ckptctl.planner.mapping.matching import Matched
+from ckptctl.planner.mapping.matching import Matched, Tensors
 
 LISTS = ("layer_types", "mlp_layer_types", "indexer_types", "no_rope_layers")
 """Lists with an entry for each layer, of which transformers wants one for each."""

@@ -12,11 +12,10 @@ from collections.abc import Iterable, Iterator, Mapping
 
 from ckptctl.errors import MappingError, listed, spell_option
 from ckptctl.planner.configs.contradictions import Statement, of_config, used
-from ckptctl.planner.configs.facts import Json, read_sizes
+from ckptctl.planner.configs.facts import FULL, Json, count, normalized, read_sizes
 from ckptctl.planner.configs.kinds import (
     KINDS,
     assets_hint,
-    count,
     from_megatron,
     inexpressible_error,
     number,
@@ -32,16 +31,13 @@ from ckptctl.planner.configs.megatron_words import (
     TURNED,
 )
 from ckptctl.planner.configs.rope import (
-    FULL,
     ORIGINAL,
     YARN,
-    normalized,
     rope_of_megatron,
     rope_to_megatron,
 )
-from ckptctl.planner.families.declarations import SIZES, looked_up, spellings, states
+from ckptctl.planner.families.declarations import SIZES, MegatronStyle, looked_up, spellings, states
 from ckptctl.planner.families.facts import NEEDED, NEUTRAL, Fact
-from ckptctl.planner.families.megatron import MegatronStyle
 from ckptctl.planner.layouts import Family
 
 TARGET = "_target_"

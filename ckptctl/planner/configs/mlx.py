@@ -20,8 +20,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from ckptctl.planner.configs.fact_names import RENAMED
-from ckptctl.planner.configs.facts import Json
-from ckptctl.planner.configs.rope import FULL, LOCAL, PLAIN, normalized
+from ckptctl.planner.configs.facts import FULL, LOCAL, PLAIN, Json, normalized
 from ckptctl.planner.families.declarations import looked_up, spellings
 from ckptctl.planner.layouts import MLX, Family
 

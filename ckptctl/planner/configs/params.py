@@ -12,9 +12,18 @@ from copy import deepcopy
 from ckptctl.errors import MappingError, spell_option
 from ckptctl.planner.configs.contradictions import Statement, leaves, respell
 from ckptctl.planner.configs.fact_names import NOTED, is_module, walked
-from ckptctl.planner.configs.facts import MODULES, Json, fact_of, plain, read_sizes
-from ckptctl.planner.configs.kinds import count, inexpressible_error, number, value_of
-from ckptctl.planner.configs.rope import facts, normalized, rope
+from ckptctl.planner.configs.facts import (
+    MODULES,
+    Json,
+    count,
+    fact_of,
+    normalized,
+    plain,
+    read_sizes,
+    rope,
+    with_rope_type,
+)
+from ckptctl.planner.configs.kinds import inexpressible_error, number, value_of
 from ckptctl.planner.families.declarations import ParamsStyle, holds, looked_up, spellings, states
 from ckptctl.planner.families.facts import NEEDED, Fact
 from ckptctl.planner.layouts import Family
@@ -76,7 +85,7 @@ def ffn_of(params: Json, dim: int) -> int:
 
 def of_params(family: Family, params: Json, source: str) -> Iterator[Statement]:
     """Yield what a params.json says, in the words of config.json."""
-    style, values = family.params, facts(params)
+    style, values = family.params, with_rope_type(params)
     sizes = read_sizes(family, None, params)
     named = read_sizes(family, None, params, implied=False)
     if style.derived and "f" not in sizes and "d" in sizes and "multiple_of" in values:
@@ -138,7 +147,7 @@ def params_to_config(
     *sizes*, solved from the tensors, win over formulas: vocabulary (-1 in Llama 2), feed-forward
     size, key/value heads without repetitions, number of layers.
     """
-    style, values = family.params, facts(params)
+    style, values = family.params, with_rope_type(params)
     _require_translated(family, "config.json", "params.json")
     _understood(family, plain(params))
     config: dict[str, object] = {"architectures": [family.architecture]}
@@ -205,7 +214,7 @@ def assumed(family: Family, params: Json) -> dict[str, object]:
 
     That is what differs between models of one family: ids of tokens, lengths, rotary periods.
     """
-    values, style = facts(params), family.params
+    values, style = with_rope_type(params), family.params
     known = {n for n, fact in style.facts if looked_up(values, fact.params) is not None}
     known |= {"model_type", *(name for name, _ in style.fixed)}
     return {

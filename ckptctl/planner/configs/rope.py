@@ -1,8 +1,6 @@
-"""Rotary frequencies: every spelling of their base and of how they are scaled, read as one.
+"""Rotary frequencies in the words of Megatron-Core and of GGUF, as config.json has them.
 
-That is what transformers 4 calls ``rope_theta`` and ``rope_scaling``, transformers 5
-``rope_parameters``, for all layers or for each kind of them; what Megatron-Core has fields for that
-depend on the kind of attention; and the keys and the tensor of a GGUF file.
+Megatron-Core's fields depend on the kind of attention; a GGUF file has keys and a tensor.
 
 Sources: transformers' ``modeling_rope_utils.py``; Megatron-Core's ``transformer_config.py`` (0.16);
 llama.cpp's ``convert_hf_to_gguf.py``.
@@ -14,68 +12,12 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 
 from ckptctl.errors import MappingError
-from ckptctl.planner.configs.facts import MODULES, Json, plain
+from ckptctl.planner.configs.facts import Json
 from ckptctl.planner.configs.kinds import assets_hint, flag, number, value_of
-from ckptctl.planner.families.declarations import looked_up
+from ckptctl.planner.families.declarations import MegatronStyle
 from ckptctl.planner.families.facts import FACTS, LLAMA3_ROPE, NEEDED
-from ckptctl.planner.families.megatron import MegatronStyle
 
-ROPE = ("rope_scaling", "rope_parameters")
-"""What says how rotary frequencies are scaled; null there means that they are not."""
-FULL, LOCAL = "full_attention", "sliding_attention"
-"""Of rotary frequencies for each kind of layer those that others call the model's, and others."""
 ORIGINAL = "original_max_position_embeddings"
-PLAIN = (None, "default")
-"""Kinds of frequencies that are not scaled."""
-
-# ------------------------------------------------------------------------------- config.json
-
-
-def normalized(config: Json) -> dict[str, object]:
-    """Return *config* with ``rope_theta`` and ``rope`` wherever it describes rotary frequencies.
-
-    ``rope`` is what says how they are scaled, with its kind as ``rope_type``, and with those of
-    other layers than the ones that see the whole text as ``layers``.
-    """
-    values = dict(config)
-    for name in MODULES:
-        if isinstance(inner := values.get(name), Mapping):
-            values[name] = normalized(inner)
-    stated: dict[str, object] = {}
-    for name in ROPE:
-        if isinstance(value := config.get(name), Mapping):
-            full = value.get(FULL)
-            others = {key: one for key, one in value.items() if key != FULL}
-            stated |= {**full, "layers": others} if isinstance(full, Mapping) else value
-    local = looked_up(stated, f"layers.{LOCAL}.rope_theta")
-    theta = stated.pop("rope_theta", config.get("rope_theta"))
-    kind = stated.pop("type", None)
-    if kind is not None:
-        stated.setdefault("rope_type", kind)
-    found = {"rope_local_base_freq": local, "rope_theta": theta, "rope": stated or None}
-    return values | {name: value for name, value in found.items() if value is not None}
-
-
-def rope(config: Json) -> tuple[object, Json | None]:
-    """Return ``rope_theta`` and the scaling of a config.json, in any spelling.
-
-    Returns:
-        The base, None where it is not stated; and the scaling with its kind as ``rope_type``,
-        None where the frequencies are not scaled.
-    """
-    values = normalized({name: config.get(name) for name in ("rope_theta", *ROPE)})
-    scaling = values.get("rope")
-    if not isinstance(scaling, Mapping) or scaling.get("rope_type") in PLAIN:
-        scaling = None
-    return values["rope_theta"], scaling
-
-
-def facts(file: Json) -> Json:
-    """Return a configuration with ``rope_theta`` and ``rope_type`` wherever it states them."""
-    values = dict(plain(file))
-    theta, scaling = rope(values)
-    return values | {"rope_theta": theta, "rope_type": scaling and scaling["rope_type"]}
-
 
 # ------------------------------------------------------------------------------- Megatron-Core
 

@@ -8,37 +8,14 @@ and one that the tensors do not admit beside those before it is contradicted.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from ckptctl.errors import MappingError
 from ckptctl.planner.axes import Observation, Sizes, solve
 from ckptctl.planner.configs.contradictions import Statement
-from ckptctl.planner.configs.facts import fact_of
-from ckptctl.planner.configs.formulas import names_in, value_of_formula
-from ckptctl.planner.layouts import Family, Layout
-from ckptctl.planner.mapping.matching import Matched
-
-Shape = tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Tensors:
-    """The tensors of a model, understood.
-
-    Attributes:
-        matched: All of them.
-        shapes: Shapes by key, of those that are compared.
-    """
-
-    layout: Layout
-    matched: Matched
-    shapes: Mapping[str, Shape]
-
-    def dims_of(self, axis: str) -> dict[str, int]:
-        """Return the dimension that *axis* has to itself, by key of each tensor with such."""
-        dims = ((key, stored.dim_of(axis)) for key, stored in self.matched.stored.items())
-        ranks = {key: len(shape) for key, shape in self.shapes.items()}
-        return {key: dim for key, dim in dims if dim is not None and dim < ranks.get(key, 0)}
+from ckptctl.planner.configs.facts import fact_of, names_in, value_of_formula
+from ckptctl.planner.layouts import Family
+from ckptctl.planner.mapping.matching import Tensors
 
 
 def of_shapes(

@@ -182,3 +182,7 @@ ARGUED = facts_called(
     "moe_intermediate_size",
 )
 """Facts that an argument of a training states, whatever else is said of the model."""
+TOLD = frozenset(fact.config for fact in ARGUED) | {
+    *("hidden_act", "num_key_value_heads", "tie_word_embeddings")
+}
+"""Keys of config.json that among the arguments of a training mean the model."""

@@ -7,8 +7,7 @@ from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import NamedTuple
 
-from ckptctl.planner.configs.facts import Json, is_tied
-from ckptctl.planner.configs.rope import facts
+from ckptctl.planner.configs.facts import Json, is_tied, with_rope_type
 from ckptctl.planner.families.declarations import holds
 from ckptctl.planner.families.templates import KeyKind, key_kinds
 from ckptctl.planner.layouts import LIKE, Family, is_base
@@ -79,7 +78,7 @@ def detect(
         named: Whether the user named the model type: no configuration excludes it.
         root: What stood before the keys, with its dot.
     """
-    known = (None if config is None else facts(config), None if params is None else facts(params))
+    known = [None if file is None else with_rope_type(file) for file in (config, params)]
     # Most keys of a model that no table knows have words that none has: they are looked at once.
     words = frozenset[str]().union(*(family.words for family in families.values()))
     kinds = key_kinds(shapes)
@@ -105,7 +104,7 @@ def detect(
     best = _originals(best)
     if named:
         return tuple(best)
-    described = known != (None, None)
+    described = known != [None, None]
     return tuple(_most_refined(best, families) if described else _shown(best, families))
 
 
@@ -113,7 +112,7 @@ def configured(
     families: Mapping[str, Family], config: Json | None = None, params: Json | None = None
 ) -> list[str]:
     """Return the model types that the configurations alone allow, the most special ones."""
-    known = (None if config is None else facts(config), None if params is None else facts(params))
+    known = [None if file is None else with_rope_type(file) for file in (config, params)]
     names = [name for name, one in families.items() if _evidence(one, *known) is not None]
     general = {parent for name in names for parent in refined(families[name], families)}
     return [name for name in names if name not in general]

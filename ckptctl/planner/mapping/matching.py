@@ -275,3 +275,23 @@ def leads(
 def tied_away(family: Family, layout: str, tied: bool) -> Collection[str]:
     """Return the logical tensors that *layout* leaves out because they equal others."""
     return {tie.tensor for tie in family.ties if tied and layout not in tie.stored_in}
+
+
+@dataclass(frozen=True, slots=True)
+class Tensors:
+    """The tensors of a model, understood.
+
+    Attributes:
+        matched: All of them.
+        shapes: Shapes by key, of those that are compared.
+    """
+
+    layout: Layout
+    matched: Matched
+    shapes: Mapping[str, tuple[int, ...]]
+
+    def dims_of(self, axis: str) -> dict[str, int]:
+        """Return the dimension that *axis* has to itself, by key of each tensor with such."""
+        dims = ((key, stored.dim_of(axis)) for key, stored in self.matched.stored.items())
+        ranks = {key: len(shape) for key, shape in self.shapes.items()}
+        return {key: dim for key, dim in dims if dim is not None and dim < ranks.get(key, 0)}

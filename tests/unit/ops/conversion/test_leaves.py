@@ -16,7 +16,7 @@ import ckptctl
 from ckptctl.catalog import Blob, Catalog, TensorEntry
 from ckptctl.errors import DamagedError, MappingError, UnsupportedError, UsageError
 from ckptctl.formats import open_checkpoint, resolve
-from ckptctl.ops.conversion.checks import keep_together
+from ckptctl.ops.conversion.dequantizing import keep_together
 from ckptctl.ops.conversion.leaves import unpacked
 from tests.checkpoints.readers import differences
 from tests.unit.ops.recognition.test_quantized import BLOCKS, NORM, SCALE, SCALES, WEIGHT, catalog

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from ckptctl.errors import MappingError
 from ckptctl.families import family
 from ckptctl.planner.configs.contradictions import contradictions, of_config
-from ckptctl.planner.configs.facts import is_tied, read_sizes
+from ckptctl.planner.configs.facts import is_tied, read_sizes, rope
 from ckptctl.planner.configs.params import (
     config_to_params,
     ffn_params,
@@ -16,7 +16,6 @@ from ckptctl.planner.configs.params import (
     of_params,
     params_to_config,
 )
-from ckptctl.planner.configs.rope import rope
 from ckptctl.planner.mapping.detect import detect
 from tests.contract.tables import stored_shapes
 

@@ -8,14 +8,13 @@ import pytest
 from ckptctl.errors import MappingError
 from ckptctl.families import families, family
 from ckptctl.planner.configs.contradictions import contradictions, of_config
-from ckptctl.planner.configs.facts import is_tied
+from ckptctl.planner.configs.facts import is_tied, with_rope_type
 from ckptctl.planner.configs.params import (
     assumed,
     config_to_params,
     of_params,
     params_to_config,
 )
-from ckptctl.planner.configs.rope import facts
 from ckptctl.planner.families.declarations import holds
 
 BASE: dict[str, Any] = {
@@ -241,10 +240,11 @@ def test_a_fact_without_a_default_is_needed():
 
 @pytest.mark.parametrize(("name", "params"), EVERY)
 def test_params_json_says_which_family_it_is(name, params):
+    stated = with_rope_type(params)
     found = {
         other
         for other, known in families().items()
-        if "mistral" in known.layouts and any(holds(s, facts(params)) for s in known.params_signs)
+        if "mistral" in known.layouts and any(holds(s, stated) for s in known.params_signs)
     }
     shaped = {"pixtral", "mistral3"} if "vision_encoder" in params else set()
     assert name in found and found <= {*shaped, name}
