@@ -31,7 +31,7 @@ def latest(
     from ckptctl.ops.runs.entries import unstated
     from ckptctl.ops.runs.health import rfc3339
     from ckptctl.ops.runs.newest import newest
-    from ckptctl.ops.runs.protections import dangling
+    from ckptctl.ops.runs.protections import Pointers
 
     output = Output(json, quiet)
     found = newest(root)
@@ -51,5 +51,5 @@ def latest(
         mine, other = rfc3339(chosen.entry.time), rfc3339(one.entry.time)
         times = f"it was written {other}, and `{chosen.name}` was written {mine}"
         output.note(f"skipped {one.name} of another series: {times}")
-    for note in (*found.doubts, *dangling(chosen.path.parent)):
+    for note in (*found.doubts, *Pointers.read(chosen.path.parent).dangling()):
         output.note(note)

@@ -52,7 +52,6 @@ def ls(
     """
     from ckptctl.ops.runs.entries import unstated
     from ckptctl.ops.runs.listing import read_run
-    from ckptctl.ops.runs.protections import dangling
 
     output = Output(json, quiet, header=not no_header)
     run = read_run(root)
@@ -66,7 +65,7 @@ def ls(
     )
     for name in unstated(run.root):
         output.note(WITHOUT_STEP.format(name))
-    for note in dangling(run.root):
+    for note in run.pointers.dangling():
         output.note(note)
     if any(one.read_failed for one in run.checkpoints):
         raise typer.Exit(StorageError.exit_code)

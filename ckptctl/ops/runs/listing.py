@@ -15,7 +15,7 @@ from typing import Annotated
 
 from ckptctl.ops.runs.entries import RunEntry, entries
 from ckptctl.ops.runs.health import Checkpoint, examine
-from ckptctl.ops.runs.protections import Protected, RunView, protect
+from ckptctl.ops.runs.protections import Pointers, Protected, RunView, protect
 from ckptctl.planner.retention import ordered
 from ckptctl.results import Inline, JsonField, Result
 from ckptctl.storage.paths import source_path
@@ -55,6 +55,7 @@ class RunFolder(Result, order="root series checkpoints others"):
 
     root: Annotated[Path, JsonField("path as given")]
     checkpoints: tuple[Checkpoint, ...]
+    pointers: Pointers
     others: Annotated[tuple[str, ...], JsonField("names of other entries, except hidden ones")] = ()
 
     @property
@@ -101,13 +102,14 @@ def read_run(
     own = [entry for entry in entries(root) if series in (None, entry.named.series)]
     company = Company(own)
     examined = [company.compared(examine(entry, now, model=model)) for entry in own]
-    protected = protect(RunView(root, examined, in_use, branches))
+    pointers = Pointers.read(root)
+    protected = protect(RunView(root, examined, pointers, in_use, branches))
     checkpoints = (
         replace(one, **protected.get(one.name, Protected())._asdict()) for one in examined
     )
     names = {item.name for item in root.iterdir()} - {entry.path.name for entry in own}
     others = sorted(name for name in names if not name.startswith("."))
-    return RunFolder(root, tuple(ordered(checkpoints)), tuple(others))
+    return RunFolder(root, tuple(ordered(checkpoints)), pointers, tuple(others))
 
 
 class Company:

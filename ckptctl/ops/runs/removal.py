@@ -18,7 +18,7 @@ from ckptctl.errors import CkptError, PartialError, RefusedError, StorageError, 
 from ckptctl.ops.runs.entries import entry_at
 from ckptctl.ops.runs.health import AT_WORK, CHECKPOINT, Checkpoint, health, unread_metrics
 from ckptctl.ops.runs.listing import RunFolder, read_run
-from ckptctl.ops.runs.protections import Protected, RunView, protect, require_pointers
+from ckptctl.ops.runs.protections import Pointers, Protected, RunView, protect
 from ckptctl.ops.runs.refusals import (
     require_match,
     require_order,
@@ -245,9 +245,9 @@ def plan_prune(
             hint="use `ckptctl convert` to write only the weights",
             error=RefusedError,
         )
-    require_pointers(real)
     at_work = trainer or Trainer()
     run = read_run(real, now, at_work.series, in_use=at_work.in_use, model=trainer is None)
+    run.pointers.require_understood()
     if not force:
         require_order(run.checkpoints)
     policy = with_known_metrics(policy, run.checkpoints)
@@ -307,8 +307,9 @@ def run_prune(plan: PrunePlan) -> PruneResult:
     store.refresh()
     with store.deleting() as deletion:
         _require_kept(plan)
-        require_pointers(plan.root)
-        protected = protect(RunView(plan.root, plan.run.checkpoints))
+        pointers = Pointers.read(plan.root)
+        pointers.require_understood()
+        protected = protect(RunView(plan.root, plan.run.checkpoints, pointers))
         for decision in plan.of("remove"):
             path = decision.checkpoint.path
             if not path.exists() and not path.is_symlink():
@@ -415,8 +416,8 @@ def _plan_removal(
 ) -> PrunePlan:
     """Plan to remove those of *meant* steps that are complete or torn, and not protected."""
     real = require_root(root)
-    require_pointers(real)
     run = read_run(real, now, series, in_use=in_use, branches=False, model=False)
+    run.pointers.require_understood()
     decisions = [
         _discarded(one, why)
         if meant(one.step)
