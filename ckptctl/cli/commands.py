@@ -23,6 +23,7 @@ from ckptctl import cli
 from ckptctl.cli import output
 from ckptctl.cli.typed_paths import typed_words
 from ckptctl.errors import UsageError, nearest
+from ckptctl.ops.option_checks import readable_formats
 from ckptctl.options import (
     Argument,
     Declared,
@@ -77,8 +78,6 @@ COLOR = Declared(
 def _form(text: str) -> str:
     """Return the value of ``--format``; where it is the format of a checkpoint, say what is."""
     if text not in get_args(output.Form):
-        from ckptctl.ops.option_checks import readable_formats
-
         checkpoint = text in readable_formats({})
         close = nearest(text, get_args(output.Form))
         raise UsageError(

@@ -9,6 +9,7 @@ from ckptctl.cli.commands import Json, command, only_quiet
 from ckptctl.cli.ls import LACKS, WITHOUT_STEP
 from ckptctl.cli.output import Output
 from ckptctl.ops.options import RootOrHere
+from ckptctl.units import rfc3339
 
 
 @command(
@@ -29,7 +30,6 @@ def latest(
     the verdict on a newer checkpoint is unknown, because it may be complete.
     """
     from ckptctl.ops.runs.entries import unstated
-    from ckptctl.ops.runs.health import rfc3339
     from ckptctl.ops.runs.newest import newest
     from ckptctl.ops.runs.protections import Pointers
 

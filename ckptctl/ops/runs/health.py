@@ -5,7 +5,6 @@ Of a damaged one only evidence of a torn write allows that it is removed or skip
 
 from __future__ import annotations
 
-import time as clock
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -28,7 +27,7 @@ from ckptctl.storage.destinations import staging_directory
 from ckptctl.storage.paths import real_path, require_answers
 from ckptctl.storage.remote.writing import NAME as LOCK
 from ckptctl.storage.remote.writing import OBJECTS, UnfinishedError, unfinished
-from ckptctl.units import counted
+from ckptctl.units import counted, rfc3339
 from ckptctl.verdict import Verdict, decide_verdict, shows_torn_write, worst_verdict
 
 NOTES = frozenset({SIDECAR, LOCK, OBJECTS})
@@ -36,7 +35,6 @@ NOTES = frozenset({SIDECAR, LOCK, OBJECTS})
 BUILT_IN_RULES = Path("megatron-core")
 AT_WORK = 600.0
 """Seconds since the last change for which an incomplete checkpoint counts as being written."""
-LATEST = 253_402_300_799.0
 SHOWN_METRIC = 80
 _FIRST, _LAST = "path step time bytes format verdict writing problem", "protected_by metrics link"
 CHECKPOINT = " ".join((_FIRST, "lacks", _LAST))
@@ -63,11 +61,6 @@ class Health:
     torn: bool = False
     begun: bool = False
     read_failed: bool = False
-
-
-def rfc3339(seconds: float) -> str:
-    """Return a time as RFC 3339 has it, in UTC; its years end with 9999."""
-    return clock.strftime("%Y-%m-%dT%H:%M:%SZ", clock.gmtime(min(seconds, LATEST)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -19,7 +19,7 @@ from ckptctl.errors import (
 )
 from ckptctl.formats.sidecar_files import SIDECAR
 from ckptctl.ops.runs.entries import entries
-from ckptctl.ops.runs.health import Checkpoint, examine, rfc3339
+from ckptctl.ops.runs.health import Checkpoint, examine
 from ckptctl.ops.runs.listing import Company
 from ckptctl.ops.runs.names import is_last
 from ckptctl.ops.runs.notes import stated_step
@@ -27,6 +27,7 @@ from ckptctl.planner.lineage import went_on_unsaved
 from ckptctl.planner.retention import earlier, left_in
 from ckptctl.results import Inline, JsonField, Result
 from ckptctl.storage.paths import source_path
+from ckptctl.units import rfc3339
 from ckptctl.verdict import Verdict
 
 LIGHTNING = ".ckpt"

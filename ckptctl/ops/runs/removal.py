@@ -32,7 +32,6 @@ from ckptctl.ops.runs.health import (
     CHECKPOINT,
     Checkpoint,
     health,
-    rfc3339,
     unread_metrics,
 )
 from ckptctl.ops.runs.listing import RunFolder, read_run
@@ -44,7 +43,7 @@ from ckptctl.storage.file_system import mounted_in
 from ckptctl.storage.paths import named, path_hint, real_path, require_local
 from ckptctl.storage.run_store import run_store
 from ckptctl.storage.two_phase_delete import TRASH, TwoPhaseDelete
-from ckptctl.units import counted
+from ckptctl.units import counted, rfc3339
 
 DRY_RUN = JsonField("whether this is a plan; if true, `done`, `failed` and `freed` are absent")
 
