@@ -37,7 +37,7 @@ RUN = (tables.name("path"), Column("format"), tables.number("bytes"), tables.pro
 
 @dataclass(frozen=True, kw_only=True)
 class ShowOptions(Options):
-    """Which tensors of a checkpoint are listed, and in which form."""
+    """Which tensors of a checkpoint are listed, and in which order."""
 
     tensors: Annotated[
         bool,
@@ -56,12 +56,6 @@ class ShowOptions(Options):
         listing.Order,
         Option("Order of tensors: name, or size (largest first).", metavar="ORDER"),
     ] = "name"
-    markdown: Annotated[
-        bool, Option("Print Markdown for a model card.", panel="Output", brief=True)
-    ] = False
-    no_header: NoHeader = False
-    json: Json = False
-    quiet: Quiet = False
 
 
 @command(
@@ -86,6 +80,12 @@ def inspect(
     *,
     show: ShowOptions,
     options: InspectOptions,
+    markdown: Annotated[
+        bool, Option("Print Markdown for a model card.", panel="Output", brief=True)
+    ] = False,
+    no_header: NoHeader = False,
+    json: Json = False,
+    quiet: Quiet = False,
 ) -> None:
     """Show a checkpoint's contents and whether it is complete.
 
@@ -93,19 +93,19 @@ def inspect(
     """
     from ckptctl.ops.inspection import inspect as op
 
-    output = Output(show.json, show.quiet, header=not show.no_header)
+    output = Output(json, quiet, header=not no_header)
     found = op.inspect(path, options, partial(progress, output, "reading"))
-    asked = {"--tensors": show.tensors, "--markdown": show.markdown}
+    asked = {"--tensors": show.tensors, "--markdown": markdown}
     op.require_one(found, [name for name, given in asked.items() if given])
     shown = op.select(found.tensors, options.include)
-    if show.json:
+    if json:
         output.document("inspect", replace(found, tensors=tuple(shown)))
-    elif show.quiet:
+    elif quiet:
         for name in [member.path for member in found.checkpoints] or [t.name for t in shown]:
             output.line(name)
     elif found.checkpoints:
         _print_run(output, found)
-    elif show.markdown:
+    elif markdown:
         for line in listing.markdown(found, _branches(found, shown, show, options)):
             output.line(line)
     else:
