@@ -16,7 +16,7 @@ from ckptctl.units import rfc3339
     "ckptctl latest runs/llama",
     'ckptctl convert "$(ckptctl latest runs/llama)" out --to hf',
     "ckptctl latest runs/llama --json | jq .step",
-    prints="ckptctl.ops.runs.newest:Newest",
+    prints="ckptctl.ops.runs.listing:Newest",
     bare=True,
 )
 def latest(
@@ -30,7 +30,7 @@ def latest(
     the verdict on a newer checkpoint is unknown, because it may be complete.
     """
     from ckptctl.ops.runs.entries import unstated
-    from ckptctl.ops.runs.newest import newest
+    from ckptctl.ops.runs.listing import newest
     from ckptctl.ops.runs.protections import Pointers
 
     output = Output(json, quiet)

@@ -22,8 +22,7 @@ import ckptctl
 from ckptctl.errors import RefusedError, StorageError
 from ckptctl.ops.runs import protections
 from ckptctl.ops.runs.health import metrics
-from ckptctl.ops.runs.listing import read_run
-from ckptctl.ops.runs.newest import newest
+from ckptctl.ops.runs.listing import newest, read_run
 from ckptctl.ops.runs.protections import (
     NAMING,
     POINTERS,
