@@ -11,7 +11,7 @@ import importlib
 import inspect
 import pkgutil
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, get_args, get_type_hints
@@ -167,8 +167,8 @@ class Command:
             app: The program.
             overview: Whether what it is called and is for is enough.
         """
-        function = _named(self.run) if overview else self.function()
         every = () if overview else self.every()
+        function = _named(self.run) if overview else self._function(every)
         brief = frozenset(one.name for one in every if one.option.brief)
         kind = type(PlainCommand.__name__, (PlainCommand,), {"brief": brief})
         how = app.command(
@@ -176,25 +176,24 @@ class Command:
         )
         how(function)
 
-    def parameters(self) -> dict[str, tuple[Declared, ...]]:
-        """Return what each parameter of the function declares."""
+    def declared(self) -> tuple[Declared, ...]:
+        """Return the options that the function declares, in the order of its parameters."""
         own = {one.name: one for one in declared(self.run)}
-        return {
-            name: (own[name],)
-            if name in own
-            else tuple(one for one in declared(hint) if one.name not in self.without)
+        options = (
+            [own[name]] if name in own else declared(hint)
             for name, hint in get_type_hints(self.run).items()
             if name != "return"
-        }
+        )
+        return tuple(one for some in options for one in some if one.name not in self.without)
 
     def every(self) -> tuple[Declared, ...]:
         """Return all that the command takes, with what the program adds to each."""
-        every = [one for many in self.parameters().values() for one in many]
-        return (*every, *([FORM] if self.rows else []), COLOR)
+        return (*self.declared(), *([FORM] if self.rows else []), COLOR)
 
-    def function(self) -> Callable[..., None]:
-        """Return what Typer takes for the command."""
-        parameters, hints, every = self.parameters(), get_type_hints(self.run), self.every()
+    def _function(self, every: Sequence[Declared]) -> Callable[..., None]:
+        """Return what Typer takes for the command, which takes *every* option."""
+        own = {one.name for one in declared(self.run)}
+        hints = {name: hint for name, hint in get_type_hints(self.run).items() if name != "return"}
 
         def run(**texts: Any) -> None:
             values: dict[str, Any] = {}
@@ -213,9 +212,9 @@ class Command:
             require_compatible(every, values)
             arguments = {
                 name: values[name]
-                if many[0].name == name
-                else hints[name](**{one.name: values[one.name] for one in many})
-                for name, many in parameters.items()
+                if name in own
+                else hint(**{f.name: values[f.name] for f in declared(hint) if f.name in values})
+                for name, hint in hints.items()
             }
             self.run(**arguments)
 
