@@ -173,7 +173,9 @@ def _execute(output: Output, plan: ConversionPlan, ranks: Coordinator) -> Conver
     from ckptctl.ops.conversion.convert import run_conversion
     from ckptctl.storage.publish import unfinished
 
-    beginning = "loading torch" if plan.arithmetic else ""
+    def beginning() -> str:  # only asked if progress is shown
+        return "loading torch" if plan.arithmetic else ""
+
     ending = "verifying" if plan.options.verify else "syncing"
     try:
         with progress(output, "copying", plan.nbytes, ending, beginning) as advance:

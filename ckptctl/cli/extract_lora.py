@@ -49,7 +49,7 @@ def extract_lora(
     extraction = Extraction(base, tuned, out, options)
     output.statement(extraction.statement)
     nbytes = extraction.nbytes
-    with progress(output, "comparing", nbytes, "syncing", "loading torch") as advance:
+    with progress(output, "comparing", nbytes, "syncing", lambda: "loading torch") as advance:
         found = extraction.run(advance or (lambda _: None))
     for note in found.notes:
         output.note(note)

@@ -8,7 +8,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -40,7 +40,7 @@ def progress(
     verb: str,
     total: int,
     ending: str | None = None,
-    beginning: str = "",
+    beginning: Callable[[], str] = str,
 ) -> Iterator[Advance | None]:
     """Yield the function to call with bytes done, from any thread; None: nobody is looking.
 
@@ -48,14 +48,14 @@ def progress(
         output: Decides whether anything is shown.
         verb: What is being done: ``copying``.
         ending: What is being done when all bytes are: ``syncing``; None: nothing more.
-        beginning: What is being done before the first byte is: ``loading torch``.
+        beginning: Returns what is being done before the first byte is: ``loading torch``.
         total: Bytes in all.
     """
     if not output.chatty or os.environ.get("CKPTCTL_NO_PROGRESS") or total <= 0:
         yield None
         return
     kind = _Bar if sys.stderr.isatty() and os.environ.get("TERM") != "dumb" else _Lines
-    with kind(output, verb, total, ending, beginning) as shown:
+    with kind(output, verb, total, ending, beginning()) as shown:
         yield shown.advance
 
 

@@ -68,15 +68,15 @@ _LIKE_A_STEP = re.compile(r"(?:[A-Za-z_.=+-]*+\d)++[A-Za-z_.=+-]*+", re.ASCII)
 Alike = Callable[[str], str | None]
 
 
-class PointerText(NamedTuple):
-    """The text of a pointer, whether that is all of it, and why it cannot be read."""
+class PointerFile(NamedTuple):
+    """The content of a pointer, whether that is all of it, and why it cannot be read."""
 
-    text: str = ""
+    content: str = ""
     is_whole: bool = True
     error: CkptError | None = None
 
     @classmethod
-    def read(cls, root: Path, file: str) -> PointerText:
+    def read(cls, root: Path, file: str) -> PointerFile:
         """Read a pointer, in UTF-8 or in UTF-16 as Windows writes it; empty if there is none."""
         try:
             if not (root / file).is_file():
@@ -93,7 +93,9 @@ class PointerText(NamedTuple):
     @property
     def tells_a_step(self) -> bool:
         """Return whether it names a checkpoint of a run, or its number, here or gone."""
-        return names_a_step(self.text) or (self.text.isdecimal() and len(self.text) < SHOWN)
+        return names_a_step(self.content) or (
+            self.content.isdecimal() and len(self.content) < SHOWN
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,12 +103,12 @@ class Pointers:
     """The pointers of a run, each read once."""
 
     root: Path
-    texts: Mapping[str, PointerText]
+    files: Mapping[str, PointerFile]
 
     @classmethod
     def read(cls, root: Path) -> Pointers:
         """Read the pointers in *root*."""
-        return cls(root, {file: PointerText.read(root, file) for file in POINTERS})
+        return cls(root, {file: PointerFile.read(root, file) for file in POINTERS})
 
     def _members(self) -> list[Path]:
         named = (item for item in self.root.iterdir() if parse(item.name) or is_last(item.name))
@@ -121,7 +123,7 @@ class Pointers:
         root, members = self.root, [item for item in self._members() if not item.is_symlink()]
         names = [item.name for item in members]
         spelt = alike(root, names)
-        for file, (text, is_whole, error) in self.texts.items():
+        for file, (text, is_whole, error) in self.files.items():
             _require_read(root / file, error)
             known = mentioned(text, names, spelt) or understood(text, root)
             if not is_whole or (text and not known):
@@ -145,9 +147,9 @@ class Pointers:
         """Yield what pointers say whose checkpoint is gone."""
         names = [item.name for item in self._members()]
         spelt = alike(self.root, names)
-        for file, pointer in self.texts.items():
-            if pointer.tells_a_step and not mentioned(pointer.text, names, spelt):
-                yield f"`{file}` names checkpoint {pointer.text[:SHOWN]!r}, which does not exist"
+        for file, pointer in self.files.items():
+            if pointer.tells_a_step and not mentioned(pointer.content, names, spelt):
+                yield f"`{file}` names checkpoint {pointer.content[:SHOWN]!r}, which does not exist"
 
 
 def _require_read(path: Path, error: CkptError | None) -> None:
@@ -252,7 +254,7 @@ def protect(view: RunView) -> dict[str, Protected]:
 
 def _pointer(file: str, view: RunView) -> Iterator[Claim]:
     """Claim what a pointer file names: its trainer opens that next."""
-    yield Claim(f"`{file}`", text=view.pointers.texts[file].text)
+    yield Claim(f"`{file}`", text=view.pointers.files[file].content)
 
 
 def _best_of_trainer(view: RunView) -> Iterator[Claim]:
@@ -364,7 +366,7 @@ def points_inside(root: Path) -> bool:
     So does a pointer to a checkpoint that is gone: it was one of a run.
     """
     pointers = Pointers.read(root)
-    if any(pointer.tells_a_step for pointer in pointers.texts.values()):
+    if any(pointer.tells_a_step for pointer in pointers.files.values()):
         return True
     found = (entry for item in root.iterdir() if (entry := entry_at(item)))
     view = RunView(root, [Checkpoint.of(entry) for entry in found], pointers)
