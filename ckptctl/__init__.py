@@ -55,8 +55,8 @@ if TYPE_CHECKING:
     from ckptctl.ops.merging import MergePlan as MergePlan
     from ckptctl.ops.models import Models as Models
     from ckptctl.ops.report.data import Report as Report
+    from ckptctl.ops.runs.listing import Newest as Newest
     from ckptctl.ops.runs.listing import RunFolder as RunFolder
-    from ckptctl.ops.runs.newest import Newest as Newest
     from ckptctl.ops.runs.removal import PrunePlan as PrunePlan
     from ckptctl.ops.runs.removal import PruneResult as PruneResult
     from ckptctl.ops.verification.result import Verification as Verification
@@ -82,7 +82,7 @@ _HOME = {
     "MetadataPlan": "ckptctl.ops.consolidate_metadata",
     "MetadataResult": "ckptctl.ops.consolidate_metadata",
     "Models": "ckptctl.ops.models",
-    "Newest": "ckptctl.ops.runs.newest",
+    "Newest": "ckptctl.ops.runs.listing",
     "PrunePlan": "ckptctl.ops.runs.removal",
     "PruneResult": "ckptctl.ops.runs.removal",
     "Report": "ckptctl.ops.report.data",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Iterable
 
 from ckptctl.errors import UsageError
@@ -15,6 +16,8 @@ _DURATION = re.compile(r"\s*(\d{1,9}(?:\.\d+)?)\s*([smhdw])\s*", re.IGNORECASE |
 _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86_400, "w": 604_800}
 _DIGITS = re.compile(r"([0-9]+)")
 MAX_BYTES = 2**63 - 1
+LATEST = 253_402_300_799.0
+"""The last second of the year 9999, in seconds since the epoch."""
 
 NaturalKey = tuple[tuple[int, int, str], ...]
 
@@ -66,6 +69,11 @@ def parse_seconds(text: str) -> float:
         minutes, months = f"`{found[1]}m` for minutes", f"`{float(found[1]) * 30:.15g}d` for months"
         raise UsageError(f"`{visible(text)}` is ambiguous; write {minutes}, {months}")
     return float(found[1]) * _SECONDS[found[2].lower()]
+
+
+def rfc3339(seconds: float) -> str:
+    """Return a time as RFC 3339 has it, in UTC; its years end with 9999."""
+    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(min(seconds, LATEST)))
 
 
 def format_bytes(nbytes: int) -> str:

@@ -10,8 +10,7 @@ from ckptctl.ops.option_checks import AnyPath, place
 from ckptctl.ops.runs.options import PruneOptions
 
 if TYPE_CHECKING:
-    from ckptctl.ops.runs.listing import RunFolder
-    from ckptctl.ops.runs.newest import Newest
+    from ckptctl.ops.runs.listing import Newest, RunFolder
     from ckptctl.ops.runs.removal import PrunePlan, PruneResult
 
 
@@ -39,7 +38,7 @@ def latest(root: AnyPath = ".") -> Newest:
         SourceNotFoundError: No checkpoint in the folder is complete.
         UnsupportedError: The verdict on the newest checkpoint is unknown. It may be complete.
     """
-    from ckptctl.ops.runs.newest import newest
+    from ckptctl.ops.runs.listing import newest
 
     return newest(_looked_at_anew(root))
 

@@ -11,7 +11,7 @@ import importlib
 import inspect
 import pkgutil
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, get_args, get_type_hints
@@ -23,6 +23,7 @@ from ckptctl import cli
 from ckptctl.cli import output
 from ckptctl.cli.typed_paths import typed_words
 from ckptctl.errors import UsageError, nearest
+from ckptctl.ops.option_checks import readable_formats
 from ckptctl.options import (
     Argument,
     Declared,
@@ -77,8 +78,6 @@ COLOR = Declared(
 def _form(text: str) -> str:
     """Return the value of ``--format``; where it is the format of a checkpoint, say what is."""
     if text not in get_args(output.Form):
-        from ckptctl.ops.option_checks import readable_formats
-
         checkpoint = text in readable_formats({})
         close = nearest(text, get_args(output.Form))
         raise UsageError(
@@ -168,8 +167,8 @@ class Command:
             app: The program.
             overview: Whether what it is called and is for is enough.
         """
-        function = _named(self.run) if overview else self.function()
         every = () if overview else self.every()
+        function = _named(self.run) if overview else self._function(every)
         brief = frozenset(one.name for one in every if one.option.brief)
         kind = type(PlainCommand.__name__, (PlainCommand,), {"brief": brief})
         how = app.command(
@@ -177,25 +176,24 @@ class Command:
         )
         how(function)
 
-    def parameters(self) -> dict[str, tuple[Declared, ...]]:
-        """Return what each parameter of the function declares."""
+    def declared(self) -> tuple[Declared, ...]:
+        """Return the options that the function declares, in the order of its parameters."""
         own = {one.name: one for one in declared(self.run)}
-        return {
-            name: (own[name],)
-            if name in own
-            else tuple(one for one in declared(hint) if one.name not in self.without)
+        options = (
+            [own[name]] if name in own else declared(hint)
             for name, hint in get_type_hints(self.run).items()
             if name != "return"
-        }
+        )
+        return tuple(one for some in options for one in some if one.name not in self.without)
 
     def every(self) -> tuple[Declared, ...]:
         """Return all that the command takes, with what the program adds to each."""
-        every = [one for many in self.parameters().values() for one in many]
-        return (*every, *([FORM] if self.rows else []), COLOR)
+        return (*self.declared(), *([FORM] if self.rows else []), COLOR)
 
-    def function(self) -> Callable[..., None]:
-        """Return what Typer takes for the command."""
-        parameters, hints, every = self.parameters(), get_type_hints(self.run), self.every()
+    def _function(self, every: Sequence[Declared]) -> Callable[..., None]:
+        """Return what Typer takes for the command, which takes *every* option."""
+        own = {one.name for one in declared(self.run)}
+        hints = {name: hint for name, hint in get_type_hints(self.run).items() if name != "return"}
 
         def run(**texts: Any) -> None:
             values: dict[str, Any] = {}
@@ -214,9 +212,9 @@ class Command:
             require_compatible(every, values)
             arguments = {
                 name: values[name]
-                if many[0].name == name
-                else hints[name](**{one.name: values[one.name] for one in many})
-                for name, many in parameters.items()
+                if name in own
+                else hint(**{f.name: values[f.name] for f in declared(hint) if f.name in values})
+                for name, hint in hints.items()
             }
             self.run(**arguments)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
@@ -22,7 +21,7 @@ from ckptctl.ops.conversion.options import ConversionOptions
 from ckptctl.ops.options import Destination, Source
 from ckptctl.ops.ranks.coordinator import Coordinator, together
 from ckptctl.results import Result
-from ckptctl.storage.outcome import OutOfRange, worst
+from ckptctl.storage.outcome import OutOfRange, summed_up, worst
 from ckptctl.units import counted, format_bytes, format_seconds
 
 if TYPE_CHECKING:
@@ -91,7 +90,6 @@ def carry_out(
         ranks: Those that carry it out.
         more: What ``--json`` prints beside plan or result.
     """
-    from ckptctl.ops.conversion.convert import run_conversion
     from ckptctl.storage.remote.urls import HUB, scheme_of
     from ckptctl.storage.unfinished import UnfinishedWorkError
 
@@ -122,23 +120,12 @@ def carry_out(
         output.note(line)
     if plan.upload and scheme_of(plan.plan.target) == HUB:
         _announce(output, plan, dst, options.yes)
-    ending = "verifying" if plan.options.verify else "syncing"
-
-    def beginning() -> str:
-        return "loading torch" if plan.arithmetic else ""
-
-    def run(plan: ConversionPlan) -> ConversionResult:
-        with (
-            _told_what_is_kept(plan),
-            progress(output, "copying", plan.nbytes, ending, beginning) as advance,
-        ):
-            return run_conversion(plan, advance, ranks)
-
     try:
-        result = run(plan)
+        result = _execute(output, plan, ranks)
     except UnfinishedWorkError as error:
         _ask_to_restart(output, error, ranks)
-        result = run(replace(plan, options=replace(plan.options, resume=False, restart=True)))
+        restart = replace(plan.options, resume=False, restart=True)
+        result = _execute(output, replace(plan, options=restart), ranks)
     for note in result.notes:
         output.note(note)
     warn_out_of_range(output, result.out_of_range)
@@ -181,13 +168,18 @@ def _announce(output: Output, plan: ConversionPlan, dst: Path, yes: bool) -> Non
         raise RefusedError("nothing was uploaded", where=str(dst))
 
 
-@contextmanager
-def _told_what_is_kept(plan: ConversionPlan) -> Iterator[None]:
-    """Say after Ctrl-C what is kept of the work that was done, and what goes on with it."""
+def _execute(output: Output, plan: ConversionPlan, ranks: Coordinator) -> ConversionResult:
+    """Carry out *plan*; after Ctrl-C say which part of the work is kept, and how to resume."""
+    from ckptctl.ops.conversion.convert import run_conversion
     from ckptctl.storage.publish import unfinished
 
+    def beginning() -> str:  # only asked if progress is shown
+        return "loading torch" if plan.arithmetic else ""
+
+    ending = "verifying" if plan.options.verify else "syncing"
     try:
-        yield
+        with progress(output, "copying", plan.nbytes, ending, beginning) as advance:
+            return run_conversion(plan, advance, ranks)
     except KeyboardInterrupt:
         left = None if plan.upload else unfinished(Path(plan.plan.target))
         if left is None:
@@ -327,8 +319,6 @@ def _show_result(output: Output, result: ConversionResult, dst: Path) -> None:
     if not result.plan.summary.is_plain:
         output.sentence(result.plan.summary.sentence)
     if result.rounding:
-        from ckptctl.storage.outcome import summed_up
-
         output.sentence(summed_up(result.rounding))
     _show_reasons(output, "missing", result.plan.missing)
 

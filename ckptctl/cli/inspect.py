@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -22,7 +22,7 @@ from ckptctl.errors import ALTERNATIVES, StorageError, listed
 from ckptctl.errors import command as suggested
 from ckptctl.ops.inspection.options import InspectOptions, shown_without
 from ckptctl.ops.option_checks import place, positive
-from ckptctl.options import Argument, Option
+from ckptctl.options import Argument, Option, Options
 from ckptctl.units import counted, format_count
 
 if TYPE_CHECKING:
@@ -33,6 +33,29 @@ CANDIDATES = 12
 LEAVES = 8
 """Leaves that a terminal shows."""
 RUN = (tables.name("path"), Column("format"), tables.number("bytes"), tables.prose("verdict"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShowOptions(Options):
+    """Which tensors of a checkpoint are listed, and in which order."""
+
+    tensors: Annotated[
+        bool,
+        Option("List every tensor instead of the tree.", excludes=(shown_without("markdown"),)),
+    ] = False
+    depth: Annotated[
+        int | None,
+        Option(
+            "Group tensors by the first N parts of their names.",
+            metavar="N",
+            check=positive,
+            excludes=tuple(map(shown_without, ("tensors", "stats", "json", "quiet"))),
+        ),
+    ] = None
+    sort: Annotated[
+        listing.Order,
+        Option("Order of tensors: name, or size (largest first).", metavar="ORDER"),
+    ] = "name"
 
 
 @command(
@@ -55,23 +78,7 @@ def inspect(
         ),
     ] = Path(),
     *,
-    tensors: Annotated[
-        bool,
-        Option("List every tensor instead of the tree.", excludes=(shown_without("markdown"),)),
-    ] = False,
-    depth: Annotated[
-        int | None,
-        Option(
-            "Group tensors by the first N parts of their names.",
-            metavar="N",
-            check=positive,
-            excludes=tuple(map(shown_without, ("tensors", "stats", "json", "quiet"))),
-        ),
-    ] = None,
-    sort: Annotated[
-        Literal["name", "size"],
-        Option("Order of tensors: name, or size (largest first).", metavar="ORDER"),
-    ] = "name",
+    show: ShowOptions,
     options: InspectOptions,
     markdown: Annotated[
         bool, Option("Print Markdown for a model card.", panel="Output", brief=True)
@@ -87,11 +94,10 @@ def inspect(
     from ckptctl.ops.inspection import inspect as op
 
     output = Output(json, quiet, header=not no_header)
-    stats, include = options.stats, options.include
     found = op.inspect(path, options, partial(progress, output, "reading"))
-    asked = {"--tensors": tensors, "--markdown": markdown}
+    asked = {"--tensors": show.tensors, "--markdown": markdown}
     op.require_one(found, [name for name, given in asked.items() if given])
-    shown = op.select(found.tensors, include)
+    shown = op.select(found.tensors, options.include)
     if json:
         output.document("inspect", replace(found, tensors=tuple(shown)))
     elif quiet:
@@ -100,22 +106,10 @@ def inspect(
     elif found.checkpoints:
         _print_run(output, found)
     elif markdown:
-        for line in listing.markdown(found, _branches(found, shown, options, depth, sort)):
+        for line in listing.markdown(found, _branches(found, shown, show, options)):
             output.line(line)
     else:
-        if output.mode == "human" or not tensors:
-            _print_summary(output, found)
-        if tensors or stats:
-            columns = listing.TENSORS[: None if stats else listing.PLAIN]
-            output.table(listing.listed_tensors(output, shown, sort, stats), columns)
-        else:
-            columns = listing.TREE if output.mode == "human" else listing.LEAVES
-            branches = _branches(found, shown, options, depth, sort)
-            output.table(listing.collapsed(output, branches), columns)
-        if found.dequantizable:
-            target = ("--to", "hf", "--dequantize", "bf16")
-            convert = suggested("convert", found.path, "DST", options=target)
-            output.hint(f"dequantize with {convert}")
+        _print_tensors(output, found, shown, show, options)
     if found.lacks:
         count = counted(len(found.lacks), "tensor of the model is", "tensors of the model are")
         output.warning(f"{count} missing: {listed(found.lacks)}")
@@ -127,17 +121,35 @@ def inspect(
         raise typer.Exit(StorageError.exit_code)
 
 
-def _branches(
+def _print_tensors(
+    output: Output,
     found: Inspection,
     shown: Sequence[TensorInfo],
+    show: ShowOptions,
     options: InspectOptions,
-    depth: int | None,
-    sort: listing.Order,
+) -> None:
+    """Print what a checkpoint is, and its tensors in a table or a tree."""
+    if output.mode == "human" or not show.tensors:
+        _print_summary(output, found)
+    if show.tensors or options.stats:
+        columns = listing.TENSORS[: None if options.stats else listing.PLAIN]
+        output.table(listing.listed_tensors(output, shown, show.sort, options.stats), columns)
+    else:
+        columns = listing.TREE if output.mode == "human" else listing.LEAVES
+        output.table(listing.collapsed(output, _branches(found, shown, show, options)), columns)
+    if found.dequantizable:
+        target = ("--to", "hf", "--dequantize", "bf16")
+        convert = suggested("convert", found.path, "DST", options=target)
+        output.hint(f"dequantize with {convert}")
+
+
+def _branches(
+    found: Inspection, shown: Sequence[TensorInfo], show: ShowOptions, options: InspectOptions
 ) -> list[listing.Branch]:
     """Return the tree: of a training checkpoint, unless it is asked for more, that of the model."""
-    if depth or options.include:
-        return listing.tree(shown, sort, depth)
-    return listing.folded(shown, found.root, found.format, sort)
+    if show.depth or options.include:
+        return listing.tree(shown, show.sort, show.depth)
+    return listing.folded(shown, found.root, found.format, show.sort)
 
 
 def _warn(output: Output, found: Inspection) -> None:

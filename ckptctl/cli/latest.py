@@ -9,13 +9,14 @@ from ckptctl.cli.commands import Json, command, only_quiet
 from ckptctl.cli.ls import LACKS, WITHOUT_STEP
 from ckptctl.cli.output import Output
 from ckptctl.ops.options import RootOrHere
+from ckptctl.units import rfc3339
 
 
 @command(
     "ckptctl latest runs/llama",
     'ckptctl convert "$(ckptctl latest runs/llama)" out --to hf',
     "ckptctl latest runs/llama --json | jq .step",
-    prints="ckptctl.ops.runs.newest:Newest",
+    prints="ckptctl.ops.runs.listing:Newest",
     bare=True,
 )
 def latest(
@@ -29,9 +30,8 @@ def latest(
     the verdict on a newer checkpoint is unknown, because it may be complete.
     """
     from ckptctl.ops.runs.entries import unstated
-    from ckptctl.ops.runs.health import rfc3339
-    from ckptctl.ops.runs.newest import newest
-    from ckptctl.ops.runs.protections import dangling
+    from ckptctl.ops.runs.listing import newest
+    from ckptctl.ops.runs.protections import Pointers
 
     output = Output(json, quiet)
     found = newest(root)
@@ -51,5 +51,5 @@ def latest(
         mine, other = rfc3339(chosen.entry.time), rfc3339(one.entry.time)
         times = f"it was written {other}, and `{chosen.name}` was written {mine}"
         output.note(f"skipped {one.name} of another series: {times}")
-    for note in (*found.doubts, *dangling(chosen.path.parent)):
+    for note in (*found.doubts, *Pointers.read(chosen.path.parent).dangling()):
         output.note(note)

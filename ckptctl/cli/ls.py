@@ -14,7 +14,7 @@ from ckptctl.cli.output import VERDICTS, Output, Row
 from ckptctl.cli.tables import Column, Painted
 from ckptctl.errors import StorageError, listed
 from ckptctl.ops.options import RootOrHere
-from ckptctl.units import counted, format_bytes
+from ckptctl.units import counted, format_bytes, rfc3339
 
 if TYPE_CHECKING:
     from ckptctl.ops.runs.health import Checkpoint
@@ -52,7 +52,6 @@ def ls(
     """
     from ckptctl.ops.runs.entries import unstated
     from ckptctl.ops.runs.listing import read_run
-    from ckptctl.ops.runs.protections import dangling
 
     output = Output(json, quiet, header=not no_header)
     run = read_run(root)
@@ -66,7 +65,7 @@ def ls(
     )
     for name in unstated(run.root):
         output.note(WITHOUT_STEP.format(name))
-    for note in dangling(run.root):
+    for note in run.pointers.dangling():
         output.note(note)
     if any(one.read_failed for one in run.checkpoints):
         raise typer.Exit(StorageError.exit_code)
@@ -98,8 +97,6 @@ def rows(output: Output, run: RunFolder) -> Iterator[Row]:
 
 
 def _row(output: Output, one: Checkpoint, newest: bool) -> Row:
-    from ckptctl.ops.runs.health import rfc3339
-
     nbytes, human = one.entry.nbytes, output.mode == "human"
     state = one.state + (f": {one.problem}" if one.problem else "")
     state += f", but {LACKS.format(one.lacks)}" if one.lacks else ""

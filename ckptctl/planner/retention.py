@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from typing import Annotated, Generic, Literal, TypeVar
 
-from ckptctl.errors import UsageError, spell_option
+from ckptctl.errors import RefusedError, UsageError, listed, nearest, spell_option
 from ckptctl.planner.lineage import UNKNOWN, Lineage, left_behind
 from ckptctl.results import JsonField, or_none
 from ckptctl.verdict import Verdict
@@ -165,6 +165,18 @@ class Best:
         end = "lowest" if self.lowest else "highest"
         return f"{end} {self.metric}" if self.count == 1 else f"{self.count} {end} {self.metric}"
 
+    def resolve(self, known: Sequence[str]) -> Best:
+        """Return it with the name that *known* metrics of checkpoints have for its metric."""
+        for name in (self.metric, f"eval_{self.metric}"):
+            if name in known:
+                return replace(self, metric=name)
+        close = nearest(self.metric, known)
+        raise UsageError(
+            f"no complete checkpoint has a metric `{self.metric}`",
+            why=f"known metrics: {listed(known)}" if known else "they have no metrics",
+            hint=f"did you mean `{close}`?" if close else None,
+        )
+
     def value(self, checkpoint: Retainable) -> float | None:
         """Return the metric of *checkpoint*, negated if small is good; None: it has none."""
         found = checkpoint.metrics.get(self.metric)
@@ -208,6 +220,71 @@ class Policy:
     def empty(self) -> bool:
         """Return whether it says nothing about complete checkpoints."""
         return not self.counts and not self.best and not self.patterns
+
+    def require_rules(self) -> None:
+        """Refuse a policy that keeps nothing: it has no rule, or a count of zero."""
+        if self.empty:
+            raise RefusedError(
+                "no keep rule given",
+                why="without one, all checkpoints except the newest would be removed",
+                hint=f"pass one, for example {spell_option('--keep-last 3')}",
+            )
+        counts = (("last", self.last), ("every", self.every), ("closest", self.closest))
+        for name, count in counts:
+            if count is not None and count < 1:
+                raise RefusedError(
+                    f"{spell_option(f'--keep-{name} {count}')} keeps nothing",
+                    hint=f"{spell_option(f'--keep-{name}')} must be at least 1",
+                )
+        if self.within is not None and self.within <= 0:
+            raise RefusedError(f"{spell_option('--keep-within 0')} keeps nothing")
+        if self.interval is not None and self.interval <= 0:
+            raise RefusedError(f"{spell_option('--keep-interval 0')} keeps every checkpoint")
+
+    def resolve(self, checkpoints: Sequence[Retainable]) -> Policy:
+        """Return it with the names that *checkpoints* have for its metrics and patterns.
+
+        A pattern may be a path as shells complete it: ``runs/a/step-2/``.
+        """
+        known = sorted({name for one in checkpoints if one.counts for name in one.metrics})
+
+        def resolve_pattern(pattern: str) -> str:
+            if any(fnmatchcase(one.name, pattern) for one in checkpoints):
+                return pattern
+            return pattern.rstrip("/").rpartition("/")[2] or pattern
+
+        return replace(
+            self,
+            best=tuple(best.resolve(known) for best in self.best),
+            patterns=tuple(map(resolve_pattern, self.patterns)),
+        )
+
+    def require_match(self, checkpoints: Sequence[Retainable], *, growing: bool = False) -> None:
+        """Refuse it if one of its patterns matches nothing, or if no rule keeps anything.
+
+        The latter is so where patterns and metrics alone are asked for and there is more than the
+        newest one. In a run that is *growing* there may be no name yet that a pattern means.
+        """
+        names = [one.name for one in checkpoints]
+        complete = [one for one in checkpoints if one.counts]
+        matches = any(fnmatchcase(one.name, glob) for one in complete for glob in self.patterns)
+        rated = any(best.value(one) is not None for one in complete for best in self.best)
+        if not self.counts and len(complete) > 1 and not matches and not rated:
+            asked = [*self.patterns, *(best.metric for best in self.best)]
+            raise RefusedError(
+                f"{listed(asked)} keeps nothing",
+                why="no complete checkpoint matches by name or has a number for the metric",
+                hint=f"choose among {listed([one.name for one in complete], 3)}, or pass "
+                f"{spell_option('--keep-last 1')} to keep the newest checkpoint",
+            )
+        for pattern in () if growing else self.patterns:
+            if not any(fnmatchcase(name, pattern) for name in names):
+                close = nearest(pattern, names)
+                raise RefusedError(
+                    f"{spell_option(f'--keep {pattern}')} matches no checkpoint",
+                    why=f"the checkpoints are {listed(names, 3)}",
+                    hint=f"did you mean `{close}`?" if close else "correct or omit the pattern",
+                )
 
 
 @dataclass(frozen=True, slots=True)

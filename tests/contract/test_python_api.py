@@ -34,13 +34,13 @@ def test_a_command_has_its_function(name: str) -> None:
     function = getattr(ckptctl, name)
     taken = inspect.signature(function).parameters
     hints = get_type_hints(command.run)
-    run = declared(commands.RunOptions) if commands.RunOptions in hints.values() else ()
-    own = (*declared(command.run), *run)
+    of_cli = [hint for hint in hints.values() if hint.__module__.startswith("ckptctl.cli.")]
+    own = [*declared(command.run), *(one for hint in of_cli for one in declared(hint))]
     arguments = {one.name for one in own if isinstance(one.option, Argument)}
     terminal = {one.name for one in own} - arguments
     known = OF_THE_TERMINAL | OF_A_LAUNCHER | OF_A_TREE
     assert terminal <= known, "declare what Python needs, too, in a dataclass of `ckptctl/ops/`"
-    offered = [one for many in command.parameters().values() for one in many or ()]
+    offered = command.declared()
     shared = {one.name: one for one in offered if one.name not in terminal}
     assert taken.keys() - {"progress"} == shared.keys()
     for one in shared.values():

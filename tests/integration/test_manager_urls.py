@@ -20,7 +20,7 @@ from ckptctl.distributed.run.finals import RECORD, Finished
 from ckptctl.distributed.run.local_folder import IDENTITY
 from ckptctl.distributed.run.manager import CheckpointManager
 from ckptctl.errors import CkptError, DamagedError, RefusedError, SourceNotFoundError, StorageError
-from ckptctl.ops.runs.newest import newest
+from ckptctl.ops.runs.listing import newest
 from ckptctl.storage import processes
 from ckptctl.storage.paths import named, source_path
 from ckptctl.storage.remote.objects import Objects

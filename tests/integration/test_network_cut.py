@@ -24,7 +24,7 @@ import ckptctl
 from ckptctl.errors import CkptError
 from ckptctl.ops.conversion import upload
 from ckptctl.ops.runs import listing as runs
-from ckptctl.ops.runs.newest import newest
+from ckptctl.ops.runs.listing import newest
 from ckptctl.storage.paths import source_path
 from ckptctl.storage.remote import trees
 from tests import s3_server

@@ -28,7 +28,7 @@ from ckptctl.errors import (
     UsageError,
 )
 from ckptctl.ops.runs import listing as runs
-from ckptctl.ops.runs.newest import newest
+from ckptctl.ops.runs.listing import newest
 from ckptctl.storage.execution import finisher
 from ckptctl.storage.execution.executor import execute
 from ckptctl.storage.paths import named

@@ -14,7 +14,7 @@ import pytest
 import ckptctl
 from ckptctl.errors import CkptError, DamagedError, SourceNotFoundError
 from ckptctl.ops.runs import listing as runs
-from ckptctl.ops.runs.newest import newest
+from ckptctl.ops.runs.listing import newest
 from ckptctl.storage import processes
 from ckptctl.storage.paths import source_path
 from ckptctl.storage.remote.writing import NAME, Writing

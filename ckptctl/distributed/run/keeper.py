@@ -17,9 +17,8 @@ from ckptctl.errors import CkptError, RefusedError, listed
 from ckptctl.formats.sidecar_files import SIDECAR
 from ckptctl.ops.runs.entries import RunEntry, entries, entry_at, is_run
 from ckptctl.ops.runs.health import Checkpoint, examine, metrics
-from ckptctl.ops.runs.listing import read_run
+from ckptctl.ops.runs.listing import newest, read_run
 from ckptctl.ops.runs.names import parse
-from ckptctl.ops.runs.newest import newest
 from ckptctl.ops.runs.notes import encoded, run_record
 from ckptctl.ops.runs.removal import (
     PruneResult,

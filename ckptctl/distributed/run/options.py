@@ -19,7 +19,6 @@ from ckptctl.ops import options as opt
 from ckptctl.ops.conversion.options import ConversionOptions, WriteOptions
 from ckptctl.ops.loading.options import LoadReport
 from ckptctl.ops.runs.options import KeepOptions
-from ckptctl.ops.runs.refusals import require_policy
 from ckptctl.options import Option, declared
 from ckptctl.planner.retention import Policy, Retainable
 
@@ -176,7 +175,7 @@ class ManagerOptions(PreemptionOptions, opt.ModelOptions, SaveOptions, KeepOptio
         policy = replace(self.policy(), last=self.keep_last or None)
         try:
             if not policy.empty:
-                require_policy(policy)
+                policy.require_rules()
         except RefusedError as error:
             raise UsageError(error.what, hint=error.hint) from error
         if self.make_room == "before" and (self.policy().empty or self.keep_last == 0):

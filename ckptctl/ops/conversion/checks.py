@@ -22,6 +22,7 @@ from ckptctl.options import about, among
 from ckptctl.planner.layouts import is_base
 from ckptctl.planner.mapping.adapters import ADAPTER_LAYOUTS
 from ckptctl.planner.mapping.mapped import ComposedTensor
+from ckptctl.storage.computed import can_overflow
 from ckptctl.storage.execution.options import LEAST
 from ckptctl.storage.paths import named
 from ckptctl.storage.remote.urls import is_url

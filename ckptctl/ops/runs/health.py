@@ -5,9 +5,8 @@ Of a damaged one only evidence of a torn write allows that it is removed or skip
 
 from __future__ import annotations
 
-import time as clock
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, TypeGuard
 
@@ -19,7 +18,6 @@ from ckptctl.formats.sidecar_files import SIDECAR
 from ckptctl.ops.runs.entries import RunEntry
 from ckptctl.ops.runs.notes import RunRecord, noted, run_record, trainer_state
 from ckptctl.ops.verification.options import VerifyOptions
-from ckptctl.ops.verification.result import Verification
 from ckptctl.ops.verification.verify import verify
 from ckptctl.planner.retention import Retainable
 from ckptctl.results import JsonField, Result, or_none
@@ -28,7 +26,7 @@ from ckptctl.storage.destinations import staging_directory
 from ckptctl.storage.paths import real_path, require_answers
 from ckptctl.storage.remote.writing import NAME as LOCK
 from ckptctl.storage.remote.writing import OBJECTS, UnfinishedError, unfinished
-from ckptctl.units import counted
+from ckptctl.units import counted, rfc3339
 from ckptctl.verdict import Verdict, decide_verdict, shows_torn_write, worst_verdict
 
 NOTES = frozenset({SIDECAR, LOCK, OBJECTS})
@@ -36,10 +34,8 @@ NOTES = frozenset({SIDECAR, LOCK, OBJECTS})
 BUILT_IN_RULES = Path("megatron-core")
 AT_WORK = 600.0
 """Seconds since the last change for which an incomplete checkpoint counts as being written."""
-LATEST = 253_402_300_799.0
 SHOWN_METRIC = 80
-_FIRST, _LAST = "path step time bytes format verdict writing problem", "protected_by metrics link"
-CHECKPOINT = " ".join((_FIRST, "lacks", _LAST))
+CHECKPOINT = "path step time bytes format verdict writing problem lacks protected_by metrics link"
 """The order of what is printed of a checkpoint."""
 
 
@@ -56,18 +52,14 @@ class Health:
         begun: Whether nothing in it is known to be a checkpoint's: a trainer may have just begun.
     """
 
-    format: str | None
-    parts: tuple[Path, ...]
-    verdict: Verdict = Verdict.COMPLETE
+    verdict: Verdict
     problem: str = ""
+    _: KW_ONLY
+    format: str | None = None
+    parts: tuple[Path, ...] = ()
     torn: bool = False
     begun: bool = False
     read_failed: bool = False
-
-
-def rfc3339(seconds: float) -> str:
-    """Return a time as RFC 3339 has it, in UTC; its years end with 9999."""
-    return clock.strftime("%Y-%m-%dT%H:%M:%SZ", clock.gmtime(min(seconds, LATEST)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -145,18 +137,6 @@ def _is_number(value: object) -> TypeGuard[int | float]:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def torn_health(format: str | None, parts: tuple[Path, ...], problem: str) -> Health:
-    """Return that of a checkpoint whose files show a torn write."""
-    return Health(format, parts, Verdict.DAMAGED, problem, torn=True)
-
-
-def unknown_health(
-    problem: str, *, format: str | None = None, begun: bool = False, read_failed: bool = False
-) -> Health:
-    """Return that of a path of which it cannot be determined."""
-    return Health(format, (), Verdict.UNKNOWN, problem, begun=begun, read_failed=read_failed)
-
-
 def health(path: Path, *, model: bool = True) -> Health:
     """Judge the checkpoint at *path*: complete if every part of it is.
 
@@ -167,37 +147,41 @@ def health(path: Path, *, model: bool = True) -> Health:
         judged = _health(path, model)
     except OSError as error:
         what = StorageError.from_os_error(error, "read", str(path)).what
-        return unknown_health(what, read_failed=True)
+        return Health(Verdict.UNKNOWN, what, read_failed=True)
     require_answers(path)
     return judged
 
 
 def examine(entry: RunEntry, now: float, *, model: bool = True) -> Checkpoint:
     """Examine one checkpoint by itself; *now* in seconds since the epoch, *model* of ``health``."""
-    unfinished = torn_health(None, (), "the save is unfinished")
-    seen = unfinished if entry.staging else health(entry.path, model=model)
+    judged = (
+        Health(Verdict.DAMAGED, "the save is unfinished", torn=True)
+        if entry.staging
+        else health(entry.path, model=model)
+    )
     checkpoint = Checkpoint.of(entry)
-    rated = {**entry.named.metrics, **metrics(entry.path, checkpoint.record)}
     checkpoint = replace(
         checkpoint,
-        metrics=rated,
-        format=seen.format,
-        parts=seen.parts,
-        read_failed=seen.read_failed,
+        metrics={**entry.named.metrics, **metrics(entry.path, checkpoint.record)},
+        format=judged.format,
+        parts=judged.parts,
+        read_failed=judged.read_failed,
+        verdict=judged.verdict,
+        torn=judged.torn,
+        problem=judged.problem,
     )
-    if seen.verdict is Verdict.COMPLETE:
+    if checkpoint.complete:
         return checkpoint
-    checkpoint = replace(checkpoint, verdict=seen.verdict, torn=seen.torn)
     # Its age counts from the last change of anything in it.
-    checkpoint = replace(checkpoint, time=entry.touched, problem=seen.problem)
+    checkpoint = replace(checkpoint, time=entry.touched)
     staging = entry.path if entry.staging else staging_directory(entry.path)
     writer = lock.holder(staging) if staging.is_dir() and not staging.is_symlink() else None
     if writer:
         return replace(checkpoint, writing=True, problem=f"process {writer} is writing it")
     age = now - entry.touched
-    if (seen.torn or seen.begun) and age < AT_WORK:
+    if (judged.torn or judged.begun) and age < AT_WORK:
         ago = f"{int(age / 60)} min" if age >= 60 else "less than a minute"
-        problem = f"{seen.problem}; modified {ago} ago"
+        problem = f"{judged.problem}; modified {ago} ago"
         return replace(checkpoint, writing=True, problem=problem)
     return checkpoint
 
@@ -207,28 +191,29 @@ def _health(path: Path, model: bool) -> Health:
         # what ranks save in DCP's format, without what is saved last
         if (begun := formats.interrupted(folder)) and not formats.sniff(folder):
             missing = (folder / METADATA).relative_to(path)
-            return torn_health(begun.name, (path,), f"`{missing}` is missing")
+            what = f"`{missing}` is missing"
+            return Health(Verdict.DAMAGED, what, format=begun.name, parts=(path,), torn=True)
     problem = unfinished(path)
     if problem is not None:
         kind = next(iter(formats.sniff(path)), None)
         why = f" ({problem.why})" if problem.why else ""
         text = f"{problem.what}{why}"
         if isinstance(problem, UnfinishedError):
-            return torn_health(kind, (path,), text)
+            return Health(Verdict.DAMAGED, text, format=kind, parts=(path,), torn=True)
         failed = isinstance(problem, StorageError)
-        return unknown_health(text, format=kind, read_failed=failed)
+        return Health(Verdict.UNKNOWN, text, format=kind, read_failed=failed)
     parts = [path] if formats.sniff(path) else formats.list_run(path) or formats.below(path)
     real = real_path(path)
     outside = next((part for part in parts if not real_path(part).is_relative_to(real)), None)
     if outside is not None:
         what = f"`{outside.relative_to(path)}` is a link to a path outside the checkpoint"
-        return unknown_health(what)
+        return Health(Verdict.UNKNOWN, what)
     sniffed = tuple((part, name) for part in parts for name in formats.sniff(part))
     if sniffed:
         return _of_parts(path, sniffed, model)
     if _holds_nothing(path):
-        return torn_health(None, (), "it is empty")
-    return unknown_health("not a recognized checkpoint", begun=True)
+        return Health(Verdict.DAMAGED, "it is empty", torn=True)
+    return Health(Verdict.UNKNOWN, "not a recognized checkpoint", begun=True)
 
 
 def _of_parts(path: Path, sniffed: tuple[tuple[Path, str], ...], model: bool) -> Health:
@@ -248,7 +233,7 @@ def _of_parts(path: Path, sniffed: tuple[tuple[Path, str], ...], model: bool) ->
         if one.verdict is worst and worst is not Verdict.COMPLETE:
             return replace(one, parts=())
     models = [name for part, name in sniffed if not formats.NO_MODEL.fullmatch(part.name)]
-    return Health((models or [sniffed[0][1]])[0], parts)
+    return Health(Verdict.COMPLETE, format=(models or [sniffed[0][1]])[0], parts=parts)
 
 
 def _other_parts(path: Path, parts: Sequence[Path]) -> list[Path]:
@@ -262,9 +247,9 @@ def _other_parts(path: Path, parts: Sequence[Path]) -> list[Path]:
 def _unrecognized(path: Path, part: Path, model: bool) -> Health:
     """Judge a folder that is named as a part; it may have been emptied on purpose."""
     if part.is_symlink():
-        seen = unknown_health("a link to an unrecognized file or folder")
+        seen = Health(Verdict.UNKNOWN, "a link to an unrecognized file or folder")
     elif _holds_nothing(part):
-        seen = unknown_health("it is empty")
+        seen = Health(Verdict.UNKNOWN, "it is empty")
     else:
         seen = _health(part, model)
     return replace(seen, problem=f"`{part.relative_to(path)}`: {seen.problem}")
@@ -302,22 +287,18 @@ def _judged(path: Path, name: str | None, model: bool) -> Health:
         try:
             verified = verify(path, replace(asked, rules=BUILT_IN_RULES))
         except CkptError:
-            return unknown_health(error.what)
+            return Health(Verdict.UNKNOWN, error.what)
     except CkptError as error:
         finding = of_error(error)
         verdict, torn = decide_verdict([finding]), shows_torn_write([finding])
-        return Health(None, (), verdict, error.what, torn, read_failed=finding.read_failed)
-    problem = _first_problem(verified, path)
-    torn, failed = verified.has_torn_write, verified.read_failed
-    return Health(None, (), verified.verdict, problem, torn, read_failed=failed)
-
-
-def _first_problem(verified: Verification, path: Path) -> str:
-    """Return the first thing that is wrong, and where inside of *path*."""
-    wrong = (*verified.errors, *verified.unknown)
-    if not wrong:
-        return ""
-    first, more = wrong[0], len(wrong) - 1
-    told = first.where in ("", str(path.absolute())) or first.where in first.what
-    where = "" if told else f" ({first.where})"
-    return f"{first.what}{where}" + (f" and {counted(more, 'more problem')}" if more else "")
+        return Health(verdict, error.what, torn=torn, read_failed=finding.read_failed)
+    problem, wrong = "", (*verified.errors, *verified.unknown)
+    if wrong:
+        first, *others = wrong
+        is_named = first.where in ("", str(path.absolute())) or first.where in first.what
+        where = "" if is_named else f" ({first.where})"
+        more = f" and {counted(len(others), 'more problem')}" if others else ""
+        problem = f"{first.what}{where}{more}"
+    return Health(
+        verified.verdict, problem, torn=verified.has_torn_write, read_failed=verified.read_failed
+    )

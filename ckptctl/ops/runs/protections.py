@@ -4,15 +4,20 @@ Each protection is a function that claims checkpoints of a run, with a reason. W
 *stays*, and counts for the rules of ``prune`` as before; or it is *left alone*: it stays and does
 not count. What the rules themselves keep stands in :mod:`ckptctl.planner.retention`.
 
-A pointer of which nobody knows what it names protects all: see :func:`require_pointers`.
+Many claim by a text. It may be a name, a path of this system or of Windows, a file inside of the
+checkpoint, quoted, a line among others, a value in JSON, or a number alone. A pointer of which
+nobody knows what it names protects all: see :meth:`Pointers.require_understood`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+import codecs
+import os
+import re
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from itertools import chain
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -23,10 +28,12 @@ from ckptctl.formats.shared.tags import LATEST, LATEST_UNIVERSAL, pointer_conten
 from ckptctl.formats.sidecar_files import SIDECAR
 from ckptctl.ops.runs.entries import entry_at
 from ckptctl.ops.runs.health import Checkpoint, health
-from ckptctl.ops.runs.names import is_last, parse
+from ckptctl.ops.runs.names import is_last, parse, staged
 from ckptctl.ops.runs.notes import LAST, TRAINER, noted, trainer_state
-from ckptctl.ops.runs.references import alike, decoded, linked, mentioned, names_a_step, understood
 from ckptctl.planner.retention import NOT_TORN, WRITING, left_in
+from ckptctl.storage.paths import real_path
+from ckptctl.storage.remote.urls import is_url
+from ckptctl.storage.two_phase_delete import TRASH
 
 POINTERS = {
     LATEST: "DeepSpeed",
@@ -39,6 +46,123 @@ MAX_TEXT = 1 << 13
 SHOWN = 80
 """How many characters of a pointer are shown."""
 AT_WORK_WITH = "the running training process"
+ENDLESS = frozenset({"release"})
+"""What Megatron writes in place of a step: the weights as they were published."""
+PARTS = 256
+"""How many parts of a text are looked up one by one."""
+HOPS = 40
+"""Most links that are followed one after the other, as in Linux (man 7 path_resolution)."""
+MAX_ENTRIES = 1_000_000
+"""How many entries of one folder of the run, however deep, are looked at."""
+_MARKS = ((codecs.BOM_UTF16_LE, "utf-16-le"), (codecs.BOM_UTF16_BE, "utf-16-be"))
+_BETWEEN = re.compile(r"[\\/\r\n]+")
+_QUOTED = re.compile(r'"([^"\r\n]*)"')
+_AROUND = " \t\"'`“”‘’«»{}[]()<>,;"
+_NUMBER = re.compile(
+    r"(?:^[^\S\n]*+|:\s*+)[\"']?(\d{1,18})[\"']?(?:[^\S\n]*+$|\s*+[,}]|\s*+\Z)",
+    re.ASCII | re.MULTILINE,
+)
+"""A line of its own, or a value in JSON."""
+_LIKE_A_STEP = re.compile(r"(?:[A-Za-z_.=+-]*+\d)++[A-Za-z_.=+-]*+", re.ASCII)
+
+Alike = Callable[[str], str | None]
+
+
+class PointerFile(NamedTuple):
+    """The content of a pointer, whether that is all of it, and why it cannot be read."""
+
+    content: str = ""
+    is_whole: bool = True
+    error: CkptError | None = None
+
+    @classmethod
+    def read(cls, root: Path, file: str) -> PointerFile:
+        """Read a pointer, in UTF-8 or in UTF-16 as Windows writes it; empty if there is none."""
+        try:
+            if not (root / file).is_file():
+                return cls()
+            content, is_whole = pointer_content(root, file, MAX_TEXT)
+        except CkptError as error:
+            return cls(error=error)
+        except OSError as error:
+            return cls(error=StorageError(str(error)))
+        marks = (name for mark, name in _MARKS if content.startswith(mark))
+        text = content.decode(next(marks, "utf-8"), "replace")
+        return cls(text.replace("\0", "").removeprefix("\ufeff").strip(), is_whole)
+
+    @property
+    def tells_a_step(self) -> bool:
+        """Return whether it names a checkpoint of a run, or its number, here or gone."""
+        return names_a_step(self.content) or (
+            self.content.isdecimal() and len(self.content) < SHOWN
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Pointers:
+    """The pointers of a run, each read once."""
+
+    root: Path
+    files: Mapping[str, PointerFile]
+
+    @classmethod
+    def read(cls, root: Path) -> Pointers:
+        """Read the pointers in *root*."""
+        return cls(root, {file: PointerFile.read(root, file) for file in POINTERS})
+
+    def _members(self) -> list[Path]:
+        named = (item for item in self.root.iterdir() if parse(item.name) or is_last(item.name))
+        return sorted(named)
+
+    def require_understood(self) -> None:
+        """Refuse a run of which a pointer cannot be read, or not be understood.
+
+        What a torn checkpoint calls the best counts only while it can be read: training does not go
+        on from it.
+        """
+        root, members = self.root, [item for item in self._members() if not item.is_symlink()]
+        names = [item.name for item in members]
+        spelt = alike(root, names)
+        for file, (text, is_whole, error) in self.files.items():
+            _require_read(root / file, error)
+            known = mentioned(text, names, spelt) or understood(text, root)
+            if not is_whole or (text and not known):
+                raise RefusedError(
+                    "a pointer has unrecognized content",
+                    where=str(root / file),
+                    why=f"it contains {text[:SHOWN]!r}; the checkpoint that it names could be "
+                    "removed",
+                    hint="write the name of a checkpoint into it, or move it away",
+                )
+        _require_read(root / TRAINER, trainer_state(root).error)
+        for path in members:
+            note, state = noted(path), trainer_state(path)
+            torn = (note.error or state.error) and health(path, model=False).torn
+            if not torn or (is_last(path.name) and isinstance(note.error, StorageError | None)):
+                _require_read(path, note.error)
+            if not torn:
+                _require_read(path / TRAINER, state.error)
+
+    def dangling(self) -> Iterator[str]:
+        """Yield what pointers say whose checkpoint is gone."""
+        names = [item.name for item in self._members()]
+        spelt = alike(self.root, names)
+        for file, pointer in self.files.items():
+            if pointer.tells_a_step and not mentioned(pointer.content, names, spelt):
+                yield f"`{file}` names checkpoint {pointer.content[:SHOWN]!r}, which does not exist"
+
+
+def _require_read(path: Path, error: CkptError | None) -> None:
+    if error:
+        failed = isinstance(error, StorageError)
+        raise (StorageError if failed else RefusedError)(
+            "a pointer cannot be read",
+            where=str(path),
+            why=f"{error.what}; the checkpoint that it names could be removed",
+            hint="run it as a user who can read the file"
+            if failed
+            else "restore a copy of the file, or move its checkpoint out of the run",
+        )
 
 
 class Claim(NamedTuple):
@@ -61,6 +185,7 @@ class RunView:
 
     root: Path
     checkpoints: Sequence[Checkpoint]
+    pointers: Pointers
     in_use: Collection[str] = ()
     branches: bool = True
 
@@ -129,8 +254,7 @@ def protect(view: RunView) -> dict[str, Protected]:
 
 def _pointer(file: str, view: RunView) -> Iterator[Claim]:
     """Claim what a pointer file names: its trainer opens that next."""
-    with suppress(CkptError, OSError):
-        yield Claim(f"`{file}`", text=_text(view.root, file)[0])
+    yield Claim(f"`{file}`", text=view.pointers.files[file].content)
 
 
 def _best_of_trainer(view: RunView) -> Iterator[Claim]:
@@ -236,97 +360,172 @@ def _series(name: str) -> str:
     return known.series if known else ""
 
 
-# --- what nobody understands -------------------------------------------------------------------
-
-
-def require_pointers(root: Path) -> None:
-    """Refuse a run of which a pointer cannot be read, or not be understood.
-
-    What a torn checkpoint calls the best counts only while it can be read: training does not go on
-    from it.
-    """
-    items = sorted(item for item in root.iterdir() if parse(item.name) or is_last(item.name))
-    members = [item for item in items if not item.is_symlink()]
-    for file in POINTERS:
-        _require_pointer(root, file, [item.name for item in members])
-    _require_read(root / TRAINER, trainer_state(root).error)
-    for path in members:
-        note, state = noted(path), trainer_state(path)
-        torn = (note.error or state.error) and health(path, model=False).torn
-        if not torn or (is_last(path.name) and isinstance(note.error, StorageError | None)):
-            _require_read(path, note.error)
-        if not torn:
-            _require_read(path / TRAINER, state.error)
-
-
-def _require_pointer(root: Path, file: str, names: Sequence[str]) -> None:
-    try:
-        text, whole = _text(root, file)
-    except (CkptError, OSError) as error:
-        failed = error if isinstance(error, CkptError) else StorageError(str(error))
-        _require_read(root / file, failed)
-        return
-    known = mentioned(text, names, alike(root, names)) or understood(text, root)
-    if not whole or (text and not known):
-        raise RefusedError(
-            "a pointer has unrecognized content",
-            where=str(root / file),
-            why=f"it contains {text[:SHOWN]!r}; the checkpoint that it names could be removed",
-            hint="write the name of a checkpoint into it, or move it away",
-        )
-
-
-def dangling(root: Path) -> Iterator[str]:
-    """Yield what pointers say whose checkpoint is gone."""
-    names = [item.name for item in root.iterdir() if parse(item.name) or is_last(item.name)]
-    for file in POINTERS:
-        with suppress(CkptError, OSError):
-            text, _ = _text(root, file)
-            if _tells_a_step(text) and not mentioned(text, names, alike(root, names)):
-                yield f"`{file}` names checkpoint {text[:SHOWN]!r}, which does not exist"
-
-
-def _require_read(path: Path, error: CkptError | None) -> None:
-    if error:
-        failed = isinstance(error, StorageError)
-        raise (StorageError if failed else RefusedError)(
-            "a pointer cannot be read",
-            where=str(path),
-            why=f"{error.what}; the checkpoint that it names could be removed",
-            hint="run it as a user who can read the file"
-            if failed
-            else "restore a copy of the file, or move its checkpoint out of the run",
-        )
-
-
 def points_inside(root: Path) -> bool:
     """Return whether a pointer or a link directly in *root*, or beside it, names an entry of it.
 
     So does a pointer to a checkpoint that is gone: it was one of a run.
     """
-    found = (one for item in root.iterdir() if (one := entry_at(item)))
-    view = RunView(root, [Checkpoint.of(one) for one in found])
+    pointers = Pointers.read(root)
+    if any(pointer.tells_a_step for pointer in pointers.files.values()):
+        return True
+    found = (entry for item in root.iterdir() if (entry := entry_at(item)))
+    view = RunView(root, [Checkpoint.of(entry) for entry in found], pointers)
     names = [one.name for one in view.checkpoints if one.path.is_dir()]
     spelt = alike(root, names)
-    for protection in NAMING:
-        for claim in protection.claims(view):
-            gone = protection.file in POINTERS and _tells_a_step(claim.text)
-            if gone or mentioned(claim.text, names, spelt):
-                return True
-    return any(name in names for name, _ in linked(root, names, near=True))
+    texts = (claim.text for protection in NAMING for claim in protection.claims(view))
+    return any(mentioned(text, names, spelt) for text in texts) or any(
+        name in names for name, _ in linked(root, names, near=True)
+    )
 
 
-def _tells_a_step(text: str) -> bool:
-    """Return whether a pointer's text names a checkpoint of a run, or its number, here or gone."""
-    return names_a_step(text) or (text.isdecimal() and len(text) < SHOWN)
+# --- what a text names ---------------------------------------------------------------------------
 
 
-def _text(root: Path, file: str) -> tuple[str, bool]:
-    """Return the text of a pointer, and whether that is all of it; none where there is no file."""
-    if not (root / file).is_file():
-        return "", True
-    content, whole = pointer_content(root, file, MAX_TEXT)
-    return decoded(content), whole
+def mentioned(text: str, names: Sequence[str], alike: Alike) -> tuple[str, ...]:
+    """Return those of *names* that a text names anywhere, *alike* or as they are."""
+    # As words of their own: step-1 is not in step-10.
+    words = (
+        (name, rf"(?<![\w.=+-]){re.escape(name)}(?![\w=+-])") for name in names if name in text
+    )
+    found = [name for name, word in words if re.search(word, text)]
+    found += [known for part in _parts(text) if (known := alike(part))]
+    if not found:
+        steps = {int(digits) for digits in _NUMBER.findall(text)}
+        found = [name for name in names if (one := parse(name)) and one.step in steps]
+    return tuple(dict.fromkeys(found))
+
+
+def alike(root: Path, names: Sequence[str]) -> Alike:
+    """Return a function that finds the one of *names* that another spelling means.
+
+    A file system may fold cases or compose accents, and a hard link has two names.
+    """
+
+    @cache
+    def known() -> Mapping[tuple[int, int], str]:
+        return {place: name for name in names if (place := _place(root / name))}
+
+    def find(name: str) -> str | None:
+        place = _place(root / name) if name else None
+        return known().get(place) if place else None
+
+    return find
+
+
+def understood(text: str, root: Path) -> bool:
+    """Return whether a text that names no checkpoint of the run in *root* names something else.
+
+    That is one that is gone, something else in the folder, or something elsewhere that is there.
+    """
+    if text in ENDLESS or _LIKE_A_STEP.fullmatch(text) or names_a_step(text):
+        return True
+    parts = [part for part in _parts(text) if part not in (os.curdir, os.pardir)]
+    with suppress(ValueError):
+        there = [*(root / part for part in parts), *([Path(text)] if text.startswith("/") else [])]
+        return any(path.exists() if is_url(path) else os.path.lexists(path) for path in there)
+    return False
+
+
+def names_a_step(text: str) -> bool:
+    """Return whether a text names something as checkpoints of runs are named, here or gone."""
+    return any(parse(part) or staged(part) or is_last(part) for part in _parts(text))
+
+
+def _parts(text: str) -> list[str]:
+    """Return the components of the paths in a text, and what is quoted in it, without quotes."""
+    words = [text, *_QUOTED.findall(text)]
+    parts = (part.strip(_AROUND) for word in words for part in _BETWEEN.split(word))
+    return [part for part in dict.fromkeys(parts) if part][:PARTS]
+
+
+def _place(path: Path) -> tuple[int, int] | None:
+    with suppress(OSError, ValueError):
+        status = path.lstat()
+        return (status.st_dev, status.st_ino) if status.st_ino else None
+    return None
+
+
+# --- where links lead ----------------------------------------------------------------------------
+
+
+def linked(root: Path, names: Sequence[str], *, near: bool = False) -> Iterator[tuple[str, str]]:
+    """Yield entries of *root* that links lead to, into or through, and what to call the link.
+
+    Where a folder is too full to look at all of it, that is every one of *names*, the run's
+    checkpoints; *near*: look at links directly in the run and beside it alone.
+    """
+    if is_url(root):
+        return
+    real = real_path(root)
+    folders = () if near else (*names, *_others(real, names))
+    inside = ((name, link) for name in folders for link in _all(real, name))
+    items = (item for folder in (real, real.parent) for item in _listed(folder))
+    beside = (("", Path(item.path)) for item in items if item.is_symlink())
+    for folder, link in chain(beside, inside):
+        if link is None:
+            full = f"`{folder}`, which has too many entries to search for links"
+            yield from ((name, full) for name in names)
+            continue
+        with suppress(OSError, RuntimeError, ValueError):
+            # The entries without any one of which the link would lead nowhere.
+            passed = (at.relative_to(real).parts for at in _way(link) if at.is_relative_to(real))
+            for name in dict.fromkeys(parts[0] for parts in passed if parts):
+                if not link.is_relative_to(real / name):
+                    yield name, f"the link `{os.path.relpath(link, real)}`"
+
+
+def _way(link: Path) -> Iterator[Path]:
+    """Yield every path that the system looks up to follow *link*, whose folder is a real path."""
+    at, left, hops = link.parent, [link.name], 0
+    while left:
+        part = left.pop(0)
+        if part == os.pardir:
+            at = at.parent
+            continue
+        found = at / part
+        yield found
+        if not found.is_symlink():
+            at = found
+            continue
+        hops += 1
+        if hops > HOPS:
+            return
+        target = found.readlink()
+        at = Path(target.anchor) if target.is_absolute() else at
+        left = [*(word for word in target.parts if word != target.anchor), *left]
+
+
+def _others(root: Path, names: Sequence[str]) -> Iterator[str]:
+    """Yield the folders in *root* that are no checkpoints; what is removed is none of them."""
+    known = {*names, TRASH}
+    with suppress(OSError), os.scandir(root) as found:
+        for item in found:
+            if item.name not in known and item.is_dir(follow_symlinks=False):
+                yield item.name
+
+
+def _all(root: Path, name: str) -> Iterator[Path | None]:
+    """Yield the links in a folder of *root*, however deep, in order; None: there may be more."""
+    waiting = [iter(_listed(root / name))]
+    for _ in range(MAX_ENTRIES):
+        while waiting and (item := next(waiting[-1], None)) is None:
+            waiting.pop()
+        if not waiting or item is None:
+            return
+        if item.is_symlink():
+            yield Path(item.path)
+        elif item.is_dir(follow_symlinks=False):
+            waiting.append(iter(_listed(item.path)))
+    yield None
+
+
+def _listed(folder: Path | str) -> list[os.DirEntry[str]]:
+    """Return the entries of a folder, in order; none where it cannot be listed, or is a file."""
+    try:
+        with os.scandir(folder) as found:
+            return sorted(found, key=lambda item: item.name)
+    except OSError:
+        return []
 
 
 NAMING: tuple[Protection, ...] = (

@@ -1,39 +1,49 @@
-"""Remove the checkpoints of a run that no rule keeps.
+"""Remove the checkpoints of a run that no rule keeps: plan, then execute.
 
-:func:`plan_prune` decides and changes nothing, and :mod:`ckptctl.ops.runs.discard` makes other such
-plans; :func:`run_prune` carries one out, under a lock, and leaves alone what has changed since. The
-commands and the manager of the training library both come here.
+:func:`plan_prune` decides by the rules of a policy, :func:`plan_discard` and :func:`plan_delete` by
+given steps; they change nothing. :func:`run_prune` carries a plan out, under a lock, and leaves
+alone what has changed since. The commands and the manager of the training library both come here.
 """
 
 from __future__ import annotations
 
+import os
 import time as clock
-from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Iterable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Literal, NamedTuple
 
-from ckptctl.errors import CkptError, PartialError, RefusedError, StorageError, listed, spell_option
-from ckptctl.ops.runs.entries import entry_at
-from ckptctl.ops.runs.health import AT_WORK, CHECKPOINT, Checkpoint, health, unread_metrics
-from ckptctl.ops.runs.listing import RunFolder, read_run
-from ckptctl.ops.runs.protections import Protected, RunView, protect, require_pointers
-from ckptctl.ops.runs.refusals import (
-    require_match,
-    require_order,
-    require_policy,
-    require_removable,
-    require_root,
-    with_known_metrics,
+from ckptctl import formats
+from ckptctl.errors import (
+    CkptError,
+    PartialError,
+    RefusedError,
+    SourceNotFoundError,
+    StorageError,
+    listed,
+    spell_option,
 )
+from ckptctl.ops.runs.entries import entry_at, is_run
+from ckptctl.ops.runs.health import (
+    AT_WORK,
+    CHECKPOINT,
+    Checkpoint,
+    health,
+    unread_metrics,
+)
+from ckptctl.ops.runs.listing import RunFolder, read_run
+from ckptctl.ops.runs.protections import Pointers, Protected, RunView, points_inside, protect
 from ckptctl.ops.runs.thinning import Thinning, plan_thinning, run_thinning
-from ckptctl.planner.retention import Action, Decision, Policy, decide
+from ckptctl.planner.retention import Action, Decision, Policy, decide, disorder
 from ckptctl.results import Inline, JsonField, Result
-from ckptctl.storage.paths import named, require_local
+from ckptctl.storage.file_system import mounted_in
+from ckptctl.storage.paths import named, path_hint, real_path, require_local
 from ckptctl.storage.run_store import run_store
-from ckptctl.storage.two_phase_delete import TwoPhaseDelete
-from ckptctl.units import counted
+from ckptctl.storage.two_phase_delete import TRASH, TwoPhaseDelete
+from ckptctl.units import counted, rfc3339
 
 DRY_RUN = JsonField("whether this is a plan; if true, `done`, `failed` and `freed` are absent")
 
@@ -192,6 +202,9 @@ class PruneResult(Result):
         )
 
 
+# --- plan ---------------------------------------------------------------------------------------
+
+
 class Trainer(NamedTuple):
     """A training process that saves into a run.
 
@@ -236,8 +249,8 @@ def plan_prune(
     """
     now = clock.time() if now is None else now
     if not replaced:
-        require_policy(policy)
-    real = require_root(named(root), force=force)
+        policy.require_rules()
+    real = _require_root(named(root), force=force)
     if thin:
         require_local(
             real,
@@ -245,54 +258,180 @@ def plan_prune(
             hint="use `ckptctl convert` to write only the weights",
             error=RefusedError,
         )
-    require_pointers(real)
     at_work = trainer or Trainer()
     run = read_run(real, now, at_work.series, in_use=at_work.in_use, model=trainer is None)
-    if not force:
-        require_order(run.checkpoints)
-    policy = with_known_metrics(policy, run.checkpoints)
+    run.pointers.require_understood()
+    if not force and (disordered := disorder(run.checkpoints)):
+        newer, older = disordered
+        raise RefusedError(
+            "step order and modification times disagree",
+            where=f"`{older.name}` and `{newer.name}`",
+            why=f"written {rfc3339(older.time)} and {rfc3339(newer.time)}; the folder may contain "
+            f"two runs, or `{newer.entry.newest}` was added to `{newer.name}` later",
+            hint=f"pass {spell_option('--force')} to use the order of the steps",
+        )
+    policy = policy.resolve(run.checkpoints)
     if not replaced:
-        require_match(run.checkpoints, policy, growing=trainer is not None)
+        policy.require_match(run.checkpoints, growing=trainer is not None)
     decisions = decide(run.checkpoints, policy, now, replaced=replaced, coming=at_work.coming)
-    safe = (_without_unread_metrics(decision, policy) for decision in decisions)
-    return plan_of(real, policy, run, [priced(decision, thin) for decision in safe], thin)
+    return _plan(real, policy, run, decisions, thin)
 
 
-def _without_unread_metrics(decision: Decision[Checkpoint], policy: Policy) -> Decision[Checkpoint]:
-    """Leave alone what may be the best: it states a metric of the policy that is no number."""
-    if decision.action != "remove" or not policy.best:
-        return decision
-    checkpoint = decision.checkpoint
-    unread = unread_metrics(checkpoint.path, checkpoint.record)
-    for best in policy.best:
-        if best.metric in unread and best.metric not in checkpoint.metrics:
-            reason = f"its metric `{best.metric}` is not a number: {unread[best.metric]}"
-            return replace(decision, action="skip", reasons=(reason,))
-    return decision
+def plan_discard(root: Path, series: str, step: int, now: float | None = None) -> PrunePlan:
+    """Decide what goes so that the run goes on from *step* as if nothing had come after it.
+
+    That are checkpoints with a higher step that are complete or torn. What is protected stays, and
+    the decision says why; what the run left behind goes.
+    """
+    return _plan_removal(root, series, lambda other: other > step, f"after step {step}", (), now)
 
 
-def plan_of(
-    root: Path, policy: Policy, run: RunFolder, decisions: list[PruneDecision], thin: bool = False
-) -> PrunePlan:
-    """Return the plan with these decisions, if it may be carried out."""
-    plan = PrunePlan(root, policy, run, tuple(decisions), thin, tuple(run_store(root).leftovers()))
-    require_removable(decision.checkpoint.path for decision in plan.of("remove"))
+def plan_delete(root: Path, series: str, step: int, in_use: Collection[str] = ()) -> PrunePlan:
+    """Plan to remove the checkpoint of *step*, whatever rules say; *in_use* as in `plan_prune`.
+
+    Raises:
+        RefusedError: It is protected, or no other one is complete.
+    """
+    plan = _plan_removal(root, series, lambda other: other == step, f"step {step}", in_use)
+    for decision in plan.of("skip"):
+        if decision.checkpoint.step == step:
+            raise RefusedError(
+                "this checkpoint cannot be removed",
+                where=str(decision.checkpoint.path),
+                why="; ".join(decision.reasons),
+            )
+    if not plan.of("keep") and any(one.checkpoint.complete for one in plan.of("remove")):
+        raise RefusedError(
+            "the newest complete checkpoint cannot be removed",
+            where=str(plan.of("remove")[0].checkpoint.path),
+            why="there is no other checkpoint to resume from",
+            hint="remove the folder yourself if you want to delete it",
+        )
     return plan
 
 
-def priced(decision: Decision[Checkpoint], thin: bool = False) -> PruneDecision:
+def _plan_removal(
+    root: Path,
+    series: str,
+    meant: Callable[[int], bool],
+    why: str,
+    in_use: Collection[str] = (),
+    now: float | None = None,
+) -> PrunePlan:
+    """Plan to remove those of *meant* steps that are complete or torn, and not protected."""
+    real = _require_root(root)
+    run = read_run(real, now, series, in_use=in_use, branches=False, model=False)
+    run.pointers.require_understood()
+
+    def decide_by_step(one: Checkpoint) -> Decision[Checkpoint]:
+        if not meant(one.step):
+            return Decision(one, "keep" if one.counts else "skip", (f"not {why}",))
+        if one.pinned or one.exempt:
+            pins = (f"named by {pin}" for pin in one.pinned)
+            return Decision(one, "skip", tuple(filter(None, (*pins, one.aside, one.problem))))
+        return Decision(one, "remove", (why,))
+
+    return _plan(real, Policy(), run, map(decide_by_step, run.checkpoints))
+
+
+def _require_root(root: Path, *, force: bool = False) -> Path:
+    """Resolve the folder whose entries may be removed, or refuse it.
+
+    It may not be a link, ``/``, the home directory or above it, nor, without *force*, a checkpoint;
+    and no file may be where what is removed goes.
+    """
+    store = run_store(root)
+    store.require_changeable()
+    store.refresh()
+    if root.is_symlink():
+        raise RefusedError(
+            "this is a symbolic link", where=str(root), hint=f"pass its target, `{real_path(root)}`"
+        )
+    if not root.is_dir():
+        raise SourceNotFoundError("no such directory", where=str(root), hint=path_hint(root))
+    real, homes = real_path(root), [Path("/")]
+    with suppress(RuntimeError):  # a process need not have a home directory
+        homes.append(Path.home())
+    if any(real_path(home).is_relative_to(real) for home in homes):
+        raise RefusedError(
+            "refusing to remove anything from the home directory, `/`, or a parent of them",
+            where=str(real),
+        )
+    folder = real / TRASH
+    if os.path.lexists(folder) and not folder.is_symlink() and not folder.is_dir():
+        raise RefusedError(
+            f"`{TRASH}` is not a folder",
+            where=str(folder),
+            why="removed checkpoints are first moved into a folder of that name",
+            hint="move or remove it; ckptctl did not create it",
+        )
+    sniffed = {} if force else formats.sniff(real)
+    # A pointer to an entry of it alone does not make it a checkpoint.
+    if sniffed and not points_inside(real):
+        hints = [f"did you mean the run `{real.parent}`?"] if entry_at(real) else []
+        if is_run(real):
+            hints.append(f"pass {spell_option('--force')} to remove checkpoints inside `{real}`")
+        raise RefusedError(
+            "this is a checkpoint, not a folder of checkpoints",
+            where=str(root),
+            why=", ".join(f"{name}: {seen.evidence}" for name, seen in sniffed.items()),
+            hint=" ".join(hints) or "pass the folder that contains the checkpoints",
+        )
+    return real
+
+
+def _plan(
+    root: Path,
+    policy: Policy,
+    run: RunFolder,
+    decisions: Iterable[Decision[Checkpoint]],
+    thin: bool = False,
+) -> PrunePlan:
+    """Return the plan with these decisions, if it may be carried out."""
+    priced = tuple(_priced(decision, policy, thin) for decision in decisions)
+    plan = PrunePlan(root, policy, run, priced, thin, tuple(run_store(root).leftovers()))
+    here: Path | None = None
+    with suppress(OSError):
+        here = Path.cwd()
+    for decision in plan.of("remove"):
+        path = decision.checkpoint.path
+        mounted = mounted_in(path)
+        if mounted:
+            raise RefusedError(
+                "another file system is mounted inside a checkpoint",
+                where=str(mounted[0]),
+                why=f"`{path.name}` would be removed",
+                hint="unmount it, or keep that checkpoint",
+            )
+        if here and here.is_relative_to(path):
+            raise RefusedError(
+                "the working directory would be removed",
+                where=str(path),
+                hint="change to another directory first",
+            )
+    return plan
+
+
+def _priced(decision: Decision[Checkpoint], policy: Policy, thin: bool) -> PruneDecision:
     """Return the decision with the bytes that it frees, and what thinning leaves out."""
     checkpoint, action, reasons = decision.checkpoint, decision.action, decision.reasons
     if action != "remove":
         return PruneDecision(checkpoint, action, reasons)
+    unread = unread_metrics(checkpoint.path, checkpoint.record) if policy.best else {}
+    for best in policy.best:
+        if best.metric in unread and best.metric not in checkpoint.metrics:  # it may be the best
+            reason = f"its metric `{best.metric}` is not a number: {unread[best.metric]}"
+            return PruneDecision(checkpoint, "skip", (reason,))
     if not thin or not checkpoint.complete:
-        return PruneDecision(
-            checkpoint, action, reasons, checkpoint.entry.nbytes - checkpoint.entry.shared
-        )
+        nbytes = checkpoint.entry.nbytes - checkpoint.entry.shared
+        return PruneDecision(checkpoint, action, reasons, nbytes)
     thinning = plan_thinning(checkpoint)
     if isinstance(thinning, str):
         return PruneDecision(checkpoint, "skip", (thinning,))
     return PruneDecision(checkpoint, action, reasons, thinning.freed, thinning)
+
+
+# --- execute ------------------------------------------------------------------------------------
 
 
 def run_prune(plan: PrunePlan) -> PruneResult:
@@ -307,8 +446,9 @@ def run_prune(plan: PrunePlan) -> PruneResult:
     store.refresh()
     with store.deleting() as deletion:
         _require_kept(plan)
-        require_pointers(plan.root)
-        protected = protect(RunView(plan.root, plan.run.checkpoints))
+        pointers = Pointers.read(plan.root)
+        pointers.require_understood()
+        protected = protect(RunView(plan.root, plan.run.checkpoints, pointers))
         for decision in plan.of("remove"):
             path = decision.checkpoint.path
             if not path.exists() and not path.is_symlink():
@@ -367,69 +507,3 @@ def _require_unchanged(decision: PruneDecision, protected: Protected) -> None:
     new = [pin for pin in protected.pinned if pin not in decision.checkpoint.pinned]
     if new:
         raise RefusedError(f"{new[0]} now names the checkpoint", where=str(entry.path))
-
-
-# ------------------------------------------------------------ given steps, whatever rules say
-
-
-def plan_discard(root: Path, series: str, step: int, now: float | None = None) -> PrunePlan:
-    """Decide what goes so that the run goes on from *step* as if nothing had come after it.
-
-    That are checkpoints with a higher step that are complete or torn. What is protected stays, and
-    the decision says why; what the run left behind goes.
-    """
-    return _plan_removal(root, series, lambda other: other > step, f"after step {step}", (), now)
-
-
-def plan_delete(root: Path, series: str, step: int, in_use: Collection[str] = ()) -> PrunePlan:
-    """Plan to remove the checkpoint of *step*, whatever rules say; *in_use* as in `plan_prune`.
-
-    Raises:
-        RefusedError: It is protected, or no other one is complete.
-    """
-    plan = _plan_removal(root, series, lambda other: other == step, f"step {step}", in_use)
-    for decision in plan.of("skip"):
-        if decision.checkpoint.step == step:
-            raise RefusedError(
-                "this checkpoint cannot be removed",
-                where=str(decision.checkpoint.path),
-                why="; ".join(decision.reasons),
-            )
-    if not plan.of("keep") and any(one.checkpoint.complete for one in plan.of("remove")):
-        raise RefusedError(
-            "the newest complete checkpoint cannot be removed",
-            where=str(plan.of("remove")[0].checkpoint.path),
-            why="there is no other checkpoint to resume from",
-            hint="remove the folder yourself if you want to delete it",
-        )
-    return plan
-
-
-def _plan_removal(
-    root: Path,
-    series: str,
-    meant: Callable[[int], bool],
-    why: str,
-    in_use: Collection[str] = (),
-    now: float | None = None,
-) -> PrunePlan:
-    """Plan to remove those of *meant* steps that are complete or torn, and not protected."""
-    real = require_root(root)
-    require_pointers(real)
-    run = read_run(real, now, series, in_use=in_use, branches=False, model=False)
-    decisions = [
-        _discarded(one, why)
-        if meant(one.step)
-        else PruneDecision(one, "keep" if one.counts else "skip", (f"not {why}",))
-        for one in run.checkpoints
-    ]
-    return plan_of(real, Policy(), run, decisions)
-
-
-def _discarded(checkpoint: Checkpoint, why: str) -> PruneDecision:
-    if checkpoint.pinned or checkpoint.exempt:
-        named = (f"named by {pin}" for pin in checkpoint.pinned)
-        return PruneDecision(
-            checkpoint, "skip", tuple(filter(None, (*named, checkpoint.aside, checkpoint.problem)))
-        )
-    return priced(Decision(checkpoint, "remove", (why,)))

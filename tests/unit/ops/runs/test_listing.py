@@ -14,8 +14,7 @@ import pytest
 
 from ckptctl.errors import FormatError, SourceNotFoundError, StorageError, UnsupportedError
 from ckptctl.ops.runs import listing
-from ckptctl.ops.runs.listing import read_run
-from ckptctl.ops.runs.newest import newest
+from ckptctl.ops.runs.listing import newest, read_run
 from ckptctl.ops.runs.notes import stated_step
 from ckptctl.ops.runs.removal import plan_prune
 from ckptctl.planner.retention import Policy

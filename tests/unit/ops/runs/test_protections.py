@@ -20,11 +20,17 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 import ckptctl
 from ckptctl.errors import RefusedError, StorageError
-from ckptctl.ops.runs import references
+from ckptctl.ops.runs import protections
 from ckptctl.ops.runs.health import metrics
-from ckptctl.ops.runs.listing import read_run
-from ckptctl.ops.runs.newest import newest
-from ckptctl.ops.runs.protections import NAMING, POINTERS, PROTECTIONS, Protection, RunView
+from ckptctl.ops.runs.listing import newest, read_run
+from ckptctl.ops.runs.protections import (
+    NAMING,
+    POINTERS,
+    PROTECTIONS,
+    Pointers,
+    Protection,
+    RunView,
+)
 from ckptctl.ops.runs.removal import Trainer, plan_prune, run_prune
 from ckptctl.planner.retention import Policy
 from ckptctl.storage import json_reader, trash
@@ -398,7 +404,7 @@ def test_a_folder_too_full_to_look_for_links_in(run: Path, monkeypatch: pytest.M
         "step-2",
         "step-3",
     ]
-    monkeypatch.setattr(references, "MAX_ENTRIES", 20)
+    monkeypatch.setattr(protections, "MAX_ENTRIES", 20)
     plan = plan_prune(run, LAST)
     assert plan.of("remove") == ()
     assert plan.decisions[0].reasons == (
@@ -655,7 +661,8 @@ def test_each_protection_protects(run: Path, one: Protection) -> None:
     gone = [decision.name for decision in plan.of("remove")]
     (decision,) = (decision for decision in plan.decisions if decision.name == name)
     assert name not in gone and "step-3" in gone, decision.reasons
-    view = RunView(run, [decision.checkpoint for decision in plan.decisions], used)
+    checkpoints = [decision.checkpoint for decision in plan.decisions]
+    view = RunView(run, checkpoints, Pointers.read(run), used)
     assert any(name in (claim.name, Path(claim.text).name) for claim in one.claims(view))
     assert decision.action == ("keep" if one.effect == "stays" else "skip")
 

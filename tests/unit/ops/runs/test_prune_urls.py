@@ -13,8 +13,7 @@ import torch
 
 from ckptctl.errors import CkptError, RefusedError
 from ckptctl.formats import open_checkpoint
-from ckptctl.ops.runs.listing import read_run
-from ckptctl.ops.runs.newest import newest
+from ckptctl.ops.runs.listing import newest, read_run
 from ckptctl.ops.runs.removal import PruneResult, plan_prune, run_prune
 from ckptctl.planner.retention import Policy
 from ckptctl.storage import processes

@@ -11,7 +11,7 @@ import pytest
 
 from ckptctl.errors import StorageError
 from ckptctl.ops.runs.listing import read_run
-from ckptctl.ops.runs.references import mentioned, understood
+from ckptctl.ops.runs.protections import mentioned, understood
 from ckptctl.ops.runs.removal import plan_prune, run_prune
 from ckptctl.planner.retention import Policy
 from tests.runs import START, age, save_step, tear
