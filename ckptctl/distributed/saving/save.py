@@ -19,11 +19,16 @@ from ckptctl.catalog import Blob, memory_key
 from ckptctl.distributed.group import coordinator, threads
 from ckptctl.distributed.plan_cache import PlanCache
 from ckptctl.distributed.positions import note_position
-from ckptctl.distributed.saving.destination import RankFolder, SaveTarget, require_local, target_at
+from ckptctl.distributed.saving.destination import (
+    RankFolder,
+    SaveTarget,
+    require_files,
+    require_local,
+    target_at,
+)
 from ckptctl.distributed.saving.local_state import LocalState, local_state, replica_digests
 from ckptctl.distributed.saving.options import SaveOptions
 from ckptctl.distributed.state import State, StateDict, state_of
-from ckptctl.errors import StorageError
 from ckptctl.formats.base import OutputTensor
 from ckptctl.formats.dcp.metadata import Item, Origin
 from ckptctl.formats.dcp.metadata_writer import TensorMetadata
@@ -274,7 +279,7 @@ class CollectiveSave:
     def _publish(self, written: list[WriteReport]) -> Sequence[None]:
         plan = self._plan
         assert plan
-        self._require_files(written)
+        require_files(self._place, {rank: one.sizes for rank, one in enumerate(written)})
         items = [one.items for one in written if one.items is not None]
         if items:
             plan.metadata = tensor_metadata(self._global_plan, items)
@@ -283,19 +288,6 @@ class CollectiveSave:
         content = plan.metadata.complete(values, Origin(self._save_id, self._ranks.world))
         self._place.publish(content)
         return [None] * len(written)
-
-    def _require_files(self, written: Sequence[WriteReport]) -> None:
-        """Make sure that rank 0 sees all files of the other ranks."""
-        for rank, one in enumerate(written):
-            for name, size in one.sizes.items():
-                if self._place.size(name) != size:
-                    raise StorageError(
-                        f"a file that rank {rank} wrote is missing",
-                        where=f"{self._target}, {name}",
-                        why="rank 0 does not see the complete file",
-                        hint="save to a file system that all ranks share, or with "
-                        "collectives=False",
-                    )
 
 
 def plan_key(own: LocalState, packed: Packed, ranks: Coordinator, options: SaveOptions) -> bytes:
