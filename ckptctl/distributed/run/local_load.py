@@ -16,8 +16,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ckptctl.distributed.group import UnreachableError
-from ckptctl.distributed.loading.load import load, own_part
+from ckptctl.distributed.loading.load import load
 from ckptctl.distributed.loading.owners import Owners
+from ckptctl.distributed.loading.request import own_part
 from ckptctl.distributed.run.keeper import Start
 from ckptctl.distributed.run.local_folder import LocalFolder, LocalSave, number_of
 from ckptctl.distributed.state import State, state_of
