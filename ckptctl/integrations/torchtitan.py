@@ -119,7 +119,7 @@ class CheckpointManager(dcp.CheckpointManager):  # type: ignore[misc]
         path = Path(checkpoint_id)
         if path.parent == Path(self.folder):
             step = int(path.name.removeprefix(SERIES))
-            on_first(coordinator(), lambda: self._keeper.went_on_from(path, step))
+            on_first(coordinator(), lambda: self._keeper.resume_from(path, step))
 
     def _find_load_step(self, folder: str = "") -> int:
         """Return the step of the newest complete checkpoint that no later save left behind.

@@ -231,7 +231,7 @@ class Keeper:
         last = next((one for one in known if not one.staging), None)
         if last and last.named.order[0] <= step:
             number = last.named.order[0]
-            self.went_on_from(last.path, number)
+            self.resume_from(last.path, number)
             return number if last.named.series == SERIES else None
         later = [
             one.path.name
@@ -253,8 +253,8 @@ class Keeper:
         self._knows_start = True
         return None
 
-    def went_on_from(self, path: Path, step: int) -> None:
-        """Take note of the checkpoint from which training goes on."""
+    def resume_from(self, path: Path, step: int) -> None:
+        """Take note of the checkpoint from which training resumes."""
         self._knows_start = True
         found = run_record(path).lineage
         self._lineage = found.going_on(step, self._newest_save())
@@ -262,13 +262,13 @@ class Keeper:
         if self._lineage.resumed[-1].leaves:
             self._note(path, metrics(path), found._replace(left=self._lineage.save))
 
-    def went_on_beside(self, step: int) -> None:
-        """Take note that training goes on from a save of *step* that lies elsewhere."""
+    def resume_elsewhere(self, step: int) -> None:
+        """Take note that training resumes from a save of *step* that lies elsewhere."""
         self._knows_start = True
         before = [one for one in self._entries() if one.named.series == SERIES and one.counts]
         before = [one for one in before if one.named.order[0] <= step]
         if before:
-            self.went_on_from(max(before, key=lambda one: one.named.order).path, step)
+            self.resume_from(max(before, key=lambda one: one.named.order).path, step)
             self._resumed = ""
 
     def beside(

@@ -24,12 +24,11 @@ from ckptctl.distributed.run.keeper import SERIES, Keeper
 from ckptctl.distributed.run.local_folder import (
     LocalFolder,
     LocalSave,
-    identity,
     made_identity,
     number_of,
     start_name,
 )
-from ckptctl.distributed.run.local_load import COPY_OF, InRoot, go_on, in_root, newest
+from ckptctl.distributed.run.local_load import COPY_OF, load_local, newest_local
 from ckptctl.distributed.run.options import ManagerOptions, Resumed
 from ckptctl.distributed.run.preemption import Hurry
 from ckptctl.distributed.run.root_copy import Pace, SavedPart, state_on_disk
@@ -40,7 +39,6 @@ from ckptctl.distributed.state import StateDict
 from ckptctl.errors import (
     CkptError,
     RefusedError,
-    SourceNotFoundError,
     StorageError,
     UsageError,
 )
@@ -112,6 +110,7 @@ class LocalTier:
             )
         self._folder = LocalFolder(path)
         self._options = options
+        self._group = options.process_group
         self._keeper = keeper
         self._saver = saver
         self._saving = dict(saving)
@@ -189,7 +188,7 @@ class LocalTier:
 
     def _begin(self) -> LocalSave:
         """Agree on the name of this start of the run; all ranks are here together, once."""
-        ranks = coordinator(self._options.process_group)
+        ranks = coordinator(self._group)
         root, folder = self._keeper.root, self._folder
         run = ranks.broadcast(on_first(ranks, lambda: made_identity(root)))
         highest = together(ranks, lambda: folder.highest(run))
@@ -201,8 +200,8 @@ class LocalTier:
         start = ranks.broadcast(start_name(run, number))
         together(ranks, lambda: folder.begin(start))
         if not self._connected:
-            self._rounds = gloo_group(self._options.process_group)
-            self._copies = gloo_group(self._options.process_group, COPYING)
+            self._rounds = gloo_group(self._group)
+            self._copies = gloo_group(self._group, COPYING)
             self._connected = True
         self._count = 0
         return LocalSave(number, 0, start)
@@ -310,19 +309,17 @@ class LocalTier:
 
         None: the root is to be asked; :attr:`skipped` says what was passed over before.
         """
-        group = self._options.process_group
-        ranks, keeper = coordinator(group), self._keeper
-
-        how = {"process_group": group, **options}
-        find = partial(self._in_root, step)
-        went = go_on(ranks, self._folder, state, how, find, step, damaged_ok=damaged_ok)
+        ranks, how = coordinator(self._group), {"process_group": self._group, **options}
+        loaded = load_local(
+            ranks, self._folder, self._keeper, state, how, step, damaged_ok=damaged_ok
+        )
         # What follows is another start of the run.
-        self._start, self._loaded, self.skipped = None, went.save, went.skipped
+        self._start, self._loaded, self.skipped = None, loaded.save, loaded.skipped
         self._whole, self._saves, self._copied = [], {}, None
-        if went.save is None or went.path is None or went.report is None:
+        if loaded.save is None or loaded.path is None or loaded.report is None:
             return None
-        on_first(ranks, partial(keeper.went_on_beside, went.save.step))
-        return Resumed(went.path, went.save.step, went.skipped, went.report)
+        on_first(ranks, partial(self._keeper.resume_elsewhere, loaded.save.step))
+        return Resumed(loaded.path, loaded.save.step, loaded.skipped, loaded.report)
 
     def durable(self, step: int, hurry: Hurry | None) -> None:
         """Return when a save is whole on all ranks; see *urgent* of the manager."""
@@ -335,17 +332,7 @@ class LocalTier:
 
     def newest(self) -> LocalSave | None:
         """Return the newest save that is whole on all ranks; None: the root has a newer one."""
-        ranks = coordinator(self._options.process_group)
-        return newest(ranks, self._folder, self._in_root)
-
-    def _in_root(self, step: int | None = None) -> InRoot:
-        """Look at the root, on rank 0."""
-        run = identity(self._keeper.root)
-        try:
-            start = self._keeper.newest(tell=False) if step is None else self._keeper.of_step(step)
-        except SourceNotFoundError:  # none there is complete
-            start = None
-        return in_root(run, start)
+        return newest_local(coordinator(self._group), self._folder, self._keeper)
 
     def join(self) -> None:
         """Wait for what is going on, as fast as it goes, whatever becomes of it."""

@@ -248,7 +248,7 @@ class CheckpointManager(Exports):
         self._require_open()
         self.wait()
         among(fallback, "fallback", get_args(Fallback))
-        if resumed := self._from_disks(state, options, fallback=fallback):
+        if resumed := self._load_local(state, options, fallback=fallback):
             return resumed
         ranks = coordinator(self._group)
 
@@ -257,7 +257,7 @@ class CheckpointManager(Exports):
             return load(state, start.path, process_group=self._group, **options)
 
         newest = load_newest(ranks, self.keeper, loaded, fallback)
-        return self._go_on(ranks, *newest) if newest else None
+        return self._note_resumed(ranks, *newest) if newest else None
 
     def load(
         self,
@@ -290,14 +290,14 @@ class CheckpointManager(Exports):
         step = checks.step(step)
         self.wait()
         ranks = coordinator(self._group)
-        resumed = self._from_disks(state, options, step)
+        resumed = self._load_local(state, options, step)
         if resumed is None:
             found = ranks.broadcast(on_first(ranks, lambda: self.keeper.of_step(step)))
             if found is None:
                 raise self._missing(step)
             self.keeper.refresh()
             report = load(state, found.path, process_group=self._group, **options)
-            resumed = self._go_on(ranks, found, report)
+            resumed = self._note_resumed(ranks, found, report)
         on_first(ranks, lambda: self._leave(step, discard=discard_newer))
         return resumed
 
@@ -357,7 +357,7 @@ class CheckpointManager(Exports):
             return "free"
         return self.keeper.standing(self.root / f"{SERIES}{step}", own=step in self._own)
 
-    def _from_disks(
+    def _load_local(
         self,
         state: MutableMapping[str, Any],
         options: Mapping[str, Any],
@@ -372,8 +372,8 @@ class CheckpointManager(Exports):
             self._own = {resumed.step}
         return resumed
 
-    def _go_on(self, ranks: Coordinator, found: Start, report: LoadReport) -> Resumed:
-        on_first(ranks, lambda: self.keeper.went_on_from(found.entry, found.step))
+    def _note_resumed(self, ranks: Coordinator, found: Start, report: LoadReport) -> Resumed:
+        on_first(ranks, lambda: self.keeper.resume_from(found.entry, found.step))
         self._schedule.resumed(found.step, found.time)
         self._own = {found.step} if found.entry.name == f"{SERIES}{found.step}" else set()
         skipped = {**(self._tier.skipped if self._tier is not None else {}), **found.skipped}
