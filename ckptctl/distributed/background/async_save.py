@@ -40,7 +40,6 @@ from ckptctl.distributed.state import StateDict, state_of
 from ckptctl.errors import RefusedError
 from ckptctl.keywords import keywords
 from ckptctl.ops.ranks.coordinator import Alone, Coordinator
-from ckptctl.ops.saving.local_shards import pack
 from ckptctl.options import Option, among
 from ckptctl.storage.paths import home_expanded, named
 from ckptctl.storage.threads import no_collection
@@ -285,7 +284,7 @@ class AsyncSaver(Closing):
             own = local_state(state_dict, trusted=options.trusted)
             if not options.collectives or ranks.world == 1:
                 return own, None
-            return own, PLANS.get(plan_key(own, pack(own.shards), ranks, options))
+            return own, PLANS.get(plan_key(own, ranks, options))
 
         with no_collection():  # training waits, and a search takes longer than all but the copy
             self._last, failure = self._begin(vote, meaning, collect, start)

@@ -34,7 +34,7 @@ from ckptctl.errors import MappingError, RefusedError, listed
 from ckptctl.formats.base import OutputTensor
 from ckptctl.ops.saving.files import boxes_of
 from ckptctl.ops.saving.global_plan import RankShare, make_global_plan, output_tensor, own_plan
-from ckptctl.ops.saving.local_shards import LocalShards, Packed, digest, divide_values, pack
+from ckptctl.ops.saving.local_shards import LocalShards, Packed, digest, divide_values
 from ckptctl.planner.boxes import intersect
 from ckptctl.units import counted
 
@@ -133,7 +133,7 @@ class SavePlanner(DefaultSavePlanner):
     @noted
     def create_local_plan(self) -> SavePlan:
         """Return this rank's shards, or only that nothing has changed."""
-        packed = pack(self.local_state.shards)
+        packed = self.local_state.packed
         key = digest((VERSION, packed.sharding))
         known = next((one for one in self._plans.plans() if one.key == key), None)
         ranks = dist.get_world_size() if dist.is_initialized() else 1
