@@ -27,7 +27,6 @@ from ckptctl.distributed.run.preemption import Preemption
 from ckptctl.distributed.run.schedule import Schedule
 from ckptctl.distributed.saving.converted import final_target, plan_converted, save_converted
 from ckptctl.distributed.saving.options import SaveOptions
-from ckptctl.distributed.saving.save import write
 from ckptctl.distributed.state import StateDict
 from ckptctl.errors import RefusedError, SourceNotFoundError, UsageError, listed
 from ckptctl.keywords import keywords
@@ -205,20 +204,12 @@ class CheckpointManager(Closing):
         options = {**self._saving, "beside": partial(self.keeper.beside, rated)}
         if said[0] == "torn":
             options["overwrite"] = True
-        before, after = (self.keeper.make_room, self.keeper.published) if first else (None, None)
+        if hurry:
+            options["when_busy"] = "wait"
         self._schedule.saved()
         self._own.add(step)
-        if self._saver is not None:
-            options |= {"on_staged": before, "on_published": after}
-            if hurry:
-                return hurry.durable(self._saver.save(state, path, when_busy="wait", **options))
-            return self._saver.save(state, path, **options)
-        if before:
-            before(path)
-        write(state, path, ranks, SaveOptions(**options))
-        if after:
-            after(path)
-        return SaveFuture(path).publish()
+        future = self.keeper.save(state, path, ranks, self._saver, options)
+        return hurry.durable(future) if hurry else future
 
     def load_latest(
         self, state: MutableMapping[str, Any], *, fallback: Fallback = "older", **options: Any
