@@ -75,7 +75,7 @@ def two_groups(rank: int, world: int, folder: str) -> None:
     groups = {members: dist.new_group(list(members)) for members in ((0, 1), (0, 2))}
     full = torch.arange(2000.0)
     decided: list[bool] = []
-    setattr(collective_load, "pays", lambda hosts, speeds: decided[-1])  # noqa: B010
+    setattr(collective_load, "should_broadcast", lambda hosts, speeds: decided[-1])  # noqa: B010
     save({"w": full}, f"{folder}/first")
     settled(Path(f"{folder}/first"))
     for members, broadcast in (((0, 1), True), ((0, 2), False), ((0, 1), True)):

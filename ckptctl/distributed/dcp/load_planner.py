@@ -21,7 +21,7 @@ from ckptctl.catalog import Box
 from ckptctl.catalog import Path as Keys
 from ckptctl.distributed import compat
 from ckptctl.distributed.compat import ShardedTensor
-from ckptctl.distributed.dcp.metadata import CatalogMetadata, chunk_of, mapping_of, noted
+from ckptctl.distributed.dcp.metadata import CatalogMetadata, chunk_of, mapping_of, with_notes
 from ckptctl.distributed.leaves.records import PARTS
 from ckptctl.distributed.state import (
     HeldShard,
@@ -30,7 +30,7 @@ from ckptctl.distributed.state import (
     has_placement,
     state_of,
 )
-from ckptctl.distributed.values import left_out_note, outside, put, unpickled
+from ckptctl.distributed.values import left_out_note, outside, put, unpickle_value
 from ckptctl.errors import CoverageError, MappingError, UnsupportedError, listed
 from ckptctl.ops.loading.checks import casts, require_shapes
 from ckptctl.ops.loading.key_comparison import compare, describe_load, require_equal
@@ -73,7 +73,7 @@ class LoadPlanner(DefaultLoadPlanner):
         super().__init__(allow_partial_load=not strict)
         self.strict, self.cast, self.trusted = strict, cast, trusted
 
-    @noted
+    @with_notes
     def set_up_planner(
         self,
         state_dict: dict[str, Any],
@@ -98,7 +98,7 @@ class LoadPlanner(DefaultLoadPlanner):
         self._positions: dict[str, object] = {}
         self._mapping = mapping_of(metadata)
 
-    @noted
+    @with_notes
     def create_local_plan(self) -> LoadPlan:
         """Plan the reads of this rank.
 
@@ -129,7 +129,7 @@ class LoadPlanner(DefaultLoadPlanner):
             require_equal(replace(found, unexpected=()), self._mapping)
         return NamedPlan(items, tensors=paths, values=values)
 
-    @noted
+    @with_notes
     def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
         """Compare the names of all ranks with those of the checkpoint; on the coordinator only.
 
@@ -155,7 +155,7 @@ class LoadPlanner(DefaultLoadPlanner):
         self.report = describe_load(found, self._mapping, loaded, self._cast)
         return new_plan
 
-    @noted
+    @with_notes
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         """Put a leaf that is no tensor where the user has it.
 
@@ -164,7 +164,7 @@ class LoadPlanner(DefaultLoadPlanner):
         """
         name = read_item.dest_index.fqn
         try:
-            found = unpickled(value.getvalue(), name, "the checkpoint", trusted=self.trusted)
+            found = unpickle_value(value.getvalue(), name, "the checkpoint", trusted=self.trusted)
         except UnsupportedError as error:
             if self.strict:
                 raise

@@ -38,7 +38,7 @@ R = TypeVar("R")
 STOCK = "the checkpoint"
 
 
-def noted(method: Callable[P, R]) -> Callable[P, R]:
+def with_notes(method: Callable[P, R]) -> Callable[P, R]:
     """Return *method*; its errors have where, why and hint as notes, and name Python's options."""
 
     @wraps(method)
@@ -168,7 +168,7 @@ def mapping_of(metadata: Metadata) -> StateMapping:
     return map_state(catalog, {}, MappingRequest())
 
 
-def encoded(metadata: Metadata, world: int = 0) -> tuple[bytes, ...]:
+def encode_metadata(metadata: Metadata, world: int = 0) -> tuple[bytes, ...]:
     """Return the content of ``.metadata``, in parts."""
     if type(metadata) is not Metadata:
         raise RefusedError(

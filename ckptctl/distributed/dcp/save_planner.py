@@ -25,7 +25,13 @@ from torch.distributed.checkpoint.planner import (
 )
 
 from ckptctl.catalog import Box
-from ckptctl.distributed.dcp.metadata import box_of, chunk_of, metadata_of, noted, properties_of
+from ckptctl.distributed.dcp.metadata import (
+    box_of,
+    chunk_of,
+    metadata_of,
+    properties_of,
+    with_notes,
+)
 from ckptctl.distributed.group import threads
 from ckptctl.distributed.plan_cache import PlanCache
 from ckptctl.distributed.saving.local_state import LocalState, local_state, replica_digests
@@ -114,7 +120,7 @@ class SavePlanner(DefaultSavePlanner):
         self._plans: PlanCache[_SavedPlan] = PlanCache(plans, sys.maxsize)
         self._made: _GlobalPlan | None = None
 
-    @noted
+    @with_notes
     def set_up_planner(
         self,
         state_dict: dict[str, Any],
@@ -130,7 +136,7 @@ class SavePlanner(DefaultSavePlanner):
         self._state = state_of(state_dict)
         self.local_state: LocalState = local_state(self._state, trusted=self._trusted)
 
-    @noted
+    @with_notes
     def create_local_plan(self) -> SavePlan:
         """Return this rank's shards, or only that nothing has changed."""
         packed = self.local_state.packed
@@ -149,7 +155,7 @@ class SavePlanner(DefaultSavePlanner):
         )
         return self.plan
 
-    @noted
+    @with_notes
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         """Divide the shards among the ranks; on the coordinator only.
 
@@ -198,7 +204,7 @@ class SavePlanner(DefaultSavePlanner):
         self.metadata = replace(metadata)
         return self.global_plan, self.metadata
 
-    @noted
+    @with_notes
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
         """Return this rank's items, of the new plan or of the one that it has."""
         plan, key = _require_share_plan(new_plan), cast(SharePlan, self.plan).key

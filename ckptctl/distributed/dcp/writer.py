@@ -24,7 +24,7 @@ from torch.futures import Future
 
 from ckptctl import dtypes
 from ckptctl.distributed.compat import StorageInfo
-from ckptctl.distributed.dcp.metadata import encoded, noted
+from ckptctl.distributed.dcp.metadata import encode_metadata, with_notes
 from ckptctl.distributed.dcp.save_planner import SavePlanner as OwnPlanner
 from ckptctl.distributed.dcp.save_planner import SharePlan
 from ckptctl.distributed.devices import settle
@@ -84,7 +84,7 @@ class Writer(StorageWriter):
         if checkpoint_id is not None:
             self.checkpoint_id = checkpoint_id
 
-    @noted
+    @with_notes
     def set_up_storage_writer(
         self,
         is_coordinator: bool,  # noqa: ARG002
@@ -106,12 +106,12 @@ class Writer(StorageWriter):
             else target_at(path, self._options)
         )
 
-    @noted
+    @with_notes
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """Say where this rank is about to write."""
         return dataclasses.replace(plan, storage_data=self._target)
 
-    @noted
+    @with_notes
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Make room for all ranks; on the coordinator only, or on each for itself.
 
@@ -132,7 +132,7 @@ class Writer(StorageWriter):
         self._make_room()
         return plans
 
-    @noted
+    @with_notes
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write this rank's files, before this returns.
 
@@ -158,7 +158,7 @@ class Writer(StorageWriter):
         future.set_result(results)
         return future
 
-    @noted
+    @with_notes
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Write the metadata and publish; on the coordinator only.
 
@@ -171,7 +171,7 @@ class Writer(StorageWriter):
             metadata.version, metadata.storage_data = VERSION, stored
             metadata.storage_meta = self.storage_meta()
             # Without collectives nobody tells a writer how many ranks its group has.
-            content = encoded(metadata, 0 if self._apart else len(results))
+            content = encode_metadata(metadata, 0 if self._apart else len(results))
             first = self._rank if self._apart else 0
             sizes = {rank: _sizes(own) for rank, own in enumerate(results, first)}
             require_files(self._place_set, sizes)

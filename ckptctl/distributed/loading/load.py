@@ -15,12 +15,12 @@ from pathlib import Path
 from ckptctl import families
 from ckptctl.distributed.group import coordinator
 from ckptctl.distributed.loading.broadcast import (
-    exchange,
-    own_reads,
-    pays,
+    assign_readers,
+    exchange_boxes,
+    measure_speed,
+    places_to_read,
     routes,
-    share,
-    speed_of,
+    should_broadcast,
 )
 from ckptctl.distributed.loading.load_plan import PLANS, LoadPlan, RankLoad
 from ckptctl.distributed.loading.options import LoadCall
@@ -38,7 +38,7 @@ from ckptctl.keywords import keywords
 from ckptctl.ops.loading.checks import require_nothing_lost
 from ckptctl.ops.loading.identity import Fingerprint, fingerprint_of
 from ckptctl.ops.loading.options import LoadReport
-from ckptctl.ops.ranks.agreement import RankStatement, generation, new_nonce, unchanged
+from ckptctl.ops.ranks.agreement import RankStatement, is_unchanged, name_generation, new_nonce
 from ckptctl.ops.ranks.coordinator import Alone, Coordinator, on_first, sendable, telling, together
 from ckptctl.ops.saving.local_shards import digest
 from ckptctl.storage.threads import no_collection
@@ -75,9 +75,11 @@ class CollectiveLoad:
         views = agree(ranks, self._options, self._view(error, fingerprint), error)
         statements = [view.statement for view in views]
         own, plan = self._own, self._own.saved_plan
-        if plan is None or not unchanged(statements):
+        if plan is None or not is_unchanged(statements):
             plan = replace(
-                self._planned(views), generation=generation(statements), fingerprint=fingerprint
+                self._planned(views),
+                generation=name_generation(statements),
+                fingerprint=fingerprint,
             )
         elif any(view.new for view in views):
             mapping = plan.reading.mapping
@@ -119,32 +121,32 @@ class CollectiveLoad:
         broadcast = self._options.broadcast
         timed = broadcast == "auto" and ranks.world > 1 and len(set(hosts)) == 1
         plan, speeds = telling(
-            ranks, lambda: (own.plan(wanted), speed_of(own.catalog) if timed else 0.0)
+            ranks, lambda: (own.plan(wanted), measure_speed(own.catalog) if timed else 0.0)
         )
         mapping = plan.reading.mapping
         if mapping.names_to_prove:
             on_first(ranks, lambda: require_nothing_lost(mapping))
         if broadcast == "auto" and ranks.world > 1:
-            broadcast = pays(hosts, speeds)
+            broadcast = should_broadcast(hosts, speeds)
         if not broadcast or ranks.world == 1:
             return plan
-        fill, _ = own.untied(plan.reading)
-        shared = tuple(share(fill, ranks, mapping.own))
-        reads = own.wanted(own_reads(fill, shared, ranks.rank))
+        fill, _ = own.split_tied(plan.reading)
+        shared = tuple(assign_readers(fill, ranks, mapping.own))
+        reads = own.wanted(places_to_read(fill, shared, ranks.rank))
         return replace(plan, plan=together(ranks, lambda: plan.reading.plan(reads)), shared=shared)
 
     def _carried_out(self, plan: LoadPlan) -> tuple[int, int, ReadValues]:
         """Read, and exchange with other ranks; return bytes read and received, and values."""
         own, ranks = self._own, self._ranks
-        fill, _ = own.untied(plan.reading)
+        fill, _ = own.split_tied(plan.reading)
         if plan.shared is None:
             (read, values), more = together(
                 ranks, lambda: (own.read(plan, fill), own.compare_tied(plan))
             )
             return read + more, 0, values
-        places = own_reads(fill, plan.shared, ranks.rank)
+        places = places_to_read(fill, plan.shared, ranks.rank)
         read, values = together(ranks, lambda: own.read(plan, places))
-        received = exchange(fill, plan.shared, ranks)
+        received = exchange_boxes(fill, plan.shared, ranks)
         return read + together(ranks, lambda: own.compare_tied(plan)), received, values
 
 

@@ -17,9 +17,9 @@ from ckptctl.distributed.loading.options import LoadCall
 from ckptctl.distributed.loading.request import LoadRequest, WantedLeaves, own_part
 from ckptctl.distributed.loading.target_memory import (
     Tied,
-    comparing,
+    comparison_views,
     read_into,
-    untied,
+    split_tied,
     views_of,
     wanted_again,
     wanted_of,
@@ -115,7 +115,7 @@ class RankLoad:
             self.make_tensors(reading.mapping)
         else:
             compared, reading = self._compared(wanted_by_all)
-        fill, tied = self.untied(reading)
+        fill, tied = self.split_tied(reading)
         wanted = self.wanted(fill)
         entries = reading.locate(wanted)
         checksum = self._options.checksum
@@ -157,10 +157,10 @@ class RankLoad:
         """Return places in the state as targets of a plan."""
         return wanted_of(self.request.part.tensors, places)
 
-    def untied(self, reading: Reading) -> tuple[list[HeldShard], list[Tied]]:
+    def split_tied(self, reading: Reading) -> tuple[list[HeldShard], list[Tied]]:
         """Return the places to fill, each memory once, and those to compare with it afterwards."""
         request = self.request
-        return untied(request.places, request.same, request.meeting, reading.mapping)
+        return split_tied(request.places, request.same, request.meeting, reading.mapping)
 
     def read(self, plan: LoadPlan, places: Sequence[HeldShard]) -> tuple[int, ReadValues]:
         """Read into *places*; return the bytes of tensors read, and the other leaves."""
@@ -173,8 +173,8 @@ class RankLoad:
         """Compare what shares memory with what has filled it; return the bytes read."""
         if not plan.again:
             return 0
-        fill, tied = self.untied(plan.reading)
-        views = comparing(tied, fill, plan.opened.path)
+        fill, tied = self.split_tied(plan.reading)
+        views = comparison_views(tied, fill, plan.opened.path)
         read = read_into(views, plan.again, self._options)
         self._require_in_range(read.lost)
         return read.bytes_read

@@ -15,9 +15,9 @@ from ckptctl.catalog import Catalog
 from ckptctl.catalog import Path as Keys
 from ckptctl.distributed.compat import ShardedTensor
 from ckptctl.distributed.loading.options import LoadCall
-from ckptctl.distributed.loading.overlaps import overlapping
+from ckptctl.distributed.loading.overlaps import find_overlaps
 from ckptctl.distributed.loading.owners import Owners, Target
-from ckptctl.distributed.loading.target_memory import sharing, steps_of
+from ckptctl.distributed.loading.target_memory import find_same_memory, steps_of
 from ckptctl.distributed.state import HeldShard, State, state_of
 from ckptctl.errors import MappingError, RefusedError
 from ckptctl.formats.dcp_rank_local import DcpRankLocalFormat, read_rank
@@ -102,8 +102,8 @@ def request(target: Target, path: str | Path, how: LoadCall, here: object) -> Lo
     state = state_of(plain, on_meta=True)
     new = _new(owners, state, how)
     places = state.shards
-    same, source = sharing(places, new), formats.existing(path)
-    meeting = overlapping(places, same, new)
+    same, source = find_same_memory(places, new), formats.existing(path)
+    meeting = find_overlaps(places, same, new)
     structure = key = None
     beside = [file for file in (how.assets, how.rules, how.converter) if file is not None]
     extra = identity(beside) if beside else b""

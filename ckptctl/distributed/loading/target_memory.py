@@ -138,7 +138,7 @@ class Tied(NamedTuple):
     filled: int
 
 
-def sharing(places: Sequence[HeldShard], new: Container[str] = ()) -> list[int]:
+def find_same_memory(places: Sequence[HeldShard], new: Container[str] = ()) -> list[int]:
     """Return of each place the number of the first one with the same memory.
 
     Args:
@@ -155,7 +155,7 @@ def sharing(places: Sequence[HeldShard], new: Container[str] = ()) -> list[int]:
     return found
 
 
-def untied(
+def split_tied(
     places: Sequence[HeldShard],
     same: Sequence[int],
     meeting: Mapping[int, int],
@@ -205,7 +205,9 @@ def wanted_again(tied: Sequence[Tied], wanted: dict[str, Wanted]) -> dict[str, W
     }
 
 
-def comparing(tied: Sequence[Tied], fill: Sequence[HeldShard], where: str) -> dict[str, Memory]:
+def comparison_views(
+    tied: Sequence[Tied], fill: Sequence[HeldShard], where: str
+) -> dict[str, Memory]:
     """Return memory that refuses any other elements than it has."""
 
     def equal(name: str, filled: str) -> Callable[[torch.Tensor, torch.Tensor], None]:

@@ -20,7 +20,7 @@ from ckptctl.distributed.loading.owners import Owners
 from ckptctl.distributed.loading.request import own_part
 from ckptctl.distributed.run.fallback import attempt_load
 from ckptctl.distributed.run.keeper import Keeper, Start
-from ckptctl.distributed.run.local_folder import LocalFolder, LocalSave, identity, number_of
+from ckptctl.distributed.run.local_folder import LocalFolder, LocalSave, number_of, read_identity
 from ckptctl.distributed.state import State, state_of
 from ckptctl.errors import (
     ChangedError,
@@ -109,7 +109,7 @@ class Way(NamedTuple):
 
 def look_at_root(keeper: Keeper, step: int | None) -> RootState:
     """Look at the root, on rank 0: at the checkpoint of *step*, or at the newest."""
-    run = identity(keeper.root)
+    run = read_identity(keeper.root)
     try:
         start = keeper.newest(tell=False) if step is None else keeper.of_step(step)
     except SourceNotFoundError:  # none there is complete

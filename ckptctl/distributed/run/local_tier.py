@@ -24,7 +24,7 @@ from ckptctl.distributed.run.keeper import SERIES, Keeper
 from ckptctl.distributed.run.local_folder import (
     LocalFolder,
     LocalSave,
-    made_identity,
+    ensure_identity,
     number_of,
     start_name,
 )
@@ -190,7 +190,7 @@ class LocalTier:
         """Agree on the name of this start of the run; all ranks are here together, once."""
         ranks = coordinator(self._group)
         root, folder = self._keeper.root, self._folder
-        run = ranks.broadcast(on_first(ranks, lambda: made_identity(root)))
+        run = ranks.broadcast(on_first(ranks, lambda: ensure_identity(root)))
         highest = together(ranks, lambda: folder.highest(run))
         if ranks.rank == 0:
             self._keeper.refresh()

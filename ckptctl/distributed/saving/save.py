@@ -35,11 +35,11 @@ from ckptctl.formats.dcp.metadata_writer import TensorMetadata
 from ckptctl.keywords import in_python, keywords
 from ckptctl.ops.ranks.agreement import (
     RankStatement,
-    first_to_say,
-    generation,
+    is_first_to_say,
+    is_unchanged,
+    name_generation,
     new_nonce,
     require_agreement,
-    unchanged,
 )
 from ckptctl.ops.ranks.coordinator import Coordinator, sendable, through_first
 from ckptctl.ops.saving.files import (
@@ -59,7 +59,7 @@ from ckptctl.ops.saving.local_shards import (
     path_of,
     tensor_apart,
     unpack_groups,
-    written_now,
+    values_to_write,
 )
 from ckptctl.options import Option
 from ckptctl.storage.paths import named
@@ -222,10 +222,10 @@ class CollectiveSave:
         The plan that all ranks have holds, or they make a new one.
         """
         rank, own = self._ranks.rank, self._own
-        new_generation = generation(statements)
+        new_generation = name_generation(statements)
         self._save_id = new_generation.hex()
-        known = self._plan if unchanged(statements) else None
-        share = None if known else self._share(first_to_say(statements, rank))
+        known = self._plan if is_unchanged(statements) else None
+        share = None if known else self._share(is_first_to_say(statements, rank))
 
         def work() -> WriteReport:
             if share:
@@ -236,7 +236,9 @@ class CollectiveSave:
             else:
                 assert known
                 files, groups = known.files, known.groups
-                written = written_now(rank, groups, own.shards, [one.groups for one in statements])
+                written = values_to_write(
+                    rank, groups, own.shards, [one.groups for one in statements]
+                )
             output = with_values(rank, files, written, own.values)
             self._place.fill(output.plan, own.pieces)
             sizes = {file.path: file.size for file in output.plan.files}
