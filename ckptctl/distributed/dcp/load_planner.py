@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import logging
-from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -109,7 +108,11 @@ class LoadPlanner(DefaultLoadPlanner):
         paths = {name: meta.path for name, meta in self._state.meta.items()}
         values = self._state.paths
         entries = self._offered.state_dict_metadata
-        self._cast = self._require_alike()
+        wanted = {
+            name: Wanted(meta.dtype, meta.shape, ()) for name, meta in self._state.meta.items()
+        }
+        require_shapes(self._mapping.tensors, wanted)
+        self._cast = casts(self._mapping, wanted, self.cast)
         items: list[ReadItem] = []
         for name, held in self._state.tensors.items():
             entry = entries.get(name)
@@ -168,19 +171,17 @@ class LoadPlanner(DefaultLoadPlanner):
         except UnsupportedError as error:
             if self.strict:
                 raise
-            self._leave_out({name: f"{error.why}"})
+            refused = {name: f"{error.why}"}
+            _log.warning("%s", left_out_note(refused))
+            loaded = tuple(other for other in self.report.loaded if other != name)
+            left_out = {**self.report.left_out, **refused}
+            self.report = replace(self.report, loaded=loaded, left_out=left_out)
             return
         if name.rpartition(".")[2] in PARTS and not self.trusted:
             self._positions[name] = found
             for wrong in outside(self._positions, "the checkpoint").values():
                 raise wrong
         put(self.original_state_dict, self._state.values[name].path, found)
-
-    def _leave_out(self, refused: Mapping[str, str]) -> None:
-        _log.warning("%s", left_out_note(refused))
-        loaded = tuple(name for name in self.report.loaded if name not in refused)
-        left_out = {**self.report.left_out, **refused}
-        self.report = replace(self.report, loaded=loaded, left_out=left_out)
 
     def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:
         """Return the box of a tensor that an item is a part of."""
@@ -209,14 +210,6 @@ class LoadPlanner(DefaultLoadPlanner):
                 hint="check whether a rank's file or metadata is missing",
             )
         return items
-
-    def _require_alike(self) -> dict[str, tuple[str, str]]:
-        """Refuse shapes and dtypes that differ; return the dtypes that may change."""
-        wanted = {
-            name: Wanted(meta.dtype, meta.shape, ()) for name, meta in self._state.meta.items()
-        }
-        require_shapes(self._mapping.tensors, wanted)
-        return casts(self._mapping, wanted, self.cast)
 
 
 def _make_real(state_dict: dict[str, Any]) -> None:

@@ -165,7 +165,11 @@ def split_tied(
     offered = mapping.tensors
     if len(set(same)) == len(places) and not meeting:
         return [place for place in places if place.name in offered], []
-    sources = _sources(mapping)
+    entries = mapping.catalog.tensors
+    sources = {  # equal where two names get the same elements
+        name: ([entries[source.key].extents for source in composed.sources], composed.place)
+        for name, composed in offered.items()
+    }
     filled: dict[int, int] = {}
     fill: list[HeldShard] = []
     again: list[Tied] = []
@@ -182,15 +186,6 @@ def split_tied(
     both = ((one, other) for one, other in meeting.items() if {one, other} <= filled.keys())
     again += [Tied(places[one], filled[other]) for one, other in both]
     return fill, again
-
-
-def _sources(mapping: StateMapping) -> dict[str, object]:
-    """Return a key for each name, equal where two get the same elements."""
-    entries = mapping.catalog.tensors
-    return {
-        name: ([entries[source.key].extents for source in composed.sources], composed.place)
-        for name, composed in mapping.tensors.items()
-    }
 
 
 def wanted_again(tied: Sequence[Tied], wanted: dict[str, Wanted]) -> dict[str, Wanted]:

@@ -208,7 +208,7 @@ def _choices(
     looks = telling(ranks, lambda: (None, look()))[1]
     found: list[Loadable] = []
     for save in sorted({save for one in looks for save in one}, reverse=True):
-        if _counts(save, root):
+        if _is_as_new(save, root):
             seen = [one.get(save, Look("it has no data of this save")) for one in looks]
             copy = root.start if save == root.copy_of else None
             way = _way(folder.path_of(save), seen, ranks.rank, copy)
@@ -216,17 +216,17 @@ def _choices(
     return found
 
 
-def _wants(state: MutableMapping[str, Any], how: Mapping[str, Any]) -> Wants:
-    names = how.keys() & LoadOptions.__dataclass_fields__.keys()
-    options = LoadOptions(**{name: how[name] for name in names})
-    return Wants(state_of(Owners.of(state).plain(), on_meta=True), options)
-
-
-def _counts(save: LocalSave, root: RootState) -> bool:
+def _is_as_new(save: LocalSave, root: RootState) -> bool:
     """Return whether a save is as new as what the root has, or newer."""
     if root.copy_of:
         return save >= root.copy_of
     return root.start is None or save.step > root.start.step
+
+
+def _wants(state: MutableMapping[str, Any], how: Mapping[str, Any]) -> Wants:
+    names = how.keys() & LoadOptions.__dataclass_fields__.keys()
+    options = LoadOptions(**{name: how[name] for name in names})
+    return Wants(state_of(Owners.of(state).plain(), on_meta=True), options)
 
 
 def _look(path: Path, rank: int, world: int, wants: Wants | None) -> Look:

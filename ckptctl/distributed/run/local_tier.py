@@ -275,14 +275,14 @@ class LocalTier:
 
         assert one.shards
         part = SavedPart(self._folder.path_of(one.save), ranks.rank, one.shards, self._pace)
-        options = {**self._saving, "beside": partial(self._beside, one)}
+        options = {
+            **self._saving,
+            "beside": partial(keeper.beside, one.rated, {COPY_OF: one.save.start}),
+        }
         options |= {"execute": part.execute, "stream": part.stream, "digests": part.digests}
         if ranks.broadcast(on_first(ranks, begin)):
             options["overwrite"] = True
         write(state_on_disk(one.shards, one.values), target, ranks, SaveOptions(**options))
-
-    def _beside(self, one: _Save) -> Mapping[str, bytes]:
-        return self._keeper.beside(one.rated, {COPY_OF: one.save.start})
 
     def rate(self, step: int, rated: Mapping[str, float]) -> bool:
         """Add metrics to a save for its copy; return whether it was saved since the run started."""

@@ -193,22 +193,16 @@ def rank_files(
 
 def tensor_metadata(global_plan: GlobalPlan, items: Sequence[RankItems]) -> TensorMetadata:
     """Return the global ``.metadata``, to which the leaves that are no tensors are added."""
-    with no_collection():
-        return encode_tensors(global_plan.tensors, global_plan.boxes, _located(global_plan, items))
-
-
-def _located(
-    global_plan: GlobalPlan, items: Sequence[RankItems]
-) -> Iterator[tuple[str, Iterator[Located]]]:
+    tensors, boxes = global_plan.tensors, global_plan.boxes
     places = [one.places() for one in items]
-    for tensor, boxes, writers in zip(
-        global_plan.tensors, global_plan.boxes, global_plan.writers, strict=True
-    ):
-        yield tensor.name, _chunks(boxes, writers, places)
 
+    def located(boxes: Sequence[Box], writers: Sequence[int]) -> Iterator[Located]:
+        for box, rank in zip(boxes, writers, strict=True):
+            yield box.offsets, *next(places[rank])
 
-def _chunks(
-    boxes: Sequence[Box], writers: Sequence[int], places: Sequence[Iterator[tuple[str, int, int]]]
-) -> Iterator[Located]:
-    for box, rank in zip(boxes, writers, strict=True):
-        yield box.offsets, *next(places[rank])
+    with no_collection():
+        items_of_tensors = (
+            (tensor.name, located(own, writers))
+            for tensor, own, writers in zip(tensors, boxes, global_plan.writers, strict=True)
+        )
+        return encode_tensors(tensors, boxes, items_of_tensors)
