@@ -62,7 +62,7 @@ class SharePlan(SavePlan):
 
 
 @dataclass(frozen=True, slots=True)
-class _GlobalPlan:
+class _AgreedPlan:
     """A global plan as the coordinator keeps it."""
 
     packed: Sequence[Packed]
@@ -72,14 +72,14 @@ class _GlobalPlan:
 
 
 @dataclass(frozen=True, slots=True)
-class _SavedPlan:
+class _SavedShare:
     """A plan that this rank has carried out."""
 
     key: bytes
     generation: bytes
     share: RankShare
     items: list[WriteItem]
-    made: _GlobalPlan | None  # coordinator only
+    made: _AgreedPlan | None  # coordinator only
 
     @property
     def nbytes(self) -> int:
@@ -117,8 +117,8 @@ class SavePlanner(DefaultSavePlanner):
         self._per_rank = per_rank
         self._limit = plans
         # By generation. What ranks keep is told by `kept`, not by how large it is.
-        self._plans: PlanCache[_SavedPlan] = PlanCache(plans, sys.maxsize)
-        self._made: _GlobalPlan | None = None
+        self._plans: PlanCache[_SavedShare] = PlanCache(plans, sys.maxsize)
+        self._made: _AgreedPlan | None = None
 
     @with_notes
     def set_up_planner(
@@ -189,7 +189,7 @@ class SavePlanner(DefaultSavePlanner):
             )
         metadata = metadata_of(divided)
         written = [dict(share.values) for share in divided.shares]
-        self._made = _GlobalPlan(held, [plan.key for plan in plans], written, metadata)
+        self._made = _AgreedPlan(held, [plan.key for plan in plans], written, metadata)
         self.global_plan = [
             SharePlan(
                 [],
@@ -216,7 +216,7 @@ class SavePlanner(DefaultSavePlanner):
             plan = replace(plan, items=list(items_of(self.local_state.shards, plan.share)))
         assert plan.share
         if self._limit:
-            saved = _SavedPlan(key, plan.generation, plan.share, plan.items, self._made)
+            saved = _SavedShare(key, plan.generation, plan.share, plan.items, self._made)
             self._plans.put(plan.generation, saved)
         self._plans.keep(lambda one: one.generation in plan.kept)
         self._made = None
