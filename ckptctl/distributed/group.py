@@ -142,28 +142,28 @@ class HostGroup:
     def all_gather(self, value: T) -> list[T]:
         """See :class:`Coordinator`."""
         packed = dumps(value)
-        with reaching():
+        with unreachable_errors():
             parts = self._all_gather(packed)
         return [loads(one) for one in parts]
 
     def gather(self, value: T) -> list[T] | None:
         """See :class:`Coordinator`."""
         packed = dumps(value)
-        with reaching():
+        with unreachable_errors():
             parts = self._gather(packed)
         return [loads(one) for one in parts] if self.rank == 0 else None
 
     def broadcast(self, value: T | None) -> T:
         """See :class:`Coordinator`."""
         packed = dumps(value) if self.rank == 0 else None
-        with reaching():
+        with unreachable_errors():
             given = self._broadcast(packed)
         return cast(T, loads(given))
 
     def scatter(self, values: Sequence[T] | None) -> T:
         """See :class:`Coordinator`."""
         packed = None if values is None else [dumps(value) for value in values]
-        with reaching():
+        with unreachable_errors():
             own = self._scatter(packed)
         return cast(T, loads(own))
 
@@ -226,7 +226,7 @@ class UnreachableError(StorageError):
 
 
 @contextmanager
-def reaching() -> Iterator[None]:
+def unreachable_errors() -> Iterator[None]:
     """Say in our words that a rank is gone, or that the group's time ran out."""
     try:
         yield
@@ -256,13 +256,13 @@ def coordinator(group: dist.ProcessGroup | None = None) -> Coordinator:
     return TorchGroup(group)
 
 
-def highest(ranks: Coordinator, numbers: Sequence[int]) -> list[int]:
+def all_reduce_max(ranks: Coordinator, numbers: Sequence[int]) -> list[int]:
     """Return the highest of each of some numbers of all ranks, which are in a group of gloo."""
     if not isinstance(ranks, HostGroup):
         return list(numbers)
     # Not `all_gather` of objects: those are sent twice, and by every rank to every other.
     found = torch.tensor(numbers, dtype=torch.int64)
-    with reaching():
+    with unreachable_errors():
         ranks.collectives.all_reduce_max(found)
     return [int(number) for number in found.tolist()]
 

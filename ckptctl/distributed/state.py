@@ -38,6 +38,8 @@ class HeldShard(NamedTuple):
 
     def part(self, box: Box) -> HeldShard:
         """Return the part in *box*, which lies inside."""
+        if box == self.box:
+            return self
         tensor = self.tensor
         for dim, (start, first, size) in enumerate(
             zip(box.offsets, self.box.offsets, box.sizes, strict=True)

@@ -41,14 +41,14 @@ SMALL = 1 << 12
 _READ_BY_ALL = frozenset({type(None), bool, int, float, str})
 
 
-def pickled(values: Mapping[str, object], *, trusted: bool) -> dict[str, bytes]:
+def pickle_values(values: Mapping[str, object], *, trusted: bool) -> dict[str, bytes]:
     """Return leaves as ``torch.save`` writes them, as DCP keeps them."""
     contents: dict[str, bytes] = {}
     refused: dict[str, str] = {}
     lost = False
     for name, value in values.items():
         try:
-            contents[name] = written(value)
+            contents[name] = save_to_bytes(value)
         except Exception as error:  # what a leaf's own code raises
             refused[name] = f"{type(error).__name__}: {error}"
             lost = True
@@ -61,7 +61,7 @@ def pickled(values: Mapping[str, object], *, trusted: bool) -> dict[str, bytes]:
     return contents
 
 
-def written(value: object) -> bytes:
+def save_to_bytes(value: object) -> bytes:
     """Return one leaf as ``torch.save`` writes it, with what its protocol 2 would lose of times."""
     buffer = io.BytesIO()
     torch.save(value, buffer, pickle_module=_PICKLE)
@@ -150,7 +150,7 @@ def read_values(
             unpacked = value_bytes(opened, blob, budget) if blob.extension else None
             try:
                 content = unpacked or value_bytes(opened, blob, budget)
-                found[name] = unpickled(content, blob.name, where, trusted=trusted)
+                found[name] = unpickle_value(content, blob.name, where, trusted=trusted)
             except RefusedError as error:  # it lies among others, and cannot be taken out
                 refused[name] = UnsupportedError(error.what, where=where, hint=LEAVE_OUT)
             except UnsupportedError as error:
@@ -207,7 +207,7 @@ def held_names(mapping: StateMapping, values: Collection[str], rank: int) -> dic
     return {name: held for name, held in found.items() if held is not None}
 
 
-def unpickled(content: bytes, name: str, where: str, *, trusted: bool) -> object:
+def unpickle_value(content: bytes, name: str, where: str, *, trusted: bool) -> object:
     """Return a leaf that is no tensor.
 
     Raises:

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torchtitan.components.checkpointer import dcp
 from torchtitan.components.checkpointer.base import MODEL
 from torchtitan.tools.utils import GarbageCollection
@@ -24,8 +23,6 @@ from ckptctl.distributed.group import coordinator
 from ckptctl.distributed.loading.load import load
 from ckptctl.distributed.run.keeper import SERIES, Keeper
 from ckptctl.distributed.run.options import MAX_FAILURES
-from ckptctl.distributed.saving.options import SaveOptions
-from ckptctl.distributed.saving.save import write
 from ckptctl.ops.loading.options import Strict
 from ckptctl.ops.ranks.coordinator import on_first
 from ckptctl.planner.retention import Policy
@@ -78,23 +75,14 @@ class CheckpointManager(dcp.CheckpointManager):  # type: ignore[misc]
                 state_dict, checkpoint_id, async_mode, enable_garbage_collection, to_hf
             )
             return None
-        path, beside = Path(checkpoint_id), partial(self._keeper.beside, {})
-        future: Future[Any] | None = None
-        if async_mode == dcp.AsyncMode.DISABLED:
-            self._make_room(path)
-            write(state_dict, named(path), coordinator(), SaveOptions(beside=beside))
-            self._published(path)
-        else:
-            future = self._saver.save(
-                state_dict,
-                path,
-                on_staged=self._make_room,
-                on_published=self._published,
-                beside=beside,
-            )
+        path, synchronous = named(checkpoint_id), async_mode == dcp.AsyncMode.DISABLED
+        saver, options = self._saver, {"beside": partial(self._keeper.beside, {})}
+        future = self._keeper.save(
+            state_dict, path, coordinator(), None if synchronous else saver, options
+        )
         if enable_garbage_collection:
             GarbageCollection.collect("GC collection invoked by checkpointer.")
-        return future
+        return None if synchronous else future
 
     def dcp_load(
         self, state_dict: dict[str, Any], checkpoint_id: str, from_hf: bool, from_quantized: bool
@@ -119,7 +107,7 @@ class CheckpointManager(dcp.CheckpointManager):  # type: ignore[misc]
         path = Path(checkpoint_id)
         if path.parent == Path(self.folder):
             step = int(path.name.removeprefix(SERIES))
-            on_first(coordinator(), lambda: self._keeper.went_on_from(path, step))
+            on_first(coordinator(), lambda: self._keeper.resume_from(path, step))
 
     def _find_load_step(self, folder: str = "") -> int:
         """Return the step of the newest complete checkpoint that no later save left behind.
@@ -133,14 +121,6 @@ class CheckpointManager(dcp.CheckpointManager):  # type: ignore[misc]
         ranks = coordinator()
         newest = ranks.broadcast(on_first(ranks, lambda: self._keeper.newest(SERIES)))
         return newest.step if newest else found
-
-    def _make_room(self, path: Path) -> None:
-        if dist.get_rank() == 0:
-            self._keeper.make_room(path)
-
-    def _published(self, path: Path) -> None:
-        if dist.get_rank() == 0:
-            self._keeper.published(path)
 
     def _purge_stale_checkpoints(self) -> None:
         """Leave it to the moment when a newer checkpoint has been published."""

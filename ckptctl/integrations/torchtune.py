@@ -157,7 +157,7 @@ class Checkpointer(DistributedCheckpointer):  # type: ignore[misc]
         if self._manager is None:
             self._manager = self._opened(all_ranks() if sharded else own_group())
             if self._begun and (not dist.is_initialized() or dist.get_rank() == 0):
-                self._manager.keeper.went_on_from(self._begun.entry, self._begun.step)
+                self._manager.keeper.resume_from(self._begun.entry, self._begun.step)
         return self._manager
 
     def _opened(self, group: dist.ProcessGroup | None) -> CheckpointManager:

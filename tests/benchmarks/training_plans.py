@@ -21,7 +21,7 @@ from functools import partial
 from typing import Any
 
 from ckptctl.catalog import row_major
-from ckptctl.ops.ranks.agreement import RankStatement, generation, unchanged
+from ckptctl.ops.ranks.agreement import RankStatement, is_unchanged, name_generation
 from ckptctl.ops.saving.files import RankItems, tensor_files, tensor_metadata
 from ckptctl.ops.saving.global_plan import GlobalPlan, make_global_plan
 from ckptctl.ops.saving.local_shards import HeldChunk, LocalShards, Packed, TensorMeta, digest, pack
@@ -115,7 +115,7 @@ def cached(own: LocalShards, first: Packed, ranks: int, steps: Any) -> float:
         said[:] = [statement] * ranks
         said[:] = [replace_generation(said)] * ranks
         received = pickle.dumps(said[0])
-        return unchanged([pickle.loads(received) for _ in range(ranks)])
+        return is_unchanged([pickle.loads(received) for _ in range(ranks)])
 
     held, seconds = timed(again)
     assert held and first
@@ -124,7 +124,7 @@ def cached(own: LocalShards, first: Packed, ranks: int, steps: Any) -> float:
 
 def replace_generation(said: list[RankStatement]) -> RankStatement:
     """Return a statement of a rank that has the plan."""
-    return said[0]._replace(generation=generation(said))
+    return said[0]._replace(generation=name_generation(said))
 
 
 def all_items(shapes: Shapes, mesh: tuple[int, int], decision: GlobalPlan) -> Iterator[RankItems]:

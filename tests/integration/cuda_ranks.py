@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from ckptctl.catalog import Box
 from ckptctl.distributed.group import TorchGroup
-from ckptctl.distributed.loading.broadcast import SharedRead, exchange, routes
+from ckptctl.distributed.loading.broadcast import SharedRead, exchange_boxes, routes
 from ckptctl.distributed.loading.load import load
 from ckptctl.distributed.state import HeldShard
 
@@ -96,5 +96,5 @@ def by_nccl(rank: int, world: int, folder: str) -> None:
         shared = [SharedRead(everyone, 0, n, one.box, "cuda") for n, one in enumerate(places)]
         if rank:
             places = [one._replace(tensor=torch.zeros_like(one.tensor)) for one in places]
-        exchange(places, shared, TorchGroup(group))
+        exchange_boxes(places, shared, TorchGroup(group))
         assert torch.equal(places[0].tensor, sent) and bool((places[1].tensor == 1).all())

@@ -12,7 +12,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from ckptctl.distributed.loading import load as collective_load
-from ckptctl.distributed.loading.load import CollectiveLoad, load
+from ckptctl.distributed.loading.load import load
+from ckptctl.distributed.loading.load_plan import RankLoad
 from ckptctl.distributed.saving.save import save
 from ckptctl.ops.loading.identity import identity
 
@@ -29,13 +30,13 @@ def again_on_ranks(rank: int, world: int, folder: str, truth: str) -> None:
     """Load twice, once more after one rank alone has changed, and twice with broadcast."""
     full: dict[str, Any] = torch.load(truth)
     planned: list[int] = []
-    own = CollectiveLoad._own_plan
+    own = RankLoad.plan
 
     def noted(*given: Any) -> Any:
         planned.append(1)
         return own(*given)
 
-    setattr(CollectiveLoad, "_own_plan", noted)  # noqa: B010
+    setattr(RankLoad, "plan", noted)  # noqa: B010
     for _ in range(2):
         once(full, folder)
     assert len(planned) == 1
@@ -74,7 +75,7 @@ def two_groups(rank: int, world: int, folder: str) -> None:
     groups = {members: dist.new_group(list(members)) for members in ((0, 1), (0, 2))}
     full = torch.arange(2000.0)
     decided: list[bool] = []
-    setattr(collective_load, "pays", lambda hosts, speeds: decided[-1])  # noqa: B010
+    setattr(collective_load, "should_broadcast", lambda hosts, speeds: decided[-1])  # noqa: B010
     save({"w": full}, f"{folder}/first")
     settled(Path(f"{folder}/first"))
     for members, broadcast in (((0, 1), True), ((0, 2), False), ((0, 1), True)):

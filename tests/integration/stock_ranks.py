@@ -139,7 +139,7 @@ def save_again(rank: int, world: int, root: Path) -> None:
         own = {"model": distribute(full, mesh, words), "step": number, "rng": rank * (number > 2)}
         state_dict_saver.save(own, storage_writer=Writer(root / f"{number}"), planner=planner)
         assert known is not planner.plan
-        assert len(planner._own) <= 3 and len(planner._all) <= 3
+        assert len(planner._plans) <= 3
     for number in numbers:
         full = changed(number % 4, number)
         placed = distribute(wiped(full), mesh, words)

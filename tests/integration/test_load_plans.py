@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from ckptctl.distributed.loading import load as collective_load
+from ckptctl.distributed.loading import load_plan
 from ckptctl.distributed.loading.load import load
 from ckptctl.distributed.loading.load_plan import PLANS
 from ckptctl.errors import MappingError
@@ -42,7 +42,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[Calls]:
         monkeypatch.setattr(owner, name, call)
 
     noted(LoadOptions, "open", "open")
-    noted(collective_load, "map_state", "map")
+    noted(load_plan, "map_state", "map")
     noted(Reading, "plan_of", "plan")
     PLANS.clear()
     yield found

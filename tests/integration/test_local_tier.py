@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from ckptctl.distributed.run.local_folder import IDENTITY, LocalFolder, made_identity
+from ckptctl.distributed.run.local_folder import IDENTITY, LocalFolder, ensure_identity
 from ckptctl.distributed.run.manager import CheckpointManager
 from ckptctl.distributed.run.root_copy import Pace
 from ckptctl.errors import CkptError, FormatError, UsageError
@@ -106,11 +106,11 @@ def test_places_and_options_that_make_no_sense(tmp_path: Path) -> None:
 
 
 def test_an_identity_that_cannot_be_read(tmp_path: Path) -> None:
-    run = made_identity(tmp_path)
-    assert made_identity(tmp_path) == run
+    run = ensure_identity(tmp_path)
+    assert ensure_identity(tmp_path) == run
     (tmp_path / IDENTITY).write_text("{}")
     with pytest.raises(FormatError, match="identify a run"):
-        made_identity(tmp_path)
+        ensure_identity(tmp_path)
 
 
 def test_a_start_that_still_runs_keeps_its_saves(tmp_path: Path) -> None:

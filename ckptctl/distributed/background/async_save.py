@@ -21,9 +21,9 @@ from ckptctl.distributed.background.save_thread import (
     SaveThread,
     in_background,
 )
-from ckptctl.distributed.background.staging import Staged, needed, stage
+from ckptctl.distributed.background.staging import Staged, memory_needed, stage
 from ckptctl.distributed.background.start_vote import Situation, StartVote, attempt
-from ckptctl.distributed.background.writer_process import WriterProcess, executor
+from ckptctl.distributed.background.writer_process import WriterProcess, plan_executor
 from ckptctl.distributed.group import ProcessGroup, gloo_group
 from ckptctl.distributed.saving.destination import require_local
 from ckptctl.distributed.saving.local_state import LocalState, local_state
@@ -40,7 +40,6 @@ from ckptctl.distributed.state import StateDict, state_of
 from ckptctl.errors import RefusedError
 from ckptctl.keywords import keywords
 from ckptctl.ops.ranks.coordinator import Alone, Coordinator
-from ckptctl.ops.saving.local_shards import pack
 from ckptctl.options import Option, among
 from ckptctl.storage.paths import home_expanded, named
 from ckptctl.storage.threads import no_collection
@@ -221,7 +220,7 @@ class AsyncSaver(Closing):
                 every rank.
         """
         self._require_open()
-        nbytes, pinned = needed([shard.tensor for shard in state_of(state_dict).shards])
+        nbytes, pinned = memory_needed([shard.tensor for shard in state_of(state_dict).shards])
         # The device that the calling thread uses: another one would get a context of CUDA.
         device = torch.cuda.current_device() if pinned else -1
         earlier = self._preparing
@@ -270,7 +269,7 @@ class AsyncSaver(Closing):
 
         def start(staged: Staged) -> SaveThread:
             writer = self._writer if (options.mode or self._mode) == "process" else None
-            copied = replace(options, execute=executor(staged.region, writer))
+            copied = replace(options, execute=plan_executor(staged.region, writer))
             if options.collectives:
                 work = partial(write, staged.held, future.path, ranks, copied)
             else:
@@ -285,7 +284,7 @@ class AsyncSaver(Closing):
             own = local_state(state_dict, trusted=options.trusted)
             if not options.collectives or ranks.world == 1:
                 return own, None
-            return own, PLANS.get(plan_key(own, pack(own.shards), ranks, options))
+            return own, PLANS.get(plan_key(own, ranks, options))
 
         with no_collection():  # training waits, and a search takes longer than all but the copy
             self._last, failure = self._begin(vote, meaning, collect, start)

@@ -131,7 +131,7 @@ def stage(held: LocalState, pool: HostPool, chosen: Iterable[int] | None = None)
     return Staged(copied, region, nbytes)
 
 
-def needed(pieces: Sequence[torch.Tensor]) -> tuple[int, bool]:
+def memory_needed(pieces: Sequence[torch.Tensor]) -> tuple[int, bool]:
     """Return how many bytes of host memory a copy of all takes, and whether they are pinned."""
     ranges = list(_ranges(list(_members(pieces, None))))
     return _needed(ranges, list(_places(ranges))) if ranges else (0, False)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import NamedTuple, NoReturn, TypeVar
 
-from ckptctl.distributed.group import highest
+from ckptctl.distributed.group import all_reduce_max
 from ckptctl.errors import CkptError, RefusedError
 from ckptctl.ops.ranks.coordinator import Coordinator, together
 
@@ -33,7 +33,7 @@ class StartVote:
     ) -> tuple[Situation, bool]:
         """Return the situation of all ranks together, and whether they have the same plan."""
         numbers = [_number(repr(tuple(meaning)).encode("utf-8", "surrogatepass")), _number(plan)]
-        found = highest(self._ranks, [*own, *numbers, *(-number for number in numbers)])
+        found = all_reduce_max(self._ranks, [*own, *numbers, *(-number for number in numbers)])
         same = [found[-4] == -found[-2], found[-3] == -found[-1]]
         if not same[0]:
             said = self._ranks.all_gather(tuple(meaning))
@@ -54,7 +54,7 @@ class StartVote:
         error = done.exception()
         failed = True
         try:
-            failed = any(highest(self._ranks, [error is not None]))
+            failed = any(all_reduce_max(self._ranks, [error is not None]))
         finally:
             if failed and error is None:
                 undo(done.result())

@@ -279,7 +279,9 @@ def _done(
         return CkptError(f"{type(error).__name__}: {error}")
 
 
-def executor(region: HostRegion | None, writer: WriterProcess | None) -> Callable[..., Execution]:
+def plan_executor(
+    region: HostRegion | None, writer: WriterProcess | None
+) -> Callable[..., Execution]:
     """Return an executor that reads copied memory alone, in *writer* where there is one."""
     regions = [region] if region else []
     if writer and regions:

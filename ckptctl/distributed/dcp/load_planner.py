@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import logging
-from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -21,7 +20,7 @@ from ckptctl.catalog import Box
 from ckptctl.catalog import Path as Keys
 from ckptctl.distributed import compat
 from ckptctl.distributed.compat import ShardedTensor
-from ckptctl.distributed.dcp.metadata import CatalogMetadata, chunk_of, mapping_of, noted
+from ckptctl.distributed.dcp.metadata import CatalogMetadata, chunk_of, mapping_of, with_notes
 from ckptctl.distributed.leaves.records import PARTS
 from ckptctl.distributed.state import (
     HeldShard,
@@ -30,7 +29,7 @@ from ckptctl.distributed.state import (
     has_placement,
     state_of,
 )
-from ckptctl.distributed.values import left_out_note, outside, put, unpickled
+from ckptctl.distributed.values import left_out_note, outside, put, unpickle_value
 from ckptctl.errors import CoverageError, MappingError, UnsupportedError, listed
 from ckptctl.ops.loading.checks import casts, require_shapes
 from ckptctl.ops.loading.key_comparison import compare, describe_load, require_equal
@@ -73,7 +72,7 @@ class LoadPlanner(DefaultLoadPlanner):
         super().__init__(allow_partial_load=not strict)
         self.strict, self.cast, self.trusted = strict, cast, trusted
 
-    @noted
+    @with_notes
     def set_up_planner(
         self,
         state_dict: dict[str, Any],
@@ -98,7 +97,7 @@ class LoadPlanner(DefaultLoadPlanner):
         self._positions: dict[str, object] = {}
         self._mapping = mapping_of(metadata)
 
-    @noted
+    @with_notes
     def create_local_plan(self) -> LoadPlan:
         """Plan the reads of this rank.
 
@@ -109,7 +108,11 @@ class LoadPlanner(DefaultLoadPlanner):
         paths = {name: meta.path for name, meta in self._state.meta.items()}
         values = self._state.paths
         entries = self._offered.state_dict_metadata
-        self._cast = self._require_alike()
+        wanted = {
+            name: Wanted(meta.dtype, meta.shape, ()) for name, meta in self._state.meta.items()
+        }
+        require_shapes(self._mapping.tensors, wanted)
+        self._cast = casts(self._mapping, wanted, self.cast)
         items: list[ReadItem] = []
         for name, held in self._state.tensors.items():
             entry = entries.get(name)
@@ -129,7 +132,7 @@ class LoadPlanner(DefaultLoadPlanner):
             require_equal(replace(found, unexpected=()), self._mapping)
         return NamedPlan(items, tensors=paths, values=values)
 
-    @noted
+    @with_notes
     def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
         """Compare the names of all ranks with those of the checkpoint; on the coordinator only.
 
@@ -155,7 +158,7 @@ class LoadPlanner(DefaultLoadPlanner):
         self.report = describe_load(found, self._mapping, loaded, self._cast)
         return new_plan
 
-    @noted
+    @with_notes
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         """Put a leaf that is no tensor where the user has it.
 
@@ -164,23 +167,21 @@ class LoadPlanner(DefaultLoadPlanner):
         """
         name = read_item.dest_index.fqn
         try:
-            found = unpickled(value.getvalue(), name, "the checkpoint", trusted=self.trusted)
+            found = unpickle_value(value.getvalue(), name, "the checkpoint", trusted=self.trusted)
         except UnsupportedError as error:
             if self.strict:
                 raise
-            self._leave_out({name: f"{error.why}"})
+            refused = {name: f"{error.why}"}
+            _log.warning("%s", left_out_note(refused))
+            loaded = tuple(other for other in self.report.loaded if other != name)
+            left_out = {**self.report.left_out, **refused}
+            self.report = replace(self.report, loaded=loaded, left_out=left_out)
             return
         if name.rpartition(".")[2] in PARTS and not self.trusted:
             self._positions[name] = found
             for wrong in outside(self._positions, "the checkpoint").values():
                 raise wrong
         put(self.original_state_dict, self._state.values[name].path, found)
-
-    def _leave_out(self, refused: Mapping[str, str]) -> None:
-        _log.warning("%s", left_out_note(refused))
-        loaded = tuple(name for name in self.report.loaded if name not in refused)
-        left_out = {**self.report.left_out, **refused}
-        self.report = replace(self.report, loaded=loaded, left_out=left_out)
 
     def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:
         """Return the box of a tensor that an item is a part of."""
@@ -209,14 +210,6 @@ class LoadPlanner(DefaultLoadPlanner):
                 hint="check whether a rank's file or metadata is missing",
             )
         return items
-
-    def _require_alike(self) -> dict[str, tuple[str, str]]:
-        """Refuse shapes and dtypes that differ; return the dtypes that may change."""
-        wanted = {
-            name: Wanted(meta.dtype, meta.shape, ()) for name, meta in self._state.meta.items()
-        }
-        require_shapes(self._mapping.tensors, wanted)
-        return casts(self._mapping, wanted, self.cast)
 
 
 def _make_real(state_dict: dict[str, Any]) -> None:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import wraps
 from itertools import groupby
+from operator import itemgetter
 from typing import ParamSpec, TypeVar
 
 import torch
@@ -12,20 +13,18 @@ from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
     Metadata,
-    MetadataIndex,
     TensorProperties,
     TensorStorageMetadata,
 )
 
 from ckptctl.catalog import Blob, Box, Catalog, Extent, TensorEntry
 from ckptctl.catalog import Path as Keys
-from ckptctl.distributed.compat import StorageInfo
 from ckptctl.distributed.saving.options import SaveOptions
 from ckptctl.distributed.state import keys_of, path_of
 from ckptctl.errors import CkptError, RefusedError
 from ckptctl.formats.base import OutputTensor
 from ckptctl.formats.dcp.metadata import Item, Origin
-from ckptctl.formats.dcp.metadata_writer import Located, encode_tensors
+from ckptctl.formats.dcp.metadata_writer import encode_tensors
 from ckptctl.keywords import in_python
 from ckptctl.ops.loading.options import LoadOptions
 from ckptctl.ops.loading.state_mapping import MappingRequest, StateMapping, map_state, moved
@@ -38,7 +37,7 @@ R = TypeVar("R")
 STOCK = "the checkpoint"
 
 
-def noted(method: Callable[P, R]) -> Callable[P, R]:
+def with_notes(method: Callable[P, R]) -> Callable[P, R]:
     """Return *method*; its errors have where, why and hint as notes, and name Python's options."""
 
     @wraps(method)
@@ -168,7 +167,7 @@ def mapping_of(metadata: Metadata) -> StateMapping:
     return map_state(catalog, {}, MappingRequest())
 
 
-def encoded(metadata: Metadata, world: int = 0) -> tuple[bytes, ...]:
+def encode_metadata(metadata: Metadata, world: int = 0) -> tuple[bytes, ...]:
     """Return the content of ``.metadata``, in parts."""
     if type(metadata) is not Metadata:
         raise RefusedError(
@@ -194,15 +193,12 @@ def encoded(metadata: Metadata, world: int = 0) -> tuple[bytes, ...]:
             values.append((Blob(name, path), item))
     meta = metadata.storage_meta
     origin = Origin(meta.save_id or "" if meta else "", world)
-    return encode_tensors(tensors, boxes, _items(metadata)).complete(values, origin)
-
-
-def _items(metadata: Metadata) -> Iterator[tuple[str, Iterator[Located]]]:
-    tensors = ((i, one) for i, one in metadata.storage_data.items() if i.offset is not None)
-    for name, items in groupby(tensors, key=lambda item: item[0].fqn):
-        yield name, map(_located, items)
-
-
-def _located(item: tuple[MetadataIndex, StorageInfo]) -> Located:
-    index, place = item
-    return tuple(index.offset or ()), place.relative_path, place.offset, place.length
+    located = (
+        (index.fqn, (tuple(index.offset), place.relative_path, place.offset, place.length))
+        for index, place in metadata.storage_data.items()
+        if index.offset is not None
+    )
+    items = (
+        (name, (item for _, item in some)) for name, some in groupby(located, key=itemgetter(0))
+    )
+    return encode_tensors(tensors, boxes, items).complete(values, origin)

@@ -18,11 +18,11 @@ from torch.futures import Future
 
 from ckptctl.catalog import Box, Catalog
 from ckptctl.distributed.compat import ShardedTensor
-from ckptctl.distributed.dcp.metadata import CatalogMetadata, noted
+from ckptctl.distributed.dcp.metadata import CatalogMetadata, with_notes
 from ckptctl.distributed.loading.target_memory import read_into, views_of, wanted_of
 from ckptctl.distributed.positions import note_position
 from ckptctl.distributed.state import HeldShard, state_of
-from ckptctl.distributed.values import left_out_note, read_values, written
+from ckptctl.distributed.values import left_out_note, read_values, save_to_bytes
 from ckptctl.errors import CkptError, MappingError
 from ckptctl.keywords import keywords
 from ckptctl.ops.loading.checks import require_nothing_lost
@@ -99,7 +99,7 @@ class Reader(StorageReader):
         self._metadata.storage_meta = StorageMeta(checkpoint_id=self.checkpoint_id)
         return self._metadata
 
-    @noted
+    @with_notes
     def set_up_storage_reader(
         self,
         metadata: Metadata,
@@ -118,7 +118,7 @@ class Reader(StorageReader):
         self._metadata = metadata
         self._rank = kwargs.get("rank") or 0
 
-    @noted
+    @with_notes
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         """Prove that the tensors which *plan* reads are whole; say which checkpoint this rank sees.
 
@@ -132,7 +132,7 @@ class Reader(StorageReader):
         assert self._opened
         return replace(plan, storage_data=fingerprint_of(self._opened))
 
-    @noted
+    @with_notes
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
         """Prove that nothing is lost where the layout changes; on the coordinator only.
 
@@ -147,7 +147,7 @@ class Reader(StorageReader):
             require_nothing_lost(mapping)
         return plans
 
-    @noted
+    @with_notes
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Fill the tensors that *planner* has for the items of *plan*, before this returns.
 
@@ -201,7 +201,7 @@ class Reader(StorageReader):
         )
         if found.refused:
             _log.warning("%s", left_out_note(found.refused))
-        return {name: io.BytesIO(written(value)) for name, value in found.values.items()}
+        return {name: io.BytesIO(save_to_bytes(value)) for name, value in found.values.items()}
 
 
 def _shard(item: ReadItem, tensor: torch.Tensor) -> HeldShard:

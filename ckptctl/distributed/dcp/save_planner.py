@@ -1,26 +1,22 @@
 """A save planner for torch's own functions, with the global plan of ``ckptctl.save``.
 
 Ranks send what they hold in the form of :mod:`ckptctl.ops.saving.local_shards`, the coordinator
-decides with :mod:`ckptctl.ops.saving.global_plan`; write items are made of that. Any storage writer
-takes them.
+decides with :mod:`ckptctl.ops.saving.global_plan`, and each rank makes write items of its share.
+Any storage writer takes them; ours takes the share itself.
 """
 
 from __future__ import annotations
 
 import io
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Literal, cast
 
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.metadata import (
-    Metadata,
-    MetadataIndex,
-    StorageMeta,
-)
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
 from torch.distributed.checkpoint.planner import (
     SavePlan,
     TensorWriteData,
@@ -29,15 +25,22 @@ from torch.distributed.checkpoint.planner import (
 )
 
 from ckptctl.catalog import Box
-from ckptctl.distributed.dcp.metadata import box_of, chunk_of, metadata_of, noted, properties_of
+from ckptctl.distributed.dcp.metadata import (
+    box_of,
+    chunk_of,
+    metadata_of,
+    properties_of,
+    with_notes,
+)
 from ckptctl.distributed.group import threads
 from ckptctl.distributed.plan_cache import PlanCache
 from ckptctl.distributed.saving.local_state import LocalState, local_state, replica_digests
-from ckptctl.distributed.state import HeldShard, state_of
+from ckptctl.distributed.state import state_of
 from ckptctl.errors import MappingError, RefusedError, listed
 from ckptctl.formats.base import OutputTensor
-from ckptctl.ops.saving.global_plan import GlobalPlan, make_global_plan, own_plan
-from ckptctl.ops.saving.local_shards import Packed, digest, divide_values, pack
+from ckptctl.ops.saving.files import boxes_of
+from ckptctl.ops.saving.global_plan import RankShare, make_global_plan, output_tensor, own_plan
+from ckptctl.ops.saving.local_shards import LocalShards, Packed, digest, divide_values
 from ckptctl.planner.boxes import intersect
 from ckptctl.units import counted
 
@@ -47,25 +50,19 @@ VERSION = 1
 
 
 @dataclass(frozen=True)
-class HeldPlan(SavePlan):
-    """A plan as ranks send it: before the global plan without items, after it without the rest."""
+class SharePlan(SavePlan):
+    """A plan as ranks send it: to the coordinator what a rank holds, and back its share."""
 
     key: bytes = b""  # digest of all that the plan of this rank depends on, values of leaves apart
     values: bytes = b""  # digests of the leaves that are no tensors, and of small tensors
-    packed: Packed | None = None  # what the rank holds; None: what it held with this key
+    packed: Packed | None = None  # what the rank holds, or None if it is what it held with this key
     generation: bytes = b""  # of the plan that the rank has for the key; of the new one
-    # Leaves that are no tensors and are written under another name, by that.
-    names: dict[str, str] = field(default_factory=dict)
+    share: RankShare | None = None  # None if the plan of this generation holds
     kept: tuple[bytes, ...] = ()  # the generations that the coordinator knows from now on
-
-    @property
-    def nbytes(self) -> int:
-        """Return about how much memory it takes."""
-        return 1000 * len(self.items)
 
 
 @dataclass(frozen=True, slots=True)
-class _Global:
+class _AgreedPlan:
     """A global plan as the coordinator keeps it."""
 
     packed: Sequence[Packed]
@@ -73,10 +70,21 @@ class _Global:
     written: Sequence[dict[str, str]]
     metadata: Metadata
 
+
+@dataclass(frozen=True, slots=True)
+class _SavedShare:
+    """A plan that this rank has carried out."""
+
+    key: bytes
+    generation: bytes
+    share: RankShare
+    items: list[WriteItem]
+    made: _AgreedPlan | None  # coordinator only
+
     @property
     def nbytes(self) -> int:
         """Return about how much memory it takes."""
-        return 1000 * len(self.metadata.state_dict_metadata)
+        return 1000 * len(self.items)
 
 
 class SavePlanner(DefaultSavePlanner):
@@ -108,13 +116,11 @@ class SavePlanner(DefaultSavePlanner):
         self._compare_replicas = compare_replicas
         self._per_rank = per_rank
         self._limit = plans
-        # What ranks keep and what the coordinator does is told by `kept`, not by how large it is.
-        self._own: PlanCache[HeldPlan] = PlanCache(plans, sys.maxsize)
-        self._all: PlanCache[_Global] = PlanCache(plans, sys.maxsize)
-        self._made: tuple[bytes, _Global] | None = None
-        self._names: dict[str, str] = {}
+        # By generation. What ranks keep is told by `kept`, not by how large it is.
+        self._plans: PlanCache[_SavedShare] = PlanCache(plans, sys.maxsize)
+        self._made: _AgreedPlan | None = None
 
-    @noted
+    @with_notes
     def set_up_planner(
         self,
         state_dict: dict[str, Any],
@@ -127,22 +133,19 @@ class SavePlanner(DefaultSavePlanner):
             CkptError: A leaf cannot be saved.
         """
         super().set_up_planner(state_dict, storage_meta, is_coordinator)
-        self._held: LocalState = local_state(state_of(state_dict), trusted=self._trusted)
-        self._chunks: dict[str, list[HeldShard]] = {}
-        for chunk, piece in zip(self._held.shards.chunks, self._held.pieces, strict=True):
-            shard = HeldShard(chunk.name, Box(chunk.offsets, chunk.sizes), piece)
-            self._chunks.setdefault(chunk.name, []).append(shard)
+        self._state = state_of(state_dict)
+        self.local_state: LocalState = local_state(self._state, trusted=self._trusted)
 
-    @noted
+    @with_notes
     def create_local_plan(self) -> SavePlan:
         """Return this rank's shards, or only that nothing has changed."""
-        packed = pack(self._held.shards)
+        packed = self.local_state.packed
         key = digest((VERSION, packed.sharding))
-        known = self._own.get(key)
+        known = next((one for one in self._plans.plans() if one.key == key), None)
         ranks = dist.get_world_size() if dist.is_initialized() else 1
         if known is None and self._compare_replicas and ranks > 1:
-            packed = packed.with_replicas(replica_digests(self._held, threads(0)))
-        self.plan = HeldPlan(
+            packed = packed.with_replicas(replica_digests(self.local_state, threads(0)))
+        self.plan = SharePlan(
             [],
             usable=known is None,
             key=key,
@@ -152,7 +155,7 @@ class SavePlanner(DefaultSavePlanner):
         )
         return self.plan
 
-    @noted
+    @with_notes
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         """Divide the shards among the ranks; on the coordinator only.
 
@@ -160,18 +163,19 @@ class SavePlanner(DefaultSavePlanner):
             MappingError: Ranks disagree on a tensor, or on a leaf where that is an error.
             CoverageError: The boxes of all ranks do not tile a tensor.
         """
-        said = [self._checked(plan) for plan in all_plans]
-        current = digest([one.key for one in said])
-        held = [self._packed(rank, one) for rank, one in enumerate(said)]
-        known = self._all.get(current)
-        kept = self._kept(current)
-        again = not any(one.usable or one.generation != current for one in said)
-        if known and again and known.written == _written(held):
-            self._made = (current, known)
+        plans = [_require_share_plan(plan) for plan in all_plans]
+        current = digest([plan.key for plan in plans])
+        held = [self._packed(rank, plan) for rank, plan in enumerate(plans)]
+        others = [plan.generation for plan in self._plans.plans() if plan.generation != current]
+        kept = (*reversed(others), current)[-self._limit :] if self._limit else ()
+        known = self._plans.get(current)
+        holds = not any(plan.usable or plan.generation != current for plan in plans)
+        if known and known.made and holds and known.made.written == _written(held):
+            self._made = known.made
             self.global_plan = [
-                replace(one, generation=current, kept=kept, values=b"") for one in said
+                replace(plan, generation=current, kept=kept, values=b"") for plan in plans
             ]
-            self.metadata = replace(known.metadata)
+            self.metadata = replace(known.made.metadata)
             return self.global_plan, self.metadata
         # Without collectives each rank has its own plan.
         alone = not dist.is_initialized() or dist.get_world_size() == 1
@@ -185,81 +189,79 @@ class SavePlanner(DefaultSavePlanner):
             )
         metadata = metadata_of(divided)
         written = [dict(share.values) for share in divided.shares]
-        self._made = (current, _Global(held, [one.key for one in said], written, metadata))
-        items = items_of(divided)
+        self._made = _AgreedPlan(held, [plan.key for plan in plans], written, metadata)
         self.global_plan = [
-            HeldPlan(
-                own,
-                one.storage_data,
+            SharePlan(
+                [],
+                plan.storage_data,
                 metadata.planner_data,
                 generation=current,
-                names={under: name for name, under in share.values.items()},
+                share=share,
                 kept=kept,
             )
-            for one, own, share in zip(said, items, divided.shares, strict=True)
+            for plan, share in zip(plans, divided.shares, strict=True)
         ]
         self.metadata = replace(metadata)
         return self.global_plan, self.metadata
 
-    @noted
+    @with_notes
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
         """Return this rank's items, of the new plan or of the one that it has."""
-        plan, key = self._checked(new_plan), cast(HeldPlan, self.plan).key
-        if not plan.usable:
-            own = self._own.get(key)
-            assert own
-            plan = replace(plan, items=own.items, names=own.names, usable=True)
-        elif self._limit:
-            self._own.put(key, replace(plan, storage_data=None, planner_data=None))
-        self._own.keep(lambda one: one.generation in plan.kept)
-        if self._made and self._limit:
-            self._all.put(*self._made)
+        plan, key = _require_share_plan(new_plan), cast(SharePlan, self.plan).key
+        if plan.share is None:
+            known = self._plans.get(plan.generation)
+            assert known
+            plan = replace(plan, items=known.items, share=known.share, usable=True)
+        else:
+            plan = replace(plan, items=list(items_of(self.local_state.shards, plan.share)))
+        assert plan.share
+        if self._limit:
+            saved = _SavedShare(key, plan.generation, plan.share, plan.items, self._made)
+            self._plans.put(plan.generation, saved)
+        self._plans.keep(lambda one: one.generation in plan.kept)
         self._made = None
-        self._names, self.plan = plan.names, plan
+        self._names = {under: name for name, under in plan.share.values.items()}
+        self.plan = plan
         return plan
 
     def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
         """Return the data of an item: a view of a tensor, or the bytes of another leaf."""
-        name = write_item.index.fqn
+        name = self._names.get(write_item.index.fqn, write_item.index.fqn)
         if write_item.type == WriteItemType.BYTE_IO:
-            return io.BytesIO(self._held.values[self._names.get(name, name)])
+            return io.BytesIO(self.local_state.values[name])
         assert write_item.tensor_data
-        chunk = write_item.tensor_data.chunk
-        wanted = box_of(chunk)
-        shards = self._chunks[self._names.get(name, name)]
-        return next(
+        wanted = box_of(write_item.tensor_data.chunk)
+        piece = next(
             shard.part(wanted).tensor
-            for shard in shards
+            for shard in self._state.tensors[name].shards
             if wanted in (shard.box, intersect(shard.box, wanted))
         )
+        return piece.resolve_conj().resolve_neg()
 
     def lookup_object(self, index: MetadataIndex) -> Any:
         """Return a leaf of the state, by its name there."""
         return self.state_dict[self._names.get(index.fqn, index.fqn)]
 
-    def _checked(self, plan: SavePlan) -> HeldPlan:
-        if not isinstance(plan, HeldPlan):
-            raise RefusedError(
-                "all ranks must save with the same planner",
-                why=f"one rank sent a {type(plan).__name__}",
-            )
-        return plan
-
-    def _packed(self, rank: int, said: HeldPlan) -> Packed:
-        if said.packed:
-            return said.packed
-        for one in self._all.plans():
-            if len(one.keys) > rank and one.keys[rank] == said.key:
+    def _packed(self, rank: int, plan: SharePlan) -> Packed:
+        if plan.packed:
+            return plan.packed
+        for made in (one.made for one in self._plans.plans() if one.made):
+            if len(made.keys) > rank and made.keys[rank] == plan.key:
                 # Digests of replicas are those of an earlier save.
-                return replace(one.packed[rank], values=said.values, replicas=b"")
+                return replace(made.packed[rank], values=plan.values, replicas=b"")
         raise RefusedError(
             f"rank {rank} has a plan that the coordinator does not know",
             hint="use one SavePlanner per process group",
         )
 
-    def _kept(self, current: bytes) -> tuple[bytes, ...]:
-        known = [one for one in self._all.keys() if one != current]  # noqa: SIM118
-        return (*known, current)[-self._limit :] if self._limit else ()
+
+def _require_share_plan(plan: SavePlan) -> SharePlan:
+    if not isinstance(plan, SharePlan):
+        raise RefusedError(
+            "all ranks must save with the same planner",
+            why=f"one rank sent a {type(plan).__name__}",
+        )
+    return plan
 
 
 def _written(held: Sequence[Packed]) -> list[dict[str, str]]:
@@ -267,29 +269,21 @@ def _written(held: Sequence[Packed]) -> list[dict[str, str]]:
     return [dict(one) for one in divide_values(held, structures).written]
 
 
-def items_of(global_plan: GlobalPlan) -> list[list[WriteItem]]:
-    """Return the write items of each rank."""
-    items: list[list[WriteItem]] = [[] for _ in global_plan.shares]
-    for tensor, boxes, ranks in zip(
-        global_plan.tensors, global_plan.boxes, global_plan.writers, strict=True
-    ):
-        kind = WriteItemType.SHARD if len(boxes) > 1 else WriteItemType.TENSOR
-        size, properties = torch.Size(tensor.shape), properties_of(tensor)
-        for number, (box, rank) in enumerate(zip(boxes, ranks, strict=True)):
-            chunk = chunk_of(box)
-            index = MetadataIndex(tensor.name, chunk.offsets, number)
-            data = TensorWriteData(chunk, properties, size)
-            items[rank].append(WriteItem(index, kind, tensor_data=data))
-    for own, share in zip(items, global_plan.shares, strict=True):
-        for under in share.values.values():
-            if under in global_plan.apart:
-                own.append(_whole(global_plan.apart[under]))
-            else:
-                own.append(WriteItem(MetadataIndex(under), WriteItemType.BYTE_IO))
-    return items
+def items_of(shards: LocalShards, share: RankShare) -> Iterator[WriteItem]:
+    """Yield the write items of a rank's share, in its order."""
+    for index, box in boxes_of(shards, share):
+        name = shards.chunks[index].name
+        yield _tensor_item(name, output_tensor(name, shards.tensors[name]), box)
+    for name, under in share.values.items():
+        if name in shards.tensors:
+            tensor = output_tensor(name, shards.tensors[name])
+            yield _tensor_item(under, tensor, Box.whole(tensor.shape))
+        else:
+            yield WriteItem(MetadataIndex(under), WriteItemType.BYTE_IO)
 
 
-def _whole(tensor: OutputTensor) -> WriteItem:
-    chunk = chunk_of(Box.whole(tensor.shape))
+def _tensor_item(name: str, tensor: OutputTensor, box: Box) -> WriteItem:
+    chunk = chunk_of(box)
+    kind = WriteItemType.TENSOR if box == Box.whole(tensor.shape) else WriteItemType.SHARD
     data = TensorWriteData(chunk, properties_of(tensor), torch.Size(tensor.shape))
-    return WriteItem(MetadataIndex(tensor.name, chunk.offsets, 0), WriteItemType.TENSOR, None, data)
+    return WriteItem(MetadataIndex(name, chunk.offsets), kind, tensor_data=data)

@@ -24,11 +24,18 @@ from torch.futures import Future
 
 from ckptctl import dtypes
 from ckptctl.distributed.compat import StorageInfo
-from ckptctl.distributed.dcp.metadata import encoded, noted
+from ckptctl.distributed.dcp.metadata import encode_metadata, with_notes
+from ckptctl.distributed.dcp.save_planner import SavePlanner as OwnPlanner
+from ckptctl.distributed.dcp.save_planner import SharePlan
 from ckptctl.distributed.devices import settle
 from ckptctl.distributed.positions import note_position
-from ckptctl.distributed.saving.destination import RankFolder, SaveTarget, target_at
-from ckptctl.distributed.saving.local_state import steps_of
+from ckptctl.distributed.saving.destination import (
+    RankFolder,
+    SaveTarget,
+    require_files,
+    target_at,
+)
+from ckptctl.distributed.saving.local_state import LocalState, steps_of
 from ckptctl.distributed.saving.options import WriterOptions
 from ckptctl.errors import MappingError, RefusedError, StorageError, listed
 from ckptctl.keywords import keywords
@@ -36,7 +43,6 @@ from ckptctl.ops.saving.files import rank_files
 from ckptctl.ops.saving.global_plan import RankShare
 from ckptctl.ops.saving.local_shards import HeldChunk, LocalShards, TensorMeta
 from ckptctl.storage.paths import is_known, named
-from ckptctl.units import counted
 
 VERSION = "1.0.0"
 _OPEN: weakref.WeakValueDictionary[str, Writer] = weakref.WeakValueDictionary()
@@ -78,7 +84,7 @@ class Writer(StorageWriter):
         if checkpoint_id is not None:
             self.checkpoint_id = checkpoint_id
 
-    @noted
+    @with_notes
     def set_up_storage_writer(
         self,
         is_coordinator: bool,  # noqa: ARG002
@@ -100,12 +106,12 @@ class Writer(StorageWriter):
             else target_at(path, self._options)
         )
 
-    @noted
+    @with_notes
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """Say where this rank is about to write."""
         return dataclasses.replace(plan, storage_data=self._target)
 
-    @noted
+    @with_notes
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Make room for all ranks; on the coordinator only, or on each for itself.
 
@@ -126,7 +132,7 @@ class Writer(StorageWriter):
         self._make_room()
         return plans
 
-    @noted
+    @with_notes
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write this rank's files, before this returns.
 
@@ -134,28 +140,25 @@ class Writer(StorageWriter):
             CkptError: What the planner gives is not what it planned, or a file cannot be written.
         """
         with self._closed_on_error():
-            tensors = [item for item in plan.items if item.type != WriteItemType.BYTE_IO]
-            values = [item for item in plan.items if item.type == WriteItemType.BYTE_IO]
-            pieces = [_piece(item, planner) for item in tensors]
-            settle(pieces)
-            contents = {item.index.fqn: _content(item, planner) for item in values}
-            shards = _shards(tensors)
-            share = RankShare(range(len(pieces)), {name: name for name in contents})
-            steps = [steps_of(piece) for piece in pieces]
+            # A subclass of the planner may give other data for its items.
+            if type(planner) is OwnPlanner and isinstance(plan, SharePlan) and plan.share:
+                state, share = planner.local_state, plan.share
+            else:
+                state, share = _local_state(plan.items, planner)
             count = self._options.file_count
-            output = rank_files(self._rank, shards, share, steps, contents, count)
-            self._place_set.fill(output.plan, pieces)
-            items = output.tensors.items
-            places = zip(
-                (items.files[n] for n in items.file), items.offset, items.nbytes, strict=True
-            )
-            stored = [*zip(tensors, places, strict=True)]
-            stored += [(item, output.items[item.index.fqn]) for item in values]
+            output = rank_files(self._rank, state.shards, share, state.steps, state.values, count)
+            self._place_set.fill(output.plan, state.pieces)
+            places, values = output.tensors.items.places(), output.items
+            results = [
+                WriteResult(item.index, nbytes, StorageInfo(file, offset, nbytes))
+                for item in plan.items
+                for file, offset, nbytes in [values.get(item.index.fqn) or next(places)]
+            ]
         future: Future[list[WriteResult]] = Future()
-        future.set_result([_result(item, *place) for item, place in stored])
+        future.set_result(results)
         return future
 
-    @noted
+    @with_notes
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Write the metadata and publish; on the coordinator only.
 
@@ -168,8 +171,10 @@ class Writer(StorageWriter):
             metadata.version, metadata.storage_data = VERSION, stored
             metadata.storage_meta = self.storage_meta()
             # Without collectives nobody tells a writer how many ranks its group has.
-            content = encoded(metadata, 0 if self._apart else len(results))
-            self._require_files(stored.values())
+            content = encode_metadata(metadata, 0 if self._apart else len(results))
+            first = self._rank if self._apart else 0
+            sizes = {rank: _sizes(own) for rank, own in enumerate(results, first)}
+            require_files(self._place_set, sizes)
             if self._stack is None:
                 raise RefusedError("another save replaced this one", where=self._target)
             self._place_set.publish(content)
@@ -206,22 +211,6 @@ class Writer(StorageWriter):
             _OPEN[self._target] = self
         weakref.finalize(self, _close, self._stack)
 
-    def _require_files(self, places: Iterable[StorageInfo]) -> None:
-        """Make sure that the coordinator sees all files of the other ranks."""
-        ends: dict[str, int] = {}
-        for place in places:
-            end = place.offset + place.length
-            ends[place.relative_path] = max(end, ends.get(place.relative_path, 0))
-        for name, end in ends.items():
-            size = self._place_set.size(name)
-            if size < end:
-                raise StorageError(
-                    "a file that a rank wrote is missing",
-                    where=f"{self._target}, {name}",
-                    why=f"{counted(end, 'byte is', 'bytes are')} required, {max(size, 0):,} found",
-                    hint="save to a file system that all ranks share",
-                )
-
     @contextmanager
     def _closed_on_error(self) -> Iterator[None]:
         """Remove the staging directory and give SIGTERM back where this rank fails."""
@@ -240,6 +229,16 @@ class Writer(StorageWriter):
 def _close(stack: ExitStack) -> None:
     with suppress(ValueError):  # signal handlers are given back by the main thread alone
         stack.close()
+
+
+def _sizes(results: Iterable[WriteResult]) -> dict[str, int]:
+    """Return the sizes of the files of one rank: nothing is behind their items."""
+    sizes: dict[str, int] = {}
+    for place in (one.storage_data for one in results):
+        sizes[place.relative_path] = max(
+            place.offset + place.length, sizes.get(place.relative_path, 0)
+        )
+    return sizes
 
 
 def _require_all(metadata: Metadata, stored: Collection[MetadataIndex], where: str) -> None:
@@ -261,12 +260,17 @@ def _require_all(metadata: Metadata, stored: Collection[MetadataIndex], where: s
         )
 
 
-def _shards(items: Sequence[WriteItem]) -> LocalShards:
-    """Describe the boxes of tensors that a plan writes."""
+def _local_state(items: Sequence[WriteItem], planner: SavePlanner) -> tuple[LocalState, RankShare]:
+    """Describe what any planner plans to write as a state, all of which this rank writes."""
     tensors: dict[str, TensorMeta] = {}
     chunks: list[HeldChunk] = []
+    pieces: list[torch.Tensor] = []
+    values: dict[str, bytes] = {}
     for item in items:
         name, data = item.index.fqn, item.tensor_data
+        if item.type == WriteItemType.BYTE_IO:
+            values[name] = _content(item, planner)
+            continue
         assert data
         dtype = str(data.properties.dtype).removeprefix("torch.")
         if dtype not in dtypes.BY_NAME:
@@ -275,7 +279,11 @@ def _shards(items: Sequence[WriteItem]) -> LocalShards:
         if tensors.setdefault(name, meta) != meta:
             raise MappingError(f"two boxes of `{name}` are planned as parts of different tensors")
         chunks.append(HeldChunk(name, tuple(data.chunk.offsets), tuple(data.chunk.sizes)))
-    return LocalShards(tensors, chunks)
+        pieces.append(_piece(item, planner))
+    settle(pieces)
+    steps = [steps_of(piece) for piece in pieces]
+    share = RankShare(range(len(pieces)), {name: name for name in values})
+    return LocalState(LocalShards(tensors, chunks), pieces, steps, values), share
 
 
 def _piece(item: WriteItem, planner: SavePlanner) -> torch.Tensor:
@@ -303,7 +311,3 @@ def _content(item: WriteItem, planner: SavePlanner) -> bytes:
     if not isinstance(found, io.BytesIO):
         raise MappingError(f"`{item.index.fqn}` is planned as bytes, but has none")
     return found.getvalue()
-
-
-def _result(item: WriteItem, file: str, offset: int, nbytes: int) -> WriteResult:
-    return WriteResult(item.index, nbytes, StorageInfo(file, offset, nbytes))

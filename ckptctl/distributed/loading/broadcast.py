@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from ckptctl.catalog import Box, Catalog
-from ckptctl.distributed.group import TorchGroup, reaching
+from ckptctl.distributed.group import TorchGroup, unreachable_errors
 from ckptctl.distributed.state import HeldShard, bytes_of
 from ckptctl.errors import CkptError
 from ckptctl.ops.ranks.coordinator import Coordinator, through_first
@@ -44,7 +44,7 @@ class SharedRead(NamedTuple):
     route: str  # the kind of device whose memory the group sends
 
 
-def pays(hosts: Sequence[str], speeds: Sequence[float]) -> bool:
+def should_broadcast(hosts: Sequence[str], speeds: Sequence[float]) -> bool:
     """Return whether boxes that several ranks want should be read once and sent.
 
     It should where they sit on several machines, or where the storage gives the slowest of them
@@ -53,7 +53,7 @@ def pays(hosts: Sequence[str], speeds: Sequence[float]) -> bool:
     return len(set(hosts)) > 1 or min(speeds) < SLOW
 
 
-def speed_of(catalog: Catalog) -> float:
+def measure_speed(catalog: Catalog) -> float:
     """Return the bytes per second of short reads from the largest file; a small one is fast.
 
     The fastest of several far from each other counts: a busy host can make any of them slow. What
@@ -68,18 +68,17 @@ def speed_of(catalog: Catalog) -> float:
         step = catalog.files[name] // SAMPLES
         try:
             with os.fdopen(files.descriptor(name), "rb", buffering=0) as file:
-                return max(_timed(file.fileno(), number * step) for number in range(SAMPLES))
+                speeds: list[float] = []
+                for number in range(SAMPLES):
+                    start = time.perf_counter()
+                    count = len(os.pread(file.fileno(), SAMPLE, number * step))
+                    speeds.append(count / max(time.perf_counter() - start, 1e-9))
+                return max(speeds)
         except (OSError, CkptError):
             return math.inf
 
 
-def _timed(descriptor: int, offset: int) -> float:
-    start = time.perf_counter()
-    count = len(os.pread(descriptor, SAMPLE, offset))
-    return count / max(time.perf_counter() - start, 1e-9)
-
-
-def share(
+def assign_readers(
     places: Sequence[HeldShard], ranks: Coordinator, own: Collection[str] = ()
 ) -> list[SharedRead]:
     """Choose a reader for each of the boxes that several ranks hold."""
@@ -103,7 +102,7 @@ def routes(ranks: Coordinator) -> dict[str, str]:
     return {kind: "cpu" if backend == "gloo" else kind for kind, _, backend in pairs}
 
 
-def own_reads(
+def places_to_read(
     places: Sequence[HeldShard], shared: Sequence[SharedRead], rank: int
 ) -> list[HeldShard]:
     """Return the places, and parts of places, that *rank* reads itself."""
@@ -151,7 +150,9 @@ def _travels(item: SharedRead) -> tuple[tuple[int, ...], int, str]:
     return item.holders, item.reader, item.route
 
 
-def exchange(places: Sequence[HeldShard], shared: Sequence[SharedRead], ranks: Coordinator) -> int:
+def exchange_boxes(
+    places: Sequence[HeldShard], shared: Sequence[SharedRead], ranks: Coordinator
+) -> int:
     """Send the boxes that this rank read for others, and receive those that others read for it.
 
     Every rank goes through the groups in one order, so that none waits for another in a circle.
@@ -161,10 +162,13 @@ def exchange(places: Sequence[HeldShard], shared: Sequence[SharedRead], ranks: C
     for (holders, reader, route), own in groupby(shared, key=_travels):
         parts = (places[item.place].part(item.box).tensor for item in own)
         for bucket in _buckets(parts):
-            with reaching(), torch.inference_mode(any(one.is_inference() for one in bucket)):
+            with (
+                unreachable_errors(),
+                torch.inference_mode(any(one.is_inference() for one in bucket)),
+            ):
                 received += _send(bucket, reader, holders, ranks, route)
     for device in {places[item.place].tensor.device for item in shared if item.route != "cpu"}:
-        with reaching():
+        with unreachable_errors():
             torch.accelerator.current_stream(device).synchronize()
     return received
 

@@ -16,7 +16,7 @@ Term = tuple[int, int, int]
 """Bytes of one step, and the fewest and the most steps."""
 
 
-def overlapping(
+def find_overlaps(
     places: Sequence[HeldShard], same: Sequence[int], new: Container[str] = ()
 ) -> dict[int, int]:
     """Return the numbers of the places that meet another one, and of one that each of them meets.
@@ -37,14 +37,14 @@ def overlapping(
         tensor = places[number].tensor
         reaching = [one for one in reaching if one[0] == device and one[1] > start]
         for _, _, other in reaching:
-            if meet(places[other].tensor, tensor):
+            if have_common_byte(places[other].tensor, tensor):
                 meeting.setdefault(number, other)
                 meeting.setdefault(other, number)
         reaching.append((device, start + span(tensor) * tensor.element_size(), number))
     return meeting
 
 
-def meet(one: torch.Tensor, other: torch.Tensor) -> bool:
+def have_common_byte(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Return whether two tensors of one device have a byte in common; perhaps, if that is hard.
 
     A byte that both have solves ``sum(steps * count) = distance``, each count within its bounds.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,18 +15,22 @@ from ckptctl.catalog import Catalog
 from ckptctl.catalog import Path as Keys
 from ckptctl.distributed.compat import ShardedTensor
 from ckptctl.distributed.loading.options import LoadCall
-from ckptctl.distributed.loading.overlaps import overlapping
+from ckptctl.distributed.loading.overlaps import find_overlaps
 from ckptctl.distributed.loading.owners import Owners, Target
-from ckptctl.distributed.loading.target_memory import sharing, steps_of
+from ckptctl.distributed.loading.target_memory import find_same_memory, steps_of
 from ckptctl.distributed.state import HeldShard, State, state_of
 from ckptctl.errors import MappingError, RefusedError
+from ckptctl.formats.dcp_rank_local import DcpRankLocalFormat, read_rank
 from ckptctl.ops.loading.identity import Fingerprint, identity, require_same_checkpoint
+from ckptctl.ops.loading.options import LoadOptions
 from ckptctl.ops.ranks.agreement import RankStatement, require_agreement
 from ckptctl.ops.ranks.coordinator import Coordinator
 from ckptctl.ops.saving.local_shards import TensorMeta, digest
 
 VERSION = 1
 """Of what the key of a plan is made of."""
+HOW = ("strict", "cast", "allow_overflow", "trusted", "checksum", "jobs")
+"""Options of a load that say nothing of the checkpoint."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,8 +102,8 @@ def request(target: Target, path: str | Path, how: LoadCall, here: object) -> Lo
     state = state_of(plain, on_meta=True)
     new = _new(owners, state, how)
     places = state.shards
-    same, source = sharing(places, new), formats.existing(path)
-    meeting = overlapping(places, same, new)
+    same, source = find_same_memory(places, new), formats.existing(path)
+    meeting = find_overlaps(places, same, new)
     structure = key = None
     beside = [file for file in (how.assets, how.rules, how.converter) if file is not None]
     extra = identity(beside) if beside else b""
@@ -171,3 +175,21 @@ def require_same_names(ranks: Coordinator, catalog: Catalog) -> None:
             why=f"`rename` maps to other keys on rank {other} than on rank 0",
             hint="pass the same `rename` on every rank",
         )
+
+
+def own_part(path: Path, rank: int, state: State, options: LoadOptions) -> Catalog | None:
+    """Return what *rank* saved at *path* without the others, if that is all that *state* wants."""
+    about_it = (field for field in fields(LoadOptions) if field.name not in HOW)
+    if any(getattr(options, one.name) != one.default for one in about_it):
+        return None
+    if formats.detect(path).name != DcpRankLocalFormat.name:
+        return None
+    catalog = read_rank(path, rank)
+    if catalog is None or not all(name in catalog.blobs for name in state.values):
+        return None
+    for name, tensor in state.tensors.items():
+        entry = catalog.tensors.get(name)
+        boxes = {extent.box for extent in entry.extents} if entry else set()
+        if entry is None or not all(shard.box in boxes for shard in tensor.shards):
+            return None
+    return catalog

@@ -138,7 +138,7 @@ class Tied(NamedTuple):
     filled: int
 
 
-def sharing(places: Sequence[HeldShard], new: Container[str] = ()) -> list[int]:
+def find_same_memory(places: Sequence[HeldShard], new: Container[str] = ()) -> list[int]:
     """Return of each place the number of the first one with the same memory.
 
     Args:
@@ -155,7 +155,7 @@ def sharing(places: Sequence[HeldShard], new: Container[str] = ()) -> list[int]:
     return found
 
 
-def untied(
+def split_tied(
     places: Sequence[HeldShard],
     same: Sequence[int],
     meeting: Mapping[int, int],
@@ -165,7 +165,11 @@ def untied(
     offered = mapping.tensors
     if len(set(same)) == len(places) and not meeting:
         return [place for place in places if place.name in offered], []
-    sources = _sources(mapping)
+    entries = mapping.catalog.tensors
+    sources = {  # equal where two names get the same elements
+        name: ([entries[source.key].extents for source in composed.sources], composed.place)
+        for name, composed in offered.items()
+    }
     filled: dict[int, int] = {}
     fill: list[HeldShard] = []
     again: list[Tied] = []
@@ -184,15 +188,6 @@ def untied(
     return fill, again
 
 
-def _sources(mapping: StateMapping) -> dict[str, object]:
-    """Return a key for each name, equal where two get the same elements."""
-    entries = mapping.catalog.tensors
-    return {
-        name: ([entries[source.key].extents for source in composed.sources], composed.place)
-        for name, composed in mapping.tensors.items()
-    }
-
-
 def wanted_again(tied: Sequence[Tied], wanted: dict[str, Wanted]) -> dict[str, Wanted]:
     """Return the targets that are read once more, to be compared."""
     targets: dict[str, list[Target]] = {}
@@ -205,7 +200,9 @@ def wanted_again(tied: Sequence[Tied], wanted: dict[str, Wanted]) -> dict[str, W
     }
 
 
-def comparing(tied: Sequence[Tied], fill: Sequence[HeldShard], where: str) -> dict[str, Memory]:
+def comparison_views(
+    tied: Sequence[Tied], fill: Sequence[HeldShard], where: str
+) -> dict[str, Memory]:
     """Return memory that refuses any other elements than it has."""
 
     def equal(name: str, filled: str) -> Callable[[torch.Tensor, torch.Tensor], None]:

@@ -1,4 +1,4 @@
-"""What training goes on from where the newest checkpoint proves to be damaged while it is loaded.
+"""What training resumes from where the newest checkpoint proves to be damaged while it is loaded.
 
 That it is there in full says little of its bytes. Evidence is a checksum that differs, a file that
 is cut off or zeros where its index has something: on any rank. All ranks load the next one then.
@@ -8,7 +8,7 @@ What is not understood, does not fit the state, or cannot be read now is no evid
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from typing import Literal, NamedTuple
 
@@ -23,15 +23,36 @@ EVIDENCE = (DamagedError.code, CoverageError.code)
 _log = logging.getLogger("ckptctl")
 
 
-class _Outcome(NamedTuple):
-    """What became of a load on one rank."""
+class Attempt(NamedTuple):
+    """The outcome of a load on all ranks: a report of each, or the errors of those that failed."""
 
-    error: CkptError | None
-    missing: tuple[str, ...] = ()
+    report: LoadReport | None
+    failures: Mapping[int, CkptError]
+    missing: tuple[str, ...]  # on any rank
 
-    @property
-    def damaged(self) -> bool:
-        return self.error is not None and self.error.code in EVIDENCE
+
+def attempt_load(
+    ranks: Coordinator, load: Callable[[], LoadReport], skippable: Collection[str]
+) -> Attempt:
+    """Load on all ranks; return errors with *skippable* codes, which all ranks then have.
+
+    Raises:
+        CkptError: Some rank has another error; on every rank.
+    """
+    report: LoadReport | None = None
+    error: BaseException | None = None
+    try:
+        report = load()
+    except UnreachableError:
+        raise
+    except BaseException as failure:
+        error = failure
+    outcomes = ranks.all_gather((sendable(error), report.missing if report else ()))
+    failures = {rank: failure for rank, (failure, _) in enumerate(outcomes) if failure}
+    if any(failure.code not in skippable for failure in failures.values()):
+        raise error or RankError(*next(iter(failures.items())))
+    missing = dict.fromkeys(name for _, names in outcomes for name in names)
+    return Attempt(None if failures else report, failures, tuple(missing))
 
 
 def load_newest(
@@ -40,50 +61,30 @@ def load_newest(
     load: Callable[[Start], LoadReport],
     fallback: Fallback = "older",
 ) -> tuple[Start, LoadReport] | None:
-    """Load the newest checkpoint that proves whole on all ranks; None: there is none yet.
+    """Load the newest checkpoint that proves complete on all ranks, or return None without any.
 
     Raises:
+        RefusedError: The damaged one may have filled tensors that the next one does not contain.
         CkptError: It cannot be loaded, for another reason than damage; on every rank.
     """
-    before: Start | None = None
-    while True:
-        start = ranks.broadcast(on_first(ranks, keeper.newest))
-        if start is None:
-            return None
-        report, error = _attempt(partial(load, start))
-        own = _Outcome(sendable(error), report.missing if report else ())
-        alone = fallback == "raise" or isinstance(error, UnreachableError)
-        said = [own] if alone else ranks.all_gather(own)
-        failures = {rank: one.error for rank, one in enumerate(said) if one.error}
-        if report and not failures:
-            if before:
-                _require_filled(before, start, [name for one in said for name in one.missing])
-            return start, report
-        if fallback == "raise" or not all(said[rank].damaged for rank in failures):
-            raise error or RankError(*next(iter(failures.items())))
-        evidence = next(iter(failures.values()))
-        _log.error("%s is damaged: %s", start.entry, evidence)
-        on_first(ranks, partial(keeper.distrust, start, evidence))
-        before = start
-
-
-def _attempt(
-    load: Callable[[], LoadReport],
-) -> tuple[LoadReport | None, BaseException | None]:
-    try:
-        return load(), None
-    except BaseException as error:
-        return None, error
-
-
-def _require_filled(damaged: Start, start: Start, missing: list[str]) -> None:
-    """Refuse to go on with tensors that the damaged checkpoint may have filled, and no other."""
-    if missing:
-        names = list(dict.fromkeys(missing))
-        raise RefusedError(
-            "the state may contain elements of a damaged checkpoint",
-            where=str(damaged.entry),
-            why="it was partly filled from the damaged checkpoint; the complete "
-            f"`{start.entry.name}` does not contain {listed(names)}",
-            hint="create the state again, and load that step",
-        )
+    damaged: Start | None = None
+    while start := ranks.broadcast(on_first(ranks, keeper.newest)):
+        if fallback == "raise":
+            return start, load(start)
+        attempt = attempt_load(ranks, partial(load, start), EVIDENCE)
+        if attempt.report is None:
+            evidence = next(iter(attempt.failures.values()))
+            _log.error("%s is damaged: %s", start.entry, evidence)
+            on_first(ranks, partial(keeper.distrust, start, evidence))
+            damaged = start
+            continue
+        if damaged and attempt.missing:
+            raise RefusedError(
+                "the state may contain elements of a damaged checkpoint",
+                where=str(damaged.entry),
+                why="it was partly filled from the damaged checkpoint; the complete "
+                f"`{start.entry.name}` does not contain {listed(attempt.missing)}",
+                hint="create the state again, and load that step",
+            )
+        return start, attempt.report
+    return None

@@ -8,13 +8,19 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
+from ckptctl.distributed.background.async_save import AsyncSaver
+from ckptctl.distributed.background.save_thread import SaveFuture
 from ckptctl.distributed.positions import positions_in
 from ckptctl.distributed.run.finals import Finals, Finished
 from ckptctl.distributed.saving.destination import sweep_left
+from ckptctl.distributed.saving.options import SaveOptions
+from ckptctl.distributed.saving.save import write
+from ckptctl.distributed.state import StateDict
 from ckptctl.errors import CkptError, RefusedError, listed
 from ckptctl.formats.sidecar_files import SIDECAR
+from ckptctl.ops.ranks.coordinator import Coordinator
 from ckptctl.ops.runs.entries import RunEntry, entries, entry_at, is_run
 from ckptctl.ops.runs.health import Checkpoint, examine, metrics
 from ckptctl.ops.runs.listing import newest, read_run
@@ -173,6 +179,28 @@ class Keeper:
             "`load(state, step, discard_newer=True)`; or save with `overwrite=True`",
         )
 
+    def save(
+        self,
+        state: StateDict,
+        path: Path,
+        ranks: Coordinator,
+        saver: AsyncSaver | None,
+        options: Mapping[str, Any],
+    ) -> SaveFuture:
+        """Save to *path*, in the background if there is a *saver*; all ranks call it.
+
+        Rank 0 makes room before, and removes old checkpoints when this one is published.
+        """
+        before, after = (self.make_room, self.published) if ranks.rank == 0 else (None, None)
+        if saver is not None:
+            return saver.save(state, path, on_staged=before, on_published=after, **options)
+        if before:
+            before(path)
+        write(state, path, ranks, SaveOptions(**options))
+        if after:
+            after(path)
+        return SaveFuture(path).publish()
+
     def make_room(self, path: Path) -> None:
         """Remove what stands in the way of a save to *path*: no rule keeps it, or it was killed."""
         try:
@@ -230,7 +258,7 @@ class Keeper:
         last = next((one for one in known if not one.staging), None)
         if last and last.named.order[0] <= step:
             number = last.named.order[0]
-            self.went_on_from(last.path, number)
+            self.resume_from(last.path, number)
             return number if last.named.series == SERIES else None
         later = [
             one.path.name
@@ -252,8 +280,8 @@ class Keeper:
         self._knows_start = True
         return None
 
-    def went_on_from(self, path: Path, step: int) -> None:
-        """Take note of the checkpoint from which training goes on."""
+    def resume_from(self, path: Path, step: int) -> None:
+        """Take note of the checkpoint from which training resumes."""
         self._knows_start = True
         found = run_record(path).lineage
         self._lineage = found.going_on(step, self._newest_save())
@@ -261,13 +289,13 @@ class Keeper:
         if self._lineage.resumed[-1].leaves:
             self._note(path, metrics(path), found._replace(left=self._lineage.save))
 
-    def went_on_beside(self, step: int) -> None:
-        """Take note that training goes on from a save of *step* that lies elsewhere."""
+    def resume_elsewhere(self, step: int) -> None:
+        """Take note that training resumes from a save of *step* that lies elsewhere."""
         self._knows_start = True
         before = [one for one in self._entries() if one.named.series == SERIES and one.counts]
         before = [one for one in before if one.named.order[0] <= step]
         if before:
-            self.went_on_from(max(before, key=lambda one: one.named.order).path, step)
+            self.resume_from(max(before, key=lambda one: one.named.order).path, step)
             self._resumed = ""
 
     def beside(

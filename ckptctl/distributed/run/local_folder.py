@@ -57,7 +57,7 @@ def number_of(start: object, run: str) -> int:
     return int(parsed[2]) if parsed and parsed[1] == run else 0
 
 
-def identity(root: Path) -> str:
+def read_identity(root: Path) -> str:
     """Return the identity of the run in *root*; empty: it has none."""
     path = root / IDENTITY
     run_store(root).refresh()
@@ -79,14 +79,14 @@ def identity(root: Path) -> str:
     return run
 
 
-def made_identity(root: Path) -> str:
+def ensure_identity(root: Path) -> str:
     """Return the identity of the run in *root*, which gets one if it has none."""
-    known = identity(root)
+    known = read_identity(root)
     if known:
         return known
     content = json.dumps({"schema": SCHEMA, "run": token_hex(8)}).encode()
     run_store(root).create(IDENTITY, content)
-    return identity(root)
+    return read_identity(root)
 
 
 class LocalFolder:

@@ -1,6 +1,6 @@
-"""From which save a run goes on that saves to local disks first: by what the ranks can prove.
+"""From which save a run resumes that saves to local disks first: by what the ranks can prove.
 
-Each rank says what it has of each save; all of them then decide alike. A save can be gone on from
+Each rank says what it has of each save; all of them then decide alike. A save can be resumed from
 if every rank has its own part, or the root has a copy, which those read who have lost their part,
 or if every rank can reach the parts of all. What was saved later than the newest of the root and
 fits none of this is passed over by name.
@@ -15,11 +15,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ckptctl.distributed.group import UnreachableError
-from ckptctl.distributed.loading.load import load, own_part
+from ckptctl.distributed.loading.load import load
 from ckptctl.distributed.loading.owners import Owners
-from ckptctl.distributed.run.keeper import Start
-from ckptctl.distributed.run.local_folder import LocalFolder, LocalSave, number_of
+from ckptctl.distributed.loading.request import own_part
+from ckptctl.distributed.run.fallback import attempt_load
+from ckptctl.distributed.run.keeper import Keeper, Start
+from ckptctl.distributed.run.local_folder import LocalFolder, LocalSave, number_of, read_identity
 from ckptctl.distributed.state import State, state_of
 from ckptctl.errors import (
     ChangedError,
@@ -36,14 +37,7 @@ from ckptctl.errors import (
 )
 from ckptctl.formats.dcp_rank_local import FORMAT, read_rank
 from ckptctl.ops.loading.options import LoadOptions, LoadReport
-from ckptctl.ops.ranks.coordinator import (
-    Coordinator,
-    RankError,
-    format_ranks,
-    on_first,
-    sendable,
-    telling,
-)
+from ckptctl.ops.ranks.coordinator import Coordinator, format_ranks, on_first, telling
 from ckptctl.ops.runs.notes import run_record
 from ckptctl.units import counted
 
@@ -67,22 +61,22 @@ _log = logging.getLogger("ckptctl")
 class Look(NamedTuple):
     """What one rank has of a save."""
 
-    lacks: str = ""  # why it cannot go on from its own part; empty: it can
+    lacks: str = ""  # why it cannot resume from its own part; empty: it can
     here: frozenset[int] = frozenset()  # the ranks whose parts it sees
     world: int = 0  # how many ranks saved; 0: it sees no part
-    union: bool = False  # whether it can go on from the parts of all ranks
+    union: bool = False  # whether it can resume from the parts of all ranks
 
 
-class InRoot(NamedTuple):
-    """What the root has to go on from, as rank 0 sees it."""
+class RootState(NamedTuple):
+    """What the root has to resume from, as rank 0 sees it."""
 
     run: str
     start: Start | None
-    copy_of: LocalSave | None
+    copy_of: LocalSave | None  # the local save that *start* is a copy of
 
 
-class Went(NamedTuple):
-    """A load from local disks, or none; and what was passed over before."""
+class LocalLoadResult(NamedTuple):
+    """Result of a local load: the save loaded, if any, and those skipped."""
 
     skipped: Mapping[str, str]
     save: LocalSave | None = None
@@ -98,10 +92,10 @@ class Wants(NamedTuple):
 
 
 class Loadable(NamedTuple):
-    """A save that may be gone on from."""
+    """A save that may be resumed from."""
 
     save: LocalSave
-    way: Way | None  # what this rank reads; None, on all ranks: it cannot be gone on from
+    way: Way | None  # what this rank reads; None, on all ranks: it cannot be resumed from
     problem: str
     all_parts: bool  # whether each part is within reach of some rank
 
@@ -113,24 +107,29 @@ class Way(NamedTuple):
     alone: bool
 
 
-def in_root(run: str, start: Start | None) -> InRoot:
-    """Say of which local save *start* is a copy."""
+def look_at_root(keeper: Keeper, step: int | None) -> RootState:
+    """Look at the root, on rank 0: at the checkpoint of *step*, or at the newest."""
+    run = read_identity(keeper.root)
+    try:
+        start = keeper.newest(tell=False) if step is None else keeper.of_step(step)
+    except SourceNotFoundError:  # none there is complete
+        start = None
     name = run_record(start.entry).members.get(COPY_OF) if start else None
     number = number_of(name, run)
     copy_of = LocalSave(number, start.step, str(name)) if start and number else None
-    return InRoot(run, start, copy_of)
+    return RootState(run, start, copy_of)
 
 
-def go_on(
+def load_local(
     ranks: Coordinator,
     folder: LocalFolder,
+    keeper: Keeper,
     state: MutableMapping[str, Any],
     options: Mapping[str, Any],
-    find: Callable[[], InRoot],
     step: int | None = None,
     *,
     damaged_ok: bool = True,
-) -> Went:
+) -> LocalLoadResult:
     """Fill *state* from local disks, if something there is newer than what the root has, or as new.
 
     All ranks call it, and decide alike.
@@ -138,31 +137,35 @@ def go_on(
     Args:
         ranks: All of them.
         folder: This rank's.
+        keeper: Of the root.
         state: It is filled in place.
         options: Those of :func:`ckptctl.load`.
-        find: Looks at the root, on rank 0.
         step: Of this step alone; None: the newest.
         damaged_ok: Whether to pass over, on all ranks, what proves damaged while it is read.
             Another save has to fill all of *state* then, which without *strict* it need not.
     """
     how = {"checksum": True, **options}
-    there = ranks.broadcast(on_first(ranks, find))
+    root = ranks.broadcast(on_first(ranks, partial(look_at_root, keeper, step)))
+    fills_all = how.get("strict", True) in (True, "state")
+    skippable = UNREADABLE if damaged_ok and fills_all else ()
     skipped: dict[str, str] = {}
     elsewhere: list[str] = []
-    for one in _choices(ranks, folder, there, partial(_wants, state, how), step):
+    for one in _choices(ranks, folder, root, partial(_wants, state, how), step):
         save, problem = one.save, one.problem
         if one.way:
-            fills_all = how.get("strict", True) in (True, "state")
-            report, problem = _load(ranks, state, one.way, how, again=damaged_ok and fills_all)
-            if report:
-                return Went(skipped, save, one.way.path, report)
+            alone = {**how, "collectives": not one.way.alone}
+            attempt = attempt_load(ranks, partial(load, state, one.way.path, **alone), skippable)
+            if attempt.report:
+                return LocalLoadResult(skipped, save, one.way.path, attempt.report)
+            lines = (f"rank {rank}: {failure.line}" for rank, failure in attempt.failures.items())
+            problem = "; ".join(lines)
         elif one.all_parts:
             elsewhere.append(save.name)
-        if save != there.copy_of:
+        if save != root.copy_of:
             skipped[save.name] = problem
         if ranks.rank == 0:
             _log.warning("skipped %s on local disks: %s", save.name, problem)
-    if elsewhere and there.start is None:
+    if elsewhere and root.start is None:
         raise SourceNotFoundError(
             "the only saves are on local disks, and the ranks cannot resume from them",
             where=str(folder.path),
@@ -170,30 +173,30 @@ def go_on(
             hint="start the same number of ranks, in the same order on the same machines; or "
             "remove these saves to start over",
         )
-    return Went(skipped)
+    return LocalLoadResult(skipped)
 
 
-def newest(ranks: Coordinator, folder: LocalFolder, find: Callable[[], InRoot]) -> LocalSave | None:
-    """Return what :func:`go_on` would load into the state that was saved; None: nothing here."""
-    there = ranks.broadcast(on_first(ranks, find))
-    found = _choices(ranks, folder, there, None)
-    return next((one.save for one in found if one.way), None)
+def newest_local(ranks: Coordinator, folder: LocalFolder, keeper: Keeper) -> LocalSave | None:
+    """Return what :func:`load_local` would load into the state that was saved, if anything."""
+    root = ranks.broadcast(on_first(ranks, partial(look_at_root, keeper, None)))
+    saves = _choices(ranks, folder, root, None)
+    return next((one.save for one in saves if one.way), None)
 
 
 def _choices(
     ranks: Coordinator,
     folder: LocalFolder,
-    there: InRoot,
+    root: RootState,
     wants: Callable[[], Wants] | None,
     step: int | None = None,
 ) -> list[Loadable]:
     """Return the saves that are as new as what the root has, the newest first; on all ranks."""
-    if not there.run:
+    if not root.run:
         return []
 
     def look() -> dict[LocalSave, Look]:
-        saves = [one for one in folder.saves(there.run) if step in (None, one.step)]
-        strange = folder.of_others(there.run)
+        saves = [one for one in folder.saves(root.run) if step in (None, one.step)]
+        strange = folder.of_others(root.run)
         if strange:
             _log.warning(
                 "%s: ignoring %s, which belongs to another run", folder.path, listed(strange)
@@ -205,25 +208,25 @@ def _choices(
     looks = telling(ranks, lambda: (None, look()))[1]
     found: list[Loadable] = []
     for save in sorted({save for one in looks for save in one}, reverse=True):
-        if _counts(save, there):
+        if _is_as_new(save, root):
             seen = [one.get(save, Look("it has no data of this save")) for one in looks]
-            copy = there.start if save == there.copy_of else None
+            copy = root.start if save == root.copy_of else None
             way = _way(folder.path_of(save), seen, ranks.rank, copy)
             found.append(Loadable(save, way, _lacking(seen), _all_parts(seen)))
     return found
+
+
+def _is_as_new(save: LocalSave, root: RootState) -> bool:
+    """Return whether a save is as new as what the root has, or newer."""
+    if root.copy_of:
+        return save >= root.copy_of
+    return root.start is None or save.step > root.start.step
 
 
 def _wants(state: MutableMapping[str, Any], how: Mapping[str, Any]) -> Wants:
     names = how.keys() & LoadOptions.__dataclass_fields__.keys()
     options = LoadOptions(**{name: how[name] for name in names})
     return Wants(state_of(Owners.of(state).plain(), on_meta=True), options)
-
-
-def _counts(save: LocalSave, there: InRoot) -> bool:
-    """Return whether a save is as new as what the root has, or newer."""
-    if there.copy_of:
-        return save >= there.copy_of
-    return there.start is None or save.step > there.start.step
 
 
 def _look(path: Path, rank: int, world: int, wants: Wants | None) -> Look:
@@ -255,7 +258,7 @@ def _look(path: Path, rank: int, world: int, wants: Wants | None) -> Look:
 
 
 def _way(path: Path, seen: Sequence[Look], rank: int, copy: Start | None) -> Way | None:
-    """Return what this rank reads of the save at *path*; None: it cannot be gone on from."""
+    """Return what this rank reads of the save at *path*; None: it cannot be resumed from."""
     whole = [not one.lacks for one in seen]
     if all(whole):
         return Way(path, alone=True)
@@ -264,39 +267,8 @@ def _way(path: Path, seen: Sequence[Look], rank: int, copy: Start | None) -> Way
     return Way(path, alone=False) if all(one.union for one in seen) else None
 
 
-def _load(
-    ranks: Coordinator,
-    state: MutableMapping[str, Any],
-    way: Way,
-    how: Mapping[str, Any],
-    *,
-    again: bool,
-) -> tuple[LoadReport | None, str]:
-    """Load a save, or say why the next one is to be loaded, on all ranks alike.
-
-    Raises:
-        CkptError: It cannot be loaded, and another one is not tried: not *again*, or the call is
-            what is wrong.
-    """
-    report: LoadReport | None = None
-    error: BaseException | None = None
-    try:
-        report = load(state, way.path, **{**how, "collectives": not way.alone})
-    except BaseException as failure:
-        error = failure
-    if isinstance(error, UnreachableError):
-        raise error
-    said = ranks.all_gather(sendable(error))
-    failures = {rank: one for rank, one in enumerate(said) if one}
-    if not failures:
-        return report, ""
-    if not again or any(one.code not in UNREADABLE for one in failures.values()):
-        raise error or RankError(*next(iter(failures.items())))
-    return None, "; ".join(f"rank {rank}: {one.line}" for rank, one in failures.items())
-
-
 def _lacking(seen: Sequence[Look]) -> str:
-    """Say which ranks cannot go on from their own part, and why."""
+    """Say which ranks cannot resume from their own part, and why."""
     ranks: dict[str, list[int]] = {}
     for rank, one in enumerate(seen):
         if one.lacks:

@@ -24,12 +24,11 @@ from ckptctl.distributed.run.keeper import SERIES, Keeper
 from ckptctl.distributed.run.local_folder import (
     LocalFolder,
     LocalSave,
-    identity,
-    made_identity,
+    ensure_identity,
     number_of,
     start_name,
 )
-from ckptctl.distributed.run.local_load import COPY_OF, InRoot, go_on, in_root, newest
+from ckptctl.distributed.run.local_load import COPY_OF, load_local, newest_local
 from ckptctl.distributed.run.options import ManagerOptions, Resumed
 from ckptctl.distributed.run.preemption import Hurry
 from ckptctl.distributed.run.root_copy import Pace, SavedPart, state_on_disk
@@ -40,7 +39,6 @@ from ckptctl.distributed.state import StateDict
 from ckptctl.errors import (
     CkptError,
     RefusedError,
-    SourceNotFoundError,
     StorageError,
     UsageError,
 )
@@ -54,7 +52,7 @@ _log = logging.getLogger("ckptctl")
 
 
 @dataclass(eq=False)
-class _Save:
+class _PendingSave:
     """A save of this process."""
 
     save: LocalSave
@@ -78,7 +76,7 @@ class _Save:
             self.over.set()
 
 
-class _Word(NamedTuple):
+class _SaveReport(NamedTuple):
     """What a rank tells the others after a save."""
 
     save: LocalSave
@@ -112,6 +110,7 @@ class LocalTier:
             )
         self._folder = LocalFolder(path)
         self._options = options
+        self._group = options.process_group
         self._keeper = keeper
         self._saver = saver
         self._saving = dict(saving)
@@ -121,12 +120,12 @@ class LocalTier:
         self._count = 0
         self._owed = False  # whether a copy is due that could not be made then
         self._last: threading.Thread | None = None
-        self._whole: list[_Save] = []  # the newest saves that are whole on all ranks
+        self._whole: list[_PendingSave] = []  # the newest saves that are whole on all ranks
         self._loaded: LocalSave | None = None
         self._copying: tuple[LocalSave, Future[None]] | None = None
-        self._copied: _Save | None = None
+        self._copied: _PendingSave | None = None
         self._failure: BaseException | None = None
-        self._saves: dict[int, _Save] = {}  # of this start, by step
+        self._saves: dict[int, _PendingSave] = {}  # of this start, by step
         self._rating = threading.Lock()
         self.skipped: Mapping[str, str] = {}  # by the last load
         self.ended = False  # whether the run has its final output, so that nothing is to be copied
@@ -147,51 +146,53 @@ class LocalTier:
         if self._start is None:
             self._start = self._begin()
         due = self._count % self._options.copy_every == 0
-        one = _Save(self._start._replace(step=step), dict(rated), due)
+        pending = _PendingSave(self._start._replace(step=step), dict(rated), due)
         self._count += 1
-        self._saves[step] = one
+        self._saves[step] = pending
         earlier = self._last
-        self._last = threading.Thread(target=self._agree, args=(one, earlier), name="ckptctl-agree")
+        self._last = threading.Thread(
+            target=self._agree, args=(pending, earlier), name="ckptctl-agree"
+        )
         self._last.start()
         try:
-            return self._write(one, state)
+            return self._write(pending, state)
         except BaseException as error:
             begun = self._saver.last if self._saver else None
-            if begun and begun.path == self._folder.path_of(one.save):
-                begun.add_done_callback(one.end)  # what is raised is of those before it
+            if begun and begun.path == self._folder.path_of(pending.save):
+                begun.add_done_callback(pending.end)  # what is raised is of those before it
             else:
-                one.fail(error)
+                pending.fail(error)
             raise
 
     def _saved_before(self, step: int, rated: Mapping[str, float]) -> SaveFuture:
         """Return the outcome of a save that was made before, of the step gone on from perhaps."""
-        one = self._saves.get(step)
-        if one is None:
+        pending = self._saves.get(step)
+        if pending is None:
             return SaveFuture(self._keeper.root / f"{SERIES}{step}").publish()
         self.rate(step, rated)
-        one.over.wait()
-        if one.failure is not None:
-            raise one.failure
-        return SaveFuture(self._folder.path_of(one.save)).publish()
+        pending.over.wait()
+        if pending.failure is not None:
+            raise pending.failure
+        return SaveFuture(self._folder.path_of(pending.save)).publish()
 
-    def _write(self, one: _Save, state: StateDict) -> SaveFuture:
-        path, ranks = self._folder.path_of(one.save), self._rounds
+    def _write(self, pending: _PendingSave, state: StateDict) -> SaveFuture:
+        path, ranks = self._folder.path_of(pending.save), self._rounds
         own = local_state(state, trusted=self._options.trusted)
-        one.shards, one.values = own.shards, own.values
+        pending.shards, pending.values = own.shards, own.values
         alone = {**self._saving, "overwrite": False}
         if self._saver is not None:
             future = self._saver.save(own, path, collectives=False, **alone)
         else:
             write_alone(own, path, ranks.rank, ranks.world, SaveOptions(**alone))
             future = SaveFuture(path).publish()
-        future.add_done_callback(one.end)
+        future.add_done_callback(pending.end)
         return future
 
     def _begin(self) -> LocalSave:
         """Agree on the name of this start of the run; all ranks are here together, once."""
-        ranks = coordinator(self._options.process_group)
+        ranks = coordinator(self._group)
         root, folder = self._keeper.root, self._folder
-        run = ranks.broadcast(on_first(ranks, lambda: made_identity(root)))
+        run = ranks.broadcast(on_first(ranks, lambda: ensure_identity(root)))
         highest = together(ranks, lambda: folder.highest(run))
         if ranks.rank == 0:
             self._keeper.refresh()
@@ -201,72 +202,86 @@ class LocalTier:
         start = ranks.broadcast(start_name(run, number))
         together(ranks, lambda: folder.begin(start))
         if not self._connected:
-            self._rounds = gloo_group(self._options.process_group)
-            self._copies = gloo_group(self._options.process_group, COPYING)
+            self._rounds = gloo_group(self._group)
+            self._copies = gloo_group(self._group, COPYING)
             self._connected = True
         self._count = 0
         return LocalSave(number, 0, start)
 
-    def _agree(self, one: _Save, earlier: threading.Thread | None) -> None:
+    def _agree(self, pending: _PendingSave, earlier: threading.Thread | None) -> None:
         """Exchange how a save went, and do what follows from it; in a thread of its own."""
         if earlier:
             earlier.join()
-        one.over.wait()
+        pending.over.wait()
         copying = self._copying[0] if self._copying and not self._copying[1].done() else None
-        problem = sendable(one.failure)
+        problem = sendable(pending.failure)
         try:
-            said = self._rounds.all_gather(
-                _Word(one.save, str(problem) if problem else "", copying, one.due or self._owed)
+            reports = self._rounds.all_gather(
+                _SaveReport(
+                    pending.save,
+                    str(problem) if problem else "",
+                    copying,
+                    pending.due or self._owed,
+                )
             )
-            self._decide(one, said)
-            one.whole.publish()
+            self._decide(pending, reports)
+            pending.whole.publish()
         except Exception as error:
             self._failure = error
-            one.whole.decided.set()
-            one.whole.set_exception(error)
-            _log.error("%s: %s", one.save.name, error)
+            pending.whole.decided.set()
+            pending.whole.set_exception(error)
+            _log.error("%s: %s", pending.save.name, error)
 
-    def _decide(self, one: _Save, said: list[_Word]) -> None:
-        if len({word.save for word in said}) > 1:
-            steps = "; ".join(f"rank {rank}: {word.save.step}" for rank, word in enumerate(said))
-            raise RefusedError("the ranks save different steps", where=one.save.start, why=steps)
-        problems = {rank: word.problem for rank, word in enumerate(said) if word.problem}
-        copying = {word.copying for word in said if word.copying}
-        due = any(word.due for word in said)
+    def _decide(self, pending: _PendingSave, reports: list[_SaveReport]) -> None:
+        if len({report.save for report in reports}) > 1:
+            steps = "; ".join(
+                f"rank {rank}: {report.save.step}" for rank, report in enumerate(reports)
+            )
+            raise RefusedError(
+                "the ranks save different steps", where=pending.save.start, why=steps
+            )
+        problems = {rank: report.problem for rank, report in enumerate(reports) if report.problem}
+        copying = {report.copying for report in reports if report.copying}
+        due = any(report.due for report in reports)
         self._owed = due and bool(problems or copying)
         if problems:
             why = "; ".join(f"rank {rank}: {problem}" for rank, problem in problems.items())
-            raise StorageError("a save is not complete on all ranks", where=one.save.name, why=why)
-        self._whole = [*self._whole, one][-self._options.fast_keep :]
+            raise StorageError(
+                "a save is not complete on all ranks", where=pending.save.name, why=why
+            )
+        self._whole = [*self._whole, pending][-self._options.fast_keep :]
         if due and not copying:
-            copying = {one.save}
-            self._copying = one.save, in_background(partial(self._copy, one), "copy to the root")
+            copying = {pending.save}
+            self._copying = (
+                pending.save,
+                in_background(partial(self._copy, pending), "copy to the root"),
+            )
         keep = {whole.save for whole in self._whole} | copying
         if self._loaded and len(self._whole) < self._options.fast_keep:
             keep.add(self._loaded)
         try:
-            for name in self._folder.retire(one.save, keep):
+            for name in self._folder.retire(pending.save, keep):
                 _log.info("removed %s", self._folder.path / name)
         except (CkptError, OSError) as error:
             _log.warning("nothing was removed from %s: %s", self._folder.path, error)
 
-    def _copy(self, one: _Save) -> None:
+    def _copy(self, pending: _PendingSave) -> None:
         """Write a save that is whole on all ranks into the root; all ranks do."""
-        target = self._keeper.root / f"{SERIES}{one.save.step}"
+        target = self._keeper.root / f"{SERIES}{pending.save.step}"
         try:
-            self._write_copy(one, target)
+            self._write_copy(pending, target)
         except BaseException as error:
             self._failure, self._owed = error, True
-            _log.error("%s was not copied to %s: %s", one.save.name, target, error)
+            _log.error("%s was not copied to %s: %s", pending.save.name, target, error)
             return
         with self._rating:
-            self._copied = one
+            self._copied = pending
             if self._copies.rank == 0:
-                self._keeper.rate(target, one.rated)
+                self._keeper.rate(target, pending.rated)
         if self._copies.rank == 0:
             self._keeper.published(target)
 
-    def _write_copy(self, one: _Save, target: Path) -> None:
+    def _write_copy(self, pending: _PendingSave, target: Path) -> None:
         ranks, keeper = self._copies, self._keeper
 
         def begin() -> bool:
@@ -274,27 +289,30 @@ class LocalTier:
             keeper.make_room(target)
             return torn
 
-        assert one.shards
-        part = SavedPart(self._folder.path_of(one.save), ranks.rank, one.shards, self._pace)
-        options = {**self._saving, "beside": partial(self._beside, one)}
+        assert pending.shards
+        part = SavedPart(self._folder.path_of(pending.save), ranks.rank, pending.shards, self._pace)
+        options = {
+            **self._saving,
+            "beside": partial(keeper.beside, pending.rated, {COPY_OF: pending.save.start}),
+        }
         options |= {"execute": part.execute, "stream": part.stream, "digests": part.digests}
         if ranks.broadcast(on_first(ranks, begin)):
             options["overwrite"] = True
-        write(state_on_disk(one.shards, one.values), target, ranks, SaveOptions(**options))
-
-    def _beside(self, one: _Save) -> Mapping[str, bytes]:
-        return self._keeper.beside(one.rated, {COPY_OF: one.save.start})
+        write(state_on_disk(pending.shards, pending.values), target, ranks, SaveOptions(**options))
 
     def rate(self, step: int, rated: Mapping[str, float]) -> bool:
         """Add metrics to a save for its copy; return whether it was saved since the run started."""
-        one = self._saves.get(step)
-        if one is None:
+        pending = self._saves.get(step)
+        if pending is None:
             return False
         with self._rating:
-            one.rated.update(rated)
+            pending.rated.update(rated)
             target = self._keeper.root / f"{SERIES}{step}"
             self._keeper.refresh()
-            if self._rounds.rank == 0 and run_record(target).members.get(COPY_OF) == one.save.start:
+            if (
+                self._rounds.rank == 0
+                and run_record(target).members.get(COPY_OF) == pending.save.start
+            ):
                 self._keeper.rate(target, rated)
         return True
 
@@ -310,42 +328,30 @@ class LocalTier:
 
         None: the root is to be asked; :attr:`skipped` says what was passed over before.
         """
-        group = self._options.process_group
-        ranks, keeper = coordinator(group), self._keeper
-
-        how = {"process_group": group, **options}
-        find = partial(self._in_root, step)
-        went = go_on(ranks, self._folder, state, how, find, step, damaged_ok=damaged_ok)
+        ranks, how = coordinator(self._group), {"process_group": self._group, **options}
+        loaded = load_local(
+            ranks, self._folder, self._keeper, state, how, step, damaged_ok=damaged_ok
+        )
         # What follows is another start of the run.
-        self._start, self._loaded, self.skipped = None, went.save, went.skipped
+        self._start, self._loaded, self.skipped = None, loaded.save, loaded.skipped
         self._whole, self._saves, self._copied = [], {}, None
-        if went.save is None or went.path is None or went.report is None:
+        if loaded.save is None or loaded.path is None or loaded.report is None:
             return None
-        on_first(ranks, partial(keeper.went_on_beside, went.save.step))
-        return Resumed(went.path, went.save.step, went.skipped, went.report)
+        on_first(ranks, partial(self._keeper.resume_elsewhere, loaded.save.step))
+        return Resumed(loaded.path, loaded.save.step, loaded.skipped, loaded.report)
 
     def durable(self, step: int, hurry: Hurry | None) -> None:
         """Return when a save is whole on all ranks; see *urgent* of the manager."""
-        one = self._saves.get(step)
-        if one is None:  # training went on from there
+        pending = self._saves.get(step)
+        if pending is None:  # training went on from there
             return
         if hurry:
-            hurry.durable(one.whole)
-        one.whole.result()
+            hurry.durable(pending.whole)
+        pending.whole.result()
 
     def newest(self) -> LocalSave | None:
         """Return the newest save that is whole on all ranks; None: the root has a newer one."""
-        ranks = coordinator(self._options.process_group)
-        return newest(ranks, self._folder, self._in_root)
-
-    def _in_root(self, step: int | None = None) -> InRoot:
-        """Look at the root, on rank 0."""
-        run = identity(self._keeper.root)
-        try:
-            start = self._keeper.newest(tell=False) if step is None else self._keeper.of_step(step)
-        except SourceNotFoundError:  # none there is complete
-            start = None
-        return in_root(run, start)
+        return newest_local(coordinator(self._group), self._folder, self._keeper)
 
     def join(self) -> None:
         """Wait for what is going on, as fast as it goes, whatever becomes of it."""

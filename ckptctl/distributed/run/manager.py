@@ -9,26 +9,29 @@ from functools import partial
 from pathlib import Path
 from typing import Any, get_args
 
-from ckptctl.distributed.background.async_save import (
-    AsyncSaver,
-)
+from ckptctl.distributed.background.async_save import AsyncSaver, Closing
 from ckptctl.distributed.background.save_thread import SaveFuture
 from ckptctl.distributed.group import coordinator
 from ckptctl.distributed.loading.load import load
-from ckptctl.distributed.run.exports import Exports
 from ckptctl.distributed.run.fallback import Fallback, load_newest
+from ckptctl.distributed.run.finals import Finished, beside, require_same
 from ckptctl.distributed.run.keeper import SERIES, Keeper, Standing, Start
 from ckptctl.distributed.run.local_tier import LocalTier
-from ckptctl.distributed.run.options import ManagerOptions, Resumed
+from ckptctl.distributed.run.options import (
+    OF_A_SOURCE,
+    FinalOptions,
+    ManagerOptions,
+    Resumed,
+)
 from ckptctl.distributed.run.preemption import Preemption
 from ckptctl.distributed.run.schedule import Schedule
-from ckptctl.distributed.run.steps import rating
+from ckptctl.distributed.saving.converted import final_target, plan_converted, save_converted
 from ckptctl.distributed.saving.options import SaveOptions
-from ckptctl.distributed.saving.save import write
 from ckptctl.distributed.state import StateDict
-from ckptctl.errors import listed
+from ckptctl.errors import RefusedError, SourceNotFoundError, UsageError, listed
 from ckptctl.keywords import keywords
 from ckptctl.ops import option_checks as checks
+from ckptctl.ops.conversion.plan import ConversionPlan
 from ckptctl.ops.loading.options import LoadReport
 from ckptctl.ops.ranks.coordinator import Coordinator, on_first, telling
 from ckptctl.options import about, among, declared
@@ -40,7 +43,7 @@ from ckptctl.storage.run_store import run_store
 _log = logging.getLogger("ckptctl")
 
 
-class CheckpointManager(Exports):
+class CheckpointManager(Closing):
     """Manager that saves, loads and removes the checkpoints of one training run.
 
     Create one on every rank, and call its methods in the same order on all ranks. Checkpoints are
@@ -201,20 +204,12 @@ class CheckpointManager(Exports):
         options = {**self._saving, "beside": partial(self.keeper.beside, rated)}
         if said[0] == "torn":
             options["overwrite"] = True
-        before, after = (self.keeper.make_room, self.keeper.published) if first else (None, None)
+        if hurry:
+            options["when_busy"] = "wait"
         self._schedule.saved()
         self._own.add(step)
-        if self._saver is not None:
-            options |= {"on_staged": before, "on_published": after}
-            if hurry:
-                return hurry.durable(self._saver.save(state, path, when_busy="wait", **options))
-            return self._saver.save(state, path, **options)
-        if before:
-            before(path)
-        write(state, path, ranks, SaveOptions(**options))
-        if after:
-            after(path)
-        return SaveFuture(path).publish()
+        future = self.keeper.save(state, path, ranks, self._saver, options)
+        return hurry.durable(future) if hurry else future
 
     def load_latest(
         self, state: MutableMapping[str, Any], *, fallback: Fallback = "older", **options: Any
@@ -248,7 +243,7 @@ class CheckpointManager(Exports):
         self._require_open()
         self.wait()
         among(fallback, "fallback", get_args(Fallback))
-        if resumed := self._from_disks(state, options, fallback=fallback):
+        if resumed := self._load_local(state, options, fallback=fallback):
             return resumed
         ranks = coordinator(self._group)
 
@@ -257,7 +252,7 @@ class CheckpointManager(Exports):
             return load(state, start.path, process_group=self._group, **options)
 
         newest = load_newest(ranks, self.keeper, loaded, fallback)
-        return self._go_on(ranks, *newest) if newest else None
+        return self._note_resumed(ranks, *newest) if newest else None
 
     def load(
         self,
@@ -290,16 +285,150 @@ class CheckpointManager(Exports):
         step = checks.step(step)
         self.wait()
         ranks = coordinator(self._group)
-        resumed = self._from_disks(state, options, step)
+        resumed = self._load_local(state, options, step)
         if resumed is None:
             found = ranks.broadcast(on_first(ranks, lambda: self.keeper.of_step(step)))
             if found is None:
                 raise self._missing(step)
             self.keeper.refresh()
             report = load(state, found.path, process_group=self._group, **options)
-            resumed = self._go_on(ranks, found, report)
+            resumed = self._note_resumed(ranks, found, report)
         on_first(ranks, lambda: self._leave(step, discard=discard_newer))
         return resumed
+
+    def latest_step(self) -> int | None:
+        """Return the step that :meth:`load_latest` would load, or None without a checkpoint.
+
+        Raises:
+            CkptError: The errors of :meth:`load_latest`, on every rank.
+        """
+        ranks = coordinator(self._group)
+        if self._tier is not None and (newest := self._tier.newest()):
+            return newest.step
+        found = ranks.broadcast(on_first(ranks, self.keeper.newest))
+        return found.step if found else None
+
+    def all_steps(self) -> list[int]:
+        """Return the steps of all complete checkpoints of the run, as seen by rank 0."""
+        ranks = coordinator(self._group)
+        return ranks.broadcast(on_first(ranks, self.keeper.steps))
+
+    def delete(self, step: int) -> None:
+        """Remove the checkpoint ``step-N`` regardless of the rules. Call it on all ranks.
+
+        Args:
+            step: Step of the checkpoint.
+
+        Raises:
+            SourceNotFoundError: The checkpoint does not exist. All errors are raised on every rank.
+            RefusedError: The checkpoint is protected: a pointer or a link names it, its verdict is
+                unknown, or it is being written. It is also protected if this manager resumed from
+                it or saved it last, or if it is the only complete one.
+            StorageError: The checkpoint could not be removed.
+        """
+        self._require_open()
+        step = checks.step(step)
+        if self._saver is not None:
+            self._saver.join()
+        ranks = coordinator(self._group)
+        if not ranks.broadcast(on_first(ranks, lambda: self.keeper.has(step))):
+            raise self._missing(step)
+        on_first(ranks, lambda: self.keeper.delete(step))
+
+    def rate(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Add metrics to an existing checkpoint, for example after a later evaluation.
+
+        All ranks call it, and rank 0 writes.
+
+        Args:
+            step: Step of the checkpoint.
+            metrics: Metrics by name. Those of rank 0 count.
+
+        Raises:
+            SourceNotFoundError: The checkpoint does not exist. All errors are raised on every rank.
+            UsageError: A metric is not a number.
+            CkptError: The running save failed.
+        """
+        self._require_open()
+        step = checks.step(step)
+        if self._tier is not None and self._tier.rate(step, rating(metrics)):
+            return
+        self.wait()
+        ranks = coordinator(self._group)
+        path = self.root / f"{SERIES}{step}"
+        if not ranks.broadcast(on_first(ranks, lambda: self.keeper.has(step))):
+            raise self._missing(step)
+        on_first(ranks, lambda: self.keeper.rate(path, rating(metrics)))
+
+    @keywords(FinalOptions, without=OF_A_SOURCE)
+    def plan_final(
+        self, state: StateDict, out: str | Path, options: FinalOptions
+    ) -> ConversionPlan | None:
+        """Plan :meth:`save_final`, so that errors appear before training.
+
+        All ranks call it. Only names, shapes and dtypes are used, and no elements are read or
+        written. If this run has already published a model, the plan is for the comparison save.
+
+        Args:
+            state: A state with the structure of the one to save.
+            out: Destination of the model.
+            options: Options of :meth:`save_final`.
+
+        Returns:
+            The plan on rank 0, or None on other ranks. Notes are logged.
+
+        Raises:
+            CkptError: The save would fail. It is raised on every rank.
+        """
+        self._require_open()
+        there = None if options.overwrite else self.finished(out)
+        target = beside(there.path) if there else out
+        return plan_converted(state, target, self._options.final(options), self._group)
+
+    def finished(self, out: str | Path) -> Finished | None:
+        """Return the trained model that this run has published at *out*, or None if there is none.
+
+        All ranks call it before training, so a restarted job can exit early. The record of the run
+        in ``ckptctl.final.json`` is compared with the names, sizes and checksums of the files. A
+        model that was replaced or changed since does not count.
+
+        Args:
+            out: Destination, as in :meth:`save_final`.
+        """
+        self._require_open()
+        ranks, target = coordinator(self._group), final_target(out)
+        return ranks.broadcast(on_first(ranks, lambda: self.keeper.finals.finished(target)))
+
+    @keywords(FinalOptions, without=OF_A_SOURCE)
+    def save_final(self, state: StateDict, out: str | Path, options: FinalOptions) -> Path:
+        """Save the trained model in an exchange format, and return when it is published.
+
+        All ranks write it next to *out*, rank 0 converts it and publishes it atomically. With
+        ``keep_last=0``, the checkpoints of the run are then removed. A model that this run has
+        already published there stays: *state* is saved next to it, compared, and must be equal.
+        *model_type* and *converter* default to those of the manager.
+
+        Args:
+            state: State to save. With *only* set to ``model``, only the key ``model`` of it.
+            out: Destination: a path or a URL of an object store.
+            options: Output options of :func:`ckptctl.convert`.
+
+        Returns:
+            The absolute path.
+
+        Raises:
+            CkptError: The save failed. It is raised on every rank, and nothing was published or
+                removed.
+        """
+        self._require_open()
+        self._settle()
+        there = None if options.overwrite else self.finished(out)
+        saved = save_converted if there is None else require_same
+        target = saved(state, out, self._options.final(options), self._group)
+        on_first(coordinator(self._group), lambda: self.keeper.finish(target, there))
+        if self._tier is not None:
+            self._tier.ended = self.keeper.policy.last == 0
+        return target
 
     def wait(self) -> None:
         """Wait for the running save, and on rank 0 for removals.
@@ -334,6 +463,17 @@ class CheckpointManager(Exports):
             self.keeper.wait()
             self._preemption.notices.close()
 
+    def _require_open(self) -> None:
+        if self._closed:
+            raise RefusedError("this manager is closed", hint="create a new one")
+
+    def _missing(self, step: int) -> SourceNotFoundError:
+        return SourceNotFoundError(
+            f"there is no checkpoint of step {step}",
+            where=str(self.root / f"{SERIES}{step}"),
+            why="it was not saved, or it was removed",
+        )
+
     def _begin(self, step: int) -> None:
         """Find out what the first save goes on from, on all ranks alike."""
         ranks = coordinator(self._group)
@@ -357,7 +497,7 @@ class CheckpointManager(Exports):
             return "free"
         return self.keeper.standing(self.root / f"{SERIES}{step}", own=step in self._own)
 
-    def _from_disks(
+    def _load_local(
         self,
         state: MutableMapping[str, Any],
         options: Mapping[str, Any],
@@ -372,8 +512,8 @@ class CheckpointManager(Exports):
             self._own = {resumed.step}
         return resumed
 
-    def _go_on(self, ranks: Coordinator, found: Start, report: LoadReport) -> Resumed:
-        on_first(ranks, lambda: self.keeper.went_on_from(found.entry, found.step))
+    def _note_resumed(self, ranks: Coordinator, found: Start, report: LoadReport) -> Resumed:
+        on_first(ranks, lambda: self.keeper.resume_from(found.entry, found.step))
         self._schedule.resumed(found.step, found.time)
         self._own = {found.step} if found.entry.name == f"{SERIES}{found.step}" else set()
         skipped = {**(self._tier.skipped if self._tier is not None else {}), **found.skipped}
@@ -403,3 +543,13 @@ def _root(root: str | Path) -> Path:
     if not is_url(root):
         require_folder(path)
     return path
+
+
+def rating(metrics: Mapping[str, Any]) -> dict[str, float]:
+    """Return metrics as numbers."""
+    if not isinstance(metrics, Mapping):
+        raise UsageError(f"{metrics!r} is not a dictionary of metrics", where="metrics")
+    try:
+        return {name: float(value) for name, value in metrics.items()}
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise UsageError("a metric is not a number", where="metrics", why=str(error)) from error

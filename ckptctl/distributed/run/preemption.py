@@ -21,7 +21,7 @@ from typing import Annotated, Any
 
 from ckptctl.distributed.background.async_save import AsyncSaver
 from ckptctl.distributed.background.save_thread import SaveFuture
-from ckptctl.distributed.group import highest
+from ckptctl.distributed.group import all_reduce_max
 from ckptctl.errors import CkptError, RefusedError, StorageError, UsageError
 from ckptctl.ops import option_checks as checks
 from ckptctl.ops.ranks.coordinator import Coordinator
@@ -211,7 +211,7 @@ class Preemption:
             return self._since is not None
         own, now = self.notices.look(), time.monotonic()
         age = -1 if own is None else round((now - own) * 1e6)
-        (oldest,) = highest(self._ranks(), [age])
+        (oldest,) = all_reduce_max(self._ranks(), [age])
         if oldest >= 0:
             self._since = now - oldest / 1e6
         if own is not None:
@@ -272,7 +272,7 @@ class Hurry:
 
         if self._deadline is not None:
             own = ended(max(0.0, self._start + self._deadline - time.monotonic()))
-            (any_rank,) = highest(self._saver.groups()[0], [own])
+            (any_rank,) = all_reduce_max(self._saver.groups()[0], [own])
             if not any_rank:
                 other = future.path != path
                 raise StorageError(

@@ -99,7 +99,7 @@ def plan_converted(
 
     def packed() -> Packed:
         own.append(local_state(_exported(state, options)))
-        return pack(own[0].shards)
+        return own[0].packed
 
     through_first(ranks, packed, plan)
     return planned[0] if planned else None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Protocol
@@ -52,6 +52,19 @@ def target_at(path: Path, options: WriterOptions) -> SaveTarget:
     from ckptctl.distributed.saving.url import Url  # which saves to disks need not
 
     return Url(path, options)
+
+
+def require_files(place: SaveTarget, sizes: Mapping[int, Mapping[str, int]]) -> None:
+    """Make sure that rank 0 sees all files of the other ranks; *sizes* are by rank and name."""
+    for rank, files in sizes.items():
+        for name, size in files.items():
+            if place.size(name) != size:
+                raise StorageError(
+                    f"a file that rank {rank} wrote is missing",
+                    where=f"{place.target}, {name}",
+                    why="rank 0 does not see the complete file",
+                    hint="save to a file system that all ranks share, or with collectives=False",
+                )
 
 
 def sweep_left(path: Path, untouched: float) -> bool:

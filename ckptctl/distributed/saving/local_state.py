@@ -8,6 +8,7 @@ from collections import ChainMap
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import groupby
 
 import torch
@@ -16,8 +17,8 @@ from ckptctl.catalog import memory_key, row_major
 from ckptctl.distributed.devices import settle
 from ckptctl.distributed.saving.device_memory import DeviceMemory, DeviceReader, on_host
 from ckptctl.distributed.state import HeldTensor, State, StateDict, bytes_of, memory, state_of
-from ckptctl.distributed.values import pickled, written
-from ckptctl.ops.saving.local_shards import DIGEST, HeldChunk, LocalShards
+from ckptctl.distributed.values import pickle_values, save_to_bytes
+from ckptctl.ops.saving.local_shards import DIGEST, HeldChunk, LocalShards, Packed, pack
 from ckptctl.planner.copying.blocks import MIB
 from ckptctl.planner.plan import Plan
 from ckptctl.storage.byte_files import Memory
@@ -30,7 +31,7 @@ MAX_BYTES = 64 << 10
 DENSE = torch.contiguous_format
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class LocalState:
     """The state of one rank, as it is saved."""
 
@@ -44,6 +45,11 @@ class LocalState:
     # are among those of the values.
     replicas: Sequence[int] = ()
     complete: bool = True  # whether the memory of all shards is here, not of those written only
+
+    @cached_property
+    def packed(self) -> Packed:
+        """Return its shards as they are sent."""
+        return pack(self.shards)
 
 
 def replica_digests(own: LocalState, jobs: int) -> dict[int, int]:
@@ -70,7 +76,7 @@ def local_state(state: StateDict | State | LocalState, *, trusted: bool = False)
     pieces = [shard.tensor.resolve_conj().resolve_neg() for shard in state.shards]
     settle(pieces)
     leaves = {name: leaf.value for name, leaf in state.values.items()}
-    values = pickled(leaves, trusted=trusted)
+    values = pickle_values(leaves, trusted=trusted)
     small = SmallTensors(state.tensors)
     chunks = [HeldChunk(one.name, one.box.offsets, one.box.sizes) for one in state.shards]
     shards = LocalShards(
@@ -108,7 +114,7 @@ class SmallTensors(Mapping[str, bytes]):
         self.digests = {name: _digest(memory(copy)) for name, copy in self._copies.items()}
 
     def __getitem__(self, name: str) -> bytes:
-        return written(self._copies[name])
+        return save_to_bytes(self._copies[name])
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._copies)

@@ -19,22 +19,27 @@ from ckptctl.catalog import Blob, memory_key
 from ckptctl.distributed.group import coordinator, threads
 from ckptctl.distributed.plan_cache import PlanCache
 from ckptctl.distributed.positions import note_position
-from ckptctl.distributed.saving.destination import RankFolder, SaveTarget, require_local, target_at
+from ckptctl.distributed.saving.destination import (
+    RankFolder,
+    SaveTarget,
+    require_files,
+    require_local,
+    target_at,
+)
 from ckptctl.distributed.saving.local_state import LocalState, local_state, replica_digests
 from ckptctl.distributed.saving.options import SaveOptions
 from ckptctl.distributed.state import State, StateDict, state_of
-from ckptctl.errors import StorageError
 from ckptctl.formats.base import OutputTensor
 from ckptctl.formats.dcp.metadata import Item, Origin
 from ckptctl.formats.dcp.metadata_writer import TensorMetadata
 from ckptctl.keywords import in_python, keywords
 from ckptctl.ops.ranks.agreement import (
     RankStatement,
-    first_to_say,
-    generation,
+    is_first_to_say,
+    is_unchanged,
+    name_generation,
     new_nonce,
     require_agreement,
-    unchanged,
 )
 from ckptctl.ops.ranks.coordinator import Coordinator, sendable, through_first
 from ckptctl.ops.saving.files import (
@@ -51,11 +56,10 @@ from ckptctl.ops.saving.local_shards import (
     Packed,
     digest,
     group_digests,
-    pack,
     path_of,
     tensor_apart,
     unpack_groups,
-    written_now,
+    values_to_write,
 )
 from ckptctl.options import Option
 from ckptctl.storage.paths import named
@@ -140,9 +144,9 @@ def write(
     """Plan, write and publish the state of all ranks; see :func:`save`."""
     with in_python(SaveOptions), ExitStack() as stack:
         run = CollectiveSave(ranks, path, options, plans)
-        said = ranks.all_gather(run.prepare(state, stack))
-        run.agree(said)
-        return run.carry_out(said)
+        statements = ranks.all_gather(run.prepare(state, stack))
+        run.require_agreement(statements)
+        return run.carry_out(statements)
 
 
 def write_alone(
@@ -151,7 +155,7 @@ def write_alone(
     """Write this rank's state, and metadata of it, below *path*."""
     place = RankFolder(path, rank, options)
     own = local_state(state, trusted=options.trusted)
-    global_plan = own_plan(rank, world, pack(own.shards))
+    global_plan = own_plan(rank, world, own.packed)
     files = rank_files(
         rank, own.shards, global_plan.shares[rank], own.steps, own.values, options.file_count
     )
@@ -168,8 +172,7 @@ def write_alone(
 class CollectiveSave:
     """One save."""
 
-    _held: LocalState
-    _packed: Packed
+    _own: LocalState
     _key: bytes
     _place: SaveTarget
     _global_plan: GlobalPlan
@@ -190,9 +193,8 @@ class CollectiveSave:
         try:
             self._place = target_at(self._target, options)
             self._target = self._place.target
-            self._held = local_state(state, trusted=options.trusted)
-            self._packed = pack(self._held.shards)
-            self._key = plan_key(self._held, self._packed, self._ranks, options)
+            self._own = local_state(state, trusted=options.trusted)
+            self._key = plan_key(self._own, self._ranks, options)
             self._plan = plan = self._plans.get(self._key)
             if self._ranks.rank == 0:
                 self._place.make_room(stack)
@@ -200,43 +202,45 @@ class CollectiveSave:
                 str(self._target),
                 {"files": options.files, "overwrite": options.overwrite},
                 new_nonce(),
-                self._packed.identity,
+                self._own.packed.identity,
                 plan.generation if plan else b"",
-                group_digests(plan.groups, self._held.shards.values) if plan else {},
+                group_digests(plan.groups, self._own.shards.values) if plan else {},
             )
         except BaseException as error:
             self._error = error
             return RankStatement(str(self._target), problem=sendable(error))
 
-    def agree(self, said: Sequence[RankStatement]) -> None:
-        """Go on only if all ranks do, and mean the same."""
+    def require_agreement(self, statements: Sequence[RankStatement]) -> None:
+        """Continue only if all ranks do, and mean the same."""
         if self._error is not None:
             raise self._error
-        require_agreement(said, self._ranks.rank)
+        require_agreement(statements, self._ranks.rank)
 
-    def carry_out(self, said: Sequence[RankStatement]) -> Path:
+    def carry_out(self, statements: Sequence[RankStatement]) -> Path:
         """Write this rank's files; rank 0 adds the metadata and publishes when all are done.
 
         The plan that all ranks have holds, or they make a new one.
         """
-        rank, held = self._ranks.rank, self._held
-        made = generation(said)
-        self._save_id = made.hex()
-        known = self._plan if unchanged(said) else None
-        share = None if known else self._share(first_to_say(said, rank))
+        rank, own = self._ranks.rank, self._own
+        new_generation = name_generation(statements)
+        self._save_id = new_generation.hex()
+        known = self._plan if is_unchanged(statements) else None
+        share = None if known else self._share(is_first_to_say(statements, rank))
 
         def work() -> WriteReport:
             if share:
                 count = self._options.file_count
-                files = tensor_files(rank, held.shards, share, held.steps, count)
-                groups = unpack_groups(list(held.shards.paths), share.groups)
-                self._plan, written = SavedPlan(made, files, groups), share.values
+                files = tensor_files(rank, own.shards, share, own.steps, count)
+                groups = unpack_groups(list(own.shards.paths), share.groups)
+                self._plan, written = SavedPlan(new_generation, files, groups), share.values
             else:
                 assert known
                 files, groups = known.files, known.groups
-                written = written_now(rank, groups, held.shards, [one.groups for one in said])
-            output = with_values(rank, files, written, held.values)
-            self._place.fill(output.plan, held.pieces)
+                written = values_to_write(
+                    rank, groups, own.shards, [one.groups for one in statements]
+                )
+            output = with_values(rank, files, written, own.values)
+            self._place.fill(output.plan, own.pieces)
             sizes = {file.path: file.size for file in output.plan.files}
             values = [(self._leaf(*one), output.items[one[1]]) for one in written.items()]
             return WriteReport(sizes, values, files.items if share else None)
@@ -248,7 +252,7 @@ class CollectiveSave:
         return self._target
 
     def _share(self, first: bool) -> RankShare:
-        packed = self._packed if first else self._packed.shortened()
+        packed = self._own.packed if first else self._own.packed.shortened()
 
         def compared() -> Packed:
             """Return what is sent, with digests of what other ranks may hold as well."""
@@ -256,7 +260,7 @@ class CollectiveSave:
             if not options.compare_replicas or self._ranks.world == 1:
                 return packed
             digests = options.digests or partial(replica_digests, jobs=threads(options.jobs))
-            return packed.with_replicas(digests(self._held))
+            return packed.with_replicas(digests(self._own))
 
         def answer(found: list[Packed]) -> Sequence[RankShare]:
             self._global_plan = make_global_plan(found)
@@ -266,7 +270,7 @@ class CollectiveSave:
 
     def _leaf(self, name: str, under: str) -> OutputTensor | Blob:
         """Return the description of a leaf, or of a tensor that this rank keeps apart."""
-        rank, shards = self._ranks.rank, self._held.shards
+        rank, shards = self._ranks.rank, self._own.shards
         if name in shards.tensors:
             return tensor_apart(rank, under, shards.tensors[name])
         return Blob(under, path_of(rank, name, under, shards.paths))
@@ -274,7 +278,7 @@ class CollectiveSave:
     def _publish(self, written: list[WriteReport]) -> Sequence[None]:
         plan = self._plan
         assert plan
-        self._require_files(written)
+        require_files(self._place, {rank: one.sizes for rank, one in enumerate(written)})
         items = [one.items for one in written if one.items is not None]
         if items:
             plan.metadata = tensor_metadata(self._global_plan, items)
@@ -284,25 +288,12 @@ class CollectiveSave:
         self._place.publish(content)
         return [None] * len(written)
 
-    def _require_files(self, written: Sequence[WriteReport]) -> None:
-        """Make sure that rank 0 sees all files of the other ranks."""
-        for rank, one in enumerate(written):
-            for name, size in one.sizes.items():
-                if self._place.size(name) != size:
-                    raise StorageError(
-                        f"a file that rank {rank} wrote is missing",
-                        where=f"{self._target}, {name}",
-                        why="rank 0 does not see the complete file",
-                        hint="save to a file system that all ranks share, or with "
-                        "collectives=False",
-                    )
 
-
-def plan_key(own: LocalState, packed: Packed, ranks: Coordinator, options: SaveOptions) -> bytes:
-    """Return a digest of all that a rank's plan depends on; *packed* is *own* as it is sent."""
+def plan_key(own: LocalState, ranks: Coordinator, options: SaveOptions) -> bytes:
+    """Return a digest of all that a rank's plan depends on."""
     how = (options.files, threads(options.jobs), options.compare_replicas)
     here = (VERSION, ranks.rank, ranks.world, *how)
-    return digest((here, packed.sharding, own.steps))
+    return digest((here, own.packed.sharding, own.steps))
 
 
 class WriteReport(NamedTuple):

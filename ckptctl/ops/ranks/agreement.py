@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from ckptctl.errors import CkptError, RefusedError
 from ckptctl.ops.ranks.coordinator import RankError
-from ckptctl.ops.saving.local_shards import DIGEST, still_equal
+from ckptctl.ops.saving.local_shards import DIGEST, is_still_equal
 
 
 class RankStatement(NamedTuple):
@@ -68,7 +68,7 @@ def require_agreement(
             )
 
 
-def generation(said: Sequence[RankStatement]) -> bytes:
+def name_generation(said: Sequence[RankStatement]) -> bytes:
     """Return the name of the plan that the ranks make now."""
     import hashlib  # with OpenSSL, which one process should not wait for
 
@@ -78,17 +78,17 @@ def generation(said: Sequence[RankStatement]) -> bytes:
     return found.digest()
 
 
-def unchanged(said: Sequence[RankStatement]) -> bool:
+def is_unchanged(said: Sequence[RankStatement]) -> bool:
     """Return whether the plan of every rank still holds; the same on all ranks."""
     made = said[0].generation
     return (
         bool(made)
         and all(one.generation == made for one in said)
-        and still_equal([one.groups for one in said])
+        and is_still_equal([one.groups for one in said])
     )
 
 
-def first_to_say(said: Sequence[RankStatement], rank: int) -> bool:
+def is_first_to_say(said: Sequence[RankStatement], rank: int) -> bool:
     """Return whether no lower rank says the same of its tensors and values."""
     identity = said[rank].identity
     return all(one.identity != identity for one in said[:rank])

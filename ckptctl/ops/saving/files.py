@@ -12,6 +12,7 @@ import math
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from ckptctl import dtypes
 from ckptctl.catalog import Box, Extent, TensorEntry, memory_name, row_major
@@ -39,6 +40,10 @@ class RankItems:
     offset: Sequence[int]
     nbytes: Sequence[int]
 
+    def places(self) -> Iterator[tuple[str, int, int]]:
+        """Yield the file, offset and size of each."""
+        return zip((self.files[n] for n in self.file), self.offset, self.nbytes, strict=True)
+
 
 @dataclass(frozen=True, slots=True)
 class TensorFiles:
@@ -57,13 +62,11 @@ class RankOutput:
     items: Mapping[str, Item]
 
 
-@dataclass(frozen=True, slots=True)
-class _Piece:
-    """One item of a file: *box*, of the chunk *index*."""
+class WrittenBox(NamedTuple):
+    """A box that a rank writes as one item: a chunk, by its index, or a part of it."""
 
-    index: int
+    chunk: int
     box: Box
-    nbytes: int
 
 
 def tensor_files(
@@ -74,19 +77,24 @@ def tensor_files(
     file_count: FileCount = lambda _: 1,
 ) -> TensorFiles:
     """Lay out the tensors in the files of *rank*."""
-    pieces = list(_pieces(shards, share))
-    files = file_count(sum(piece.nbytes for piece in pieces))
-    homes = assign([(piece.nbytes, range(files)) for piece in pieces], files, small=0)
+    boxes = list(boxes_of(shards, share))
+    names = [shards.chunks[index].name for index, _ in boxes]
+    tensors = [output_tensor(name, shards.tensors[name]) for name in names]
+    sizes = [
+        math.prod(box.sizes) * dtypes.itemsize(tensor.dtype)
+        for (_, box), tensor in zip(boxes, tensors, strict=True)
+    ]
+    files = file_count(sum(sizes))
+    homes = assign([(nbytes, range(files)) for nbytes in sizes], files, small=0)
     writer = DataFiles()
     transfers: list[Transfer] = []
     for number in sorted(set(homes)):
         writer.begin(data_file(rank, number))
-        for piece, home in zip(pieces, homes, strict=True):
+        for written, tensor, home in zip(boxes, tensors, homes, strict=True):
             if home == number:
-                chunk = shards.chunks[piece.index]
-                tensor = output_tensor(chunk.name, shards.tensors[chunk.name])
-                writer.add_tensor(tensor, piece.box)
-                transfers.append(_transfer(chunk, tensor, steps[piece.index], piece, writer))
+                writer.add_tensor(tensor, written.box)
+                chunk = shards.chunks[written.chunk]
+                transfers.append(_transfer(chunk, tensor, steps[written.chunk], written, writer))
         writer.finish()
     plan = Plan(
         source_root="/",
@@ -99,7 +107,16 @@ def tensor_files(
         raw_copies=(),
         digest="",
     )
-    return TensorFiles(plan, _items(shards, pieces, writer))
+    paths = tuple(file.path for file in writer.files)
+    numbers = {path: number for number, path in enumerate(paths)}
+    items = [writer.items[name, box.offsets] for name, (_, box) in zip(names, boxes, strict=True)]
+    places = RankItems(
+        paths,
+        array("H", [numbers[item.file] for item in items]),
+        array("Q", [item.offset for item in items]),
+        array("Q", [item.nbytes for item in items]),
+    )
+    return TensorFiles(plan, places)
 
 
 def data_file(rank: int, number: int) -> str:
@@ -107,38 +124,29 @@ def data_file(rank: int, number: int) -> str:
     return f"__{rank}_{number}.distcp"
 
 
-def _pieces(shards: LocalShards, share: RankShare) -> Iterator[_Piece]:
+def boxes_of(shards: LocalShards, share: RankShare) -> Iterator[WrittenBox]:
+    """Yield the boxes of a rank's share, in its order."""
     for position, index in enumerate(share.chunks):
         chunk = shards.chunks[index]
-        box = share.parts.get(position) or Box(chunk.offsets, chunk.sizes)
-        size = dtypes.itemsize(shards.tensors[chunk.name].dtype)
-        yield _Piece(index, box, math.prod(box.sizes) * size)
-
-
-def _items(shards: LocalShards, pieces: Sequence[_Piece], writer: DataFiles) -> RankItems:
-    names = tuple(file.path for file in writer.files)
-    number = {name: index for index, name in enumerate(names)}
-    found = [writer.items[shards.chunks[piece.index].name, piece.box.offsets] for piece in pieces]
-    return RankItems(
-        names,
-        array("H", [number[item.file] for item in found]),
-        array("Q", [item.offset for item in found]),
-        array("Q", [item.nbytes for item in found]),
-    )
+        yield WrittenBox(index, share.parts.get(position) or Box(chunk.offsets, chunk.sizes))
 
 
 def _transfer(
-    chunk: HeldChunk, tensor: OutputTensor, steps: tuple[int, ...], piece: _Piece, writer: DataFiles
+    chunk: HeldChunk,
+    tensor: OutputTensor,
+    steps: tuple[int, ...],
+    written: WrittenBox,
+    writer: DataFiles,
 ) -> Transfer:
-    sizes, size = piece.box.sizes, dtypes.itemsize(tensor.dtype)
+    sizes, size = written.box.sizes, dtypes.itemsize(tensor.dtype)
     record = len(writer.records) - 1
     place = writer.records[record]
-    inside = zip(piece.box.offsets, chunk.offsets, steps, strict=True)
+    inside = zip(written.box.offsets, chunk.offsets, steps, strict=True)
     first = sum((low - base) * step for low, base, step in inside) * size
     reach = sum((count - 1) * step for count, step in zip(sizes, steps, strict=True))
     whole = Box.whole(sizes)
     nbytes = (reach + 1) * size if whole.numel else 0
-    extent = Extent(whole, memory_name(str(piece.index)), first, nbytes, strides=steps)
+    extent = Extent(whole, memory_name(str(written.chunk)), first, nbytes, strides=steps)
     held = TensorEntry(chunk.name, tensor.dtype, sizes, (extent,), (chunk.name,))
     strides = tuple(step * size for step in row_major(sizes))
     target = TargetBox(place.file, place.offset, whole.offsets, sizes, strides, record)
@@ -185,27 +193,16 @@ def rank_files(
 
 def tensor_metadata(global_plan: GlobalPlan, items: Sequence[RankItems]) -> TensorMetadata:
     """Return the global ``.metadata``, to which the leaves that are no tensors are added."""
+    tensors, boxes = global_plan.tensors, global_plan.boxes
+    places = [one.places() for one in items]
+
+    def located(boxes: Sequence[Box], writers: Sequence[int]) -> Iterator[Located]:
+        for box, rank in zip(boxes, writers, strict=True):
+            yield box.offsets, *next(places[rank])
+
     with no_collection():
-        return encode_tensors(global_plan.tensors, global_plan.boxes, _located(global_plan, items))
-
-
-def _located(
-    global_plan: GlobalPlan, items: Sequence[RankItems]
-) -> Iterator[tuple[str, Iterator[Located]]]:
-    places = [_placed(one) for one in items]
-    for tensor, boxes, writers in zip(
-        global_plan.tensors, global_plan.boxes, global_plan.writers, strict=True
-    ):
-        yield tensor.name, _chunks(boxes, writers, places)
-
-
-def _chunks(
-    boxes: Sequence[Box], writers: Sequence[int], places: Sequence[Iterator[tuple[str, int, int]]]
-) -> Iterator[Located]:
-    for box, rank in zip(boxes, writers, strict=True):
-        yield box.offsets, *next(places[rank])
-
-
-def _placed(items: RankItems) -> Iterator[tuple[str, int, int]]:
-    names = [items.files[index] for index in items.file]
-    return zip(names, items.offset, items.nbytes, strict=True)
+        items_of_tensors = (
+            (tensor.name, located(own, writers))
+            for tensor, own, writers in zip(tensors, boxes, global_plan.writers, strict=True)
+        )
+        return encode_tensors(tensors, boxes, items_of_tensors)

@@ -255,7 +255,7 @@ def group_digests(groups: Groups, values: Mapping[str, bytes]) -> dict[int, byte
     }
 
 
-def still_equal(said: Sequence[Mapping[int, bytes]]) -> bool:
+def is_still_equal(said: Sequence[Mapping[int, bytes]]) -> bool:
     """Return whether ranks still agree on all values on which they did."""
     first: dict[int, bytes] = {}
     return all(
@@ -265,7 +265,7 @@ def still_equal(said: Sequence[Mapping[int, bytes]]) -> bool:
     )
 
 
-def written_now(
+def values_to_write(
     rank: int, groups: Groups, shards: LocalShards, said: Sequence[Mapping[int, bytes]]
 ) -> dict[str, str]:
     """Return the values that *rank* writes, with the names under which it does."""

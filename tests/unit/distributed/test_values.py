@@ -15,7 +15,7 @@ import torch
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 
 import ckptctl
-from ckptctl.distributed.values import unpickled
+from ckptctl.distributed.values import unpickle_value
 from ckptctl.errors import DamagedError, UnsafePickleError, UnsupportedError, UsageError
 from tests.checkpoints import save_dcp
 
@@ -27,7 +27,7 @@ def saved(value: object, *, zipped: bool = True) -> bytes:
 
 
 def read(content: bytes, *, trusted: bool) -> object:
-    return unpickled(content, "leaf", "here", trusted=trusted)
+    return unpickle_value(content, "leaf", "here", trusted=trusted)
 
 
 class _Hostile:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from ckptctl.distributed.background import host_memory
 from ckptctl.distributed.background.host_memory import BLOCK, PAGE, HostPool
-from ckptctl.distributed.background.staging import HostCopy, Staged, copy_host, needed, stage
+from ckptctl.distributed.background.staging import HostCopy, Staged, copy_host, memory_needed, stage
 from ckptctl.distributed.saving import device_memory
 from ckptctl.distributed.saving.local_state import local_state
 
@@ -162,12 +162,12 @@ def test_threads_copy_everything_once(sizes: list[int], jobs: int) -> None:
 def test_what_a_copy_takes_is_known_before() -> None:
     base = torch.randn(64, 64)
     pieces = [base, base.t(), torch.randn(1000, 100)[:, 3], torch.empty(0), torch.ones(3)]
-    nbytes, pinned = needed(pieces)
+    nbytes, pinned = memory_needed(pieces)
     pool = HostPool()
     pool.prepare(nbytes, pinned)
     (waiting,) = pool._free
     assert staged(pieces, pool).region is waiting
-    assert needed([torch.empty(0, 3)]) == (0, False)
+    assert memory_needed([torch.empty(0, 3)]) == (0, False)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")

@@ -12,7 +12,12 @@ import pytest
 from ckptctl.catalog import Blob, row_major
 from ckptctl.errors import CkptError, CoverageError, MappingError, RefusedError
 from ckptctl.formats.dcp.metadata import Item, decode
-from ckptctl.ops.ranks.agreement import RankStatement, generation, require_agreement, unchanged
+from ckptctl.ops.ranks.agreement import (
+    RankStatement,
+    is_unchanged,
+    name_generation,
+    require_agreement,
+)
 from ckptctl.ops.ranks.coordinator import Alone, RankError, through_first
 from ckptctl.ops.saving.files import tensor_files, tensor_metadata, with_values
 from ckptctl.ops.saving.global_plan import make_global_plan
@@ -25,7 +30,7 @@ from ckptctl.ops.saving.local_shards import (
     group_digests,
     pack,
     unpack_groups,
-    written_now,
+    values_to_write,
 )
 from ckptctl.planner.balance import LEAST_PIECE
 
@@ -229,7 +234,7 @@ def test_groups_say_the_same_as_a_new_plan(later: list[dict[str, int]]) -> None:
         for own, packed_groups in zip(held, divided.groups, strict=True)
     ]
     said = [group_digests(g, own.values) for g, own in zip(groups, holdings, strict=True)]
-    written = [written_now(rank, groups[rank], own, said) for rank, own in enumerate(holdings)]
+    written = [values_to_write(rank, groups[rank], own, said) for rank, own in enumerate(holdings)]
     assert written == [dict(share.values) for share in make_global_plan(now).shares]
 
 
@@ -242,15 +247,15 @@ def statement(**changed: Any) -> RankStatement:
 
 def test_plans_hold_only_when_all_have_the_same() -> None:
     said = [statement(), statement(nonce=b"other")]
-    current = generation(said)
+    current = name_generation(said)
     held = [one._replace(generation=current, groups={1: b"v"}) for one in said]
-    assert unchanged(held)
-    assert not unchanged([held[0], held[1]._replace(generation=b"")])
-    again = generation([held[0], held[1]._replace(nonce=b"another call")])
-    assert not unchanged([held[0], held[1]._replace(generation=again)])
-    assert not unchanged([held[0], held[1]._replace(groups={1: b"w"})])
-    assert unchanged([held[0], held[1]._replace(groups={1: b"v", -1: b"w"})])
-    assert not unchanged(said)
+    assert is_unchanged(held)
+    assert not is_unchanged([held[0], held[1]._replace(generation=b"")])
+    again = name_generation([held[0], held[1]._replace(nonce=b"another call")])
+    assert not is_unchanged([held[0], held[1]._replace(generation=again)])
+    assert not is_unchanged([held[0], held[1]._replace(groups={1: b"w"})])
+    assert is_unchanged([held[0], held[1]._replace(groups={1: b"v", -1: b"w"})])
+    assert not is_unchanged(said)
 
 
 def test_different_destinations_and_options_are_refused() -> None:
