@@ -142,16 +142,23 @@ def map_model(
 ) -> StateMapping:
     """Map the tensors of a model as *change* says, to names under *prefix*, and *rest* as it is."""
     root, rest = model.root, rest or Rest()
-    catalog, tensors = apply_change(model.catalog, change, root, prefix)
+    catalog, mapped = apply_change(model.catalog, change, root, prefix)
+    tensors = {**mapped, **rest.tensors}
+    must_equal = [(root + kept, root + copy) for kept, copy in change.must_equal]
+    must_equal += rest.must_equal
+    read = {key for composed in tensors.values() for key in composed.keys}
     notes = Notes()
     notes.add(*change.notes.texts())
+    notes.explain(
+        "dropped", {copy: f"the same as `{kept}`" for kept, copy in must_equal if copy not in read}
+    )
     notes.explain("dropped", {root + name: why for name, why in change.dropped.items()})
     return StateMapping(
         with_sums(with_zeros(catalog, rest.zeros, ""), rest.tensors.values()),
-        {**tensors, **rest.tensors},
+        tensors,
         root,
         prefix,
-        tuple((root + kept, root + gone) for kept, gone in change.must_equal),
+        tuple(must_equal),
         tuple(root + name for name in change.must_be_zero),
         change.omissions,
         notes,
@@ -223,14 +230,14 @@ def _change_layout(
     if model.model_type is None:
         common = [name for name in model.candidates if name in wanted.candidates]
         model = model.as_type(common[0]) if len(common) == 1 else model
-    names = {name for name in state if name.startswith(wanted.root)}
+    inside = wanted.selection
+    names = {wanted.root + name for name in inside.tensors}
     with advised(model):
         change = _change(model, wanted, names, request)
     held = {model.root + name for name in model.tensors}
     keep_together(model.catalog, held, renamed=not change.identity, dtype=None)
-    outside = len(names) < len(state)
-    rest = model.selection.rest if outside else ()
-    around = follow(model.catalog, rest, model.root, change) if outside else None
+    rest = model.selection.rest if inside.rest else ()
+    around = follow(model.catalog, rest, model.root, change)
     return replace(map_model(model, change, wanted.root, around), layout=wanted.layout)
 
 
