@@ -180,7 +180,7 @@ class CollectiveLoad:
         all_of_it = part if alike else wanted_by_all(part, self._ranks)
         plan, speeds = telling(self._ranks, lambda: self._own_plan(all_of_it))
         mapping = plan.reading.mapping
-        if mapping.names_to_prove:
+        if mapping.redundant:
             on_first(self._ranks, lambda: require_nothing_lost(mapping))
         broadcast = self._options.broadcast
         if broadcast == "auto" and self._ranks.world > 1:

@@ -22,13 +22,7 @@ from ckptctl.ops.conversion.leaves import (
 )
 from ckptctl.ops.conversion.selection import skip_parts
 from ckptctl.ops.conversion.training import Rest, follow
-from ckptctl.ops.recognition.layout_change import (
-    LayoutRequest,
-    apply_change,
-    change_layout,
-    with_sums,
-    with_zeros,
-)
+from ckptctl.ops.recognition.layout_change import LayoutRequest, apply_change, change_layout
 from ckptctl.ops.recognition.model import require_one_model, root_hint
 from ckptctl.ops.sources import located
 from ckptctl.planner.configs.facts import tying
@@ -90,14 +84,12 @@ def list_output_tensors(draft: Draft) -> Draft:
         else:
             homeless += item.keys
     catalog, model = apply_change(catalog, change, root, draft.output_root)
-    catalog = with_sums(with_zeros(catalog, rest.zeros, ""), rest.tensors.values())
+    catalog = rest.add_virtual_tensors(catalog)
     mapped = {**model, **rest.tensors}
-    equal = [(root + kept, root + dropped) for kept, dropped in change.must_equal]
-    equal += rest.must_equal
+    redundant = (*(one.under(root) for one in change.redundant), *rest.redundant)
     read = {key for composed in mapped.values() for key in composed.keys}
     taken = {name: origin for name, origin in draft.filled_from.items() if name in read}
-    read |= {name for pair in equal for name in pair}
-    read |= {root + name for name in change.must_be_zero}
+    read.update(*(one.keys for one in redundant))
     bytes_of = located(catalog, [name for name in catalog.tensors if name in read])
     catalog = replace(catalog, tensors=bytes_of.tensors)
     aliases = _shares_memory(draft, catalog, model)
@@ -124,7 +116,7 @@ def list_output_tensors(draft: Draft) -> Draft:
         mapped=mapped,
         tensors=tensors,
         blobs=blobs,
-        must_equal=tuple(equal),
+        redundant=redundant,
         filled_from=taken,
     )
 

@@ -485,13 +485,14 @@ def renamed(catalog: Catalog, change: Change, root: str) -> tuple[Catalog, dict[
     """
     zeros = {one.key for one in change.zeros}
     made = [one.targets[0].key for one in change.tensors if one.sources[0].key in zeros]
-    if change.must_be_zero or change.must_equal or made or change.dropped:
+    dropped = dict.fromkeys([*change.dropped, *(one.part.key for one in change.redundant)])
+    if dropped or made:
         raise MappingError(
             f"cannot rename the source for {spell_option('--fill-from')} without dropping or "
             "adding tensors",
             where=catalog.path,
             why=f"converting {change.source_layout} to {change.target_layout} drops or adds "
-            f"{listed([*change.dropped, *change.must_be_zero, *made], 2)}",
+            f"{listed([*dropped, *made], 2)}",
             hint=f"convert the source with {spell_option(f'--to-layout {change.target_layout}')} "
             "first",
         )

@@ -19,18 +19,12 @@ from ckptctl.notes import Notes
 from ckptctl.ops.conversion.assets import describe_plain, gather
 from ckptctl.ops.conversion.checks import keep_together
 from ckptctl.ops.conversion.training import Rest, follow
-from ckptctl.ops.recognition.layout_change import (
-    LayoutRequest,
-    apply_change,
-    change_layout,
-    with_sums,
-    with_zeros,
-)
+from ckptctl.ops.recognition.layout_change import LayoutRequest, apply_change, change_layout
 from ckptctl.ops.recognition.model import DETECTED, Model, Request, understand
 from ckptctl.ops.recognition.quantized import advised
 from ckptctl.ops.recognition.roots import checked_root, roots, unwrapped
 from ckptctl.ops.saving.local_shards import TensorMeta
-from ckptctl.planner.mapping.mapped import ComposedTensor, Omission
+from ckptctl.planner.mapping.mapped import ComposedTensor, RedundantData
 from ckptctl.planner.mapping.tensors import Change
 
 STATE = "the state"
@@ -62,10 +56,7 @@ class StateMapping:
     tensors: Mapping[str, ComposedTensor]
     root: str = ""  # the model's prefix in the checkpoint
     prefix: str = ""  # the model's prefix in the state
-    # Names in the checkpoint, used and dropped, that have to hold the same.
-    must_equal: tuple[tuple[str, str], ...] = ()
-    must_be_zero: tuple[str, ...] = ()  # names in it that are dropped because they hold nothing
-    omissions: tuple[Omission, ...] = ()  # parts of tensors that are dropped, and hold nothing new
+    redundant: tuple[RedundantData, ...] = ()  # elements that are dropped, to be proven redundant
     # What the user should know; names in the checkpoint that have no place by a rule, and why.
     notes: Notes = field(default_factory=Notes)
     model_type: str | None = None  # the family, where names or axes change
@@ -73,15 +64,6 @@ class StateMapping:
     layout: str | None = None
     # Tensors of the state that become what one rank has of them for itself.
     own: frozenset[str] = frozenset()
-
-    @property
-    def names_to_prove(self) -> dict[str, None]:
-        """Return the checkpoint's tensors whose data proves that nothing is lost."""
-        names = [*self.must_be_zero, *(name for pair in self.must_equal for name in pair)]
-        for omission in self.omissions:
-            regions = (*omission.empty, *(part for pair in omission.equal for part in pair))
-            names += [self.root + region.key for region in regions]
-        return dict.fromkeys(names)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -144,23 +126,20 @@ def map_model(
     root, rest = model.root, rest or Rest()
     catalog, mapped = apply_change(model.catalog, change, root, prefix)
     tensors = {**mapped, **rest.tensors}
-    must_equal = [(root + kept, root + copy) for kept, copy in change.must_equal]
-    must_equal += rest.must_equal
+    redundant = (*(one.under(root) for one in change.redundant), *rest.redundant)
     read = {key for composed in tensors.values() for key in composed.keys}
     notes = Notes()
     notes.add(*change.notes.texts())
-    notes.explain(
-        "dropped", {copy: f"the same as `{kept}`" for kept, copy in must_equal if copy not in read}
-    )
+    for one in redundant:
+        if one.same_as is not None and one.part.key not in read:
+            notes.explain("dropped", {one.part.key: f"the same as `{one.same_as.key}`"})
     notes.explain("dropped", {root + name: why for name, why in change.dropped.items()})
     return StateMapping(
-        with_sums(with_zeros(catalog, rest.zeros, ""), rest.tensors.values()),
+        rest.add_virtual_tensors(catalog),
         tensors,
         root,
         prefix,
-        tuple(must_equal),
-        tuple(root + name for name in change.must_be_zero),
-        change.omissions,
+        redundant,
         notes,
         change.family.name if change.family else model.model_type,
         model.layout,

@@ -6,7 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from ckptctl.catalog import TensorEntry, is_computed
 from ckptctl.errors import MappingError, spell_option
@@ -18,37 +18,46 @@ from ckptctl.units import counted
 
 
 class Region(NamedTuple):
-    """A part of a stored tensor."""
+    """A part of a stored tensor, or without *sizes* all of it."""
 
     key: str
-    origin: tuple[int, ...]
-    sizes: tuple[int, ...]
+    origin: tuple[int, ...] = ()
+    sizes: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
-class Omission:
-    """Parts of source tensors that no target has.
+class RedundantData:
+    """Elements of the source that no target has, because they are zero or repeat others.
 
     Attributes:
-        equal: Pairs of parts, kept and left out, that have to be the same.
-        empty: Parts that have to be zero.
+        part: The elements.
+        same_as: Elements that are kept and have to be the same, or None if *part* has to be zero.
+        kind: ``tensor`` if *part* is a complete one, ``tiles`` of embeddings for aspect ratios, or
+            ``padding`` of a vocabulary.
     """
 
-    equal: tuple[tuple[Region, Region], ...] = ()
-    empty: tuple[Region, ...] = ()
+    part: Region
+    same_as: Region | None = None
+    kind: Literal["tensor", "tiles", "padding"] = "tensor"
 
+    @classmethod
+    def copy(cls, key: str, of: str) -> RedundantData:
+        """Return a tensor that has to be the same as another one, which is kept."""
+        return cls(Region(key), Region(of))
 
-@dataclass(frozen=True, slots=True)
-class Padding(Omission):
-    """Rows behind a vocabulary.
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """Return the tensors to compare."""
+        return (self.part.key, *([self.same_as.key] if self.same_as else ()))
 
-    Attributes:
-        rows: Rows of the source, padding included.
-        size: Rows that are not padding.
-    """
-
-    rows: int = 0
-    size: int = 0
+    def under(self, root: str) -> RedundantData:
+        """Return it with *root* before its keys."""
+        part, same_as = self.part, self.same_as
+        return replace(
+            self,
+            part=part._replace(key=root + part.key),
+            same_as=same_as and same_as._replace(key=root + same_as.key),
+        )
 
 
 class SourceTensor(NamedTuple):

@@ -18,7 +18,8 @@ from ckptctl.planner.mapping.completeness import untold
 from ckptctl.planner.mapping.logical import cells, rearrange
 from ckptctl.planner.mapping.mapped import (
     MappedTensor,
-    Omission,
+    RedundantData,
+    Region,
     SourceTensor,
     TargetTensor,
     Zeros,
@@ -47,11 +48,9 @@ class Change:
         family: None: it is unknown, and every tensor keeps its name.
         source_layout: None: it is unknown.
         tensors: In the target's natural order, layers in numeric order.
-        must_equal: Pairs of source keys, kept and dropped, whose bytes have to be the same.
-        must_be_zero: Source keys that are left out because they hold nothing but zeros.
+        redundant: Elements of the source that no target has, which the data has to prove redundant.
         zeros: Sources of *tensors* that no checkpoint has.
         sizes: All axis sizes that are known, and the number of layers as ``i``.
-        omissions: What of source tensors is left out because it is nothing of its own.
         left_out: Source keys of fused or stacked tensors that lack other parts, and which.
         vocab: Size that the vocabulary was padded or cut to; None: it was kept.
         notes: What the user should know, which source keys are dropped, and why; and what was taken
@@ -62,12 +61,10 @@ class Change:
     source_layout: str | None
     target_layout: str | None
     tensors: tuple[MappedTensor, ...]
-    must_equal: tuple[tuple[str, str], ...] = ()
-    must_be_zero: tuple[str, ...] = ()
+    redundant: tuple[RedundantData, ...] = ()
     zeros: tuple[Zeros, ...] = ()
     sizes: Mapping[str, int] = field(default_factory=dict)
     tied: bool = False
-    omissions: tuple[Omission, ...] = ()
     left_out: Mapping[str, str] = field(default_factory=dict)
     vocab: int | None = None
     notes: Notes = field(default_factory=Notes)
@@ -164,7 +161,7 @@ class _Run:
         }
         self.zeros: list[Zeros] = []
         self.notes = Notes()
-        self.must_equal: list[tuple[str, str]] = []
+        self.copies: list[RedundantData] = []
         self.tilings: list[Tiling] = []
         self.rearranged: dict[object, Sequence[Strided]] = {}
 
@@ -218,12 +215,14 @@ class _Run:
             self.source.layout.name,
             self.target.name,
             tuple(tensors),
-            tuple(self.must_equal),
-            tuple(key for key, rule in checked if rule.zeros),
+            (
+                *(RedundantData(Region(key)) for key, rule in checked if rule.zeros),
+                *(one for found in self.tilings for one in found.redundant),
+                *self.copies,
+            ),
             tuple(self.zeros),
             self.source.sizes.axes,
             self.source.tied and not self.untie,
-            tuple(found.omission for found in self.tilings),
             left_out,
             notes=self.notes,
         )
@@ -255,7 +254,7 @@ class _Run:
         kept = self.source.held(tie.of)
         if kept and own:
             key, dropped = kept[1][()], own[1][()]
-            self.must_equal.append((key, dropped))
+            self.copies.append(RedundantData.copy(dropped, of=key))
             self.notes.explain("dropped", {dropped: f"tied: the same as `{key}`"})
         return (kept or own) if self.untie or self.target.name in tie.stored_in else None
 
@@ -266,7 +265,7 @@ class _Run:
             self.notes.explain("dropped", {key: rule.reason})
             kept = self.source.held(rule.same_as) or self.source.held(tied.get(rule.same_as, ""))
             if kept:
-                self.must_equal.append((kept[1][()], key))
+                self.copies.append(RedundantData.copy(key, of=kept[1][()]))
 
     def _wanted(self) -> Iterator[tuple[Tensor, tuple[int, ...]]]:
         """Yield the logical tensors in natural order: a block repeats as a whole."""
@@ -359,7 +358,8 @@ class _Run:
             other = first.setdefault(place, item)
             if other is not item:
                 pairs = zip(other.sources, item.sources, strict=True)
-                self.must_equal += [(a.key, b.key) for a, b in pairs if a.key != b.key]
+                copies = ((one.key, kept.key) for kept, one in pairs if kept.key != one.key)
+                self.copies += [RedundantData.copy(key, of=kept) for key, kept in copies]
         return list(first.values())
 
     # ------------------------------------------------------- what has no place, and what is made

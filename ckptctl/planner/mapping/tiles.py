@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from ckptctl.catalog import computed_name
 from ckptctl.errors import MappingError
 from ckptctl.planner.mapping.logical import stand_in
 from ckptctl.planner.mapping.mapped import (
     MappedTensor,
-    Omission,
+    RedundantData,
     Region,
     SourceTensor,
     TargetTensor,
@@ -27,12 +27,12 @@ class Tiling:
 
     Attributes:
         zeros: Sources of *tensors* that no checkpoint has.
-        omission: What of the source they do not have.
+        redundant: What of the source they do not have.
     """
 
     tensors: tuple[MappedTensor, ...]
     zeros: tuple[Zeros, ...]
-    omission: Omission = field(default_factory=Omission)
+    redundant: tuple[RedundantData, ...] = ()
 
 
 def ratios(tiles: int) -> list[tuple[int, int]]:
@@ -99,18 +99,18 @@ class _TileCopies:
         """Put a grid together from the rows of all ratios."""
         tensors: list[MappedTensor] = []
         unused: list[Region] = []
-        equal: list[tuple[Region, Region]] = []
+        redundant: list[RedundantData] = []
         for place in ((y, x) for y in range(self.tiles) for x in range(self.tiles)):
             held = list(self._of(place))
             if held:
                 tensors.append(self._place(place, held[0]))
-                equal += [(held[0], other) for other in held[1:]]
+                redundant += [RedundantData(other, held[0], "tiles") for other in held[1:]]
             else:
                 origin = (*place, *[0] * len(self.inner))
                 unused.append(Region(self.target, origin, (1, 1, *self.inner)))
         found = self._filled_up(tensors, unused, (self.tiles, self.tiles, *self.inner))
-        omission = Omission(tuple(equal), tuple(self._unused(self.source)))
-        return replace(found, omission=omission)
+        redundant += [RedundantData(one, kind="tiles") for one in self._unused(self.source)]
+        return replace(found, redundant=tuple(redundant))
 
     def _of(self, place: tuple[int, int]) -> Iterator[Region]:
         """Yield where the rows hold a place of the grid."""
