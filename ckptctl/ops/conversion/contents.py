@@ -27,7 +27,7 @@ from ckptctl.ops.recognition.model import require_one_model, root_hint
 from ckptctl.ops.sources import located
 from ckptctl.planner.configs.facts import tying
 from ckptctl.planner.layouts import HF
-from ckptctl.planner.mapping.mapped import ComposedTensor, LogicalSource
+from ckptctl.planner.mapping.mapped import ComposedTensor, SourceTensor
 
 
 def plan_layout_change(draft: Draft) -> Draft:
@@ -233,7 +233,7 @@ def _memory(composed: ComposedTensor, entries: Mapping[str, TensorEntry]) -> obj
 
 def _dtype(
     key: str,
-    logical: Mapping[str, Sequence[LogicalSource]],
+    logical: Mapping[str, Sequence[SourceTensor]],
     entries: Mapping[str, TensorEntry],
     dtype: str | None,
     pinned: Collection[str],

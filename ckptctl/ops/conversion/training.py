@@ -18,8 +18,8 @@ from ckptctl.formats.shared.leaves import join
 from ckptctl.ops.recognition.layout_change import with_sums, with_zeros
 from ckptctl.planner.mapping.mapped import (
     ComposedTensor,
-    LogicalSource,
     RedundantData,
+    SourceTensor,
     Zeros,
     compose,
 )
@@ -188,9 +188,7 @@ class _Follow:
         for key in composed.keys:
             yield self.zeros[key].like if key in self.zeros else key
 
-    def _moment_of(
-        self, source: LogicalSource, moments: Mapping[str, TensorEntry]
-    ) -> LogicalSource:
+    def _moment_of(self, source: SourceTensor, moments: Mapping[str, TensorEntry]) -> SourceTensor:
         """Return the moment of a parameter, or the zeros that fill up moments as they do that."""
         zeros = self.zeros.get(source.key)
         if zeros is None:
@@ -252,7 +250,7 @@ def name_parts(name: str) -> Iterator[str]:
             yield ".".join(pieces[start : start + length])
 
 
-def _source_of(parameter: LogicalSource, name: str) -> LogicalSource:
+def _source_of(parameter: SourceTensor, name: str) -> SourceTensor:
     """Return what an optimizer calls *name* as it is read where *parameter* is its parameter."""
     kinds = {part for part in name.split(".") if part in COPIES or _STATISTIC.search(part)}
     if parameter.plus and not kinds:

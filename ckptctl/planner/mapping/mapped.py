@@ -61,10 +61,17 @@ class RedundantData:
 
 
 class SourceTensor(NamedTuple):
-    """A stored tensor of the source."""
+    """A stored tensor of the source, and the logical tensor that is read from it.
+
+    Attributes:
+        logical: Name of the logical tensor with indices filled in, as in ``q.3``.
+        plus: What is added to each of its elements, which are then computed, not copied.
+    """
 
     key: str
     shape: tuple[int, ...]
+    logical: str
+    plus: int = 0
 
 
 class TargetTensor(NamedTuple):
@@ -84,22 +91,25 @@ class MappedTensor:
     """One logical tensor on both sides.
 
     Attributes:
-        logical: Its name with indices filled in, as in ``q.3``.
-        sources: The stored tensors that together hold it.
+        sources: The stored tensors that together hold it; there is at least one.
         targets: Those that are to hold it.
-        plus: What is added to each of its elements, which are then computed, not copied.
     """
 
-    logical: str
     sources: tuple[SourceTensor, ...]
     targets: tuple[TargetTensor, ...]
-    plus: int = 0
 
     @classmethod
-    def same(cls, source: str, target: str, shape: tuple[int, ...]) -> MappedTensor:
-        """Return a stored tensor that keeps its axes, whatever they are."""
-        written = TargetTensor(target, stand_in(0, shape))
-        return cls(target, (SourceTensor(source, shape),), (written,))
+    def same(
+        cls, source: str, target: str, shape: tuple[int, ...], logical: str = ""
+    ) -> MappedTensor:
+        """Return a stored tensor that keeps its axes; *logical* is *target* if it is unknown."""
+        read = SourceTensor(source, shape, logical or target)
+        return cls((read,), (TargetTensor(target, stand_in(0, shape)),))
+
+    @property
+    def logical(self) -> str:
+        """Return its name with indices filled in."""
+        return self.sources[0].logical
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,19 +128,6 @@ class Zeros:
     like: str = ""
 
 
-class LogicalSource(NamedTuple):
-    """A stored tensor of the source, and the logical tensor that is read from it.
-
-    Attributes:
-        plus: What is added to each of its elements.
-    """
-
-    key: str
-    shape: tuple[int, ...]
-    logical: str
-    plus: int = 0
-
-
 @dataclass(frozen=True, slots=True)
 class ComposedTensor:
     """A stored tensor of the target, composed of elements of the source's stored tensors.
@@ -141,12 +138,12 @@ class ComposedTensor:
 
     key: str
     tensor: Strided
-    sources: tuple[LogicalSource, ...]
+    sources: tuple[SourceTensor, ...]
 
     @classmethod
     def same(cls, source: str, target: str, shape: tuple[int, ...]) -> ComposedTensor:
         """Return a stored tensor that keeps its axes, whatever they are."""
-        return cls(target, stand_in(0, shape), (LogicalSource(source, shape, target),))
+        return cls(target, stand_in(0, shape), (SourceTensor(source, shape, target),))
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -159,9 +156,9 @@ class ComposedTensor:
         return dict.fromkeys([source.key for source in self.sources])
 
     @property
-    def logical(self) -> dict[str, list[LogicalSource]]:
+    def logical(self) -> dict[str, list[SourceTensor]]:
         """Return the source's tensors by the logical tensors that are read from them."""
-        groups: dict[str, list[LogicalSource]] = {}
+        groups: dict[str, list[SourceTensor]] = {}
         for source in self.sources:
             groups.setdefault(source.logical, []).append(source)
         return groups
@@ -229,13 +226,14 @@ def compose(
     """
     composed: dict[str, ComposedTensor] = {}
     for mapped in tensors:
-        logical, plus = mapped.logical, mapped.plus
-        sources = tuple(
-            [
-                LogicalSource(key if is_computed(key) else root + key, shape, logical, plus)
-                for key, shape in mapped.sources
-            ]
-        )
+        sources = mapped.sources
+        if root:
+            sources = tuple(
+                [
+                    one if is_computed(one.key) else SourceTensor(root + one.key, *one[1:])
+                    for one in sources
+                ]
+            )
         for target in mapped.targets:
             key, tensor = prefix + target.key, target.tensor
             made = ComposedTensor(key, tensor, sources)
@@ -262,7 +260,8 @@ def require_covered(tensors: Sequence[MappedTensor]) -> None:
 
 def notes_on_sums(tensors: Iterable[MappedTensor]) -> Iterator[str]:
     """Yield notes on tensors to whose elements a number is added."""
-    sums = Counter((one.logical.partition(".")[0], one.plus) for one in tensors if one.plus)
+    read = (one.sources[0] for one in tensors)
+    sums = Counter((one.logical.partition(".")[0], one.plus) for one in read if one.plus)
     for (name, plus), count in sums.items():
         done = "added to" if plus > 0 else "subtracted from"
         yield (

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import shlex
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import groupby, islice
 
 from ckptctl.catalog import computed_name
@@ -291,8 +291,9 @@ class _Run:
         if is_same and stays_interleaved(tensor, self.source.layout, self.target):
             for lead in () if stored.part else sorted(keys):
                 there = key_of(self.target, tensor, values, lead, self.numbering)
-                same = MappedTensor.same(keys[lead], there, self.source.shapes[keys[lead]])
-                yield replace(same, logical=".".join([name, *map(str, lead)]))
+                label = ".".join([name, *map(str, lead)])
+                shape = self.source.shapes[keys[lead]]
+                yield MappedTensor.same(keys[lead], there, shape, label)
             return
         both = [axis for axis in stored.spread if axis in wanted.spread]
         self._require_few(wanted, both, keys)
@@ -301,7 +302,8 @@ class _Run:
             targets = _shared(wanted, leads(wanted, self.sizes, fixed), both)
             pairs = targets.get(shared, ())
             entries = {own: self.source.shapes[keys[lead]] for lead, own in members}
-            reads = [SourceTensor(keys[lead], entries[own]) for lead, own in members]
+            label, plus = ".".join([name, *map(str, shared)]), wanted.plus - stored.plus
+            reads = [SourceTensor(keys[lead], entries[own], label, plus) for lead, own in members]
             tensors = self._rearranged(tensor, origin, entries, [own for _, own in pairs])
             writes = [
                 TargetTensor(key_of(self.target, tensor, values, lead, self.numbering), one)
@@ -309,9 +311,7 @@ class _Run:
             ]
             if held.name in self.resized:
                 self._add_zeros(reads, writes)
-            label = ".".join([name, *map(str, shared)])
-            plus = wanted.plus - stored.plus
-            yield MappedTensor(label, tuple(reads), tuple(writes), plus)
+            yield MappedTensor(tuple(reads), tuple(writes))
 
     def _add_zeros(self, reads: list[SourceTensor], writes: Sequence[TargetTensor]) -> None:
         """Add the zeros that targets have behind the elements of the tensors that are read."""
@@ -320,7 +320,7 @@ class _Run:
         for key, part in islice(added, 1):
             name, shape = computed_name(f"{key}@{part.origin}"), part.of.shape
             self.zeros.append(Zeros(name, shape, like=reads[0].key))
-            reads.append(SourceTensor(name, shape))
+            reads.append(reads[0]._replace(key=name, shape=shape))
 
     def _require_few(self, wanted: Leaf, both: Sequence[str], keys: Mapping[Lead, str]) -> None:
         """Refuse to spread an axis over more keys than any model has."""

@@ -88,12 +88,13 @@ class _TileCopies:
 
     def _row(self, row: int, height: int, width: int) -> MappedTensor:
         """Return the copy of one ratio."""
-        read = SourceTensor(self.source, (self.tiles, self.tiles, *self.inner))
+        shape = self.tiles, self.tiles, *self.inner
+        read = SourceTensor(self.source, shape, f"{self.target}.{height}x{width}")
         grid = stand_in(0, read.shape)
         part = grid.narrow(0, 0, height).narrow(1, 0, width).merge(0, len(grid.shape))
         tensor = part.place(0, 0, self.tiles * self.width).merge(0, 0).place(0, row, self.rows)
         written = TargetTensor(self.target, tensor)
-        return MappedTensor(f"{self.target}.{height}x{width}", (read,), (written,))
+        return MappedTensor((read,), (written,))
 
     def gridded(self) -> Tiling:
         """Put a grid together from the rows of all ratios."""
@@ -122,13 +123,14 @@ class _TileCopies:
 
     def _place(self, place: tuple[int, int], held: Region) -> MappedTensor:
         """Return the copy of one place."""
-        read = SourceTensor(self.source, (self.rows, self.tiles * self.width))
+        shape = self.rows, self.tiles * self.width
+        read = SourceTensor(self.source, shape, f"{self.target}.{place[0]}.{place[1]}")
         row, start = held.origin
         part = stand_in(0, read.shape).select(0, row).narrow(0, start, self.width)
         part = part.split(0, (1, 1, *self.inner))
         tensor = part.place(0, place[0], self.tiles).place(1, place[1], self.tiles)
         written = TargetTensor(self.target, tensor)
-        return MappedTensor(f"{self.target}.{place[0]}.{place[1]}", (read,), (written,))
+        return MappedTensor((read,), (written,))
 
     def _unused(self, key: str) -> Iterator[Region]:
         """Yield the parts of the rows that no ratio needs: row 0, and the ends of the others."""

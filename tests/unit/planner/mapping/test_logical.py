@@ -164,8 +164,7 @@ def fused(*names: str) -> list[MappedTensor]:
     sizes = (2,)
     return [
         MappedTensor(
-            name,
-            (SourceTensor(name, sizes),),
+            (SourceTensor(name, sizes, name),),
             (TargetTensor("ab", stand_in(0, sizes).place(0, at, 4)),),
         )
         for name, at in (("a", 0), ("b", 2))
