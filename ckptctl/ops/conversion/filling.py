@@ -79,10 +79,10 @@ def fill_from_base(draft: Draft) -> Draft:
     family = families.family(base.model_type or "")
     # Which tensors are taken is noted first, but known last.
     notes, draft = draft.notes, replace(draft, notes=Notes())
-    draft = _as_type_of_base(draft, base, family)
+    draft = _understand_as_base(draft, base, family)
     _require_same_facts(draft, base, family)
     draft, change = _in_one_layout(draft, base, family)
-    draft = _take(draft, base, family, change)
+    draft = _take_tensors(draft, base, family, change)
     if draft.filled_from:
         notes.add(f"filled from {base.catalog.path}: {listed([*draft.filled_from])}")
     else:
@@ -121,7 +121,7 @@ def _another_model_error(draft: Draft, base: Model, why: str, hint: str = "") ->
 # ------------------------------------------------------------------------------ the same model
 
 
-def _as_type_of_base(draft: Draft, base: Model, family: Family) -> Draft:
+def _understand_as_base(draft: Draft, base: Model, family: Family) -> Draft:
     """Understand the source as of the base's model type, or as the text model of it."""
     known = draft.model
     if known.model_type == family.name:
@@ -130,7 +130,7 @@ def _as_type_of_base(draft: Draft, base: Model, family: Family) -> Draft:
         draft = replace(draft, model=known.as_type(family.name))
         if draft.model.candidates:
             return draft
-    found = _as_text_model(draft, family)
+    found = _rename_text_model(draft, family)
     if found is None:
         raise _another_model_error(
             draft,
@@ -146,7 +146,7 @@ def _as_type_of_base(draft: Draft, base: Model, family: Family) -> Draft:
     return found
 
 
-def _as_text_model(draft: Draft, whole: Family) -> Draft | None:
+def _rename_text_model(draft: Draft, whole: Family) -> Draft | None:
     """Call a text model's tensors what they are called in *whole*, which sees pictures as well.
 
     Returns:
@@ -175,7 +175,7 @@ def _as_text_model(draft: Draft, whole: Family) -> Draft | None:
     change = map_tensors(joint, ALONE, HF, shapes, sizes, partial=True, tied=False)
     described = tuple(_nested(one, config, module) for one in assets.described)
     draft = replace(draft, assets=replace(assets, described=described), origins={})
-    draft = _renamed(draft, change, known.root)
+    draft = _rename_tensors(draft, change, known.root)
     request = Request(whole.name, None, known.root.rstrip(".") or ".", options.sizes)
     found = understand(draft.catalog, assets.documents, request)
     return replace(draft, model=replace(found, layout=HF))
@@ -218,7 +218,7 @@ def _in_one_layout(draft: Draft, base: Model, family: Family) -> tuple[Draft, Ch
             continue
         try:
             change = _change_base(base, layout)
-            return _in_layout(draft, layout), change
+            return _rename_to_layout(draft, layout), change
         except HomelessError as error:
             problem = problem or error
     raise problem or _another_model_error(
@@ -236,17 +236,17 @@ def _change_base(base: Model, layout: str) -> Change:
         raise
 
 
-def _in_layout(draft: Draft, layout: str) -> Draft:
+def _rename_to_layout(draft: Draft, layout: str) -> Draft:
     """Call the source's tensors what they are called in *layout*."""
     known = replace(draft.model, described=draft.assets.described)
     if known.layout in (layout, None) or layout in known.alike:
         return draft
     change = change_layout(known, known.tensors, LayoutRequest(layout, partial=True))
-    draft = _renamed(draft, change, known.root)
+    draft = _rename_tensors(draft, change, known.root)
     return replace(draft, model=replace(known, catalog=draft.catalog, layout=layout, alike=()))
 
 
-def _renamed(draft: Draft, change: Change, root: str) -> Draft:
+def _rename_tensors(draft: Draft, change: Change, root: str) -> Draft:
     """Call the source's tensors what they are called after *change*; nothing is copied for that.
 
     Raises:
@@ -270,7 +270,9 @@ def _renamed(draft: Draft, change: Change, root: str) -> Draft:
     old = {key: catalog.tensors[composed.sources[0].key] for key, composed in parts.items()}
     paths = {key: _path_beside(entry, root, key) for key, entry in old.items()}
     moved = {key: one for key, one in parts.items() if not one.renames}
-    entries, files = _virtual_tensors(summed, moved, root, f"{change.target_layout}/{root}", paths)
+    entries, files = _make_virtual_tensors(
+        summed, moved, root, f"{change.target_layout}/{root}", paths
+    )
     origins: dict[str, str] = {}
     for key, entry in old.items():
         if key not in moved:
@@ -285,7 +287,7 @@ def _renamed(draft: Draft, change: Change, root: str) -> Draft:
     return replace(draft, origins=origins)
 
 
-def _virtual_tensors(
+def _make_virtual_tensors(
     catalog: Catalog,
     parts: Mapping[str, ComposedTensor],
     root: str,
@@ -321,7 +323,7 @@ def _path_beside(entry: TensorEntry, root: str, key: str) -> KeyPath:
 # ------------------------------------------------------------------------------ what is taken
 
 
-def _take(draft: Draft, base: Model, family: Family, change: Change) -> Draft:
+def _take_tensors(draft: Draft, base: Model, family: Family, change: Change) -> Draft:
     """Add tensors of the base, and those that follow from the source's own.
 
     Layers that predict further tokens may repeat the embedding and the head: the source's.
@@ -341,7 +343,7 @@ def _take(draft: Draft, base: Model, family: Family, change: Change) -> Draft:
     beside = next(iter(own.values()), None) if lacking else None
     paths = {key: _path_beside(beside, root, key) for key in lacking} if beside else {}
     lender = _with_label(catalog, "fill")
-    entries, files = _virtual_tensors(lender, copied, root, "fill/", paths)
+    entries, files = _make_virtual_tensors(lender, copied, root, "fill/", paths)
     taken = {key: entry for key, entry in entries.items() if key in stored}
     made: list[TensorEntry] = []
     origins = dict(draft.origins)

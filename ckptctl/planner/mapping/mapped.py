@@ -230,8 +230,8 @@ def compose(
         if root:
             sources = tuple(
                 [
-                    one if is_computed(one.key) else SourceTensor(root + one.key, *one[1:])
-                    for one in sources
+                    SourceTensor(key if is_computed(key) else root + key, shape, logical, plus)
+                    for key, shape, logical, plus in sources
                 ]
             )
         for target in mapped.targets:
