@@ -14,7 +14,7 @@ from ckptctl.planner.layouts import Family
 from ckptctl.planner.mapping.mapped import MappedTensor, compose
 from ckptctl.planner.mapping.matching import key_of, leads, slots
 from ckptctl.planner.mapping.numbering import planned
-from ckptctl.planner.mapping.tensors import map_tensors
+from ckptctl.planner.mapping.tensors import Change, map_tensors
 from tests.unit.planner.test_strided import elements_of_parts
 
 FAMILIES = families()
@@ -130,6 +130,12 @@ def moved(found, values):
         place = elements_of_parts(composed.elements(entries), places)
         result[key] = np.where(place < 0, -1, flat[place] + composed.sources[0].plus)
     return result
+
+
+def copies(change: Change) -> dict[str, str]:
+    """Return the keys of tensors that are dropped as copies, each with the one that is kept."""
+    pairs = ((one.part, one.same_as) for one in change.redundant if one.kind == "tensor")
+    return {part.key: same_as.key for part, same_as in pairs if same_as}
 
 
 def stored_shapes(tensors: Iterable[MappedTensor]) -> dict[str, tuple[int, ...]]:

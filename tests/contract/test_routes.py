@@ -10,6 +10,7 @@ from ckptctl.planner.mapping.preview import Router
 from tests.contract.tables import (
     FAMILIES,
     PAIRS,
+    copies,
     direct,
     mapped,
     moved,
@@ -54,7 +55,7 @@ def test_a_route_says_what_a_conversion_does(name, source, target):
     shapes = tiny(family, source)
     plan = mapped(family, source, target, shapes)
     values = numbered(shapes)
-    for kept, other in plan.must_equal:
+    for other, kept in copies(plan).items():
         values[other] = values[kept]
     result = moved(plan, values)
     reached = set()

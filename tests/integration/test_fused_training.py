@@ -119,3 +119,52 @@ def test_state_that_does_not_agree_is_refused(
     with pytest.raises(CkptError, match=said):
         ckptctl.convert(tmp_path / "in.pt", tmp_path / "out.pt", to="torch", **options)
     assert not (tmp_path / "out.pt").exists()
+
+
+def without_settings(state: dict[str, torch.Tensor], container: str) -> dict[str, Any]:
+    """A trainer's state of tensors only, with the model at the top or in *container*."""
+    moments = {n: v for n, v in training(state)["optimizer"].items() if torch.is_tensor(v)}
+    return {**({container: state} if container else state), "optimizer": moments}
+
+
+@pytest.mark.parametrize("container", ["", "model"])
+def test_load_fuses_moments_and_counters(tmp_path: Path, container: str) -> None:
+    state = phi3()
+    save_dcp(tmp_path / "in", without_settings(split_phi3(state), container))
+    blank = {name: torch.zeros_like(value) for name, value in state.items()}
+    found = without_settings(blank, container)
+    report = ckptctl.load(found, tmp_path / "in", model_type="phi3")
+    for name, value in without_settings(state, container)["optimizer"].items():
+        assert torch.equal(found["optimizer"][name], value), name
+    counter = "optimizer.state.layers.0.attn.{}_proj.weight.step"
+    assert report.left_out[counter.format("k")] == f"the same as `{counter.format('q')}`"
+
+
+@pytest.mark.parametrize("container", ["", "model"])
+def test_load_refuses_counters_that_differ(tmp_path: Path, container: str) -> None:
+    state = phi3()
+    saved = without_settings(split_phi3(state), container)
+    saved["optimizer"]["state.layers.0.attn.k_proj.weight.step"] = torch.tensor(8.0)
+    save_torch(tmp_path / "in.pt", saved)
+    for strict in (True, False):
+        with pytest.raises(CkptError, match=r"k_proj\.weight\.step.*have different values"):
+            ckptctl.load(
+                without_settings(state, container),
+                tmp_path / "in.pt",
+                model_type="phi3",
+                strict=strict,
+            )
+
+
+def test_diff_names_counters_that_differ(tmp_path: Path) -> None:
+    state = phi3()
+    saved = without_settings(split_phi3(state), "")
+    save_torch(tmp_path / "a.pt", without_settings(state, ""))
+    save_torch(tmp_path / "same.pt", saved)
+    counter = "state.layers.0.attn.k_proj.weight.step"
+    saved["optimizer"][counter] = torch.tensor(8.0)
+    save_torch(tmp_path / "other.pt", saved)
+    options: Any = {"model_type": "phi3"}
+    assert ckptctl.diff(tmp_path / "a.pt", tmp_path / "same.pt", **options).same
+    found = ckptctl.diff(tmp_path / "a.pt", tmp_path / "other.pt", **options)
+    assert found.b.only == (f"optimizer.{counter}",)

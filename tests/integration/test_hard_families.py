@@ -53,6 +53,20 @@ def test_a_part_keeps_the_numbers_of_the_whole(tmp_path: Path, chosen: list[str]
     assert part and all(same(part[key], whole[key]) for key in part)
 
 
+@pytest.mark.parametrize(("row", "column"), [(0, 0), (2, 0), (2, -1)])
+def test_diff_names_tile_embeddings_that_are_no_grid(tmp_path: Path, row: int, column: int) -> None:
+    """Rows for aspect ratios repeat the tiles of others, and are zero behind them."""
+    golden = Golden.read("llama3_vision")
+    converted(golden.save(tmp_path / "hf"), tmp_path / "meta.pt", to_layout="meta")
+    state = golden.state()
+    name = "vision_model.pre_tile_positional_embedding.embedding.weight"
+    state[name] = state[name].clone()
+    state[name][row, column] += 1
+    torch.save(state, tmp_path / "other.pt")
+    found = ckptctl.diff(tmp_path / "meta.pt", tmp_path / "other.pt", model_type="llama3_vision")
+    assert not found.same and found.b.only == (name,)
+
+
 def test_config_json_inserts_other_layers(tmp_path: Path) -> None:
     source = Golden.read("llama3_vision").save(tmp_path / "hf")
     config = json.loads((source / "config.json").read_text())

@@ -143,7 +143,7 @@ class Reader(StorageReader):
         seen = [one.storage_data for one in plans if isinstance(one.storage_data, Fingerprint)]
         require_same_checkpoint(seen, str(self.checkpoint_id))
         mapping = self._mapping()
-        if mapping.names_to_prove:
+        if mapping.redundant:
             require_nothing_lost(mapping)
         return plans
 

@@ -124,7 +124,7 @@ class CollectiveLoad:
             ranks, lambda: (own.plan(wanted), measure_speed(own.catalog) if timed else 0.0)
         )
         mapping = plan.reading.mapping
-        if mapping.names_to_prove:
+        if mapping.redundant:
             on_first(ranks, lambda: require_nothing_lost(mapping))
         if broadcast == "auto" and ranks.world > 1:
             broadcast = should_broadcast(hosts, speeds)

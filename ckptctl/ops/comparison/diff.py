@@ -19,14 +19,13 @@ from ckptctl.ops.comparison.pairing import Pair, Pairing, Scope, map_other, pair
 from ckptctl.ops.comparison.result import Difference, LeafDifference, TensorDifference
 from ckptctl.ops.comparison.values import Windows, compare_leaves, same_checksums
 from ckptctl.ops.conversion.leaves import unpacked
-from ckptctl.ops.conversion.proofs import not_padding
+from ckptctl.ops.conversion.proofs import find_lost
 from ckptctl.ops.loading.state_mapping import MappingRequest, StateMapping, keep_names
 from ckptctl.ops.recognition.model import Request
 from ckptctl.ops.recognition.quantized import dequantized, quantized
 from ckptctl.ops.recognition.roots import checked_root, outside
 from ckptctl.ops.sources import located, open_source
-from ckptctl.planner.mapping.mapped import Padding
-from ckptctl.storage.compare import Errors, Tolerance, all_zero, equal
+from ckptctl.storage.compare import Errors, Tolerance
 from ckptctl.storage.computed import open_reader
 from ckptctl.storage.paths import shown
 from ckptctl.storage.threads import Watch, unwatched
@@ -215,7 +214,8 @@ def _values(
     alike = [one for one in pairs if one.entry.shape == one.composed.shape and "," not in one.dtype]
     names = [key for one in alike for key in one.composed.keys]
     a = located(first, [one.entry.name for one in alike])
-    other = located(mapping.catalog, [*names, *mapping.names_to_prove])
+    names += [key for one in mapping.redundant for key in one.keys]
+    other = located(mapping.catalog, names)
     mapping = replace(mapping, catalog=other)
     known = [one for one in alike if options.quick and _known(a, other, one)]
     skipped = {one.entry.name for one in known}
@@ -230,7 +230,9 @@ def _values(
     with progress(total) as advance:
         windows = Windows(keep_names(a), mapping, options.jobs or 0, bitwise)
         errors = windows.errors(todo, tolerance, advance)
-    lost, lost_read = _lost(mapping)
+    with open_reader(other) as files:  # what has no place in A's layout
+        lost = dict.fromkeys(one.part.key for one in find_lost(files, other, mapping.redundant))
+        lost_read = files.bytes_read
     read_a, read_b = windows.bytes_read
     return _Compared(errors, len(known), (read_a, read_b + lost_read), tuple(lost), bitwise)
 
@@ -252,19 +254,6 @@ def _known(a: Catalog, b: Catalog, one: Pair) -> bool:
         return False
     held = b.tensors[one.composed.sources[0].key]
     return held.shape == one.composed.shape and same_checksums(a.tensors[one.entry.name], held)
-
-
-def _lost(mapping: StateMapping) -> tuple[list[str], int]:
-    """Return what has no place in A's layout and holds what nothing else does; and bytes read."""
-    catalog = mapping.catalog
-    with open_reader(catalog) as files:
-        lost = [n for n in mapping.must_be_zero if not all_zero(files, catalog.tensors[n])]
-        for padding in (one for one in mapping.omissions if isinstance(one, Padding)):
-            lost += not_padding(files, catalog, mapping.root, padding)
-        for kept, dropped in mapping.must_equal:
-            if not equal(files, catalog.tensors[kept], catalog.tensors[dropped]):
-                lost.append(dropped)
-        return lost, files.bytes_read
 
 
 def _tensor(one: Pair, errors: Errors | None) -> TensorDifference:

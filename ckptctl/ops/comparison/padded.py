@@ -8,13 +8,13 @@ from dataclasses import replace
 from ckptctl import families, formats
 from ckptctl.catalog import Catalog
 from ckptctl.formats.base import WritableFormat
-from ckptctl.ops.conversion.proofs import not_padding
+from ckptctl.ops.conversion.proofs import find_lost
 from ckptctl.ops.loading.state_mapping import StateMapping
 from ckptctl.ops.recognition.recorded import Records
 from ckptctl.ops.recognition.vocabulary import AXIS
 from ckptctl.planner.copying.blocks import view
 from ckptctl.planner.layouts import Stored
-from ckptctl.planner.mapping.mapped import Padding, Region
+from ckptctl.planner.mapping.mapped import RedundantData, Region
 from ckptctl.planner.strided import Strided
 from ckptctl.storage.computed import open_reader
 from ckptctl.units import counted
@@ -36,14 +36,14 @@ def without_padding(a: Catalog, mapping: StateMapping) -> tuple[Catalog, int]:
     a = replace(a, tensors={**a.tensors, **located})
     bytes_read = 0
     if not Records(a).state_padding(before, size):
-        empty = (
-            Region(name, (size, *(0,) * (len(shape) - 1)), (before - size, *shape[1:]))
+        parts = (
+            Region(name, (size, *(0,) * len(shape)), (before - size, *shape))
             for name in longer
-            for shape in [a.tensors[name].shape]
+            for shape in [a.tensors[name].shape[1:]]
         )
         with open_reader(a) as files:
-            padding = Padding((), tuple(empty), before, size)
-            used = any(not_padding(files, a, "", padding))
+            padding = (RedundantData(one, kind="padding") for one in parts)
+            used = any(find_lost(files, a, padding))
             bytes_read = files.bytes_read
         if used:
             return a, bytes_read

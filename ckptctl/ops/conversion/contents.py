@@ -22,18 +22,12 @@ from ckptctl.ops.conversion.leaves import (
 )
 from ckptctl.ops.conversion.selection import skip_parts
 from ckptctl.ops.conversion.training import Rest, follow
-from ckptctl.ops.recognition.layout_change import (
-    LayoutRequest,
-    apply_change,
-    change_layout,
-    with_sums,
-    with_zeros,
-)
+from ckptctl.ops.recognition.layout_change import LayoutRequest, apply_change, change_layout
 from ckptctl.ops.recognition.model import require_one_model, root_hint
 from ckptctl.ops.sources import located
 from ckptctl.planner.configs.facts import tying
 from ckptctl.planner.layouts import HF
-from ckptctl.planner.mapping.mapped import ComposedTensor, LogicalSource
+from ckptctl.planner.mapping.mapped import ComposedTensor, SourceTensor
 
 
 def layout_request(draft: Draft) -> LayoutRequest:
@@ -92,14 +86,12 @@ def list_output_tensors(draft: Draft) -> Draft:
         else:
             homeless += item.keys
     catalog, model = apply_change(catalog, change, root, draft.output_root)
-    catalog = with_sums(with_zeros(catalog, rest.zeros, ""), rest.tensors.values())
+    catalog = rest.add_virtual_tensors(catalog)
     mapped = {**model, **rest.tensors}
-    equal = [(root + kept, root + dropped) for kept, dropped in change.must_equal]
-    equal += rest.must_equal
+    redundant = (*(one.under(root) for one in change.redundant), *rest.redundant)
     read = {key for composed in mapped.values() for key in composed.keys}
     taken = {name: origin for name, origin in draft.filled_from.items() if name in read}
-    read |= {name for pair in equal for name in pair}
-    read |= {root + name for name in change.must_be_zero}
+    read.update(*(one.keys for one in redundant))
     bytes_of = located(catalog, [name for name in catalog.tensors if name in read])
     catalog = replace(catalog, tensors=bytes_of.tensors)
     aliases = _shares_memory(draft, catalog, model)
@@ -127,7 +119,7 @@ def list_output_tensors(draft: Draft) -> Draft:
         mapped=mapped,
         tensors=tensors,
         blobs=blobs,
-        must_equal=tuple(equal),
+        redundant=redundant,
         filled_from=taken,
     )
 
@@ -244,7 +236,7 @@ def _memory(composed: ComposedTensor, entries: Mapping[str, TensorEntry]) -> obj
 
 def _dtype(
     key: str,
-    logical: Mapping[str, Sequence[LogicalSource]],
+    logical: Mapping[str, Sequence[SourceTensor]],
     entries: Mapping[str, TensorEntry],
     dtype: str | None,
     pinned: Collection[str],

@@ -16,7 +16,7 @@ from ckptctl.ops.recognition.model import Model
 from ckptctl.ops.recognition.roots import Selection
 from ckptctl.planner.layouts import BASE, HF, is_base
 from ckptctl.planner.mapping.adapters import is_adapter
-from ckptctl.planner.mapping.mapped import ComposedTensor
+from ckptctl.planner.mapping.mapped import ComposedTensor, RedundantData
 from ckptctl.planner.mapping.tensors import Change
 from ckptctl.planner.plan import RawCopy
 
@@ -81,8 +81,8 @@ class Draft:
             ``list_output_tensors``, as the next three.
         tensors: The tensors of the output, in order.
         blobs: The values of the output that are no tensors.
-        must_equal: Pairs of names in *inputs*, kept and dropped. Before anything is written,
-            ``run_conversion`` proves that their bytes are the same.
+        redundant: Elements of tensors of *inputs* that are dropped. Before anything is written,
+            ``run_conversion`` proves that they are zero, or the same as others.
         quantization: The tensors that are quantized while they are copied, or None. Set by
             ``--quantize``.
         adapter: What adapter_config.json says of an adapter, or None. Set by a step.
@@ -111,7 +111,7 @@ class Draft:
     mapped: Mapping[str, ComposedTensor] = field(default_factory=dict)
     tensors: tuple[OutputTensor, ...] = ()
     blobs: Sequence[Blob] = ()
-    must_equal: tuple[tuple[str, str], ...] = ()
+    redundant: tuple[RedundantData, ...] = ()
     quantization: Quantization | None = None
     adapter: Mapping[str, object] | None = None
     output: Output = field(default_factory=lambda: Output((), (), {}))

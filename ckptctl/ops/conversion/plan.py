@@ -19,6 +19,7 @@ from ckptctl.ops.conversion.summary import Summary
 from ckptctl.ops.recognition.model import Model
 from ckptctl.ops.verification.items import replicated
 from ckptctl.planner.copying.copies import permutes
+from ckptctl.planner.mapping.mapped import RedundantData
 from ckptctl.planner.mapping.tensors import Change
 from ckptctl.planner.plan import Plan
 from ckptctl.results import Inline, JsonField, Result, rounded
@@ -73,7 +74,7 @@ class ConversionPlan(
         change: How the layout changes.
         output: The tensors that will be written, in order.
         plan: What the executor does.
-        must_equal: Names in the source, kept and left out, whose bytes have to be the same.
+        redundant: Elements of the source that are dropped, to be proven redundant.
         upload: Whether its files are uploaded one by one: the destination is a URL.
         replicated: The tensors with copies that are to be compared; None: none are.
         log: What was said while it was made, and why something is not in the output.
@@ -97,7 +98,7 @@ class ConversionPlan(
         JsonField("absolute path", of="target"),
         JsonField("SHA-256 of the plan; equal digests mean equal outputs", of="digest"),
     ]
-    must_equal: tuple[tuple[str, str], ...]
+    redundant: tuple[RedundantData, ...]
     summary: Annotated[Summary, JsonField("tensor counts before and after")]
     log: Notes
     free_bytes: Annotated[int, JsonField("free bytes on the target file system")]
@@ -329,7 +330,7 @@ def describe_plan(
         change=draft.change,
         output=draft.tensors,
         plan=plan,
-        must_equal=draft.must_equal,
+        redundant=draft.redundant,
         taken=draft.filled_from,
         base=draft.base.path if draft.base and draft.filled_from else None,
         summary=summary,

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
-from ckptctl.catalog import Box, Catalog
+from ckptctl.catalog import Catalog, TensorEntry
 from ckptctl.errors import CkptError, MappingError, StorageError, spell_option
 from ckptctl.ops.conversion.plan import ConversionPlan
 from ckptctl.ops.ranks import sharing
@@ -15,126 +14,106 @@ from ckptctl.ops.ranks.coordinator import Alone, Coordinator, together
 from ckptctl.ops.ranks.sharing import portion
 from ckptctl.ops.verification.items import portion_of
 from ckptctl.ops.verification.items import require_equal as replicas_equal
+from ckptctl.planner.copying.blocks import view
 from ckptctl.planner.mapping.adapters import ADAPTER_LAYOUTS, CANONICAL
-from ckptctl.planner.mapping.mapped import Omission, Padding, Region
+from ckptctl.planner.mapping.mapped import RedundantData, Region
 from ckptctl.planner.plan import Plan, RawCopy
+from ckptctl.planner.strided import Strided
 from ckptctl.storage.compare import all_zero, equal
 from ckptctl.storage.computed import open_reader
 from ckptctl.storage.crc import crc_of
 from ckptctl.storage.files import Readable, SourceFiles, source_files
 from ckptctl.storage.paths import path_at
 from ckptctl.storage.publish import Staging
-from ckptctl.storage.tensor_reader import TensorReader
 from ckptctl.units import counted
 
-Proof = tuple[int, Callable[[], None]]
-"""Bytes that are read, and what raises if something does not hold."""
 
-
-def require_equal(plan: ConversionPlan, ranks: Coordinator) -> None:
-    """Prove that tensors which are dropped hold what the kept ones hold, or nothing at all."""
+def require_redundant(plan: ConversionPlan, ranks: Coordinator) -> None:
+    """Prove that copies of saved tensors are equal, and that dropped data is redundant."""
     if plan.replicated is not None:
         replicas_equal(portion_of(plan.replicated, ranks))
-    change = plan.change
-    if not (change.must_be_zero or change.omissions or plan.must_equal):
+    if not plan.redundant:
         return
+    entries = plan.source.tensors
+    shares = portion(ranks, plan.redundant, lambda one: entries[one.part.key].nbytes)
     with open_reader(plan.source) as files:
-        found = [*_zeros(plan, files), *_equals(plan, files)]
-        for _, prove in portion(ranks, found, lambda proof: proof[0]):
-            prove()
+        for lost in find_lost(files, plan.source, shares):
+            raise _lost_error(plan, lost)
 
 
-def _zeros(plan: ConversionPlan, files: Readable) -> Iterator[Proof]:
-    root = plan.recognition.root
-
-    def prove(name: str) -> None:
-        if not all_zero(files, plan.source.tensors[root + name]):
-            raise MappingError(
-                f"`{name}` is not zero, and layout `{plan.to_layout}` cannot store it",
-                where=plan.source.path,
-                why="skipping it would change the model",
-                hint=f"pass {spell_option(f'--exclude {name}')} to skip it anyway",
-            )
-
-    for name in plan.change.must_be_zero:
-        yield plan.source.tensors[root + name].nbytes, partial(prove, name)
+def find_lost(
+    files: Readable, catalog: Catalog, redundant: Iterable[RedundantData]
+) -> Iterator[RedundantData]:
+    """Yield what would be lost of *redundant*, because it is neither zero nor the same."""
+    for one in redundant:
+        part = _part_of(catalog, one.part)
+        if one.same_as is None:
+            is_redundant = all_zero(files, part)
+        else:
+            is_redundant = equal(files, _part_of(catalog, one.same_as), part)
+        if not is_redundant:
+            yield one
 
 
-def _equals(plan: ConversionPlan, files: Readable) -> Iterator[Proof]:
-    def prove(kept: str, dropped: str) -> None:
-        if not equal(files, *(plan.source.tensors[name] for name in (kept, dropped))):
-            raise _differ(plan, kept, dropped)
-
-    root = plan.recognition.root
-    for omission in plan.change.omissions:
-        yield 1, partial(require_nothing_omitted, files, plan.source, root, omission)
-    for kept, dropped in plan.must_equal:
-        yield plan.source.tensors[kept].nbytes, partial(prove, kept, dropped)
+def _part_of(catalog: Catalog, region: Region) -> TensorEntry:
+    entry = catalog.tensors[region.key]
+    if not region.sizes:
+        return entry
+    part = Strided.whole(entry)
+    for dim, (start, size) in enumerate(zip(region.origin, region.sizes, strict=True)):
+        part = part.narrow(dim, start, size)
+    return view(entry, part)
 
 
-def _differ(plan: ConversionPlan, kept: str, dropped: str) -> MappingError:
-    tied = dropped.removeprefix(plan.recognition.root) in plan.dropped
-    apart = f"{plan.to_layout}{CANONICAL}"
+def _lost_error(plan: ConversionPlan, lost: RedundantData) -> MappingError:
+    """Build the error for data that a conversion would lose."""
+    if lost.kind != "tensor":
+        return lost_part_error(plan.source, lost)
+    key = lost.part.key
+    name = key.removeprefix(plan.recognition.root)
+    if lost.same_as is None:
+        return MappingError(
+            f"`{name}` is not zero, and layout `{plan.to_layout}` cannot store it",
+            where=plan.source.path,
+            why="skipping it would change the model",
+            hint=f"pass {spell_option(f'--exclude {name}')} to skip it anyway",
+        )
+    if name in plan.dropped:
+        return MappingError(
+            f"`{key}` is tied to `{lost.same_as.key}` but has different values",
+            where=plan.source.path,
+            why="the configuration or the model type states that they are tied",
+            hint=f"pass {spell_option('--untie')} to keep both",
+        )
+    both = f"{plan.to_layout}{CANONICAL}"
     return MappingError(
-        f"`{dropped}` is tied to `{kept}` but has different values"
-        if tied
-        else f"`{dropped}` and `{kept}` have different values",
+        f"`{key}` and `{lost.same_as.key}` have different values",
         where=plan.source.path,
-        why="the configuration or the model type states that they are tied"
-        if tied
-        else f"layout `{plan.to_layout}` stores them as one tensor",
-        hint=f"pass {spell_option('--untie')} to keep both"
-        if tied
-        else f"use layout `{apart}`, which stores both"
-        if apart in ADAPTER_LAYOUTS
-        else None,
+        why=f"layout `{plan.to_layout}` stores them as one tensor",
+        hint=f"use layout `{both}`, which stores both" if both in ADAPTER_LAYOUTS else None,
     )
 
 
-def require_nothing_omitted(
-    files: Readable, catalog: Catalog, root: str, omission: Omission
-) -> None:
-    """Prove that nothing is lost when rows for aspect ratios become a grid, or padding goes."""
-    if isinstance(omission, Padding):
-        _require_padding(files, catalog, root, omission)
-        return
-    for one, other in omission.equal:
-        if _read(files, catalog, root, one) != _read(files, catalog, root, other):
-            raise _irregular(catalog, root, one, f"row {other.origin[0]} has different values")
-    for part in omission.empty:
-        if any(_read(files, catalog, root, part)):
-            raise _irregular(catalog, root, part, "a part outside all tiles is not zero")
-
-
-def _require_padding(files: Readable, catalog: Catalog, root: str, padding: Padding) -> None:
-    for name in not_padding(files, catalog, root, padding):
-        raise MappingError(
-            f"rows beyond the vocabulary size of {padding.size:,} are not zero",
-            where=f"{catalog.path}, tensor `{name}`",
-            why=f"the tensor has {counted(padding.rows, 'row')}; no file states that the rest "
+def lost_part_error(catalog: Catalog, lost: RedundantData) -> MappingError:
+    """Build the error for a part of a tensor that an output would lose."""
+    key, origin, sizes = lost.part
+    if lost.kind == "padding":
+        (size, padding) = next((o, n) for o, n in zip(origin, sizes, strict=True) if o)
+        rows = size + padding
+        return MappingError(
+            f"rows beyond the vocabulary size of {size:,} are not zero",
+            where=f"{catalog.path}, tensor `{key}`",
+            why=f"the tensor has {counted(rows, 'row')}; no file states that the rest "
             "is padding, and config.json may belong to another model",
-            hint=f"pass {spell_option(f'--vocab-size {padding.size}')} to drop them anyway, or "
-            f"{spell_option(f'--vocab-size {padding.rows}')} to keep them",
+            hint=f"pass {spell_option(f'--vocab-size {size}')} to drop them anyway, or "
+            f"{spell_option(f'--vocab-size {rows}')} to keep them",
         )
-
-
-def not_padding(files: Readable, catalog: Catalog, root: str, padding: Padding) -> Iterator[str]:
-    """Yield the tensors that have something in rows that are to be left out."""
-    for part in padding.empty:
-        entry = catalog.tensors[root + part.key]
-        if any(map(any, TensorReader(files, entry).windows(Box(part.origin, part.sizes)))):
-            yield entry.name
-
-
-def _read(files: Readable, catalog: Catalog, root: str, part: Region) -> bytearray:
-    reader = TensorReader(files, catalog.tensors[root + part.key])
-    return reader.read(Box(part.origin, part.sizes))
-
-
-def _irregular(catalog: Catalog, root: str, part: Region, why: str) -> MappingError:
+    row, why = origin[0], "a part outside all tiles is not zero"
+    if lost.same_as is not None:
+        row, why = lost.same_as.origin[0], f"row {row} has different values"
     return MappingError(
         "the aspect-ratio embeddings do not form a single grid of tiles",
-        where=f"{catalog.path}, tensor `{root}{part.key}`, row {part.origin[0]}",
+        where=f"{catalog.path}, tensor `{key}`, row {row}",
         why=f"{why}; transformers trains each row separately",
         hint="use layout hf or hf-v5",
     )

@@ -15,7 +15,14 @@ from ckptctl.catalog import Blob, Catalog, Path, TensorEntry
 from ckptctl.errors import RefusedError, spell_option
 from ckptctl.formats.mcore.spelling import whole_of
 from ckptctl.formats.shared.leaves import join
-from ckptctl.planner.mapping.mapped import ComposedTensor, LogicalSource, Zeros, compose
+from ckptctl.ops.recognition.layout_change import with_sums, with_zeros
+from ckptctl.planner.mapping.mapped import (
+    ComposedTensor,
+    RedundantData,
+    SourceTensor,
+    Zeros,
+    compose,
+)
 from ckptctl.planner.mapping.tensors import Change
 
 COPIES = frozenset({"fp32_param", "master_param"})
@@ -32,16 +39,19 @@ class Rest:
         tensors: By their names; source keys are checkpoint-wide names.
         paths: Key path of each target.
         blobs: The leaves that are not tensors.
-        must_equal: Pairs of names, kept and left out, whose bytes have to be the same: counters of
-            parameters that become one.
+        redundant: Counters that are left out, because their parameter becomes one with others.
         zeros: What moments have where their parameters are filled up with zeros.
     """
 
     tensors: dict[str, ComposedTensor] = field(default_factory=dict)
     paths: dict[str, Path] = field(default_factory=dict)
     blobs: list[Blob] = field(default_factory=list)
-    must_equal: list[tuple[str, str]] = field(default_factory=list)
+    redundant: list[RedundantData] = field(default_factory=list)
     zeros: list[Zeros] = field(default_factory=list)
+
+    def add_virtual_tensors(self, catalog: Catalog) -> Catalog:
+        """Return *catalog* with the zeros and sums that *tensors* are made of."""
+        return with_sums(with_zeros(catalog, self.zeros, ""), self.tensors.values())
 
 
 def follow(catalog: Catalog, names: Sequence[str], root: str, change: Change) -> Rest:
@@ -125,7 +135,7 @@ class _Follow:
         if first == entry.name:
             self._add(ComposedTensor.same(entry.name, name, entry.shape), path)
         else:
-            self.rest.must_equal.append((first, entry.name))
+            self.rest.redundant.append(RedundantData.copy(entry.name, of=first))
 
     def _moment(self, entry: TensorEntry, found: str) -> None:
         shape = self.entries[self.root + found].shape
@@ -178,9 +188,7 @@ class _Follow:
         for key in composed.keys:
             yield self.zeros[key].like if key in self.zeros else key
 
-    def _moment_of(
-        self, source: LogicalSource, moments: Mapping[str, TensorEntry]
-    ) -> LogicalSource:
+    def _moment_of(self, source: SourceTensor, moments: Mapping[str, TensorEntry]) -> SourceTensor:
         """Return the moment of a parameter, or the zeros that fill up moments as they do that."""
         zeros = self.zeros.get(source.key)
         if zeros is None:
@@ -242,7 +250,7 @@ def name_parts(name: str) -> Iterator[str]:
             yield ".".join(pieces[start : start + length])
 
 
-def _source_of(parameter: LogicalSource, name: str) -> LogicalSource:
+def _source_of(parameter: SourceTensor, name: str) -> SourceTensor:
     """Return what an optimizer calls *name* as it is read where *parameter* is its parameter."""
     kinds = {part for part in name.split(".") if part in COPIES or _STATISTIC.search(part)}
     if parameter.plus and not kinds:

@@ -11,7 +11,7 @@ from pathlib import Path
 from ckptctl.errors import UsageError, spell_option
 from ckptctl.notes import Notes
 from ckptctl.ops.conversion.plan import ConversionPlan
-from ckptctl.ops.conversion.proofs import require_equal, require_published, require_readable
+from ckptctl.ops.conversion.proofs import require_published, require_readable, require_redundant
 from ckptctl.ops.destinations import replaceable
 from ckptctl.ops.ranks import sharing
 from ckptctl.ops.ranks.coordinator import Coordinator, on_first, require_same, together
@@ -28,7 +28,7 @@ def require_ready(plan: ConversionPlan, ranks: Coordinator) -> None:
     if ranks.world > 1:
         _require_same(plan, ranks)
     require_torch_for(plan.plan, "this conversion")
-    together(ranks, lambda: require_equal(plan, ranks))
+    together(ranks, lambda: require_redundant(plan, ranks))
 
 
 def write_output(

@@ -8,13 +8,12 @@ from dataclasses import replace
 from ckptctl import dtypes
 from ckptctl.catalog import Box, Catalog, Extent, TensorEntry
 from ckptctl.errors import MappingError, listed
-from ckptctl.ops.conversion.proofs import require_nothing_omitted
+from ckptctl.ops.conversion.proofs import find_lost, lost_part_error
 from ckptctl.ops.loading.state_mapping import StateMapping, Target, Wanted
 from ckptctl.ops.recognition.quantized import quantized
 from ckptctl.ops.sources import located
 from ckptctl.planner.boxes import check_coverage, intersect
 from ckptctl.planner.mapping.mapped import ComposedTensor
-from ckptctl.storage.compare import all_zero, equal
 from ckptctl.storage.computed import open_reader
 from ckptctl.units import counted
 
@@ -122,22 +121,21 @@ def _require_plain(catalog: Catalog, read: Mapping[str, str]) -> None:
 
 
 def require_nothing_lost(mapping: StateMapping) -> None:
-    """Read tensors that the mapping drops as duplicates or zeros, and prove that they are."""
-    catalog = located(mapping.catalog, mapping.names_to_prove)
+    """Read data that the mapping drops as redundant, and prove that it is."""
+    names = dict.fromkeys(key for one in mapping.redundant for key in one.keys)
+    catalog = located(mapping.catalog, names)
     with open_reader(catalog) as files:
-        for name in mapping.must_be_zero:
-            if not all_zero(files, catalog.tensors[name]):
+        for lost in find_lost(files, catalog, mapping.redundant):
+            if lost.kind != "tensor":
+                raise lost_part_error(catalog, lost)
+            if lost.same_as is None:
                 raise MappingError(
-                    f"`{name}` is not zero, but the state does not contain it",
+                    f"`{lost.part.key}` is not zero, but the state does not contain it",
                     where=catalog.path,
                     why="skipping it would change the model",
                 )
-        for omission in mapping.omissions:
-            require_nothing_omitted(files, catalog, mapping.root, omission)
-        for kept, dropped in mapping.must_equal:
-            if not equal(files, catalog.tensors[kept], catalog.tensors[dropped]):
-                raise MappingError(
-                    f"`{dropped}` and `{kept}` have different values",
-                    where=catalog.path,
-                    why="the state stores them as one tensor",
-                )
+            raise MappingError(
+                f"`{lost.part.key}` and `{lost.same_as.key}` have different values",
+                where=catalog.path,
+                why="the state stores them as one tensor",
+            )

@@ -19,18 +19,12 @@ from ckptctl.notes import Notes
 from ckptctl.ops.conversion.assets import gather
 from ckptctl.ops.conversion.dequantizing import describe_plain, keep_together
 from ckptctl.ops.conversion.training import Rest, follow
-from ckptctl.ops.recognition.agreement import agreed_change
-from ckptctl.ops.recognition.layout_change import (
-    LayoutRequest,
-    apply_change,
-    with_sums,
-    with_zeros,
-)
+from ckptctl.ops.recognition.layout_change import LayoutRequest, apply_change
 from ckptctl.ops.recognition.model import DETECTED, Model, Request, understand
 from ckptctl.ops.recognition.quantized import advised
 from ckptctl.ops.recognition.roots import checked_root, roots, unwrapped
 from ckptctl.ops.saving.local_shards import TensorMeta
-from ckptctl.planner.mapping.mapped import ComposedTensor, Omission
+from ckptctl.planner.mapping.mapped import ComposedTensor, RedundantData
 from ckptctl.planner.mapping.tensors import Change
 
 STATE = "the state"
@@ -62,10 +56,7 @@ class StateMapping:
     tensors: Mapping[str, ComposedTensor]
     root: str = ""  # the model's prefix in the checkpoint
     prefix: str = ""  # the model's prefix in the state
-    # Names in the checkpoint, used and dropped, that have to hold the same.
-    must_equal: tuple[tuple[str, str], ...] = ()
-    must_be_zero: tuple[str, ...] = ()  # names in it that are dropped because they hold nothing
-    omissions: tuple[Omission, ...] = ()  # parts of tensors that are dropped, and hold nothing new
+    redundant: tuple[RedundantData, ...] = ()  # elements that are dropped, to be proven redundant
     # What the user should know; names in the checkpoint that have no place by a rule, and why.
     notes: Notes = field(default_factory=Notes)
     model_type: str | None = None  # the family, where names or axes change
@@ -73,15 +64,6 @@ class StateMapping:
     layout: str | None = None
     # Tensors of the state that become what one rank has of them for itself.
     own: frozenset[str] = frozenset()
-
-    @property
-    def names_to_prove(self) -> dict[str, None]:
-        """Return the checkpoint's tensors whose data proves that nothing is lost."""
-        names = [*self.must_be_zero, *(name for pair in self.must_equal for name in pair)]
-        for omission in self.omissions:
-            regions = (*omission.empty, *(part for pair in omission.equal for part in pair))
-            names += [self.root + region.key for region in regions]
-        return dict.fromkeys(names)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -142,18 +124,22 @@ def map_model(
 ) -> StateMapping:
     """Map the tensors of a model as *change* says, to names under *prefix*, and *rest* as it is."""
     root, rest = model.root, rest or Rest()
-    catalog, tensors = apply_change(model.catalog, change, root, prefix)
+    catalog, mapped = apply_change(model.catalog, change, root, prefix)
+    tensors = {**mapped, **rest.tensors}
+    redundant = (*(one.under(root) for one in change.redundant), *rest.redundant)
+    read = {key for composed in tensors.values() for key in composed.keys}
     notes = Notes()
     notes.add(*change.notes.texts())
+    for one in redundant:
+        if one.same_as is not None and one.part.key not in read:
+            notes.explain("dropped", {one.part.key: f"the same as `{one.same_as.key}`"})
     notes.explain("dropped", {root + name: why for name, why in change.dropped.items()})
     return StateMapping(
-        with_sums(with_zeros(catalog, rest.zeros, ""), rest.tensors.values()),
-        {**tensors, **rest.tensors},
+        rest.add_virtual_tensors(catalog),
+        tensors,
         root,
         prefix,
-        tuple((root + kept, root + gone) for kept, gone in change.must_equal),
-        tuple(root + name for name in change.must_be_zero),
-        change.omissions,
+        redundant,
         notes,
         change.family.name if change.family else model.model_type,
         model.layout,
@@ -223,14 +209,14 @@ def _change_layout(
     if model.model_type is None:
         common = [name for name in model.candidates if name in wanted.candidates]
         model = model.as_type(common[0]) if len(common) == 1 else model
-    names = {name for name in state if name.startswith(wanted.root)}
+    inside = wanted.selection
+    names = {wanted.root + name for name in inside.tensors}
     with advised(model):
         change = _change(model, wanted, names, request)
     held = {model.root + name for name in model.tensors}
     keep_together(model.catalog, held, renamed=not change.identity, dtype=None)
-    outside = len(names) < len(state)
-    rest = model.selection.rest if outside else ()
-    around = follow(model.catalog, rest, model.root, change) if outside else None
+    rest = model.selection.rest if inside.rest else ()
+    around = follow(model.catalog, rest, model.root, change)
     return replace(map_model(model, change, wanted.root, around), layout=wanted.layout)
 
 

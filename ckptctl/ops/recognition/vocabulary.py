@@ -14,7 +14,7 @@ from dataclasses import replace
 
 from ckptctl.errors import MappingError, spell_option
 from ckptctl.planner.layouts import Family
-from ckptctl.planner.mapping.mapped import Padding, Region
+from ckptctl.planner.mapping.mapped import RedundantData, Region
 from ckptctl.planner.mapping.matching import Tensors
 from ckptctl.planner.mapping.tensors import Change
 from ckptctl.units import counted
@@ -63,13 +63,13 @@ def without_padding(change: Change, tensors: Tensors, size: int, *, stated: bool
         origin[dim], sizes[dim] = size, rows - size
         if key in read:
             regions.append(Region(key, tuple(origin), tuple(sizes)))
-    proofs = () if stated else (Padding((), tuple(regions), rows, size),)
+    padding = () if stated else (RedundantData(one, kind="padding") for one in regions)
     why = "Megatron's arguments state that they are padding" if stated else READ
     left = counted(rows - size, "row")
     change.notes.add(f"the last {left} of the vocabulary are dropped ({why})")
     return replace(
         change,
-        omissions=(*change.omissions, *proofs),
+        redundant=(*padding, *change.redundant),
         sizes={**change.sizes, AXIS: size},
     )
 

@@ -374,7 +374,7 @@ def _require_root(root: Path, *, force: bool = False) -> Path:
         raise RefusedError(
             "this is a checkpoint, not a folder of checkpoints",
             where=str(root),
-            why=", ".join(f"{name}: {seen.evidence}" for name, seen in sniffed.items()),
+            why=", ".join(f"{name}: {evidence}" for name, evidence in sniffed.items()),
             hint=" ".join(hints) or "pass the folder that contains the checkpoints",
         )
     return real

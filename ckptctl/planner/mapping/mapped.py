@@ -6,7 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from ckptctl.catalog import TensorEntry, is_computed
 from ckptctl.errors import MappingError, spell_option
@@ -18,44 +18,60 @@ from ckptctl.units import counted
 
 
 class Region(NamedTuple):
-    """A part of a stored tensor."""
+    """A part of a stored tensor, or without *sizes* all of it."""
 
     key: str
-    origin: tuple[int, ...]
-    sizes: tuple[int, ...]
+    origin: tuple[int, ...] = ()
+    sizes: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
-class Omission:
-    """Parts of source tensors that no target has.
+class RedundantData:
+    """Elements of the source that no target has, because they are zero or repeat others.
 
     Attributes:
-        equal: Pairs of parts, kept and left out, that have to be the same.
-        empty: Parts that have to be zero.
+        part: The elements.
+        same_as: Elements that are kept and have to be the same, or None if *part* has to be zero.
+        kind: ``tensor`` if *part* is a complete one, ``tiles`` of embeddings for aspect ratios, or
+            ``padding`` of a vocabulary.
     """
 
-    equal: tuple[tuple[Region, Region], ...] = ()
-    empty: tuple[Region, ...] = ()
+    part: Region
+    same_as: Region | None = None
+    kind: Literal["tensor", "tiles", "padding"] = "tensor"
 
+    @classmethod
+    def copy(cls, key: str, of: str) -> RedundantData:
+        """Return a tensor that has to be the same as another one, which is kept."""
+        return cls(Region(key), Region(of))
 
-@dataclass(frozen=True, slots=True)
-class Padding(Omission):
-    """Rows behind a vocabulary.
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """Return the tensors to compare."""
+        return (self.part.key, *([self.same_as.key] if self.same_as else ()))
 
-    Attributes:
-        rows: Rows of the source, padding included.
-        size: Rows that are not padding.
-    """
-
-    rows: int = 0
-    size: int = 0
+    def under(self, root: str) -> RedundantData:
+        """Return it with *root* before its keys."""
+        part, same_as = self.part, self.same_as
+        return replace(
+            self,
+            part=part._replace(key=root + part.key),
+            same_as=same_as and same_as._replace(key=root + same_as.key),
+        )
 
 
 class SourceTensor(NamedTuple):
-    """A stored tensor of the source."""
+    """A stored tensor of the source, and the logical tensor that is read from it.
+
+    Attributes:
+        logical: Name of the logical tensor with indices filled in, as in ``q.3``.
+        plus: What is added to each of its elements, which are then computed, not copied.
+    """
 
     key: str
     shape: tuple[int, ...]
+    logical: str
+    plus: int = 0
 
 
 class TargetTensor(NamedTuple):
@@ -75,22 +91,25 @@ class MappedTensor:
     """One logical tensor on both sides.
 
     Attributes:
-        logical: Its name with indices filled in, as in ``q.3``.
-        sources: The stored tensors that together hold it.
+        sources: The stored tensors that together hold it; there is at least one.
         targets: Those that are to hold it.
-        plus: What is added to each of its elements, which are then computed, not copied.
     """
 
-    logical: str
     sources: tuple[SourceTensor, ...]
     targets: tuple[TargetTensor, ...]
-    plus: int = 0
 
     @classmethod
-    def same(cls, source: str, target: str, shape: tuple[int, ...]) -> MappedTensor:
-        """Return a stored tensor that keeps its axes, whatever they are."""
-        written = TargetTensor(target, stand_in(0, shape))
-        return cls(target, (SourceTensor(source, shape),), (written,))
+    def same(
+        cls, source: str, target: str, shape: tuple[int, ...], logical: str = ""
+    ) -> MappedTensor:
+        """Return a stored tensor that keeps its axes; *logical* is *target* if it is unknown."""
+        read = SourceTensor(source, shape, logical or target)
+        return cls((read,), (TargetTensor(target, stand_in(0, shape)),))
+
+    @property
+    def logical(self) -> str:
+        """Return its name with indices filled in."""
+        return self.sources[0].logical
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,19 +128,6 @@ class Zeros:
     like: str = ""
 
 
-class LogicalSource(NamedTuple):
-    """A stored tensor of the source, and the logical tensor that is read from it.
-
-    Attributes:
-        plus: What is added to each of its elements.
-    """
-
-    key: str
-    shape: tuple[int, ...]
-    logical: str
-    plus: int = 0
-
-
 @dataclass(frozen=True, slots=True)
 class ComposedTensor:
     """A stored tensor of the target, composed of elements of the source's stored tensors.
@@ -132,12 +138,12 @@ class ComposedTensor:
 
     key: str
     tensor: Strided
-    sources: tuple[LogicalSource, ...]
+    sources: tuple[SourceTensor, ...]
 
     @classmethod
     def same(cls, source: str, target: str, shape: tuple[int, ...]) -> ComposedTensor:
         """Return a stored tensor that keeps its axes, whatever they are."""
-        return cls(target, stand_in(0, shape), (LogicalSource(source, shape, target),))
+        return cls(target, stand_in(0, shape), (SourceTensor(source, shape, target),))
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -150,9 +156,9 @@ class ComposedTensor:
         return dict.fromkeys([source.key for source in self.sources])
 
     @property
-    def logical(self) -> dict[str, list[LogicalSource]]:
+    def logical(self) -> dict[str, list[SourceTensor]]:
         """Return the source's tensors by the logical tensors that are read from them."""
-        groups: dict[str, list[LogicalSource]] = {}
+        groups: dict[str, list[SourceTensor]] = {}
         for source in self.sources:
             groups.setdefault(source.logical, []).append(source)
         return groups
@@ -220,13 +226,14 @@ def compose(
     """
     composed: dict[str, ComposedTensor] = {}
     for mapped in tensors:
-        logical, plus = mapped.logical, mapped.plus
-        sources = tuple(
-            [
-                LogicalSource(key if is_computed(key) else root + key, shape, logical, plus)
-                for key, shape in mapped.sources
-            ]
-        )
+        sources = mapped.sources
+        if root:
+            sources = tuple(
+                [
+                    SourceTensor(key if is_computed(key) else root + key, shape, logical, plus)
+                    for key, shape, logical, plus in sources
+                ]
+            )
         for target in mapped.targets:
             key, tensor = prefix + target.key, target.tensor
             made = ComposedTensor(key, tensor, sources)
@@ -253,7 +260,8 @@ def require_covered(tensors: Sequence[MappedTensor]) -> None:
 
 def notes_on_sums(tensors: Iterable[MappedTensor]) -> Iterator[str]:
     """Yield notes on tensors to whose elements a number is added."""
-    sums = Counter((one.logical.partition(".")[0], one.plus) for one in tensors if one.plus)
+    read = (one.sources[0] for one in tensors)
+    sums = Counter((one.logical.partition(".")[0], one.plus) for one in read if one.plus)
     for (name, plus), count in sums.items():
         done = "added to" if plus > 0 else "subtracted from"
         yield (

@@ -31,7 +31,7 @@ Columns: TypeAlias = Mapping[str, Sequence[int]]
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class KeyGroup:
     """Keys that are the same but for their indices."""
 
     stored: Stored
@@ -49,11 +49,11 @@ class Group:
             return repeat((), len(self.keys))
         return zip(*(self.columns[index] for index in indices), strict=True)
 
-    def only(self, keys: Collection[str]) -> Group:
+    def only(self, keys: Collection[str]) -> KeyGroup:
         """Return the same of some *keys* alone."""
         chosen = [key in keys for key in self.keys]
         columns = {index: [*compress(column, chosen)] for index, column in self.columns.items()}
-        return Group(self.stored, [*compress(self.keys, chosen)], columns)
+        return KeyGroup(self.stored, [*compress(self.keys, chosen)], columns)
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,7 +70,7 @@ class Matched:
     """
 
     numbering: Numbering
-    groups: tuple[Group, ...]
+    groups: tuple[KeyGroup, ...]
     dropped: Mapping[str, Drop]
     unmatched: Sequence[str]
     order: Collection[str]
@@ -78,7 +78,7 @@ class Matched:
     absent: frozenset[str] | None = None
 
     @cached_property
-    def held(self) -> Mapping[str, Group]:
+    def held(self) -> Mapping[str, KeyGroup]:
         """Return the keys of the logical tensors of each name."""
         return {tensor.name: group for group in self.groups for tensor, _ in group.stored.parts}
 
@@ -160,7 +160,7 @@ def match(
     if by_kind is None:
         by_kind = key_kinds(keys)
     numbering = observed(family, layout.name, by_kind)
-    groups: list[Group] = []
+    groups: list[KeyGroup] = []
     dropped: dict[str, Drop] = {}
     unmatched: set[str] = set()
     for kind in by_kind:
@@ -171,7 +171,7 @@ def match(
             if isinstance(meaning, Drop):
                 dropped |= dict.fromkeys(taken.keys, meaning)
             elif taken.keys:
-                groups.append(Group(meaning, taken.keys, columns))
+                groups.append(KeyGroup(meaning, taken.keys, columns))
             if chosen is None:
                 break
             rest = rest.only([not one for one in chosen])
@@ -187,9 +187,9 @@ def match(
     )
 
 
-def _together(groups: Iterable[Group]) -> Iterator[Group]:
+def _together(groups: Iterable[KeyGroup]) -> Iterator[KeyGroup]:
     """Yield *groups*, those of the same tensors, whose keys have unlike words, as one."""
-    found: dict[int, list[Group]] = {}
+    found: dict[int, list[KeyGroup]] = {}
     for group in groups:
         found.setdefault(id(group.stored), []).append(group)
     for first, *others in found.values():
@@ -197,7 +197,7 @@ def _together(groups: Iterable[Group]) -> Iterator[Group]:
         for other in others:
             keys += other.keys
             columns = {index: [*own, *other.columns[index]] for index, own in columns.items()}
-        yield Group(first.stored, keys, columns) if others else first
+        yield KeyGroup(first.stored, keys, columns) if others else first
 
 
 def _read(
@@ -220,7 +220,7 @@ def _read(
     return {i: list(compress(column, chosen)) for i, column in columns.items()}, chosen
 
 
-def _excluded(groups: Sequence[Group]) -> Iterator[Slot]:
+def _excluded(groups: Sequence[KeyGroup]) -> Iterator[Slot]:
     """Yield what keys are not that may be a tensor of either variant.
 
     The other tensors of a layer show which variant it is of; where it has none, it is of the most

@@ -26,7 +26,7 @@ Values = Mapping[str, int]
 
 
 @dataclass(frozen=True, slots=True)
-class Amount:
+class SymbolicSize:
     """A size or an offset.
 
     Attributes:
@@ -40,23 +40,23 @@ class Amount:
     def __str__(self) -> str:
         return self.text if self.number is None else str(self.number)
 
-    def __add__(self, other: Amount) -> Amount:
+    def __add__(self, other: SymbolicSize) -> SymbolicSize:
         if self.number == 0 or other.number == 0:
             return other if self.number == 0 else self
         known = self.number is not None and other.number is not None
         total = (self.number or 0) + (other.number or 0) if known else None
-        return Amount(f"{self.text} + {other.text}", total)
+        return SymbolicSize(f"{self.text} + {other.text}", total)
 
-    def __mul__(self, other: Amount) -> Amount:
+    def __mul__(self, other: SymbolicSize) -> SymbolicSize:
         if self.number == 0 or other.text == "1":
             return self
         known = self.number is not None and other.number is not None
         product = (self.number or 0) * (other.number or 0) if known else None
         text = f"({self.text})" if "+" in self.text else self.text
-        return Amount(f"{text}*{other.text}", product)
+        return SymbolicSize(f"{text}*{other.text}", product)
 
 
-ZERO, UNKNOWN = Amount("0", 0), Amount("")
+ZERO, UNKNOWN = SymbolicSize("0", 0), SymbolicSize("")
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,10 +69,10 @@ class Range(Result, order="formula start stop"):
     """
 
     start: Annotated[
-        Amount, JsonField("first index; null if unknown", name="start", of="number")
+        SymbolicSize, JsonField("first index; null if unknown", name="start", of="number")
     ] = UNKNOWN
     stop: Annotated[
-        Amount, JsonField("end, exclusive; null if unknown", name="stop", of="number")
+        SymbolicSize, JsonField("end, exclusive; null if unknown", name="stop", of="number")
     ] = UNKNOWN
     label: str = ""
 
@@ -85,18 +85,18 @@ class Range(Result, order="formula start stop"):
         return self.label or f"{self.start.text} : {self.stop.text}"
 
 
-def formulas(shape: Sequence[Amount]) -> list[str]:
+def formulas(shape: Sequence[SymbolicSize]) -> list[str]:
     """Return sizes as formulas in axis names."""
     return [size.text for size in shape]
 
 
-def numbers(shape: Sequence[Amount]) -> list[int | None]:
+def numbers(shape: Sequence[SymbolicSize]) -> list[int | None]:
     """Return sizes as numbers, as far as they are known."""
     return [size.number for size in shape]
 
 
 def counts(
-    each: Mapping[str, Amount],
+    each: Mapping[str, SymbolicSize],
 ) -> dict[str, Annotated[int | None, JsonField("size of the axis; null if unknown")]]:
     """Return the sizes of axes as numbers, as far as they are known."""
     return {axis: size.number for axis, size in each.items()}
@@ -131,11 +131,13 @@ class Arrival(Result, order="key shape numbers each variant pieces"):
 
     key: Annotated[str, JsonField("key of the target tensor; `{x}` stands for each `x`")]
     shape: Annotated[
-        tuple[Amount, ...],
+        tuple[SymbolicSize, ...],
         JsonField("sizes as formulas", to=formulas),
         JsonField("sizes as numbers; null if unknown", name="numbers", to=numbers),
     ]
-    each: Annotated[Mapping[str, Amount], JsonField("sizes of the axes in the key", to=counts)]
+    each: Annotated[
+        Mapping[str, SymbolicSize], JsonField("sizes of the axes in the key", to=counts)
+    ]
     pieces: Annotated[tuple[Contribution, ...], JsonField("source tensors of this target")]
     variant: Annotated[
         str | None,
@@ -338,7 +340,7 @@ class Router:
 
     # ------------------------------------------------------------------ sizes, places and numbers
 
-    def _amount(self, axes: Axes) -> Amount:
+    def _amount(self, axes: Axes) -> SymbolicSize:
         """Return the product of *axes*: composite ones are named, not what they are made of."""
         atoms = self.family.expand(axes)
         names = list(atoms)
@@ -347,9 +349,9 @@ class Router:
                 names[min(map(names.index, parts))] = axis
                 names = [name for name in names if name not in parts]
         shown = [str(self.family.constants.get(name, name)) for name in names]
-        return Amount("*".join(shown) or "1", self.sizes.of(atoms))
+        return SymbolicSize("*".join(shown) or "1", self.sizes.of(atoms))
 
-    def _shape(self, stored: Stored) -> tuple[Amount, ...]:
+    def _shape(self, stored: Stored) -> tuple[SymbolicSize, ...]:
         """Return the shape of a stored tensor, all its parts together."""
         first, *others = stored.leaves
         sizes = [self._amount(group) for group in first.dims]
@@ -373,7 +375,9 @@ class Router:
             elif apart:
                 index, rest = values.get(group[0]), self._amount(group[1:])
                 ends = (group[0], f"{group[0]} + 1") if index is None else (index, index + 1)
-                start, stop = (Amount(str(n), n if isinstance(n, int) else None) for n in ends)
+                start, stop = (
+                    SymbolicSize(str(n), n if isinstance(n, int) else None) for n in ends
+                )
                 ranges.append(Range(start * rest, stop * rest))
             elif leaf.part is None or dim != leaf.along:
                 ranges.append(Range(ZERO, self._amount(group), ":"))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import shlex
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import groupby, islice
 
 from ckptctl.catalog import computed_name
@@ -18,7 +18,8 @@ from ckptctl.planner.mapping.completeness import untold
 from ckptctl.planner.mapping.logical import cells, rearrange
 from ckptctl.planner.mapping.mapped import (
     MappedTensor,
-    Omission,
+    RedundantData,
+    Region,
     SourceTensor,
     TargetTensor,
     Zeros,
@@ -47,11 +48,9 @@ class Change:
         family: None: it is unknown, and every tensor keeps its name.
         source_layout: None: it is unknown.
         tensors: In the target's natural order, layers in numeric order.
-        must_equal: Pairs of source keys, kept and dropped, whose bytes have to be the same.
-        must_be_zero: Source keys that are left out because they hold nothing but zeros.
+        redundant: Elements of the source that no target has, which the data has to prove redundant.
         zeros: Sources of *tensors* that no checkpoint has.
         sizes: All axis sizes that are known, and the number of layers as ``i``.
-        omissions: What of source tensors is left out because it is nothing of its own.
         left_out: Source keys of fused or stacked tensors that lack other parts, and which.
         vocab: Size that the vocabulary was padded or cut to; None: it was kept.
         notes: What the user should know, which source keys are dropped, and why; and what was taken
@@ -62,12 +61,10 @@ class Change:
     source_layout: str | None
     target_layout: str | None
     tensors: tuple[MappedTensor, ...]
-    must_equal: tuple[tuple[str, str], ...] = ()
-    must_be_zero: tuple[str, ...] = ()
+    redundant: tuple[RedundantData, ...] = ()
     zeros: tuple[Zeros, ...] = ()
     sizes: Mapping[str, int] = field(default_factory=dict)
     tied: bool = False
-    omissions: tuple[Omission, ...] = ()
     left_out: Mapping[str, str] = field(default_factory=dict)
     vocab: int | None = None
     notes: Notes = field(default_factory=Notes)
@@ -164,7 +161,7 @@ class _Run:
         }
         self.zeros: list[Zeros] = []
         self.notes = Notes()
-        self.must_equal: list[tuple[str, str]] = []
+        self.copies: list[RedundantData] = []
         self.tilings: list[Tiling] = []
         self.rearranged: dict[object, Sequence[Strided]] = {}
 
@@ -218,12 +215,14 @@ class _Run:
             self.source.layout.name,
             self.target.name,
             tuple(tensors),
-            tuple(self.must_equal),
-            tuple(key for key, rule in checked if rule.zeros),
+            (
+                *(RedundantData(Region(key)) for key, rule in checked if rule.zeros),
+                *(one for found in self.tilings for one in found.redundant),
+                *self.copies,
+            ),
             tuple(self.zeros),
             self.source.sizes.axes,
             self.source.tied and not self.untie,
-            tuple(found.omission for found in self.tilings),
             left_out,
             notes=self.notes,
         )
@@ -255,7 +254,7 @@ class _Run:
         kept = self.source.held(tie.of)
         if kept and own:
             key, dropped = kept[1][()], own[1][()]
-            self.must_equal.append((key, dropped))
+            self.copies.append(RedundantData.copy(dropped, of=key))
             self.notes.explain("dropped", {dropped: f"tied: the same as `{key}`"})
         return (kept or own) if self.untie or self.target.name in tie.stored_in else None
 
@@ -266,7 +265,7 @@ class _Run:
             self.notes.explain("dropped", {key: rule.reason})
             kept = self.source.held(rule.same_as) or self.source.held(tied.get(rule.same_as, ""))
             if kept:
-                self.must_equal.append((kept[1][()], key))
+                self.copies.append(RedundantData.copy(key, of=kept[1][()]))
 
     def _wanted(self) -> Iterator[tuple[Tensor, tuple[int, ...]]]:
         """Yield the logical tensors in natural order: a block repeats as a whole."""
@@ -292,8 +291,9 @@ class _Run:
         if is_same and stays_interleaved(tensor, self.source.layout, self.target):
             for lead in () if stored.part else sorted(keys):
                 there = key_of(self.target, tensor, values, lead, self.numbering)
-                same = MappedTensor.same(keys[lead], there, self.source.shapes[keys[lead]])
-                yield replace(same, logical=".".join([name, *map(str, lead)]))
+                label = ".".join([name, *map(str, lead)])
+                shape = self.source.shapes[keys[lead]]
+                yield MappedTensor.same(keys[lead], there, shape, label)
             return
         both = [axis for axis in stored.spread if axis in wanted.spread]
         self._require_few(wanted, both, keys)
@@ -302,7 +302,8 @@ class _Run:
             targets = _shared(wanted, leads(wanted, self.sizes, fixed), both)
             pairs = targets.get(shared, ())
             entries = {own: self.source.shapes[keys[lead]] for lead, own in members}
-            reads = [SourceTensor(keys[lead], entries[own]) for lead, own in members]
+            label, plus = ".".join([name, *map(str, shared)]), wanted.plus - stored.plus
+            reads = [SourceTensor(keys[lead], entries[own], label, plus) for lead, own in members]
             tensors = self._rearranged(tensor, origin, entries, [own for _, own in pairs])
             writes = [
                 TargetTensor(key_of(self.target, tensor, values, lead, self.numbering), one)
@@ -310,9 +311,7 @@ class _Run:
             ]
             if held.name in self.resized:
                 self._add_zeros(reads, writes)
-            label = ".".join([name, *map(str, shared)])
-            plus = wanted.plus - stored.plus
-            yield MappedTensor(label, tuple(reads), tuple(writes), plus)
+            yield MappedTensor(tuple(reads), tuple(writes))
 
     def _add_zeros(self, reads: list[SourceTensor], writes: Sequence[TargetTensor]) -> None:
         """Add the zeros that targets have behind the elements of the tensors that are read."""
@@ -321,7 +320,7 @@ class _Run:
         for key, part in islice(added, 1):
             name, shape = computed_name(f"{key}@{part.origin}"), part.of.shape
             self.zeros.append(Zeros(name, shape, like=reads[0].key))
-            reads.append(SourceTensor(name, shape))
+            reads.append(reads[0]._replace(key=name, shape=shape))
 
     def _require_few(self, wanted: Leaf, both: Sequence[str], keys: Mapping[Lead, str]) -> None:
         """Refuse to spread an axis over more keys than any model has."""
@@ -359,7 +358,8 @@ class _Run:
             other = first.setdefault(place, item)
             if other is not item:
                 pairs = zip(other.sources, item.sources, strict=True)
-                self.must_equal += [(a.key, b.key) for a, b in pairs if a.key != b.key]
+                copies = ((one.key, kept.key) for kept, one in pairs if kept.key != one.key)
+                self.copies += [RedundantData.copy(key, of=kept) for key, kept in copies]
         return list(first.values())
 
     # ------------------------------------------------------- what has no place, and what is made

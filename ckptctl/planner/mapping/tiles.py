@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from ckptctl.catalog import computed_name
 from ckptctl.errors import MappingError
 from ckptctl.planner.mapping.logical import stand_in
 from ckptctl.planner.mapping.mapped import (
     MappedTensor,
-    Omission,
+    RedundantData,
     Region,
     SourceTensor,
     TargetTensor,
@@ -27,12 +27,12 @@ class Tiling:
 
     Attributes:
         zeros: Sources of *tensors* that no checkpoint has.
-        omission: What of the source they do not have.
+        redundant: What of the source they do not have.
     """
 
     tensors: tuple[MappedTensor, ...]
     zeros: tuple[Zeros, ...]
-    omission: Omission = field(default_factory=Omission)
+    redundant: tuple[RedundantData, ...] = ()
 
 
 def ratios(tiles: int) -> list[tuple[int, int]]:
@@ -88,29 +88,30 @@ class _TileCopies:
 
     def _row(self, row: int, height: int, width: int) -> MappedTensor:
         """Return the copy of one ratio."""
-        read = SourceTensor(self.source, (self.tiles, self.tiles, *self.inner))
+        shape = self.tiles, self.tiles, *self.inner
+        read = SourceTensor(self.source, shape, f"{self.target}.{height}x{width}")
         grid = stand_in(0, read.shape)
         part = grid.narrow(0, 0, height).narrow(1, 0, width).merge(0, len(grid.shape))
         tensor = part.place(0, 0, self.tiles * self.width).merge(0, 0).place(0, row, self.rows)
         written = TargetTensor(self.target, tensor)
-        return MappedTensor(f"{self.target}.{height}x{width}", (read,), (written,))
+        return MappedTensor((read,), (written,))
 
     def gridded(self) -> Tiling:
         """Put a grid together from the rows of all ratios."""
         tensors: list[MappedTensor] = []
         unused: list[Region] = []
-        equal: list[tuple[Region, Region]] = []
+        redundant: list[RedundantData] = []
         for place in ((y, x) for y in range(self.tiles) for x in range(self.tiles)):
             held = list(self._of(place))
             if held:
                 tensors.append(self._place(place, held[0]))
-                equal += [(held[0], other) for other in held[1:]]
+                redundant += [RedundantData(other, held[0], "tiles") for other in held[1:]]
             else:
                 origin = (*place, *[0] * len(self.inner))
                 unused.append(Region(self.target, origin, (1, 1, *self.inner)))
         found = self._filled_up(tensors, unused, (self.tiles, self.tiles, *self.inner))
-        omission = Omission(tuple(equal), tuple(self._unused(self.source)))
-        return replace(found, omission=omission)
+        redundant += [RedundantData(one, kind="tiles") for one in self._unused(self.source)]
+        return replace(found, redundant=tuple(redundant))
 
     def _of(self, place: tuple[int, int]) -> Iterator[Region]:
         """Yield where the rows hold a place of the grid."""
@@ -122,13 +123,14 @@ class _TileCopies:
 
     def _place(self, place: tuple[int, int], held: Region) -> MappedTensor:
         """Return the copy of one place."""
-        read = SourceTensor(self.source, (self.rows, self.tiles * self.width))
+        shape = self.rows, self.tiles * self.width
+        read = SourceTensor(self.source, shape, f"{self.target}.{place[0]}.{place[1]}")
         row, start = held.origin
         part = stand_in(0, read.shape).select(0, row).narrow(0, start, self.width)
         part = part.split(0, (1, 1, *self.inner))
         tensor = part.place(0, place[0], self.tiles).place(1, place[1], self.tiles)
         written = TargetTensor(self.target, tensor)
-        return MappedTensor(f"{self.target}.{place[0]}.{place[1]}", (read,), (written,))
+        return MappedTensor((read,), (written,))
 
     def _unused(self, key: str) -> Iterator[Region]:
         """Yield the parts of the rows that no ratio needs: row 0, and the ends of the others."""

@@ -3,7 +3,7 @@ import json
 import pytest
 
 import ckptctl
-from ckptctl.planner.mapping.preview import Amount
+from ckptctl.planner.mapping.preview import SymbolicSize
 from tests.checkpoints import save_hf, save_meta, tiny_llama
 
 Q = "model.layers.7.self_attn.q_proj.weight"
@@ -162,12 +162,12 @@ def test_on_a_terminal(terminal):
 
 
 def test_amounts():
-    assert str(Amount("h*e") + Amount("0", 0)) == "h*e"
-    assert str(Amount("h", 2) + Amount("k")) == "h + k"
-    assert str(Amount("h", 2) + Amount("k", 3)) == "5"
-    assert str(Amount("x + 1") * Amount("f", 4)) == "(x + 1)*f"
-    assert str(Amount("x") * Amount("1", 1)) == "x"
-    assert str(Amount("2", 2) * Amount("f", 4)) == "8"
+    assert str(SymbolicSize("h*e") + SymbolicSize("0", 0)) == "h*e"
+    assert str(SymbolicSize("h", 2) + SymbolicSize("k")) == "h + k"
+    assert str(SymbolicSize("h", 2) + SymbolicSize("k", 3)) == "5"
+    assert str(SymbolicSize("x + 1") * SymbolicSize("f", 4)) == "(x + 1)*f"
+    assert str(SymbolicSize("x") * SymbolicSize("1", 1)) == "x"
+    assert str(SymbolicSize("2", 2) * SymbolicSize("f", 4)) == "8"
 
 
 def test_config_may_be_the_file_itself(run, tmp_path):

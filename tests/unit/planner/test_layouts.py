@@ -19,7 +19,7 @@ from ckptctl.planner.mapping.tensors import map_tensors
 from ckptctl.planner.model_parallel import cuts, divide, divided_dim, possible_repeats, ranks_fit
 from tests import effort
 from tests.contract import tables
-from tests.contract.tables import stored_shapes
+from tests.contract.tables import copies, stored_shapes
 
 V, D, F, H, K, E, N = 48, 32, 40, 4, 2, 8, 3
 SIZES = {"v": V, "d": D, "f": F, "h": H, "k": K, "e": E, "i": N}
@@ -227,7 +227,7 @@ def test_the_same_layout_is_the_identity():
     shapes = hf() | {"model.layers.0.self_attn.rotary_emb.inv_freq": (4,)}
     mapped = map_tensors(family("llama2"), "hf", "hf", shapes, tied=True)
     assert stored_shapes(mapped.tensors) == shapes
-    assert not mapped.dropped and not mapped.must_equal
+    assert not mapped.dropped and not mapped.redundant
 
 
 def test_frequencies_are_dropped_by_name():
@@ -364,10 +364,10 @@ def test_a_tied_model_gains_and_loses_its_output():
     there = map_tensors(tied, "hf", "meta", hf(lm_head=False), SIZES)
     assert stored_shapes(there.tensors)["output.weight"] == (V, D)
     assert there.tensors[-1].sources[0].key == "model.embed_tokens.weight"
-    assert not there.must_equal
+    assert not there.redundant
     back = map_tensors(tied, "meta", "hf", stored_shapes(there.tensors), SIZES)
     assert stored_shapes(back.tensors) == hf(lm_head=False)
-    assert back.must_equal == (("tok_embeddings.weight", "output.weight"),)
+    assert copies(back) == {"output.weight": "tok_embeddings.weight"}
     assert list(back.dropped) == ["output.weight"]
     tune = map_tensors(tied, "meta", "torchtune", stored_shapes(there.tensors), SIZES)
     assert "output.weight" not in stored_shapes(tune.tensors)
@@ -375,7 +375,7 @@ def test_a_tied_model_gains_and_loses_its_output():
 
 def test_the_configuration_ties():
     found = map_tensors(family("llama3"), "hf", "meta", hf(), SIZES, tied=True)
-    assert found.must_equal == (("model.embed_tokens.weight", "lm_head.weight"),) and found.tied
+    assert copies(found) == {"lm_head.weight": "model.embed_tokens.weight"} and found.tied
     with pytest.raises(MissingTensorsError) as caught:
         map_tensors(family("llama3_2"), "hf", "meta", hf(lm_head=False), SIZES, tied=False)
     assert "tie_word_embeddings" in caught.value.hint
@@ -396,7 +396,7 @@ def test_only_the_output_of_a_tied_pair_was_kept():
 
 def test_untie_keeps_both():
     found = map_tensors(family("llama3_2"), "meta", "hf", meta(), SIZES, untie=True)
-    assert stored_shapes(found.tensors) == hf() and not found.must_equal and not found.tied
+    assert stored_shapes(found.tensors) == hf() and not found.redundant and not found.tied
     assert found.tensors[-1].sources[0].key == "output.weight"
     found = map_tensors(family("llama3_2"), "hf", "torchtune", hf(lm_head=False), SIZES, untie=True)
     assert found.tensors[-1].sources[0].key == "model.embed_tokens.weight"

@@ -81,7 +81,7 @@ def test_parts_of_interleaved_rows_wherever_boxes_are_cut(
         rows_of_part = stand_in(0, (rows, WIDTH)).split(0, (INDICES, step)).narrow(1, first, part)
         tensor = rows_of_part.place(1, first, step).merge(0, 2)
         into = TargetTensor("u", tensor)
-        mapped.append(MappedTensor("p", (SourceTensor("t", (rows, WIDTH)),), (into,)))
+        mapped.append(MappedTensor((SourceTensor("t", (rows, WIDTH), "p"),), (into,)))
         first += part
     catalog = Catalog("/", "/", "torch", {}, {"t": entry})
     ((found,), _) = plan_transfers(catalog, compose(mapped), output, {"u": "uint8"})
@@ -101,8 +101,7 @@ def test_parts_of_several_dtypes_are_cast_before_they_are_merged() -> None:
     }
     mapped = [
         MappedTensor(
-            key,
-            (SourceTensor(key, (2,)),),
+            (SourceTensor(key, (2,), key),),
             (TargetTensor("ab", stand_in(0, (2,)).place(0, first, 4)),),
         )
         for key, first in (("a", 0), ("b", 2))

@@ -120,7 +120,7 @@ def test_an_axis_is_cut_or_filled_up_with_zeros(name, axis, more):
         except MappingError:
             continue
         values = tables.numbered(shapes)
-        values |= {other: values[kept] for kept, other in found.must_equal}
+        values |= {other: values[kept] for other, kept in tables.copies(found).items()}
         kept = values if source == target else {}
         expected = kept | moved_by_the_tables(known, source, target, values, resize)
         require_same(tables.moved(found, values), expected)
@@ -164,8 +164,7 @@ def fused(*names: str) -> list[MappedTensor]:
     sizes = (2,)
     return [
         MappedTensor(
-            name,
-            (SourceTensor(name, sizes),),
+            (SourceTensor(name, sizes, name),),
             (TargetTensor("ab", stand_in(0, sizes).place(0, at, 4)),),
         )
         for name, at in (("a", 0), ("b", 2))
