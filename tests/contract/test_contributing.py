@@ -92,7 +92,7 @@ def trace_first_calls(work: Callable[[], object]) -> list[CodeType]:
         work()
     finally:
         sys.setprofile(None)
-        threading.setprofile(None)  # type: ignore[arg-type]
+        threading.setprofile(None)
     return list(called)
 
 

@@ -1,7 +1,6 @@
 """What holds for every command: help, streams, errors, exit codes, imports."""
 
 import json
-import os
 import shlex
 import subprocess
 import sys
@@ -33,10 +32,6 @@ def test_help(run, name):
     assert "Examples:" in result.stdout
     short = run(*filter(None, [name]), "-h").stdout
     assert (short == result.stdout) == (" --help` lists all " not in short)
-    snapshot = SNAPSHOTS / f"help{'-' if name else ''}{name}.txt"
-    if os.environ.get("CKPTCTL_UPDATE_SNAPSHOTS"):
-        snapshot.write_text(result.stdout)
-    assert result.stdout == snapshot.read_text(), "set CKPTCTL_UPDATE_SNAPSHOTS=1 if this is meant"
 
 
 @pytest.mark.parametrize("name", ["convert", "merge"])
