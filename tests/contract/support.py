@@ -62,7 +62,7 @@ def build(
 ) -> Path:
     """Write *state*, under Hugging Face names, as format *name* with other people's code.
 
-    A format that no builder knows is made by converting.
+    A format that no builder knows is made by converting from dcp, which has every dtype.
     """
     path = place(folder, name, f"source-{name}")
     match name:
@@ -76,7 +76,7 @@ def build(
         case "torch":
             save_torch(path, state)
         case _:
-            ckptctl.convert(build("hf", folder / "made", state, config), path, to=name)
+            ckptctl.convert(build("dcp", folder / "made", state, config), path, to=name)
     if path.is_dir():
         save_side_files(path, config if name != "meta" else None)
     return path
