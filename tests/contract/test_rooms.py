@@ -26,8 +26,12 @@ LIST = Path(__file__).parent / "rooms.txt"
 CIRCLE = "circle"
 UPDATE = "run CKPTCTL_UPDATE_SNAPSHOTS=1 python -m tests.structure"
 LINES = "lines of `ckptctl` and `converters`"
-ROUGH = {LINES, "modules of `ckptctl`", "private functions named at one other place"}
+ROUGH = {
+    *(LINES, "modules of `ckptctl`", "private functions named at one other place"),
+    *("modules with one importer", "imports of own modules inside functions"),
+}
 TOLERANCE = 0.01
+STEP = 3
 DRIFT = 0.1
 NUMBER = re.compile(r"\d[\d,]*(?= )")
 Sections = list[tuple[str, list[str]]]
@@ -123,8 +127,9 @@ def test_circles_are_found() -> None:
 def test_figures_of_the_page_are_current() -> None:
     """A figure must not become worse, and one that becomes better may wait for an update.
 
-    So small changes do not all edit the same lines of the page. Those in ``ROUGH`` may grow by
-    ``TOLERANCE``, and lines shrink by it; circles and exceptions are exactly as stated.
+    So small changes and new commands do not all edit the same lines of the page. Those in ``ROUGH``
+    may grow by ``TOLERANCE`` or ``STEP``, and lines shrink by the former. Circles and exceptions
+    are exactly as stated.
     """
     counts = structure.figures()
     if os.environ.get("CKPTCTL_UPDATE_SNAPSHOTS"):
@@ -134,7 +139,7 @@ def test_figures_of_the_page_are_current() -> None:
     worse = {
         name: f"{stated[name]:,} -> {count:,}"
         for name, count in counts.items()
-        if count > stated[name] * (1 + TOLERANCE * (name in ROUGH))
+        if count > stated[name] + (name in ROUGH) * max(STEP, stated[name] * TOLERANCE)
     }
     assert not worse, worse
     exact = [name for name in counts if "circles" in name or "exceptions" in name]
