@@ -1,7 +1,8 @@
 """Rooms of the program, imports between its modules, and figures about the structure of its code.
 
-``python -m tests.structure`` prints the figures. With ``CKPTCTL_UPDATE_SNAPSHOTS=1`` it also writes
-them into ``docs/contributing/architecture.md``. ``tests/contract/test_rooms.py`` checks them.
+``python -m tests.structure`` prints the picture of the rooms and the figures. With
+``CKPTCTL_UPDATE_SNAPSHOTS=1`` it also writes them into ``architecture.md`` and ``structure.md`` of
+``docs/contributing``. ``tests/contract/test_rooms.py`` checks both.
 """
 
 from __future__ import annotations
@@ -17,8 +18,10 @@ from functools import cache
 from pathlib import Path
 
 REPOSITORY = Path(__file__).parents[1]
-PAGE = REPOSITORY / "docs" / "contributing" / "architecture.md"
-BLOCK = re.compile(r"(<!-- generated: structure -->\n).*?(<!-- end -->\n)", re.DOTALL)
+CONTRIBUTING = REPOSITORY / "docs" / "contributing"
+PICTURE = CONTRIBUTING / "architecture.md"
+FIGURES = CONTRIBUTING / "structure.md"
+BLOCK = re.compile(r"(<!-- generated: \w+ -->\n\n).*?(\n<!-- end -->\n)", re.DOTALL)
 ROW = re.compile(r"^\| ([^|]+?) \| ([\d,]+) \|$", re.MULTILINE)
 ROOMS = {
     "shared": ("ckptctl",),
@@ -78,6 +81,9 @@ LEVELS = (
     ("cli", "integrations"),
 )
 """The rooms, the core first. A module imports nothing of a later level."""
+
+TITLES = ("core", "extensions", "operations", "front ends")
+"""Names of the levels."""
 
 LEVEL = {room: level for level, rooms in enumerate(LEVELS) for room in rooms}
 PLACES = {module: room for room, modules in ROOMS.items() for module in modules}
@@ -179,9 +185,13 @@ def _blocks(node: ast.AST) -> Iterator[ast.AST]:
 
 @cache
 def imports() -> tuple[Import, ...]:
-    """Return all imports of all modules, including those inside functions."""
+    """Return all imports of all modules, including those inside functions.
+
+    Those of ``ckptctl.plugins``, which is for other packages, are left to ``test_additions``.
+    """
     known = trees()
-    return tuple(item for name, tree in known.items() for item in imports_of(name, tree, known))
+    items = (item for name, tree in known.items() for item in imports_of(name, tree, known))
+    return tuple(item for item in items if not item.imported.startswith("ckptctl.plugins."))
 
 
 def own(items: Iterable[Import]) -> Iterator[Import]:
@@ -321,30 +331,58 @@ def builds_error(function: Function, errors: Collection[str]) -> bool:
     return function.returns is not None and ast.unparse(function.returns) in errors
 
 
+def draw_rooms() -> str:
+    """Draw the levels with the sizes of their rooms, in the language of Mermaid.
+
+    Dotted arrows are imports against the directions.
+    """
+    sizes: dict[str, list[int]] = defaultdict(list)
+    for name, path in modules(REPOSITORY).items():
+        sizes[room(name)].append(path.read_text().count("\n"))
+    lines = ["```mermaid", "flowchart TD"]
+    for title, rooms in reversed(tuple(zip(TITLES, LEVELS, strict=True))):
+        lines.append(f'  {title.split()[0]}["`**{title}**')
+        lines += (f"  {one}: {len(sizes[one])} modules, {sum(sizes[one]):,} lines" for one in rooms)
+        lines[-1] += '`"]'
+    names = [title.split()[0] for title in TITLES]
+    lines.append("  " + " --> ".join(reversed(names)))
+    against = violations(own(imports()))
+    levels = Counter((LEVEL[room(importer)], LEVEL[room(other)]) for importer, other in against)
+    for (low, high), count in sorted(levels.items()):
+        lines.append(f'  {names[low]} -. "{count} exceptions" .-> {names[high]}')
+    return "\n".join((*lines, "```\n"))
+
+
 def render(counts: Mapping[str, int]) -> str:
     """Return *counts* as the table of the page."""
     rows = "".join(f"| {name} | {count:,} |\n" for name, count in counts.items())
     return f"| figure | count |\n| --- | ---: |\n{rows}"
 
 
+def read_block(page: Path) -> str:
+    """Return the generated block of *page*."""
+    block = BLOCK.search(page.read_text())
+    assert block, f"{page.name} has no generated block"
+    return block[0][len(block[1]) : -len(block[2])]
+
+
+def write_block(page: Path, text: str) -> None:
+    """Replace the generated block of *page*."""
+    page.write_text(BLOCK.sub(lambda block: f"{block[1]}{text}{block[2]}", page.read_text()))
+
+
 def stated() -> dict[str, int]:
     """Return the figures that the page states."""
-    block = BLOCK.search(PAGE.read_text())
-    assert block, f"{PAGE.name} has no place for the figures"
-    return {name: int(count.replace(",", "")) for name, count in ROW.findall(block[0])}
-
-
-def write(counts: Mapping[str, int]) -> None:
-    """Replace the figures of the page."""
-    table = render(counts)
-    PAGE.write_text(BLOCK.sub(lambda block: f"{block[1]}\n{table}\n{block[2]}", PAGE.read_text()))
+    rows = ROW.findall(read_block(FIGURES))
+    return {name: int(count.replace(",", "")) for name, count in rows}
 
 
 def main() -> None:
-    counts = figures()
-    print(render(counts), end="")
-    if os.environ.get("CKPTCTL_UPDATE_SNAPSHOTS"):
-        write(counts)
+    texts = {PICTURE: draw_rooms(), FIGURES: render(figures())}
+    for page, text in texts.items():
+        print(text, end="")
+        if os.environ.get("CKPTCTL_UPDATE_SNAPSHOTS"):
+            write_block(page, text)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Real command lines of every command, and the checkpoints that they are about.
 
-A command that is missing here fails ``test_commands``: give it at least one line that succeeds.
+A command that is missing here fails ``test_additions``: give it at least one line that succeeds.
 """
 
 from __future__ import annotations
@@ -114,6 +114,53 @@ LINES = {
         Line("{torn}", 4),
     ),
 }
+SCENES = {
+    "consolidate": "consolidate ranks whole",
+    "consolidate-metadata": "consolidate ranks --metadata-only",
+    "convert": "convert hf out --to dcp",
+    "convert-dry-run": "convert hf out --to meta --dry-run",
+    "diff": "diff base hf",
+    "diff-same": "diff hf hf",
+    "diff-structure": "diff hf ranks --structure",
+    "doctor": "doctor .",
+    "error-damaged": "convert cut out --to dcp",
+    "error-destination-exists": "convert hf base --to dcp",
+    "error-incomplete": "convert torn_ranks out --to dcp",
+    "error-missing-argument": "convert hf --to dcp",
+    "error-not-a-checkpoint": "inspect .",
+    "error-unknown-format": "convert hf out --to safetensor",
+    "error-unknown-model-type": "convert hf out --to meta -m lama3",
+    "error-unknown-option": "convert hf out --to dcp --force",
+    "extract": "extract hf 'model.layers.0.*' -o some.safetensors",
+    "extract-values": "extract hf model.norm.weight",
+    "extract-lora": "extract-lora base tuned low-rank --rank 2",
+    "formats": "formats",
+    "formats-one": "formats deepspeed",
+    "inspect": "inspect hf",
+    "inspect-depth": "inspect hf --depth 2 --sort size",
+    "inspect-long": "inspect long --tensors",
+    "inspect-ranks": "inspect ranks",
+    "inspect-run": "inspect run",
+    "inspect-stats": "inspect hf --stats",
+    "inspect-torn": "inspect torn_ranks",
+    "latest": "latest run",
+    "ls": "ls run",
+    "map": "map model.layers.0.self_attn.q_proj.weight -m llama3 --to-layout meta --config hf",
+    "map-experts": "map layers.3.feed_forward.experts.5.w1.weight -m mixtral --to-layout hf-v5",
+    "merge": "merge base adapter merged",
+    "merge-dry-run": "merge base adapter merged --dry-run",
+    "models": "models --layout meta",
+    "models-one": "models mixtral --layout hf-v5",
+    "prune": "prune run --keep-last 1 --yes",
+    "prune-dry-run": "prune run --keep-last 1 --dry-run",
+    "report": "report hf -o page.html",
+    "schema": "schema",
+    "verify": "verify hf",
+    "verify-full": "verify hf --level full",
+    "verify-manifest": "verify hf --level full --nan --manifest",
+    "verify-torn": "verify torn",
+}
+"""Command lines of snapshots by the names of their files, for the checkpoints of `make`."""
 CASES = [
     pytest.param(name, line, id=f"{name}-{number}")
     for name, lines in LINES.items()

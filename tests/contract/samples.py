@@ -1,13 +1,22 @@
-"""All samples of other people's trainers, and what each of them holds."""
+"""All samples of other people's trainers and their tensors, and a checkpoint of every format."""
 
 from __future__ import annotations
 
+import shutil
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
+
+from tests.checkpoints import tiny_llama
+from tests.checkpoints.adapters import random_adapter, save_peft
+from tests.checkpoints.gguf import write_gguf
+from tests.conftest import DATA
+from tests.contract import test_mistral
+from tests.contract.support import WRITABLE, build
 
 BUFFERS = ("mask", "bn.running_mean", "bn.running_var", "bn.num_batches_tracked")
 FROZEN = ("z2_bf16_frozen_tied", "z3_fp32")
@@ -138,3 +147,60 @@ def _universal(folder: Path) -> dict[str, torch.Tensor]:
         if name not in BUFFERS:
             state[name] = found["param"].view(state[name].shape)
     return state
+
+
+def _peft(folder: Path) -> Path:
+    return save_peft(folder / "peft", random_adapter(tiny_llama("llama3", layers=1)[0]))
+
+
+def _gguf(folder: Path) -> Path:
+    folder.mkdir(exist_ok=True)
+    return write_gguf(folder / "a.gguf", {"general.architecture": "llama"}, {"t": torch.ones(4)})
+
+
+def _deepseek(folder: Path) -> Path:
+    (folder / "deepseek").mkdir()
+    save_file({"embed.weight": torch.ones(4, 4)}, folder / "deepseek/model0-mp1.safetensors")
+    return folder / "deepseek"
+
+
+def _mistral(folder: Path) -> Path:
+    return test_mistral.build("one", folder / "mistral", test_mistral.native(), test_mistral.PARAMS)
+
+
+def _copied(place: Path) -> Callable[[Path], Path]:
+    def copy(folder: Path) -> Path:
+        return Path(shutil.copytree(place, folder / "copied"))
+
+    return copy
+
+
+BUILT: Mapping[str, Callable[[Path], Path]] = {
+    "peft": _peft,
+    "gguf": _gguf,
+    "deepseek": _deepseek,
+    "mistral": _mistral,
+    "vescale": _copied(DATA / "vescale/w2/ckpt"),
+    "megatron": _copied(DATA / "megatron/tp2_pp2_vp2/ckpt"),
+}
+"""Checkpoints of formats without a sample, and without a reader of reference."""
+
+
+def sample_of(name: str) -> Sample | None:
+    """Return a sample of format *name* that is read."""
+    samples = SAMPLES.values()
+    return next((one for one in samples if one.format == name and not one.refused), None)
+
+
+def has_checkpoint(name: str) -> bool:
+    """Check whether :func:`write_checkpoint` knows format *name*."""
+    return name in WRITABLE or name in BUILT or sample_of(name) is not None
+
+
+def write_checkpoint(name: str, folder: Path) -> Path:
+    """Write a checkpoint of format *name*."""
+    if name in BUILT:
+        return BUILT[name](folder)
+    if sample := sample_of(name):
+        return sample.within(Path(shutil.copytree(DATA / sample.folder / "ckpt", folder / "ckpt")))
+    return build(name, folder, *tiny_llama("llama3", layers=1))

@@ -17,6 +17,7 @@ from ckptctl import formats
 from ckptctl.errors import CkptError
 from ckptctl.families import family
 from tests.checkpoints import load_any_reference, rename, save_dcp, save_hf, save_meta, save_torch
+from tests.checkpoints.readers import READERS
 
 
 def holds_llama(name: str) -> bool:
@@ -25,9 +26,11 @@ def holds_llama(name: str) -> bool:
     return not known.adapters and known.layout in (None, *family("llama3").layouts)
 
 
+READ = {*READERS, "meta"}
+"""Formats that :func:`read` reads."""
 INNER = ("mcore",)
 """Formats whose files lie in a folder of the output: tests/contract/test_mcore.py."""
-WRITABLE = tuple(name for name in formats.writable() if holds_llama(name) and name not in INNER)
+WRITABLE = tuple(name for name in formats.writable() if holds_llama(name) and name in READ)
 SIDE = {
     "generation_config.json": b'{"eos_token_id": [2, 3]}\n',
     "tokenizer.json": '{"ünï": 1}'.encode(),
@@ -59,7 +62,7 @@ def build(
 ) -> Path:
     """Write *state*, under Hugging Face names, as format *name* with other people's code.
 
-    A format that no builder knows is made by converting.
+    A format that no builder knows is made by converting from dcp, which has every dtype.
     """
     path = place(folder, name, f"source-{name}")
     match name:
@@ -73,7 +76,7 @@ def build(
         case "torch":
             save_torch(path, state)
         case _:
-            ckptctl.convert(build("hf", folder / "made", state, config), path, to=name)
+            ckptctl.convert(build("dcp", folder / "made", state, config), path, to=name)
     if path.is_dir():
         save_side_files(path, config if name != "meta" else None)
     return path

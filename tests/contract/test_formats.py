@@ -29,8 +29,9 @@ def outputs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     source = build("hf", folder, STATE, CONFIG)
     found = {}
     for name in WRITABLE:
-        options: dict[str, Any] = {"mp": 2} if name == "meta" else {}
-        if not formats.target(name).single_file and name != "meta":
+        cut_by = formats.target(name).cut_by
+        options: dict[str, Any] = {"mp": 2} if "--mp" in cut_by else {}
+        if "--max-shard-size" in cut_by:
             options = {"max_shard_size": "100KB"}
         found[name] = place(folder, name, f"output-{name}")
         ckptctl.convert(source, found[name], to=name, **options)

@@ -3,21 +3,18 @@
 Each registered format has a checkpoint that it reads. Each kind of file in that is replaced by
 what attacks a reader of such files, and the commands that read are run. They answer or refuse; they
 never raise anything else, and never take more memory or time than the child has. A new format
-inherits the test: one that has no checkpoint here fails it.
+inherits the test.
 """
 
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Callable, Iterator, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from safetensors.torch import save_file
 
 import ckptctl
 from ckptctl import formats
@@ -25,11 +22,8 @@ from ckptctl.errors import CkptError
 from tests import hostile, limits
 from tests.checkpoints import save_hf, tiny_llama
 from tests.checkpoints.adapters import random_adapter, save_peft
-from tests.checkpoints.gguf import write_gguf
-from tests.conftest import DATA
-from tests.contract import test_mistral
-from tests.contract.samples import SAMPLES
-from tests.contract.support import WRITABLE, build
+from tests.contract.additions import FORMATS
+from tests.contract.samples import write_checkpoint
 from tests.sweeps import one_in
 
 MEMORY, SECONDS = 1 << 30, 30
@@ -37,56 +31,8 @@ MEMORY, SECONDS = 1 << 30, 30
 EXIT_CODES = frozenset({2, 3, 4, 5, 6, 7, 8, 9})
 
 
-# ------------------------------------------------------------------------------------ checkpoints
-
-
-def _peft(folder: Path) -> Path:
-    return save_peft(folder / "peft", random_adapter(tiny_llama("llama3", layers=1)[0]))
-
-
-def _gguf(folder: Path) -> Path:
-    folder.mkdir(exist_ok=True)
-    return write_gguf(folder / "a.gguf", {"general.architecture": "llama"}, {"t": torch.ones(4)})
-
-
-def _deepseek(folder: Path) -> Path:
-    (folder / "deepseek").mkdir()
-    save_file({"embed.weight": torch.ones(4, 4)}, folder / "deepseek/model0-mp1.safetensors")
-    return folder / "deepseek"
-
-
-def _mistral(folder: Path) -> Path:
-    return test_mistral.build("one", folder / "mistral", test_mistral.native(), test_mistral.PARAMS)
-
-
-def _copied(place: Path) -> Callable[[Path], Path]:
-    def copy(folder: Path) -> Path:
-        return Path(shutil.copytree(place, folder / "copied"))
-
-    return copy
-
-
-BUILT: Mapping[str, Callable[[Path], Path]] = {
-    "peft": _peft,
-    "gguf": _gguf,
-    "deepseek": _deepseek,
-    "mistral": _mistral,
-    "vescale": _copied(DATA / "vescale/w2/ckpt"),
-    "megatron": _copied(DATA / "megatron/tp2_pp2_vp2/ckpt"),
-}
 OPTIONS: Mapping[str, Mapping[str, Any]] = {"megatron": {"rules": "megatron-core"}}
 """What has to be said to read one, by the format."""
-
-
-def checkpoint(name: str, folder: Path) -> Path:
-    """Write a checkpoint of format *name*."""
-    if name in BUILT:
-        return BUILT[name](folder)
-    sample = next((one for one in SAMPLES.values() if one.format == name and not one.refused), None)
-    if sample is not None:
-        return sample.within(Path(shutil.copytree(DATA / sample.folder / "ckpt", folder / "ckpt")))
-    assert name in WRITABLE, f"{name} has no checkpoint here: add one to BUILT"
-    return build(name, folder, *tiny_llama("llama3", layers=1))
 
 
 # ------------------------------------------------------------------------------------ kinds of file
@@ -195,7 +141,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     @cache
     def made(name: str) -> Path:
         folder = tmp_path_factory.mktemp(name)
-        source = checkpoint(name, folder)
+        source = write_checkpoint(name, folder)
         (folder / "run").mkdir()
         step = folder / "run" / ("step-1" if source.is_dir() else "epoch=0-step=1.ckpt")
         if source.is_file() and source.suffix == ".gguf":
@@ -206,12 +152,12 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 
 
 def cases() -> Iterator[tuple[str, str, str]]:
-    for name in formats.names():
+    for name in FORMATS:
         for kind, made in KINDS.items():
             yield from ((name, kind, case) for case in made())
 
 
-@pytest.mark.parametrize("name", formats.names())
+@pytest.mark.parametrize("name", FORMATS)
 def test_every_format_has_a_checkpoint_that_it_reads(run: Any, name: str) -> None:
     path = run(name)
     folders = (item for item in path.rglob("*") if item.is_dir())

@@ -19,6 +19,7 @@ from ckptctl.notes import Notes
 from ckptctl.ops.conversion.assets import gather
 from ckptctl.ops.conversion.dequantizing import describe_plain, keep_together
 from ckptctl.ops.conversion.training import Rest, follow
+from ckptctl.ops.recognition.agreement import agreed_change
 from ckptctl.ops.recognition.layout_change import LayoutRequest, apply_change
 from ckptctl.ops.recognition.model import DETECTED, Model, Request, understand
 from ckptctl.ops.recognition.quantized import advised
