@@ -180,7 +180,7 @@ class StoredBoxes:
     """Where a stored tensor lies: its boxes, and the bytes of each."""
 
     def __init__(self, entry: TensorEntry) -> None:
-        self._name, self._shape = entry.name, entry.shape
+        self._name, self._shape, self._dims = entry.name, entry.shape, range(len(entry.shape))
         self._extents = extents = entry.extents
         if isinstance(extents, ExtentColumns):
             self.offsets, self.sizes = extents.boxes.offsets, extents.boxes.sizes
@@ -218,7 +218,11 @@ class StoredBoxes:
             yield 0, part
             return
         axes = _single_axes(part, STORED)
-        if axes is not None and self._is_whole(part):
+        if (
+            axes is not None
+            and all(axis.stride == 1 for axis in part.axes)
+            and self._shape == tuple(axes[at].size if at in axes else 1 for at in self._dims)
+        ):
             yield from self._each(part)
             return
         numbers: Iterable[int] = range(len(self.files))
@@ -227,13 +231,6 @@ class StoredBoxes:
         for number in numbers:
             for cut in _inside(part, axes, self.offsets[number], self.sizes[number], STORED):
                 yield number, cut
-
-    def _is_whole(self, part: Part) -> bool:
-        """Return whether a part with single axes has all elements of the tensor, in their order."""
-        sizes = [1] * len(self._shape)
-        for size, _, _, at, stride in part.axes:
-            sizes[at] = size if stride == 1 else 0
-        return tuple(sizes) == self._shape
 
     def _each(self, part: Part) -> Iterator[tuple[int, Part]]:
         """Yield all boxes and their elements, for a part that has all elements of the tensor.

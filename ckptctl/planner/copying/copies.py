@@ -161,12 +161,6 @@ class _Tiling:
         ends = (map(add, box.lo, box.sizes) for box in self.boxes)
         return lo, tuple(map(sub, map(max, zip(*ends, strict=True)), lo))
 
-    @property
-    def _is_whole(self) -> bool:
-        """Return whether the boxes are all of the tensor."""
-        held = sum(math.prod(box.sizes) for box in self.boxes)
-        return held == math.prod(self._tensor.shape)
-
     @cached_property
     def permuted(self) -> bool:
         """Return whether elements are permuted in memory, unless ranges are copied as they are."""
@@ -206,8 +200,10 @@ class _Tiling:
                 for box in part.cut(part.step, done):
                     if tile := self._tile(box, inline):
                         yield tile
-        if not inline and self._reader.checked and self._is_whole:
-            yield from self._checks()
+        if not inline and self._reader.checked:
+            written = sum(math.prod(box.sizes) for box in self.boxes)
+            if written == math.prod(self._tensor.shape):
+                yield from self._checks()
 
     def _limit(self, step: int) -> int:
         """Return the elements of a tile: enough for *step* elements if these fit.
