@@ -40,22 +40,24 @@ class Listing:
     Attributes:
         path: Absolute path of a folder or file.
         is_folder: Whether it is a folder.
-        names: Names of what lies directly in the folder, sorted; of a file its own name.
+        items: What lies directly in the folder, by name; of a file nothing.
+        names: Names of the items, sorted; of a file its own name.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.is_folder = path.is_dir()
-        self.names = sorted(item.name for item in path.iterdir()) if self.is_folder else [path.name]
+        self.items = {item.name: item for item in path.iterdir()} if self.is_folder else {}
+        self.names = sorted(self.items) if self.is_folder else [path.name]
 
     @cached_property
     def files(self) -> list[str]:
         """Names of the files directly in the folder, sorted; of a file none."""
-        return [name for name in self.names if self.is_folder and (self.path / name).is_file()]
+        return [name for name in sorted(self.items) if self.items[name].is_file()]
 
     def has(self, name: str) -> bool:
         """Return whether the folder has a file of that name; see :func:`is_there`."""
-        return self.is_folder and name in self.names and is_there(self.path / name)
+        return name in self.items and is_there(self.items[name])
 
 
 @dataclass(frozen=True, slots=True)

@@ -38,8 +38,6 @@ class ByteCheckpointFormat(ItemFormat):
 
     def sniff(self, listing: Listing) -> str | None:
         """See :meth:`Format.sniff`."""
-        if METADATA not in listing.files:
-            return None
         try:
             with (listing.path / METADATA).open("rb") as file:
                 own = CLASS in file.read(64)

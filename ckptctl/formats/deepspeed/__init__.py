@@ -47,7 +47,7 @@ class DeepSpeedFormat(Format):
     def sniff(self, listing: Listing) -> str | None:
         """See :meth:`Format.sniff`."""
         path = listing.path
-        if LATEST in listing.files:
+        if (path / LATEST).is_file():
             found = tags(path, evidence)
             return f"`{LATEST}`, {evidence(path / found[-1])}" if found else None
         return evidence(path)

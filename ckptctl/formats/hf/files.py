@@ -15,6 +15,7 @@ from ckptctl.formats.shared.findings import missing_error
 from ckptctl.storage.crc import is_digest_of
 from ckptctl.storage.files import SourceFiles
 from ckptctl.storage.read_ahead import heads_ahead
+from ckptctl.units import counted
 
 ENDS = ("\n", "")
 ReadIndex = dict[str, dict[str, object]]
@@ -93,9 +94,11 @@ def require_whole(path: Path, names: Sequence[str], hint: str) -> None:
     def named(number: int) -> str:
         return f"{stem}-{number:0{width}d}-of-{total}.{suffix}"
 
-    if max(numbers) in wanted and (
-        error := missing_error(path, numbers, wanted, named, "shards", hint)
-    ):
+    error = missing_error(path, numbers, wanted, named, "shards", hint)
+    if error and max(numbers) in wanted:
+        count = counted(wanted.stop - wanted.start, "shard")
+        error.what = f"found only {len(names)} of {count}: {listed(names)}"
+        error.why = f"missing: {error.why}"
         raise error
 
 

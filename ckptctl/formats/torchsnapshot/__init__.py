@@ -37,7 +37,7 @@ class TorchSnapshotFormat(Format):
 
     def sniff(self, listing: Listing) -> str | None:
         """See :meth:`Format.sniff`."""
-        return MANIFEST if MANIFEST in listing.files else None
+        return MANIFEST if (listing.path / MANIFEST).is_file() else None
 
     def read(self, path: Path, asked: ReadOptions = AS_IT_IS) -> Catalog:
         """See :meth:`Format.read`."""
