@@ -210,8 +210,7 @@ def understand(
     if asked is not None and asked.name in families.built_in() and config is not None:
         _require_described(asked, str(model_type), config, catalog.path)
     known = {asked.name: asked} if asked else families.families()
-    adapter = is_adapter(catalog.tensors)
-    if adapter:
+    if adapter := is_adapter(catalog.tensors):
         known = families.adapters(known.values())
         model_type = next(iter(known), None) if model_type else None
     if layout is not None and not is_base(layout):
