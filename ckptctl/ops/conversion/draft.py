@@ -15,7 +15,6 @@ from ckptctl.ops.destinations import Destination
 from ckptctl.ops.recognition.model import Model
 from ckptctl.ops.recognition.roots import Selection
 from ckptctl.planner.layouts import BASE, HF, is_base
-from ckptctl.planner.mapping.adapters import is_adapter
 from ckptctl.planner.mapping.mapped import ComposedTensor, RedundantData
 from ckptctl.planner.mapping.tensors import Change
 from ckptctl.planner.plan import RawCopy
@@ -136,7 +135,7 @@ class Draft:
     @property
     def is_adapter(self) -> bool:
         """Whether it has low-rank factors."""
-        return is_adapter(self.catalog.tensors)
+        return self.model.is_adapter
 
     @property
     def includes_training_state(self) -> bool:

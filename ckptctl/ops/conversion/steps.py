@@ -109,7 +109,8 @@ def apply_steps(steps: Iterable[Step], place: Place, draft: Draft) -> Draft:
     for step in sorted(steps, key=lambda step: step.order):
         if step.place == place:
             before, draft = draft, step.apply(draft)
-            if draft is not before and draft.quantization is before.quantization:
+            same = draft.tensors is before.tensors and draft.mapped is before.mapped
+            if not same and draft.quantization is before.quantization:
                 _compare_inputs(step, before, draft)
     return draft
 

@@ -135,6 +135,11 @@ class Model:
         """Return the model's own leaves, and the names of all others."""
         return select(self.catalog, self.root)
 
+    @cached_property
+    def is_adapter(self) -> bool:
+        """Whether it has low-rank factors."""
+        return is_adapter(self.catalog.tensors)
+
     @property
     def tensors(self) -> Mapping[str, TensorEntry]:
         """Return the model's tensors by their names in it."""
@@ -205,7 +210,7 @@ def understand(
     if asked is not None and asked.name in families.built_in() and config is not None:
         _require_described(asked, str(model_type), config, catalog.path)
     known = {asked.name: asked} if asked else families.families()
-    if is_adapter(catalog.tensors):
+    if adapter := is_adapter(catalog.tensors):
         known = families.adapters(known.values())
         model_type = next(iter(known), None) if model_type else None
     if layout is not None and not is_base(layout):
@@ -249,7 +254,7 @@ def understand(
     names = _families(candidates)
     layouts = list(dict.fromkeys(c.layout for c in candidates))
     # Layouts that differ only in layers that are not adapted: any of them is right.
-    any_layout = _exact(fitting) and is_adapter(catalog.tensors)
+    any_layout = _exact(fitting) and adapter
     if layout is None and layouts and (len(layouts) == 1 or any_layout):
         layout = layouts[0]
     model = names[0] if len(names) == 1 else model_type if names else None
