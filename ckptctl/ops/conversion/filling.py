@@ -334,7 +334,7 @@ def _take_tensors(draft: Draft, base: Model, family: Family, change: Change) -> 
     layout = family.layout(known.layout or HF)
     there = match(family, layout, parts)
     configs = (draft.assets.documents.get(CONFIG), base.catalog.documents.get(CONFIG))
-    unwanted = _not_wanted(family, there, *configs, draft.notes)
+    unwanted = _find_unwanted(family, there, *configs, draft.notes)
     sources = {key: one.sources[0].key for key, one in parts.items()}
     stored = {key for key, source in sources.items() if source in base.catalog.tensors}
     lacking = [key for key in parts if key not in own and key not in unwanted]
@@ -348,10 +348,11 @@ def _take_tensors(draft: Draft, base: Model, family: Family, change: Change) -> 
     origins = dict(draft.origins)
     for key in lacking:
         rule = there.dropped.get(key)
-        leaf = layout.leaves.get(rule.same_as) if rule and key not in entries else None
-        if key in entries.keys() - taken.keys():
-            made.append(entries[key])
-        elif leaf and (same := own.get(leaf.key.text)):
+        leaf = layout.leaves.get(rule.same_as) if rule else None
+        same = own.get(leaf.key.text) if leaf else None
+        if key in entries:
+            made += [] if key in taken else [entries[key]]
+        elif same:
             made.append(replace(same, name=root + key, path=paths[key], alias_of=None))
             origins[root + key] = origins.get(same.name, same.name)
     _note_other_layers(draft, family, [key for key in taken if key in there.stored], there)
@@ -401,10 +402,10 @@ def _note_other_layers(draft: Draft, family: Family, taken: Sequence[str], there
         )
 
 
-def _not_wanted(
+def _find_unwanted(
     family: Family, there: Matched, config: Json | None, other: Json | None, notes: Notes
 ) -> set[str]:
-    """Return the tensors of a base that a configuration does not want.
+    """Return the keys of a base that a configuration does not want.
 
     Args:
         family: The model type.
@@ -416,9 +417,9 @@ def _not_wanted(
     out = {tie.tensor for tie in family.ties if is_tied(family, config)}
     out |= does_without(family, config, base=False)
     predicting, few, many = (
-        _predicting(family),
-        _predicted(family, config),
-        _predicted(family, other),
+        _predicting_tensors(family),
+        _predicting_layers(family, config),
+        _predicting_layers(family, other),
     )
     gone: set[str] = set()
     left: set[str] = set()
@@ -436,7 +437,7 @@ def _not_wanted(
     return gone | left | {key for key, rule in there.dropped.items() if rule.same_as}
 
 
-def _predicting(family: Family) -> set[str]:
+def _predicting_tensors(family: Family) -> set[str]:
     """Return the logical tensors of layers that predict further tokens."""
     behind = {one.index for one in family.shifts if one.place == "after"}
     return {
@@ -446,7 +447,7 @@ def _predicting(family: Family) -> set[str]:
     }
 
 
-def _predicted(family: Family, config: Json | None) -> int | None:
+def _predicting_layers(family: Family, config: Json | None) -> int | None:
     """Return how many layers that predict further tokens a configuration counts."""
     module = spellings(family.sizes.get("d", ("", ""))[0])[0].rpartition(".")[0]
     prefixes = ("", f"{module}.") if module else ("",)

@@ -7,7 +7,7 @@ mapping is that of a conversion.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -18,7 +18,7 @@ from ckptctl.errors import MappingError, MissingTensorsError, RefusedError, Usag
 from ckptctl.notes import Notes
 from ckptctl.ops.conversion.assets import gather
 from ckptctl.ops.conversion.dequantizing import describe_plain, keep_together
-from ckptctl.ops.conversion.training import Rest, follow
+from ckptctl.ops.conversion.training import follow
 from ckptctl.ops.recognition.agreement import agreed_change
 from ckptctl.ops.recognition.layout_change import LayoutRequest, apply_change
 from ckptctl.ops.recognition.model import DETECTED, Model, Request, understand
@@ -121,10 +121,14 @@ def understand_source(catalog: Catalog, request: MappingRequest) -> Model:
 
 
 def map_model(
-    model: Model, change: Change, prefix: str = "", rest: Rest | None = None
+    model: Model, change: Change, prefix: str = "", outside: Sequence[str] = ()
 ) -> StateMapping:
-    """Map the tensors of a model as *change* says, to names under *prefix*, and *rest* as it is."""
-    root, rest = model.root, rest or Rest()
+    """Map the tensors of a model as *change* says, to names under *prefix*.
+
+    Leaves *outside* of the model, such as optimizer state, follow it.
+    """
+    root = model.root
+    rest = follow(model.catalog, outside, root, change)
     catalog, mapped = apply_change(model.catalog, change, root, prefix)
     tensors = {**mapped, **rest.tensors}
     redundant = (*(one.under(root) for one in change.redundant), *rest.redundant)
@@ -216,9 +220,8 @@ def _change_layout(
         change = _change(model, wanted, names, request)
     held = {model.root + name for name in model.tensors}
     keep_together(model.catalog, held, renamed=not change.identity, dtype=None)
-    rest = model.selection.rest if inside.rest else ()
-    around = follow(model.catalog, rest, model.root, change)
-    return replace(map_model(model, change, wanted.root, around), layout=wanted.layout)
+    outside = model.selection.rest if inside.rest else ()
+    return replace(map_model(model, change, wanted.root, outside), layout=wanted.layout)
 
 
 def _understand_state(
