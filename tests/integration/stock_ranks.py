@@ -111,9 +111,13 @@ def failing(work: Any) -> str:
 
 
 def save_apart(rank: int, world: int, root: Path) -> None:
-    """Values that differ are all kept, or an error."""
+    """Values that differ are all kept, as in a save of ours, or an error."""
     mine = {"rng": rank, "same": 1, "w": distribute(state(), (world,), "S0")["emb.weight"]}
+    mine["small"] = torch.full((3,), rank)
     state_dict_saver.save(mine, storage_writer=Writer(root / "kept"), planner=SavePlanner())
+    ckptctl.save(mine, root / "saved")
+    for file in (root / "saved").glob("*.distcp"):
+        assert file.read_bytes() == (root / "kept" / file.name).read_bytes(), file
     found = {"rng": -1, "same": 0}
     state_dict_loader.load(
         found, storage_reader=Reader(root / "kept"), planner=LoadPlanner(strict=False)
@@ -125,7 +129,7 @@ def save_apart(rank: int, world: int, root: Path) -> None:
     )
     assert "rng" in said
     dist.barrier()
-    assert sorted(one.name for one in root.iterdir()) == ["kept"], list(root.iterdir())
+    assert sorted(one.name for one in root.iterdir()) == ["kept", "saved"], list(root.iterdir())
 
 
 def save_again(rank: int, world: int, root: Path) -> None:
