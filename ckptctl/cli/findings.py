@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from ckptctl.catalog import Finding
 
 
-class Group(NamedTuple):
+class FindingGroup(NamedTuple):
     """Findings that have one cause: those in one file, say."""
 
     findings: Sequence[Finding]
@@ -45,10 +45,10 @@ class Group(NamedTuple):
         return ": ".join(filter(None, (self.title, where))) + why
 
 
-def grouped(findings: Iterable[Finding]) -> list[Group]:
+def grouped(findings: Iterable[Finding]) -> list[FindingGroup]:
     """Return *findings*, those together that differ only in the tensor or value of one file."""
     found: dict[object, list[Finding]] = {}
     for number, one in enumerate(findings):
         cause = (one.severity, one.what, one.why, one.file) if one.file else number
         found.setdefault(cause, []).append(one)
-    return [Group(alike) for alike in found.values()]
+    return [FindingGroup(alike) for alike in found.values()]

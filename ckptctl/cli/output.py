@@ -59,7 +59,7 @@ _unwritten: list[OSError] = []
 
 
 @dataclass
-class Wanted:
+class OutputSettings:
     """The way in which the user wants output, for the whole program.
 
     Attributes:
@@ -71,7 +71,7 @@ class Wanted:
     form: Form | None = None
 
 
-WANTED = Wanted()
+WANTED = OutputSettings()
 
 
 class StoppedError(CkptError):

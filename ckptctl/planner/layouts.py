@@ -314,7 +314,7 @@ class Family:
         endings = (scale for kind in self.companions for _, scale in kind.endings.values())
         keys = (leaf.key.text for row in self.rows for leaf in row.leaves.values())
         texts = (*self.tables, *(drop.key for drop in self.drops), *endings, *keys)
-        return frozenset(word for text in texts for word in _WORD.findall(text))
+        return frozenset(_WORD.findall("\n".join(texts)))
 
     @cached_property
     def wrapper(self) -> str:

@@ -135,7 +135,7 @@ class Presence:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Summary(Result):
+class CheckpointSummary(Result):
     """What stands at the head of a page about a checkpoint.
 
     Attributes:
@@ -189,7 +189,7 @@ class Summary(Result):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report(
-    Summary,
+    CheckpointSummary,
     order="path output readable verdict complete scope data problem level errors unknown warnings "
     "findings format model_type candidates layout root parameters bytes present_bytes total_bytes "
     "dtypes assets tensor_count missing_tensors leaf_count file_bytes file_count missing_files "
@@ -213,7 +213,9 @@ class Report(
     ranks: Mapping[str, int]
     stats: Annotated[bool, JsonField("whether values were read")] = False
     other: Annotated[str | None, JsonField("path of the second checkpoint as given")] = None
-    other_summary: Annotated[Summary | None, JsonField("summary of the second checkpoint")] = None
+    other_summary: Annotated[
+        CheckpointSummary | None, JsonField("summary of the second checkpoint")
+    ] = None
     difference: Difference | None = None
     differences: int = 0
     error: Annotated[

@@ -26,12 +26,12 @@ from ckptctl.ops.inspection.inspect import describe, measured, select, stored
 from ckptctl.ops.inspection.result import Inspection, TensorInfo
 from ckptctl.ops.recognition.roots import part_of
 from ckptctl.ops.report.data import (
+    CheckpointSummary,
     Chunk,
     ChunkMap,
     LeftOut,
     Presence,
     Report,
-    Summary,
     TensorReport,
 )
 from ckptctl.ops.report.options import ReportOptions
@@ -163,13 +163,13 @@ def _gathered(path: str | Path, options: ReportOptions, progress: Watch, *, pair
 
 def _summarized(
     path: str | Path, options: ReportOptions, *, paired: bool
-) -> tuple[Summary, Catalog | None]:
+) -> tuple[CheckpointSummary, Catalog | None]:
     """Say what stands at the head of a page; return also what it was read from."""
     verified, catalog = _examined(path, options, paired=paired)
     if catalog is None:
-        return Summary(path=verified.path, verification=verified, inspection=None), None
+        return CheckpointSummary(path=verified.path, verification=verified, inspection=None), None
     inspected, notes = _described(shown(path), catalog, options)
-    summary = Summary(
+    summary = CheckpointSummary(
         path=verified.path,
         verification=replace(verified, notes=(*verified.notes, *notes)),
         inspection=inspected,
@@ -380,7 +380,7 @@ def _compared(about: Report, other: str, options: ReportOptions, progress: Watch
     )
 
 
-def _other(path: str, options: ReportOptions) -> Summary:
+def _other(path: str, options: ReportOptions) -> CheckpointSummary:
     asked = replace(
         options, format=options.format_other, weights=options.weights_other, tag=options.tag_other
     )
