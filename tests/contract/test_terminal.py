@@ -58,11 +58,6 @@ def place() -> Iterator[Path]:
         yield Path(folder)
 
 
-def test_every_snapshot_has_its_command_line() -> None:
-    for size in SIZES:
-        assert {path.stem for path in (SNAPSHOTS / size).iterdir()} == set(SCENES)
-
-
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("name", SCENES)
 def test_snapshot(
@@ -87,6 +82,11 @@ def test_snapshot(
     if os.environ.get("CKPTCTL_UPDATE_SNAPSHOTS"):
         snapshot.write_text(shown)
     assert shown == snapshot.read_text(), "set CKPTCTL_UPDATE_SNAPSHOTS=1 if this is meant"
+
+
+def test_every_snapshot_has_its_command_line() -> None:
+    for size in SIZES:
+        assert {path.stem for path in (SNAPSHOTS / size).iterdir()} == set(SCENES)
 
 
 def printed(words: list[str], size: tuple[int, int] | None, patch: pytest.MonkeyPatch) -> str:
