@@ -92,8 +92,8 @@ def carry_out(
         more: What ``--json`` prints beside plan or result.
     """
     from ckptctl.ops.conversion.convert import run_conversion
-    from ckptctl.storage.remote.urls import HUB, scheme_of
     from ckptctl.storage.unfinished import UnfinishedWorkError
+    from ckptctl.storage.urls import HUB, scheme_of
 
     output.statement(plan.statement)
     shortfall = _shortfall(plan, dst) if plan.missing else None

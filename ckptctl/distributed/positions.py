@@ -6,7 +6,7 @@ import threading
 from pathlib import Path
 
 from ckptctl.storage.paths import real_path
-from ckptctl.storage.remote.urls import is_url
+from ckptctl.storage.urls import is_url
 
 LIMIT = 256
 """Checkpoints that are remembered."""

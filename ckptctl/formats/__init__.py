@@ -32,9 +32,9 @@ from ckptctl.formats import checksums, foreign
 from ckptctl.formats.base import AS_IT_IS, Format, ReadOptions, Sniff, WritableFormat
 from ckptctl.formats.shared.findings import of_error, weighed
 from ckptctl.storage.paths import home_expanded, path_hint, source_path
-from ckptctl.storage.remote.urls import path_text
-from ckptctl.storage.remote.writing import NAME, unfinished
 from ckptctl.storage.sources import blaming, identity_of, require_unreplaced
+from ckptctl.storage.urls import path_text
+from ckptctl.storage.writing import NAME, unfinished
 from ckptctl.units import counted, natural_key
 
 if TYPE_CHECKING:

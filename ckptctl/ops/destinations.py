@@ -15,7 +15,7 @@ from ckptctl.formats.dcp import lacks_metadata
 from ckptctl.formats.sidecar_files import WEIGHTS, beside
 from ckptctl.storage import destinations
 from ckptctl.storage.paths import home_expanded, real_path
-from ckptctl.storage.remote.urls import is_url
+from ckptctl.storage.urls import is_url
 from ckptctl.units import natural
 
 SAME = "source and destination are the same"

@@ -94,7 +94,7 @@ def quantization_schemes(_: Given | None = None) -> list[str]:
 
 def path(value: AnyPath, hint: str = READ_HERE) -> Path:
     """Return the path of a file; *hint* is for one who gives none."""
-    from ckptctl.storage.remote.urls import path_text  # which `--help` need not
+    from ckptctl.storage.urls import path_text  # which `--help` need not
 
     if not path_text(value):
         raise UsageError("the path is empty", hint=hint)

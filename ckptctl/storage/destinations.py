@@ -17,7 +17,7 @@ from ckptctl.errors import (
     storage_errors,
 )
 from ckptctl.storage.paths import real_path, require_local
-from ckptctl.storage.remote.urls import SCHEME, local_path
+from ckptctl.storage.urls import SCHEME, local_path
 from ckptctl.units import counted
 
 STAGING = ".ckptctl-staging"

@@ -15,7 +15,7 @@ from pathlib import Path, PureWindowsPath
 from typing import TYPE_CHECKING
 
 from ckptctl.errors import CkptError, UnsupportedError, UsageError, listed, nearest
-from ckptctl.storage.remote.urls import HUB, PACKAGES, is_url, local_path, masked, scheme_of
+from ckptctl.storage.urls import HUB, PACKAGES, is_url, local_path, masked, scheme_of
 from ckptctl.units import natural_key
 
 if TYPE_CHECKING:

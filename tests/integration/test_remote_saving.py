@@ -29,7 +29,7 @@ from ckptctl.storage.paths import named, source_path
 from ckptctl.storage.remote import trees
 from ckptctl.storage.remote.lock import ConditionalObject, RemoteLock
 from ckptctl.storage.remote.store import FsspecStore
-from ckptctl.storage.remote.writing import NAME, OBJECTS, Writing, parse
+from ckptctl.storage.writing import NAME, OBJECTS, Writing, parse
 from tests import s3_server
 from tests.gloo import run_on_ranks
 from tests.integration import remote_saving_ranks as ranks

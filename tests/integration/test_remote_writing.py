@@ -19,7 +19,7 @@ import ckptctl
 from ckptctl.errors import RefusedError, SourceNotFoundError, StorageError, UsageError
 from ckptctl.storage.remote import lock, objects, trees
 from ckptctl.storage.remote.store import FsspecStore
-from ckptctl.storage.remote.writing import NAME, Sent
+from ckptctl.storage.writing import NAME, Sent
 from tests.s3_server import Request
 from tests.stores import FAULTY, IN_MEMORY, ON_S3, SHARED, Bucket, at, names
 from tests.sweeps import one_in

@@ -28,10 +28,10 @@ from ckptctl.ops.verification.digest_lists import SUMS
 from ckptctl.storage.files import source_files
 from ckptctl.storage.json_reader import read_json
 from ckptctl.storage.paths import named
-from ckptctl.storage.remote.urls import is_url
-from ckptctl.storage.remote.writing import OBJECTS
 from ckptctl.storage.run_store import run_store
 from ckptctl.storage.schema import find
+from ckptctl.storage.urls import is_url
+from ckptctl.storage.writing import OBJECTS
 
 RECORD = "ckptctl.final.json"
 SCHEMA = "ckptctl.final/1"

@@ -34,8 +34,8 @@ from ckptctl.ops.ranks.coordinator import Coordinator, on_first, telling
 from ckptctl.options import about, among, declared
 from ckptctl.storage.destinations import require_folder, require_path
 from ckptctl.storage.paths import home_expanded, named
-from ckptctl.storage.remote.urls import is_url
 from ckptctl.storage.run_store import run_store
+from ckptctl.storage.urls import is_url
 
 _log = logging.getLogger("ckptctl")
 

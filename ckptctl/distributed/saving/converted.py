@@ -35,8 +35,8 @@ from ckptctl.ops.saving.local_shards import HeldChunk, LocalShards, Packed, Tens
 from ckptctl.storage import trash
 from ckptctl.storage.destinations import already_exists, check_target, destination
 from ckptctl.storage.paths import home_expanded, named
-from ckptctl.storage.remote.urls import HUB, is_url, scheme_of
 from ckptctl.storage.run_store import run_store
+from ckptctl.storage.urls import HUB, is_url, scheme_of
 
 OF_A_SAVE = re.compile(r"\.metadata|__\d+_\d+\.distcp|\.nfs.*|\.ckptctl-(writing|objects)")
 _log = logging.getLogger("ckptctl")

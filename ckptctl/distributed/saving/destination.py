@@ -24,7 +24,7 @@ from ckptctl.storage.execution.options import ExecutionOptions
 from ckptctl.storage.file_system import add_file, sync_directory
 from ckptctl.storage.paths import home_expanded
 from ckptctl.storage.publish import IN_PLACE, Staging, data_directory, staging, sweep
-from ckptctl.storage.remote.urls import is_url
+from ckptctl.storage.urls import is_url
 
 
 class SaveTarget(Protocol):

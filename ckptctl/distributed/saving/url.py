@@ -21,8 +21,8 @@ from ckptctl.storage.remote import trees
 from ckptctl.storage.remote.lock import ConditionalObject, RemoteLock
 from ckptctl.storage.remote.objects import Objects
 from ckptctl.storage.remote.store import FsspecStore
-from ckptctl.storage.remote.urls import HUB, scheme_of
-from ckptctl.storage.remote.writing import BUSY, NAME, OBJECTS, Sent, Writing, committed
+from ckptctl.storage.urls import HUB, scheme_of
+from ckptctl.storage.writing import BUSY, NAME, OBJECTS, Sent, Writing, committed
 
 DATA = re.compile(r"__\d+_\d+\.distcp")
 """The files of ranks."""

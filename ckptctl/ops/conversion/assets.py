@@ -29,7 +29,7 @@ from ckptctl.storage.paths import (
     path_hint,
     source_path,
 )
-from ckptctl.storage.remote.urls import HUB, is_url
+from ckptctl.storage.urls import HUB, is_url
 from ckptctl.units import natural
 
 CONFIG, PARAMS = "config.json", "params.json"

@@ -38,7 +38,7 @@ from ckptctl.planner.quantization.survey import Survey
 from ckptctl.storage.execution.options import LEAST
 from ckptctl.storage.kinds import can_overflow
 from ckptctl.storage.paths import named
-from ckptctl.storage.remote.urls import is_url
+from ckptctl.storage.urls import is_url
 from ckptctl.units import counted, format_bytes
 
 

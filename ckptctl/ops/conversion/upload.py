@@ -33,8 +33,8 @@ from ckptctl.storage.remote.upload import (
     begin_upload,
     require_apart,
 )
-from ckptctl.storage.remote.urls import HUB, scheme_of
 from ckptctl.storage.threads import Advance, terminable
+from ckptctl.storage.urls import HUB, scheme_of
 
 PREFIX = "ckptctl-upload-"
 """What the scratch directories begin with."""

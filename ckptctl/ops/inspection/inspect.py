@@ -38,8 +38,8 @@ from ckptctl.ops.recognition.roots import unmatched, unwrapped
 from ckptctl.ops.sources import leaf_values, open_source
 from ckptctl.ops.verification.structure import is_about_unread, of_index
 from ckptctl.storage.paths import path_at, require_answers, shown, source_path
-from ckptctl.storage.remote.writing import UnfinishedError
 from ckptctl.storage.threads import Watch, unwatched
+from ckptctl.storage.writing import UnfinishedError
 from ckptctl.verdict import Verdict, decide_verdict, drop_structure_claim, worst_verdict
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from ckptctl.errors import RefusedError
 from ckptctl.file_identity import FileIdentity
 from ckptctl.ops.saving.local_shards import digest
 from ckptctl.storage.files import SourceFiles, source_files
-from ckptctl.storage.remote.urls import is_url
+from ckptctl.storage.urls import is_url
 from ckptctl.units import counted
 
 SETTLED_NS = 100_000_000

@@ -17,8 +17,8 @@ from ckptctl.formats.sidecar_files import SIDECAR
 from ckptctl.ops.runs.names import Named, is_last, parse, staged
 from ckptctl.ops.runs.notes import stated_step
 from ckptctl.storage.paths import path_hint, real_path
-from ckptctl.storage.remote.writing import NAME as LOCK
-from ckptctl.storage.remote.writing import OBJECTS
+from ckptctl.storage.writing import NAME as LOCK
+from ckptctl.storage.writing import OBJECTS
 
 ADDED = frozenset({"SHA256SUMS", MANIFEST, SIDECAR, LOCK, OBJECTS})
 """What is put beside a checkpoint later, or taken away."""

@@ -26,8 +26,8 @@ from ckptctl.results import JsonField, Result, or_none
 from ckptctl.storage import lock
 from ckptctl.storage.destinations import staging_directory
 from ckptctl.storage.paths import real_path, require_answers
-from ckptctl.storage.remote.writing import NAME as LOCK
-from ckptctl.storage.remote.writing import OBJECTS, UnfinishedError, unfinished
+from ckptctl.storage.writing import NAME as LOCK
+from ckptctl.storage.writing import OBJECTS, UnfinishedError, unfinished
 from ckptctl.units import counted
 from ckptctl.verdict import Verdict, decide_verdict, shows_torn_write, worst_verdict
 

@@ -19,8 +19,8 @@ from pathlib import Path
 
 from ckptctl.ops.runs.names import is_last, parse, staged
 from ckptctl.storage.paths import real_path
-from ckptctl.storage.remote.urls import is_url
 from ckptctl.storage.two_phase_delete import TRASH
+from ckptctl.storage.urls import is_url
 
 ENDLESS = frozenset({"release"})
 """What Megatron writes in place of a step: the weights as they were published."""

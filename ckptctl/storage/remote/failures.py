@@ -10,7 +10,7 @@ from ckptctl.errors import (
     UsageError,
 )
 from ckptctl.storage.remote.conditions import status_of
-from ckptctl.storage.remote.urls import hide, install_hint, masked, scheme_of
+from ckptctl.storage.urls import hide, install_hint, masked, scheme_of
 
 CREDENTIALS = "check the credentials and their permissions"
 NETWORK = "check the URL, the network and the configured endpoint"

@@ -21,7 +21,7 @@ from ckptctl.errors import CkptError, SourceNotFoundError, StorageError, UsageEr
 from ckptctl.storage.paths import real_path
 from ckptctl.storage.remote.retries import persistent, retried
 from ckptctl.storage.remote.store import ITSELF, RemoteEntry, Store
-from ckptctl.storage.remote.urls import masked, normal
+from ckptctl.storage.urls import masked, normal
 
 KINDS = {"models": "model", "datasets": "dataset", "spaces": "space"}
 _WITH_SLASHES = r"refs/(?:pr/\d+|convert/[^/]+)"

@@ -22,7 +22,7 @@ from ckptctl.storage.paths import contained
 from ckptctl.storage.remote import trees
 from ckptctl.storage.remote.blocks import SHARED
 from ckptctl.storage.remote.store import RemoteEntry
-from ckptctl.storage.remote.urls import masked
+from ckptctl.storage.urls import masked
 
 READ_ONLY = 0o444
 MOST = 4 << 20

@@ -20,8 +20,8 @@ from ckptctl.storage.remote.lock import ConditionalObject, RemoteLock
 from ckptctl.storage.remote.objects import Objects
 from ckptctl.storage.remote.store import FsspecStore
 from ckptctl.storage.remote.upload import INDEXES
-from ckptctl.storage.remote.urls import HUB, WEB, scheme_of
-from ckptctl.storage.remote.writing import GONE, NAME, Sent, removal_left_in, save_left_in
+from ckptctl.storage.urls import HUB, WEB, scheme_of
+from ckptctl.storage.writing import GONE, NAME, Sent, removal_left_in, save_left_in
 
 LOCK = ".ckptctl-removing"
 """The lock of a run from which checkpoints are removed."""

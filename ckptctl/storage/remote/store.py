@@ -22,7 +22,8 @@ from ckptctl.errors import (
 from ckptctl.storage.remote.conditions import UNKNOWN, code_of, is_taken, knows_no_conditions
 from ckptctl.storage.remote.failures import failure_of, raise_other
 from ckptctl.storage.remote.retries import retried
-from ckptctl.storage.remote.urls import (
+from ckptctl.storage.remote.versions import Versions, versions_of
+from ckptctl.storage.urls import (
     WEB,
     hide,
     install_hint,
@@ -31,8 +32,7 @@ from ckptctl.storage.remote.urls import (
     scheme_of,
     without_query,
 )
-from ckptctl.storage.remote.versions import Versions, versions_of
-from ckptctl.storage.remote.writing import BUSY, number_of
+from ckptctl.storage.writing import BUSY, number_of
 
 VERSIONS = (
     "ETag",

@@ -19,7 +19,7 @@ from ckptctl.errors import (
 from ckptctl.storage.remote.blocks import SHARED
 from ckptctl.storage.remote.hub import HubStore
 from ckptctl.storage.remote.store import ITSELF, FsspecStore, RemoteEntry, Store
-from ckptctl.storage.remote.urls import (
+from ckptctl.storage.urls import (
     HUB,
     WEB,
     address,

@@ -24,8 +24,8 @@ from ckptctl.storage.remote.hub_upload import HubUpload
 from ckptctl.storage.remote.lock import RemoteLock
 from ckptctl.storage.remote.objects import Objects, OccupiedError
 from ckptctl.storage.remote.store import FsspecStore, system_of
-from ckptctl.storage.remote.urls import HUB, masked, scheme_of
-from ckptctl.storage.remote.writing import BUSY, Sent, Writing
+from ckptctl.storage.urls import HUB, masked, scheme_of
+from ckptctl.storage.writing import BUSY, Sent, Writing
 from ckptctl.units import counted
 
 INDEXES = (".index.json", ".metadata")

@@ -18,13 +18,12 @@ import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
 from ckptctl.errors import CkptError, RefusedError, StorageError
-from ckptctl.storage import processes
+from ckptctl.storage import processes, writing
 from ckptctl.storage.remote import lock as remote_lock
-from ckptctl.storage.remote import writing
 from ckptctl.storage.remote.lock import RemoteLock
 from ckptctl.storage.remote.store import FsspecStore
 from ckptctl.storage.remote.upload import ObjectUpload, UploadRequest
-from ckptctl.storage.remote.writing import HELD, NAME, Sent, Writing, parse
+from ckptctl.storage.writing import HELD, NAME, Sent, Writing, parse
 
 MEMORY = fsspec.filesystem("memory")
 SHARDS = ("model-1.safetensors", "model-2.safetensors", "model-3.safetensors")

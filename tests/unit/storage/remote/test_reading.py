@@ -27,7 +27,7 @@ from ckptctl.storage.remote.hub import parse
 from ckptctl.storage.remote.path import RemotePath
 from ckptctl.storage.remote.store import FsspecStore, RemoteEntry
 from ckptctl.storage.remote.trees import Tree
-from ckptctl.storage.remote.urls import hide, is_url, local_path, masked
+from ckptctl.storage.urls import hide, is_url, local_path, masked
 
 MEMORY = fsspec.filesystem("memory")
 

@@ -17,7 +17,7 @@ from typing import Any
 
 from ckptctl.errors import CkptError, DamagedError, UnsupportedError
 from ckptctl.storage import processes
-from ckptctl.storage.remote.urls import is_url
+from ckptctl.storage.urls import is_url
 from ckptctl.units import counted
 
 BUSY = "another process is writing to the same destination"
