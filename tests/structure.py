@@ -51,7 +51,7 @@ ROOMS = {
         "ckptctl.planner.families.facts",
         "ckptctl.planner.families.megatron",
     ),
-    "remote": ("ckptctl.storage.remote", "ckptctl.ops.conversion.upload"),
+    "remote": ("ckptctl.storage.remote",),
     "converters": ("converters",),
     "verbs": ("ckptctl.ops", "ckptctl.storage.statistics"),
     "runs": ("ckptctl.ops.runs", "ckptctl.storage.run_store"),

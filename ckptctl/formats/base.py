@@ -13,7 +13,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
-from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple
 
 from ckptctl import dtypes
@@ -21,6 +20,7 @@ from ckptctl.catalog import Blob, Box, Catalog
 from ckptctl.catalog import Path as KeyPath
 from ckptctl.errors import SHOWN, FormatError, RefusedError, listed, spell_option
 from ckptctl.notes import Notes
+from ckptctl.storage.tree import TreePath
 
 if TYPE_CHECKING:
     from ckptctl.planner.layouts import Family
@@ -182,7 +182,7 @@ class ReadOptions:
     model_type: str | None = None
     weights: Weights | None = None
     tag: str | None = None
-    rules: Path | None = None
+    rules: TreePath | None = None
     ranks: int | None = None
     partial: bool = False
     replicas: bool = False
@@ -227,11 +227,11 @@ class Format(ABC):
     training: ClassVar[bool | None] = None
 
     @abstractmethod
-    def sniff(self, path: Path) -> Sniff | None:
+    def sniff(self, path: TreePath) -> Sniff | None:
         """Say whether *path* looks like this format, without reading more than a few bytes."""
 
     @abstractmethod
-    def read(self, path: Path, asked: ReadOptions = AS_IT_IS) -> Catalog:
+    def read(self, path: TreePath, asked: ReadOptions = AS_IT_IS) -> Catalog:
         """Return the catalog of *path*.
 
         Args:
@@ -246,7 +246,7 @@ class Format(ABC):
         """Return *catalog* with every extent's codec ``raw``."""
         return catalog
 
-    def only_part(self, path: Path) -> Path | None:
+    def only_part(self, path: TreePath) -> TreePath | None:
         """Return the one checkpoint in the folder *path*, which is there for that alone.
 
         None: *path* is the checkpoint, or holds more.
@@ -315,7 +315,7 @@ class WritableFormat(Format):
                 )
 
 
-def require_folder(path: Path) -> None:
+def require_folder(path: TreePath) -> None:
     """Refuse one of the files that the ranks of a save wrote, where all of them are needed."""
     if not path.is_dir():
         raise FormatError(

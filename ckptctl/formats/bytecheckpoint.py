@@ -8,12 +8,12 @@ Source: bytecheckpoint 0.0.2, ``checkpointer/meta_type.py``: ``.metadata`` is a 
 from __future__ import annotations
 
 import re
-from pathlib import Path
 
 from ckptctl.catalog import Catalog
 from ckptctl.formats import dcp
 from ckptctl.formats.base import AS_IT_IS, ReadOptions, Sniff
 from ckptctl.formats.dcp import METADATA, ItemFormat
+from ckptctl.storage.tree import TreePath
 
 
 class ByteCheckpointFormat(ItemFormat):
@@ -33,13 +33,13 @@ class ByteCheckpointFormat(ItemFormat):
         "merge_bcp.py (tests/unit/formats/test_wrappers.py)"
     )
 
-    def sniff(self, path: Path) -> Sniff | None:
+    def sniff(self, path: TreePath) -> Sniff | None:
         """See :meth:`Format.sniff`."""
         if not path.is_dir() or not (path / METADATA).is_file():
             return None
         return Sniff(f"ByteCheckpoint's {METADATA}") if dcp.is_bytecheckpoint(path) else None
 
-    def read(self, path: Path, asked: ReadOptions = AS_IT_IS) -> Catalog:
+    def read(self, path: TreePath, asked: ReadOptions = AS_IT_IS) -> Catalog:
         """See :meth:`Format.read`."""
         from ckptctl.formats.dcp.bytecheckpoint import read
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
-from pathlib import Path
 
 from ckptctl.catalog import Box, Catalog, Extent, Finding, TensorEntry
 from ckptctl.columns import boxes_of, vectors_of
@@ -24,6 +23,7 @@ from ckptctl.storage.files import SourceFiles, source_files
 from ckptctl.storage.paths import is_there
 from ckptctl.storage.read_ahead import ahead
 from ckptctl.storage.threads import no_collection
+from ckptctl.storage.tree import TreePath
 from ckptctl.units import counted
 
 _RANK = re.compile(r"__(0|[1-9]\d*)\.metadata")
@@ -56,7 +56,7 @@ class DcpRankLocalFormat(ItemFormat):
         "(tests/integration/test_rank_local.py)"
     )
 
-    def sniff(self, path: Path) -> Sniff | None:
+    def sniff(self, path: TreePath) -> Sniff | None:
         """See :meth:`Format.sniff`."""
         if not path.is_dir() or is_there(path / METADATA):
             return None
@@ -67,7 +67,7 @@ class DcpRankLocalFormat(ItemFormat):
             else None
         )
 
-    def read(self, path: Path, asked: ReadOptions = AS_IT_IS) -> Catalog:
+    def read(self, path: TreePath, asked: ReadOptions = AS_IT_IS) -> Catalog:
         """See :meth:`Format.read`.
 
         Of a part, what one rank cannot give any more is taken of another that has a copy.
@@ -128,7 +128,7 @@ def _with_replicas(catalog: Catalog, asked: bool) -> Catalog:
     return replace(catalog, tensors=tensors, replicas=replicas, lost=lost)
 
 
-def read_rank(path: Path, rank: int) -> Catalog | None:
+def read_rank(path: TreePath, rank: int) -> Catalog | None:
     """Return what one rank wrote, which is only a part of each tensor; None: it wrote nothing."""
     if not (path / metadata_name(rank)).is_file():
         return None
@@ -141,7 +141,7 @@ def read_rank(path: Path, rank: int) -> Catalog | None:
         return replace(catalog, save_id=origin.save_id, world=origin.world)
 
 
-def rank_files(path: Path) -> list[str]:
+def rank_files(path: TreePath) -> list[str]:
     """Return the names of the metadata of all ranks."""
     with source_files(path) as files:
         return [metadata_name(rank) for rank in _ranks(files, Faults(path))]
@@ -186,7 +186,7 @@ def _world(files: SourceFiles, rank: int) -> int:
         return 0
 
 
-def _numbers(path: Path, pattern: re.Pattern[str]) -> set[int]:
+def _numbers(path: TreePath, pattern: re.Pattern[str]) -> set[int]:
     matches = (pattern.fullmatch(item.name) for item in path.glob("__*"))
     return {int(match[1]) for match in matches if match}
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 
 from ckptctl.catalog import Catalog
 from ckptctl.errors import FormatError, UnsupportedError, listed
@@ -27,6 +26,7 @@ from ckptctl.formats.hf.shards import read_shard
 from ckptctl.formats.shared.model_parallel_layout import lay_out, require_all
 from ckptctl.storage.files import source_files
 from ckptctl.storage.read_ahead import heads_ahead
+from ckptctl.storage.tree import TreePath
 
 
 class DeepSeekFormat(WritableFormat):
@@ -52,14 +52,14 @@ class DeepSeekFormat(WritableFormat):
     keeps_metadata = True
     ties = "written in full"
 
-    def sniff(self, path: Path) -> Sniff | None:
+    def sniff(self, path: TreePath) -> Sniff | None:
         """See :meth:`Format.sniff`."""
         if path.is_file():
             return Sniff(path.name) if hf_files.RANK.fullmatch(path.name) else None
         names = _named(path) if path.is_dir() else []
         return Sniff(listed(names)) if names else None
 
-    def read(self, path: Path, asked: ReadOptions = AS_IT_IS) -> Catalog:
+    def read(self, path: TreePath, asked: ReadOptions = AS_IT_IS) -> Catalog:
         """See :meth:`Format.read`."""
         from ckptctl.formats.shared.model_parallel_join import joined_catalog
 
@@ -89,11 +89,11 @@ class DeepSeekFormat(WritableFormat):
         return lay_out(replace(request, tensors=whole), shard, reason)
 
 
-def _named(root: Path) -> list[str]:
+def _named(root: TreePath) -> list[str]:
     return sorted(item.name for item in root.iterdir() if hf_files.RANK.fullmatch(item.name))
 
 
-def _ranks(root: Path) -> list[str]:
+def _ranks(root: TreePath) -> list[str]:
     """The names of all shards in order of rank."""
     found: dict[int, str] = {}
     totals: set[int] = set()

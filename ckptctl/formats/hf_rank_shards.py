@@ -13,7 +13,6 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import islice, product
-from pathlib import Path
 
 from ckptctl.catalog import Box, Catalog, Extent, Finding, TensorEntry
 from ckptctl.errors import (
@@ -41,6 +40,7 @@ from ckptctl.storage.json_reader import loads, read_json
 from ckptctl.storage.read_ahead import heads_ahead
 from ckptctl.storage.safetensors_header import MAX_HEADER, SafetensorsHeader, read_header
 from ckptctl.storage.schema import MalformedError, find, malformed, read_as
+from ckptctl.storage.tree import TreePath
 from ckptctl.units import counted
 
 OFFSETS = "DCP_SHARDING_INFO"
@@ -72,12 +72,12 @@ class HfRankShardsFormat(Format):
         "(tests/integration/test_rank_local.py)"
     )
 
-    def sniff(self, path: Path) -> Sniff | None:
+    def sniff(self, path: TreePath) -> Sniff | None:
         """See :meth:`Format.sniff`."""
         found = len(_shards(path)) if path.is_dir() else 0
         return Sniff(f"{counted(found, 'file')} shard-*-model-*.safetensors") if found else None
 
-    def read(self, path: Path, asked: ReadOptions = AS_IT_IS) -> Catalog:
+    def read(self, path: TreePath, asked: ReadOptions = AS_IT_IS) -> Catalog:
         """See :meth:`Format.read`."""
         shards = _shards(path) if path.is_dir() else {}
         ranks = _ranks(path, shards, asked.ranks)
@@ -184,13 +184,13 @@ def _read_header(files: SourceFiles, name: str) -> tuple[SafetensorsHeader, Offs
         return header, {key: integers(one.get("saved_offsets")) for key, one in places.items()}
 
 
-def _shards(path: Path) -> dict[str, re.Match[str]]:
+def _shards(path: TreePath) -> dict[str, re.Match[str]]:
     """Return the shards by name, in order."""
     matches = (SHARD.fullmatch(item.name) for item in sorted(path.glob("shard-*.safetensors")))
     return {match[0]: match for match in matches if match}
 
 
-def _ranks(path: Path, shards: Mapping[str, re.Match[str]], said: int | None) -> int:
+def _ranks(path: TreePath, shards: Mapping[str, re.Match[str]], said: int | None) -> int:
     """Return the number of ranks: what is *said*, else that of the last one."""
     if not shards:
         raise FormatError(
@@ -240,7 +240,7 @@ def _name(rank: int, file: int, total: int) -> str:
     return f"shard-{rank:05d}-model-{file:05d}-of-{total:05d}.safetensors"
 
 
-def _require_whole(entry: TensorEntry, path: Path, *, partial: bool) -> None:
+def _require_whole(entry: TensorEntry, path: TreePath, *, partial: bool) -> None:
     boxes = [extent.box for extent in entry.extents]
     if sum(box.numel for box in boxes) == entry.numel:
         return

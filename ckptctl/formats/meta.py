@@ -9,7 +9,6 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 
 from ckptctl.catalog import Catalog
 from ckptctl.errors import FormatError, UnsupportedError
@@ -27,6 +26,7 @@ from ckptctl.formats.mistral import is_mistral
 from ckptctl.formats.shared.model_parallel_layout import lay_out, require_all
 from ckptctl.storage.files import source_files
 from ckptctl.storage.read_ahead import zips_ahead
+from ckptctl.storage.tree import TreePath
 
 LAYOUT = "meta"
 _SHARD = torch_file.META_SHARD
@@ -56,7 +56,7 @@ class MetaFormat(WritableFormat):
     ties = "stored once per file if config.json ties them, otherwise written in full"
     parallel = True
 
-    def sniff(self, path: Path) -> Sniff | None:
+    def sniff(self, path: TreePath) -> Sniff | None:
         """See :meth:`Format.sniff`."""
         folder = path if path.is_dir() else path.parent
         if path.is_file() and not _SHARD.fullmatch(path.name):
@@ -66,7 +66,7 @@ class MetaFormat(WritableFormat):
         shards = count(folder)
         return Sniff(f"{shards} consolidated.*.pth") if shards else None
 
-    def read(self, path: Path, asked: ReadOptions = AS_IT_IS) -> Catalog:
+    def read(self, path: TreePath, asked: ReadOptions = AS_IT_IS) -> Catalog:
         """See :meth:`Format.read`."""
         from ckptctl.formats.shared.model_parallel_join import joined_catalog
         from ckptctl.formats.shared.stored_leaves import read_leaves
@@ -92,12 +92,12 @@ class MetaFormat(WritableFormat):
         return lay_out(request, shard, "Meta's files can only store tensors")
 
 
-def count(root: Path) -> int:
+def count(root: TreePath) -> int:
     """Return the number of shards directly in *root*."""
     return sum(1 for item in root.glob("consolidated*.pth") if _SHARD.fullmatch(item.name))
 
 
-def _shards(root: Path) -> list[str]:
+def _shards(root: TreePath) -> list[str]:
     """The names of all shards in order of rank."""
     found: dict[int, str] = {}
     for name in sorted(item.name for item in root.iterdir()):
@@ -117,7 +117,7 @@ def _shards(root: Path) -> list[str]:
     return [found[rank] for rank in sorted(found)]
 
 
-def _no_shards(path: Path) -> FormatError:
+def _no_shards(path: TreePath) -> FormatError:
     return FormatError(
         "no shards in Meta's format were found",
         where=str(path),

@@ -9,7 +9,6 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import replace
-from pathlib import Path
 
 from ckptctl.catalog import Catalog
 from ckptctl.errors import FormatError, listed
@@ -18,6 +17,7 @@ from ckptctl.formats.hf import HfFormat
 from ckptctl.formats.sidecar_files import ADAPTER
 from ckptctl.storage.files import source_files
 from ckptctl.storage.json_reader import read_json_object
+from ckptctl.storage.tree import TreePath
 
 CONFIG = ADAPTER
 WEIGHTS = "adapter_model.safetensors"
@@ -51,7 +51,7 @@ class PeftFormat(HfFormat):
     records_ties = False
     described_in = (CONFIG,)
 
-    def sniff(self, path: Path) -> Sniff | None:
+    def sniff(self, path: TreePath) -> Sniff | None:
         """See :meth:`Format.sniff`."""
         if path.is_file():
             return Sniff(path.name) if path.name == WEIGHTS else None
@@ -59,7 +59,7 @@ class PeftFormat(HfFormat):
         # Beside a whole model, as torchtune leaves it, the directory is that of the model.
         return Sniff(found) if found and super().sniff(path) is None else None
 
-    def read(self, path: Path, asked: ReadOptions = AS_IT_IS) -> Catalog:
+    def read(self, path: TreePath, asked: ReadOptions = AS_IT_IS) -> Catalog:
         """See :meth:`Format.read`."""
         name = path.name if path.is_file() else _weights(path)
         if name is None:
@@ -76,7 +76,7 @@ class PeftFormat(HfFormat):
                 "PEFT export is wrong for Qwen and DoRA",
             )
         documents = {**found.documents, **adapter_config(root)}
-        return replace(found, path=str(path), documents=documents, notes=notes)
+        return replace(found, path=path, documents=documents, notes=notes)
 
     def lay_out(self, request: OutputRequest) -> Output:
         """See :meth:`WritableFormat.lay_out`."""
@@ -84,7 +84,7 @@ class PeftFormat(HfFormat):
         return super().lay_out(replace(request, like=one, like_files=(WEIGHTS,)))
 
 
-def adapter_config(root: Path) -> dict[str, Mapping[str, object]]:
+def adapter_config(root: TreePath) -> dict[str, Mapping[str, object]]:
     """Return the parsed ``adapter_config.json`` in *root* by its name; empty: there is none."""
     if not (root / CONFIG).is_file():
         return {}
@@ -92,7 +92,7 @@ def adapter_config(root: Path) -> dict[str, Mapping[str, object]]:
         return {CONFIG: read_json_object(files, CONFIG, constants=True)}
 
 
-def _weights(path: Path) -> str | None:
+def _weights(path: TreePath) -> str | None:
     return next((name for name in (WEIGHTS, BIN) if (path / name).is_file()), None)
 
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ckptctl.catalog import Catalog
@@ -23,6 +22,7 @@ from ckptctl.formats.sidecar_files import with_folder
 from ckptctl.storage.files import SourceFiles, source_files
 from ckptctl.storage.paths import is_there
 from ckptctl.storage.read_ahead import ahead, zip_ends
+from ckptctl.storage.tree import TreePath
 from ckptctl.units import counted
 
 if TYPE_CHECKING:
@@ -97,14 +97,14 @@ class RankFilesFormat(Format):
         "equal `full_tensor()` (tests/integration/test_rank_files.py)"
     )
 
-    def sniff(self, path: Path) -> Sniff | None:
+    def sniff(self, path: TreePath) -> Sniff | None:
         """See :meth:`Format.sniff`."""
         if not path.is_dir() or (path / ".metadata").exists():
             return None
         found = sorted(file.name for file in rank_files(path))
         return Sniff(listed(found, 2)) if found else None
 
-    def read(self, path: Path, asked: ReadOptions = AS_IT_IS) -> Catalog:
+    def read(self, path: TreePath, asked: ReadOptions = AS_IT_IS) -> Catalog:
         """See :meth:`Format.read`."""
         require_folder(path)
         from ckptctl.formats.shared.rank_merge import RankMerger
@@ -130,7 +130,7 @@ class RankFilesFormat(Format):
         )
 
 
-def rank_files(path: Path) -> Iterator[RankFile]:
+def rank_files(path: TreePath) -> Iterator[RankFile]:
     """Yield the files in *path* that are called as a rank's file is."""
     for item in path.iterdir():
         found = parse(item.name)
@@ -150,7 +150,7 @@ def parse(name: str) -> RankFile | None:
     return RankFile(name, group, int(fields["rank"]), int(world) if world else None)
 
 
-def _grouped(path: Path) -> dict[str, dict[int, RankFile]]:
+def _grouped(path: TreePath) -> dict[str, dict[int, RankFile]]:
     """Return the files by group and rank; all ranks up to the highest must be there."""
     groups: dict[str, dict[int, RankFile]] = {}
     for file in sorted(rank_files(path), key=lambda found: (found.group, found.rank, found.name)):

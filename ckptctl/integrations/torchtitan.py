@@ -30,6 +30,7 @@ from ckptctl.ops.loading.options import Strict
 from ckptctl.ops.ranks.coordinator import on_first
 from ckptctl.planner.retention import Policy
 from ckptctl.storage.paths import named
+from ckptctl.storage.tree import TreePath
 
 
 class CheckpointManager(dcp.CheckpointManager):  # type: ignore[misc]
@@ -134,11 +135,11 @@ class CheckpointManager(dcp.CheckpointManager):  # type: ignore[misc]
         newest = ranks.broadcast(on_first(ranks, lambda: self._keeper.newest(SERIES)))
         return newest.step if newest else found
 
-    def _make_room(self, path: Path) -> None:
+    def _make_room(self, path: TreePath) -> None:
         if dist.get_rank() == 0:
             self._keeper.make_room(path)
 
-    def _published(self, path: Path) -> None:
+    def _published(self, path: TreePath) -> None:
         if dist.get_rank() == 0:
             self._keeper.published(path)
 

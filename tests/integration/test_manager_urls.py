@@ -23,9 +23,9 @@ from ckptctl.errors import CkptError, DamagedError, RefusedError, SourceNotFound
 from ckptctl.ops.runs.newest import newest
 from ckptctl.storage import processes
 from ckptctl.storage.paths import named, source_path
+from ckptctl.storage.remote.conditions import versions_of
 from ckptctl.storage.remote.objects import Objects
 from ckptctl.storage.remote.store import FsspecStore, protocols
-from ckptctl.storage.remote.versions import versions_of
 from ckptctl.storage.writing import NAME, OBJECTS, Writing
 from tests import s3_server, stores
 from tests.checkpoints import tiny_llama

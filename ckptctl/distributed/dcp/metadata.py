@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import wraps
 from itertools import groupby
+from pathlib import Path
 from typing import ParamSpec, TypeVar
 
 import torch
@@ -164,7 +165,7 @@ def mapping_of(metadata: Metadata) -> StateMapping:
             tensors[name] = TensorEntry(name, dtype, tuple(entry.size), extents, path)
         else:
             blobs[name] = Blob(name, path)
-    catalog = Catalog("", STOCK, "dcp", {}, tensors, blobs)
+    catalog = Catalog(Path(), Path(STOCK), "dcp", {}, tensors, blobs)
     return map_state(catalog, {}, MappingRequest())
 
 

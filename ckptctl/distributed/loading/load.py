@@ -12,7 +12,6 @@ import socket
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import fields, replace
-from pathlib import Path
 
 from ckptctl import families, formats
 from ckptctl.catalog import Catalog
@@ -80,6 +79,7 @@ from ckptctl.planner.plan import Plan
 from ckptctl.storage.byte_files import Memory
 from ckptctl.storage.outcome import OutOfRange
 from ckptctl.storage.threads import no_collection
+from ckptctl.storage.tree import TreePath
 
 HOW = ("strict", "cast", "allow_overflow", "trusted", "checksum", "jobs")
 """Options of a load that say nothing of the checkpoint."""
@@ -114,7 +114,7 @@ class CollectiveLoad:
     def into(
         self,
         target: Target,
-        path: str | Path,
+        path: str | TreePath,
         error: BaseException | None = None,
     ) -> LoadReport:
         """Load the checkpoint at *path*; *error* is why this rank cannot."""
@@ -269,7 +269,7 @@ class CollectiveLoad:
             return self._read(plan.plan, views_of(reads), once=shared is not None), values
 
         def again() -> int:
-            views = comparing(tied, fill, plan.opened.path)
+            views = comparing(tied, fill, str(plan.opened.path))
             return self._read(plan.again, views) if plan.again else 0
 
         if shared is None:
@@ -342,7 +342,7 @@ class CollectiveLoad:
         )
 
 
-def own_part(path: Path, rank: int, state: State, options: LoadOptions) -> Catalog | None:
+def own_part(path: TreePath, rank: int, state: State, options: LoadOptions) -> Catalog | None:
     """Return what *rank* saved at *path* without the others, if that is all that *state* wants."""
     about_it = (field for field in fields(LoadOptions) if field.name not in HOW)
     if any(getattr(options, one.name) != one.default for one in about_it):
@@ -364,7 +364,7 @@ def _holds(catalog: Catalog, state: State) -> bool:
 
 
 @keywords(LoadCall)
-def load(state_dict: Target, path: str | Path, options: LoadCall) -> LoadReport:
+def load(state_dict: Target, path: str | TreePath, options: LoadCall) -> LoadReport:
     """Fill *state_dict* from a checkpoint of any format. Call it on all ranks.
 
     Tensors are filled in place, and sharded tensors get only their local shard. Tensors on the meta

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -24,6 +23,7 @@ from ckptctl.ops.loading.identity import Fingerprint, identity, require_same_che
 from ckptctl.ops.ranks.agreement import RankStatement, require_agreement
 from ckptctl.ops.ranks.coordinator import Coordinator
 from ckptctl.ops.saving.local_shards import TensorMeta, digest
+from ckptctl.storage.tree import TreePath
 
 VERSION = 1
 """Of what the key of a plan is made of."""
@@ -65,7 +65,7 @@ def wanted_by_all(own: WantedLeaves, ranks: Coordinator) -> WantedLeaves:
 class LoadRequest:
     """The request of one rank."""
 
-    source: Path
+    source: TreePath
     owners: Owners
     plain: dict[str, Any]  # its state dict, with what objects in it say of themselves
     state: State
@@ -91,7 +91,7 @@ class RankView(NamedTuple):
     fingerprint: Fingerprint | None
 
 
-def request(target: Target, path: str | Path, how: LoadCall, here: object) -> LoadRequest:
+def request(target: Target, path: str | TreePath, how: LoadCall, here: object) -> LoadRequest:
     """Return the request of this rank."""
     owners = Owners.of(target)
     plain = owners.plain()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from pathlib import Path
 
 from ckptctl.distributed.group import coordinator
 from ckptctl.distributed.run.finals import Finished, beside, require_same
@@ -14,6 +13,7 @@ from ckptctl.distributed.state import StateDict
 from ckptctl.keywords import keywords
 from ckptctl.ops.conversion.plan import ConversionPlan
 from ckptctl.ops.ranks.coordinator import on_first
+from ckptctl.storage.tree import TreePath
 
 
 class Exports(Steps):
@@ -27,7 +27,7 @@ class Exports(Steps):
 
     @keywords(FinalOptions, without=OF_A_SOURCE)
     def plan_final(
-        self, state: StateDict, out: str | Path, options: FinalOptions
+        self, state: StateDict, out: str | TreePath, options: FinalOptions
     ) -> ConversionPlan | None:
         """Plan :meth:`save_final`, so that errors appear before training.
 
@@ -50,7 +50,7 @@ class Exports(Steps):
         target = beside(there.path) if there else out
         return plan_converted(state, target, self._options.final(options), self._group)
 
-    def finished(self, out: str | Path) -> Finished | None:
+    def finished(self, out: str | TreePath) -> Finished | None:
         """Return the trained model that this run has published at *out*, or None if there is none.
 
         All ranks call it before training, so a restarted job can exit early. The record of the run
@@ -65,7 +65,7 @@ class Exports(Steps):
         return ranks.broadcast(on_first(ranks, lambda: self.keeper.finals.finished(target)))
 
     @keywords(FinalOptions, without=OF_A_SOURCE)
-    def save_final(self, state: StateDict, out: str | Path, options: FinalOptions) -> Path:
+    def save_final(self, state: StateDict, out: str | TreePath, options: FinalOptions) -> TreePath:
         """Save the trained model in an exchange format, and return when it is published.
 
         All ranks write it next to *out*, rank 0 converts it and publishes it atomically. With

@@ -12,7 +12,6 @@ import logging
 import re
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from ckptctl.distributed.group import UnreachableError
@@ -45,6 +44,7 @@ from ckptctl.ops.ranks.coordinator import (
     telling,
 )
 from ckptctl.ops.runs.notes import run_record
+from ckptctl.storage.tree import TreePath
 from ckptctl.units import counted
 
 COPY_OF = "local"
@@ -86,7 +86,7 @@ class Went(NamedTuple):
 
     skipped: Mapping[str, str]
     save: LocalSave | None = None
-    path: Path | None = None
+    path: TreePath | None = None
     report: LoadReport | None = None
 
 
@@ -109,7 +109,7 @@ class Loadable(NamedTuple):
 class Way(NamedTuple):
     """What one rank reads, and whether it does so by itself."""
 
-    path: Path
+    path: TreePath
     alone: bool
 
 
@@ -226,7 +226,7 @@ def _counts(save: LocalSave, there: InRoot) -> bool:
     return there.start is None or save.step > there.start.step
 
 
-def _look(path: Path, rank: int, world: int, wants: Wants | None) -> Look:
+def _look(path: TreePath, rank: int, world: int, wants: Wants | None) -> Look:
     """Look at this rank's part of a save, and at those of others that lie beside it."""
     numbers = (_METADATA.fullmatch(item.name) for item in path.glob("__*.metadata"))
     here = frozenset(int(one[1]) for one in numbers if one)
@@ -254,7 +254,7 @@ def _look(path: Path, rank: int, world: int, wants: Wants | None) -> Look:
     return Look(lacks, here, saved_by, union)
 
 
-def _way(path: Path, seen: Sequence[Look], rank: int, copy: Start | None) -> Way | None:
+def _way(path: TreePath, seen: Sequence[Look], rank: int, copy: Start | None) -> Way | None:
     """Return what this rank reads of the save at *path*; None: it cannot be gone on from."""
     whole = [not one.lacks for one in seen]
     if all(whole):

@@ -35,6 +35,7 @@ from ckptctl.options import about, among, declared
 from ckptctl.storage.destinations import require_folder, require_path
 from ckptctl.storage.paths import home_expanded, named
 from ckptctl.storage.run_store import run_store
+from ckptctl.storage.tree import TreePath
 from ckptctl.storage.urls import is_url
 
 _log = logging.getLogger("ckptctl")
@@ -58,7 +59,7 @@ class CheckpointManager(Exports):
     """
 
     @keywords(ManagerOptions)
-    def __init__(self, root: str | Path, options: ManagerOptions) -> None:
+    def __init__(self, root: str | TreePath, options: ManagerOptions) -> None:
         """Open a run.
 
         Args:
@@ -392,7 +393,7 @@ class CheckpointManager(Exports):
             )
 
 
-def _root(root: str | Path) -> Path:
+def _root(root: str | TreePath) -> TreePath:
     """Return the folder of a run; a place where none can be kept is refused."""
     with about("root"):
         checks.path(root)
@@ -401,5 +402,5 @@ def _root(root: str | Path) -> Path:
     path = home_expanded(named(root)).absolute()
     run_store(path).require_changeable()
     if not is_url(root):
-        require_folder(path)
+        require_folder(Path(path))
     return path

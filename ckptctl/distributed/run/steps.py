@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from ckptctl.distributed.background.async_save import AsyncSaver, Closing
@@ -14,12 +13,13 @@ from ckptctl.distributed.run.local_tier import LocalTier
 from ckptctl.errors import RefusedError, SourceNotFoundError, UsageError
 from ckptctl.ops import option_checks as checks
 from ckptctl.ops.ranks.coordinator import on_first
+from ckptctl.storage.tree import TreePath
 
 
 class Steps(Closing):
     """A part of the manager."""
 
-    root: Path
+    root: TreePath
     keeper: Keeper
     _group: ProcessGroup
     _saver: AsyncSaver | None

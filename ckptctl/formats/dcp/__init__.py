@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from pathlib import Path
 
 from ckptctl.catalog import Blob, Catalog, TupleIndex
 from ckptctl.errors import listed
@@ -26,6 +25,7 @@ from ckptctl.formats.base import (
 )
 from ckptctl.formats.shared.leaves import join
 from ckptctl.storage.paths import is_there
+from ckptctl.storage.tree import TreePath
 from ckptctl.units import counted
 
 METADATA = ".metadata"
@@ -72,7 +72,7 @@ class DcpFormat(ItemFormat, WritableFormat):
     sharded = True
     ties = "written in full"
 
-    def sniff(self, path: Path) -> Sniff | None:
+    def sniff(self, path: TreePath) -> Sniff | None:
         """See :meth:`Format.sniff`."""
         from ckptctl.formats.mcore.files import evidence  # which know this package
 
@@ -82,7 +82,7 @@ class DcpFormat(ItemFormat, WritableFormat):
             return None
         return Sniff(f"{METADATA} and {counted(len(list(path.glob('*.distcp'))), '.distcp file')}")
 
-    def read(self, path: Path, asked: ReadOptions = AS_IT_IS) -> Catalog:
+    def read(self, path: TreePath, asked: ReadOptions = AS_IT_IS) -> Catalog:
         """See :meth:`Format.read`."""
         from ckptctl.formats.dcp.reader import read
 
@@ -116,7 +116,7 @@ def metadata_name(rank: int) -> str:
     return f"__{rank}{METADATA}"
 
 
-def is_bytecheckpoint(path: Path) -> bool:
+def is_bytecheckpoint(path: TreePath) -> bool:
     """Return whether the metadata in *path* is ByteCheckpoint's, which names its class first."""
     try:
         with (path / METADATA).open("rb") as file:
@@ -125,7 +125,7 @@ def is_bytecheckpoint(path: Path) -> bool:
         return False  # whoever reads it says why it cannot be read
 
 
-def lacks_metadata(path: Path) -> bool:
+def lacks_metadata(path: TreePath) -> bool:
     """Return whether ranks saved data in *path*, and the metadata, which comes last, is missing."""
     try:
         items = [item for item in path.iterdir() if item.name.endswith((METADATA, DATA))]

@@ -7,13 +7,13 @@ Also as the HF Trainer (``checkpoint-N``), accelerate (``pytorch_model``) and Li
 from __future__ import annotations
 
 import re
-from pathlib import Path
 
 from ckptctl.catalog import Catalog
 from ckptctl.formats import hf, peft
 from ckptctl.formats.base import AS_IT_IS, Format, ReadOptions, Sniff, require_folder
 from ckptctl.formats.deepspeed.files import evidence
 from ckptctl.formats.shared.tags import LATEST, tags
+from ckptctl.storage.tree import TreePath
 
 
 class DeepSpeedFormat(Format):
@@ -44,7 +44,7 @@ class DeepSpeedFormat(Format):
     )
     choices = frozenset({"weights", "tag"})
 
-    def sniff(self, path: Path) -> Sniff | None:
+    def sniff(self, path: TreePath) -> Sniff | None:
         """See :meth:`Format.sniff`.
 
         Where the HF Trainer has written whole weights or an adapter beside it, it is that format.
@@ -57,7 +57,7 @@ class DeepSpeedFormat(Format):
         here = evidence(path)
         return Sniff(here) if here else None
 
-    def read(self, path: Path, asked: ReadOptions = AS_IT_IS) -> Catalog:
+    def read(self, path: TreePath, asked: ReadOptions = AS_IT_IS) -> Catalog:
         """See :meth:`Format.read`."""
         require_folder(path)
         from ckptctl.formats.deepspeed.reader import read

@@ -6,7 +6,6 @@ import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import product
-from pathlib import Path
 
 from ckptctl.errors import CkptError, DamagedError, FormatError, listed
 from ckptctl.formats.base import absent
@@ -14,6 +13,7 @@ from ckptctl.formats.hf.shards import ReadShard, read_shard
 from ckptctl.storage.crc import is_digest_of
 from ckptctl.storage.files import SourceFiles
 from ckptctl.storage.read_ahead import heads_ahead
+from ckptctl.storage.tree import TreePath
 from ckptctl.units import counted
 
 ENDS = ("\n", "")
@@ -29,7 +29,7 @@ OF_RANK = re.compile(f"{RANK.pattern}|{SHARD.pattern}")
 _OTHER = ("adapter_model", "consolidated", "optimizer", "model.sharded")
 
 
-def main_files(path: Path) -> list[str]:
+def main_files(path: TreePath) -> list[str]:
     """Return the files that describe a whole model; more than one is a contradiction."""
     names = sorted(item.name for item in path.iterdir() if item.is_file())
     indices = [n for n in names if n.endswith(INDEX) and not n.startswith(_OTHER)]
@@ -42,7 +42,7 @@ def main_files(path: Path) -> list[str]:
     return [n for n in BIN if n in names][:1]
 
 
-def _unlisted(path: Path, name: str) -> bool:
+def _unlisted(path: TreePath, name: str) -> bool:
     return not any(
         f'"{name}"' in (path / index.name).read_text(errors="replace")
         for index in path.glob(f"*{INDEX}")
@@ -50,7 +50,7 @@ def _unlisted(path: Path, name: str) -> bool:
     )
 
 
-def files_to_read(path: Path) -> list[str]:
+def files_to_read(path: TreePath) -> list[str]:
     """Return the names of the files to read: weights, all shards of a set, or an index."""
     if path.is_file():
         if path.suffix == ".json" and not path.name.endswith("index.json"):
@@ -80,7 +80,7 @@ def files_to_read(path: Path) -> list[str]:
     )
 
 
-def require_whole(path: Path, names: Sequence[str], hint: str) -> None:
+def require_whole(path: TreePath, names: Sequence[str], hint: str) -> None:
     """Refuse some shards of a set; they are told by their names."""
     matches = [match for name in names if (match := _PART.fullmatch(name))]
     kinds = {(match[1], match[3], match[4]) for match in matches}
@@ -114,7 +114,7 @@ def _complete_set(names: Sequence[str]) -> bool:
     return len(stems) == 1 and set(names) == expected
 
 
-def torch_consolidated(root: Path) -> tuple[str, ...]:
+def torch_consolidated(root: TreePath) -> tuple[str, ...]:
     """Return a note where the shards of ranks lie beside what torch has made of them.
 
     Torch 2.13's ``consolidate_safetensors_files`` writes zeros for 0-d tensors.

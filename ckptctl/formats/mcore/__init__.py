@@ -6,7 +6,6 @@ Megatron-LM, Megatron-Bridge, NeMo 2, verl, slime and ms-swift write them.
 from __future__ import annotations
 
 import re
-from pathlib import Path
 
 from ckptctl.catalog import Catalog
 from ckptctl.formats.base import (
@@ -28,6 +27,7 @@ from ckptctl.formats.mcore.files import (
 )
 from ckptctl.formats.megatron.files import POINTER
 from ckptctl.formats.shared.tags import is_run
+from ckptctl.storage.tree import TreePath
 
 
 class McoreFormat(ItemFormat, WritableFormat):
@@ -71,7 +71,7 @@ class McoreFormat(ItemFormat, WritableFormat):
     training = True
     choices = frozenset({"tag"})
 
-    def sniff(self, path: Path) -> Sniff | None:
+    def sniff(self, path: TreePath) -> Sniff | None:
         """See :meth:`Format.sniff`."""
         if is_run(path, POINTER, evidence):
             return Sniff(f"`{POINTER}` and saves of Megatron-Core")
@@ -80,14 +80,14 @@ class McoreFormat(ItemFormat, WritableFormat):
             here = f"`{within}` with {evidence(path / within)}"
         return Sniff(here) if here else None
 
-    def read(self, path: Path, asked: ReadOptions = AS_IT_IS) -> Catalog:
+    def read(self, path: TreePath, asked: ReadOptions = AS_IT_IS) -> Catalog:
         """See :meth:`Format.read`."""
         require_folder(path)
         from ckptctl.formats.mcore.reader import read
 
         return read(path, asked, self.name)
 
-    def only_part(self, path: Path) -> Path | None:
+    def only_part(self, path: TreePath) -> TreePath | None:
         """See :meth:`Format.only_part`."""
         return only_save(path)
 

@@ -7,12 +7,12 @@ them; a rules file says so (:mod:`ckptctl.formats.megatron.rules`).
 from __future__ import annotations
 
 import re
-from pathlib import Path
 
 from ckptctl.catalog import Catalog
 from ckptctl.formats.base import AS_IT_IS, Format, ReadOptions, Sniff, require_folder
 from ckptctl.formats.megatron.files import POINTER, evidence
 from ckptctl.formats.shared.tags import is_run
+from ckptctl.storage.tree import TreePath
 
 
 class MegatronFormat(Format):
@@ -44,14 +44,14 @@ class MegatronFormat(Format):
     )
     choices = frozenset({"tag", "rules"})
 
-    def sniff(self, path: Path) -> Sniff | None:
+    def sniff(self, path: TreePath) -> Sniff | None:
         """See :meth:`Format.sniff`."""
         if is_run(path, POINTER, evidence):
             return Sniff(f"`{POINTER}` and saves of mp_rank_*")
         here = evidence(path)
         return Sniff(here) if here else None
 
-    def read(self, path: Path, asked: ReadOptions = AS_IT_IS) -> Catalog:
+    def read(self, path: TreePath, asked: ReadOptions = AS_IT_IS) -> Catalog:
         """See :meth:`Format.read`."""
         require_folder(path)
         from ckptctl.formats.megatron.reader import read

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ckptctl.catalog import row_major
 from ckptctl.errors import DamagedError
 from ckptctl.formats.base import Output, OutputRequest, OutputTensor, Place, absent
 from ckptctl.planner.plan import OutputFile, Record
+from ckptctl.storage.tree import TreePath
 from ckptctl.units import counted
 
 if TYPE_CHECKING:
@@ -19,7 +19,9 @@ if TYPE_CHECKING:
     from ckptctl.planner.plan import CrcOf, Frame
 
 
-def require_all(found: Collection[int], total: int, name: Callable[[int], str], root: Path) -> None:
+def require_all(
+    found: Collection[int], total: int, name: Callable[[int], str], root: TreePath
+) -> None:
     """Refuse that the files of some ranks are missing."""
     if len(found) != total:
         count, names = absent(found, 0, total - 1, name)

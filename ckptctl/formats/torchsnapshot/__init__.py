@@ -8,10 +8,10 @@ replicated or sharded.
 from __future__ import annotations
 
 import re
-from pathlib import Path
 
 from ckptctl.catalog import Catalog
 from ckptctl.formats.base import AS_IT_IS, Format, ReadOptions, Sniff
+from ckptctl.storage.tree import TreePath
 
 METADATA = ".snapshot_metadata"
 
@@ -35,11 +35,11 @@ class TorchSnapshotFormat(Format):
         "equal the live weights (tests/oracle/trainers/test_frameworks.py)"
     )
 
-    def sniff(self, path: Path) -> Sniff | None:
+    def sniff(self, path: TreePath) -> Sniff | None:
         """See :meth:`Format.sniff`."""
         return Sniff(METADATA) if path.is_dir() and (path / METADATA).is_file() else None
 
-    def read(self, path: Path, asked: ReadOptions = AS_IT_IS) -> Catalog:
+    def read(self, path: TreePath, asked: ReadOptions = AS_IT_IS) -> Catalog:
         """See :meth:`Format.read`."""
         from ckptctl.formats.torchsnapshot.reader import read
 

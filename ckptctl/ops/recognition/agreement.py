@@ -35,7 +35,7 @@ from ckptctl.planner.families.declarations import Signs as Sign
 from ckptctl.planner.families.declarations import holds
 from ckptctl.planner.layouts import Family
 from ckptctl.planner.mapping.detect import refined
-from ckptctl.storage.paths import path_at
+from ckptctl.storage.tree import TreePath
 
 CONFIG, ARGUMENTS, MEGATRON = "config.json", "arguments", "megatron"
 HYPER_PARAMETERS = "hyper_parameters"
@@ -57,7 +57,7 @@ class ContradictionError(MappingError):
 
 
 def of_checkpoint(
-    catalog: Catalog, roots: Mapping[str, str] | None = None
+    catalog: Catalog, roots: Mapping[str, TreePath] | None = None
 ) -> Iterator[Description]:
     """Yield all that describes the model in a checkpoint, and what the trainer was told.
 
@@ -70,7 +70,7 @@ def of_checkpoint(
     """
     for name, content in catalog.documents.items():
         if name in DOCUMENTS:
-            home = path_at((roots or {}).get(name, catalog.root))
+            home = (roots or {}).get(name, catalog.root)
             yield Description(name, str(home / name), content)
     for place, stated in catalog.stated.items():
         yield Description(ARGUMENTS, place, stated)

@@ -34,6 +34,7 @@ from ckptctl.planner.layouts import HF, Family, Layout, is_base
 from ckptctl.planner.mapping.adapters import is_adapter
 from ckptctl.planner.mapping.detect import Candidate, configured, detect, refined
 from ckptctl.planner.mapping.matching import Matched, match
+from ckptctl.storage.tree import TreePath
 from ckptctl.units import counted
 
 Candidates: TypeAlias = Sequence[Candidate]
@@ -257,7 +258,7 @@ def understand(
     return found
 
 
-def _require_described(asked: Family, called: str, config: Json, where: str) -> None:
+def _require_described(asked: Family, called: str, config: Json, where: TreePath) -> None:
     """Refuse a model type that a config.json contradicts by naming another known one.
 
     Model types that are a special case of each other, or that have the same table, stand for each
@@ -350,7 +351,7 @@ def _inside(
     return models
 
 
-def _in_another_layout(layout: str, fitting: Candidates, where: str) -> MappingError:
+def _in_another_layout(layout: str, fitting: Candidates, where: TreePath) -> MappingError:
     names = " or ".join(map(str, fitting))
     return MappingError(
         f"the tensors are not in layout `{layout}`",
@@ -400,7 +401,7 @@ def _same_crc(tensors: Mapping[str, TensorEntry], one: str, other: str) -> bool:
 
 
 def _require_one_root(
-    place: str, tried: Mapping[str, Candidates], named: Sequence[str], where: str
+    place: str, tried: Mapping[str, Candidates], named: Sequence[str], where: TreePath
 ) -> None:
     best = _rank(tried[place])
     alike = [prefix for prefix in tried if prefix in named and _rank(tried[prefix]) == best]

@@ -10,7 +10,6 @@ import time as clock
 from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Annotated
 
 from ckptctl.ops.runs.entries import RunEntry, entries
@@ -19,6 +18,7 @@ from ckptctl.ops.runs.protections import Protected, RunView, protect
 from ckptctl.planner.retention import ordered
 from ckptctl.results import Inline, JsonField, Result
 from ckptctl.storage.paths import source_path
+from ckptctl.storage.tree import TreePath
 
 COMPANIONS = (
     "trainer_state.json",
@@ -53,7 +53,7 @@ class RunFolder(Result, order="root series checkpoints others"):
         checkpoints: By series and step.
     """
 
-    root: Annotated[Path, JsonField("path as given")]
+    root: Annotated[TreePath, JsonField("path as given")]
     checkpoints: tuple[Checkpoint, ...]
     others: Annotated[tuple[str, ...], JsonField("names of other entries, except hidden ones")] = ()
 
@@ -79,7 +79,7 @@ class RunFolder(Result, order="root series checkpoints others"):
 
 
 def read_run(
-    root: Path,
+    root: TreePath,
     now: float | None = None,
     series: str | None = None,
     *,
@@ -137,7 +137,7 @@ class Company:
         return replace(found, lacks=next(lacks, ""))
 
 
-def _has(folder: Path, name: str) -> bool:
+def _has(folder: TreePath, name: str) -> bool:
     try:
         return (folder / name).exists()
     except OSError:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time as clock
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Annotated
 
 from ckptctl.errors import (
@@ -27,6 +26,7 @@ from ckptctl.planner.lineage import went_on_unsaved
 from ckptctl.planner.retention import earlier, left_in
 from ckptctl.results import Inline, JsonField, Result
 from ckptctl.storage.paths import source_path
+from ckptctl.storage.tree import TreePath
 from ckptctl.verdict import Verdict
 
 LIGHTNING = ".ckpt"
@@ -49,13 +49,13 @@ class Newest(Result):
     doubts: tuple[str, ...] = ()
 
     @property
-    def path(self) -> Path:
+    def path(self) -> TreePath:
         """Return where it is."""
         return self.chosen.path
 
 
 def newest(
-    root: Path,
+    root: TreePath,
     now: float | None = None,
     series: str | None = None,
     torn: Mapping[str, str] | None = None,
@@ -193,7 +193,7 @@ def _require_understood(newer: Sequence[Checkpoint], chosen: Checkpoint | None =
         )
 
 
-def _none_complete(root: Path, skipped: Sequence[Checkpoint]) -> SourceNotFoundError:
+def _none_complete(root: TreePath, skipped: Sequence[Checkpoint]) -> SourceNotFoundError:
     newest = max(skipped, key=lambda one: one.entry.time)
     more = f" (and {len(skipped) - 1:,} more)" if len(skipped) > 1 else ""
     return SourceNotFoundError(

@@ -14,7 +14,6 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
-from pathlib import Path
 from typing import Literal, NamedTuple
 
 from ckptctl.errors import CkptError, RefusedError, StorageError
@@ -27,6 +26,7 @@ from ckptctl.ops.runs.names import is_last, parse
 from ckptctl.ops.runs.notes import LAST, TRAINER, noted, trainer_state
 from ckptctl.ops.runs.references import alike, decoded, linked, mentioned, names_a_step, understood
 from ckptctl.planner.retention import NOT_TORN, WRITING, left_in
+from ckptctl.storage.tree import TreePath
 
 POINTERS = {
     LATEST: "DeepSpeed",
@@ -59,7 +59,7 @@ class RunView:
     Those in *in_use* a training is at work with; *branches*: what the run left behind stays.
     """
 
-    root: Path
+    root: TreePath
     checkpoints: Sequence[Checkpoint]
     in_use: Collection[str] = ()
     branches: bool = True
@@ -239,7 +239,7 @@ def _series(name: str) -> str:
 # --- what nobody understands -------------------------------------------------------------------
 
 
-def require_pointers(root: Path) -> None:
+def require_pointers(root: TreePath) -> None:
     """Refuse a run of which a pointer cannot be read, or not be understood.
 
     What a torn checkpoint calls the best counts only while it can be read: training does not go on
@@ -259,7 +259,7 @@ def require_pointers(root: Path) -> None:
             _require_read(path / TRAINER, state.error)
 
 
-def _require_pointer(root: Path, file: str, names: Sequence[str]) -> None:
+def _require_pointer(root: TreePath, file: str, names: Sequence[str]) -> None:
     try:
         text, whole = _text(root, file)
     except (CkptError, OSError) as error:
@@ -276,7 +276,7 @@ def _require_pointer(root: Path, file: str, names: Sequence[str]) -> None:
         )
 
 
-def dangling(root: Path) -> Iterator[str]:
+def dangling(root: TreePath) -> Iterator[str]:
     """Yield what pointers say whose checkpoint is gone."""
     names = [item.name for item in root.iterdir() if parse(item.name) or is_last(item.name)]
     for file in POINTERS:
@@ -286,7 +286,7 @@ def dangling(root: Path) -> Iterator[str]:
                 yield f"`{file}` names checkpoint {text[:SHOWN]!r}, which does not exist"
 
 
-def _require_read(path: Path, error: CkptError | None) -> None:
+def _require_read(path: TreePath, error: CkptError | None) -> None:
     if error:
         failed = isinstance(error, StorageError)
         raise (StorageError if failed else RefusedError)(
@@ -299,7 +299,7 @@ def _require_read(path: Path, error: CkptError | None) -> None:
         )
 
 
-def points_inside(root: Path) -> bool:
+def points_inside(root: TreePath) -> bool:
     """Return whether a pointer or a link directly in *root*, or beside it, names an entry of it.
 
     So does a pointer to a checkpoint that is gone: it was one of a run.
@@ -321,7 +321,7 @@ def _tells_a_step(text: str) -> bool:
     return names_a_step(text) or (text.isdecimal() and len(text) < SHOWN)
 
 
-def _text(root: Path, file: str) -> tuple[str, bool]:
+def _text(root: TreePath, file: str) -> tuple[str, bool]:
     """Return the text of a pointer, and whether that is all of it; none where there is no file."""
     if not (root / file).is_file():
         return "", True

@@ -19,6 +19,7 @@ from pathlib import Path
 
 from ckptctl.ops.runs.names import is_last, parse, staged
 from ckptctl.storage.paths import real_path
+from ckptctl.storage.tree import TreePath
 from ckptctl.storage.two_phase_delete import TRASH
 from ckptctl.storage.urls import is_url
 
@@ -69,7 +70,7 @@ def mentioned(text: str, names: Sequence[str], alike: Alike) -> tuple[str, ...]:
     return tuple(dict.fromkeys(found))
 
 
-def alike(root: Path, names: Sequence[str]) -> Alike:
+def alike(root: TreePath, names: Sequence[str]) -> Alike:
     """Return a function that finds the one of *names* that another spelling means.
 
     A file system may fold cases or compose accents, and a hard link has two names.
@@ -86,7 +87,7 @@ def alike(root: Path, names: Sequence[str]) -> Alike:
     return find
 
 
-def understood(text: str, root: Path) -> bool:
+def understood(text: str, root: TreePath) -> bool:
     """Return whether a text that names no checkpoint of the run in *root* names something else.
 
     That is one that is gone, something else in the folder, or something elsewhere that is there.
@@ -112,14 +113,16 @@ def _parts(text: str) -> list[str]:
     return [part for part in dict.fromkeys(parts) if part][:PARTS]
 
 
-def _place(path: Path) -> tuple[int, int] | None:
+def _place(path: TreePath) -> tuple[int, int] | None:
     with suppress(OSError, ValueError):
         status = path.lstat()
         return (status.st_dev, status.st_ino) if status.st_ino else None
     return None
 
 
-def linked(root: Path, names: Sequence[str], *, near: bool = False) -> Iterator[tuple[str, str]]:
+def linked(
+    root: TreePath, names: Sequence[str], *, near: bool = False
+) -> Iterator[tuple[str, str]]:
     """Yield entries of *root* that links lead to, into or through, and what to call the link.
 
     Where a folder is too full to look at all of it, that is every one of *names*, the run's
@@ -127,7 +130,7 @@ def linked(root: Path, names: Sequence[str], *, near: bool = False) -> Iterator[
     """
     if is_url(root):
         return
-    real = real_path(root)
+    real = real_path(Path(root))
     folders = () if near else (*names, *_others(real, names))
     inside = ((name, link) for name in folders for link in _all(real, name))
     items = (item for folder in (real, real.parent) for item in _listed(folder))

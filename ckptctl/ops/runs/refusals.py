@@ -25,6 +25,7 @@ from ckptctl.planner.retention import Best, Policy, Retainable, disorder
 from ckptctl.storage.file_system import mounted_in
 from ckptctl.storage.paths import path_hint, real_path
 from ckptctl.storage.run_store import run_store
+from ckptctl.storage.tree import TreePath
 from ckptctl.storage.two_phase_delete import TRASH
 
 
@@ -50,7 +51,7 @@ def require_policy(policy: Policy) -> None:
             raise RefusedError(f"{spell_option(f'--keep-{name} 0')} keeps {said}")
 
 
-def require_root(root: Path, *, force: bool = False) -> Path:
+def require_root(root: TreePath, *, force: bool = False) -> TreePath:
     """Resolve the folder whose entries may be removed, or refuse it.
 
     It may not be a link, ``/``, the home directory or above it, nor, without *force*, a checkpoint;
@@ -83,7 +84,7 @@ def require_root(root: Path, *, force: bool = False) -> Path:
     return real
 
 
-def _require_trash(real: Path) -> None:
+def _require_trash(real: TreePath) -> None:
     folder = real / TRASH
     if os.path.lexists(folder) and not folder.is_symlink() and not folder.is_dir():
         raise RefusedError(
@@ -94,7 +95,7 @@ def _require_trash(real: Path) -> None:
         )
 
 
-def _instead(real: Path) -> str:
+def _instead(real: TreePath) -> str:
     """Return a hint at the run that may have been meant."""
     run = f"did you mean the run `{real.parent}`? " if entry_at(real) else ""
     inside = (
@@ -105,7 +106,7 @@ def _instead(real: Path) -> str:
     return (run + inside).rstrip() or "pass the folder that contains the checkpoints"
 
 
-def _homes() -> list[Path]:
+def _homes() -> list[TreePath]:
     """Return the home directory, and ``/``: a process need not have another one."""
     try:
         return [Path.home(), Path("/")]
@@ -193,13 +194,13 @@ def _known(best: Best, known: Sequence[str]) -> Best:
     )
 
 
-def require_removable(paths: Iterable[Path]) -> None:
+def require_removable(paths: Iterable[TreePath]) -> None:
     """Refuse to remove a mount point, what holds one, or the working directory."""
     here: Path | None = None
     with suppress(OSError):
         here = Path.cwd()
     for path in paths:
-        mounted = mounted_in(path)
+        mounted = mounted_in(Path(path))
         if mounted:
             raise RefusedError(
                 "another file system is mounted inside a checkpoint",

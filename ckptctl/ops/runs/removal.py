@@ -11,7 +11,6 @@ import time as clock
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Annotated, Literal, NamedTuple
 
 from ckptctl.errors import CkptError, PartialError, RefusedError, StorageError, listed, spell_option
@@ -32,6 +31,7 @@ from ckptctl.planner.retention import Action, Decision, Policy, decide
 from ckptctl.results import Inline, JsonField, Result
 from ckptctl.storage.paths import named, require_local
 from ckptctl.storage.run_store import run_store
+from ckptctl.storage.tree import TreePath
 from ckptctl.storage.two_phase_delete import TwoPhaseDelete
 from ckptctl.units import counted
 
@@ -86,7 +86,7 @@ class PrunePlan(
         run: What there is.
     """
 
-    root: Annotated[Path, JsonField("absolute path")]
+    root: Annotated[TreePath, JsonField("absolute path")]
     policy: Policy
     run: Annotated[
         RunFolder,
@@ -207,7 +207,7 @@ class Trainer(NamedTuple):
 
 
 def plan_prune(
-    root: str | Path,
+    root: str | TreePath,
     policy: Policy,
     *,
     force: bool = False,
@@ -272,7 +272,11 @@ def _without_unread_metrics(decision: Decision[Checkpoint], policy: Policy) -> D
 
 
 def plan_of(
-    root: Path, policy: Policy, run: RunFolder, decisions: list[PruneDecision], thin: bool = False
+    root: TreePath,
+    policy: Policy,
+    run: RunFolder,
+    decisions: list[PruneDecision],
+    thin: bool = False,
 ) -> PrunePlan:
     """Return the plan with these decisions, if it may be carried out."""
     plan = PrunePlan(root, policy, run, tuple(decisions), thin, tuple(run_store(root).leftovers()))
@@ -372,7 +376,7 @@ def _require_unchanged(decision: PruneDecision, protected: Protected) -> None:
 # ------------------------------------------------------------ given steps, whatever rules say
 
 
-def plan_discard(root: Path, series: str, step: int, now: float | None = None) -> PrunePlan:
+def plan_discard(root: TreePath, series: str, step: int, now: float | None = None) -> PrunePlan:
     """Decide what goes so that the run goes on from *step* as if nothing had come after it.
 
     That are checkpoints with a higher step that are complete or torn. What is protected stays, and
@@ -381,7 +385,7 @@ def plan_discard(root: Path, series: str, step: int, now: float | None = None) -
     return _plan_removal(root, series, lambda other: other > step, f"after step {step}", (), now)
 
 
-def plan_delete(root: Path, series: str, step: int, in_use: Collection[str] = ()) -> PrunePlan:
+def plan_delete(root: TreePath, series: str, step: int, in_use: Collection[str] = ()) -> PrunePlan:
     """Plan to remove the checkpoint of *step*, whatever rules say; *in_use* as in `plan_prune`.
 
     Raises:
@@ -406,7 +410,7 @@ def plan_delete(root: Path, series: str, step: int, in_use: Collection[str] = ()
 
 
 def _plan_removal(
-    root: Path,
+    root: TreePath,
     series: str,
     meant: Callable[[int], bool],
     why: str,

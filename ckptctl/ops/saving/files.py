@@ -12,6 +12,7 @@ import math
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from ckptctl import dtypes
 from ckptctl.catalog import Box, Extent, TensorEntry, memory_name, row_major
@@ -89,9 +90,9 @@ def tensor_files(
                 transfers.append(_transfer(chunk, tensor, steps[piece.index], piece, writer))
         writer.finish()
     plan = Plan(
-        source_root="/",
+        source_root=Path("/"),
         sources={},
-        target="",
+        target=Path(),
         single_file=False,
         files=tuple(writer.files),
         records=tuple(writer.records),

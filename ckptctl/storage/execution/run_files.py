@@ -17,6 +17,7 @@ from ckptctl.storage.execution.output_files import LocalSink
 from ckptctl.storage.files import SourceFiles, after
 from ckptctl.storage.outcome import NOTHING, Outcome
 from ckptctl.storage.page_cache import PAGE, cold, past_cache
+from ckptctl.storage.tree import TreePath
 
 MAX_OPEN = 64
 """Files, each with one descriptor, or two where it is read past the page cache."""
@@ -41,7 +42,7 @@ class RunFiles(OpenFiles):
     def __init__(
         self,
         computed: Mapping[str, Computed],
-        roots: Callable[[str], SourceFiles],
+        roots: Callable[[TreePath], SourceFiles],
         root: Path,
         memory: Mapping[str, ByteSource | ByteSink],
         *,
