@@ -16,6 +16,7 @@ from ckptctl import dtypes
 from ckptctl.errors import Problem
 from ckptctl.file_identity import FileIdentity
 from ckptctl.results import JsonField
+from ckptctl.storage.tree import TreePath
 from ckptctl.verdict import Basis, Severity
 
 Codec = Literal["raw", "torch"]
@@ -185,7 +186,7 @@ class Input:
         entry: Its extents are ``raw`` and tile it; they may be virtual themselves.
     """
 
-    root: str
+    root: TreePath
     entry: TensorEntry
 
 
@@ -237,7 +238,7 @@ def memory_key(name: str) -> str:
     return name.removeprefix(MEMORY)
 
 
-def made_of(computed: Mapping[str, Computed]) -> frozenset[tuple[str, str]]:
+def made_of(computed: Mapping[str, Computed]) -> frozenset[tuple[TreePath, str]]:
     """Return ``(root, file)`` of every real file that virtual ones are made of."""
     return frozenset(
         (found.root, extent.file)
@@ -352,8 +353,8 @@ class Catalog:
         opened: The path that was opened, and its identity before anything of it was read.
     """
 
-    root: str
-    path: str
+    root: TreePath
+    path: TreePath
     format: str
     files: Mapping[str, int]
     tensors: Mapping[str, TensorEntry]
@@ -372,7 +373,7 @@ class Catalog:
     recorded_bytes: int | None = field(default=None, compare=False)
     save_id: str = ""
     world: int = 0
-    opened: tuple[str, FileIdentity] | None = field(default=None, compare=False)
+    opened: tuple[TreePath, FileIdentity] | None = field(default=None, compare=False)
 
     @property
     def nbytes(self) -> int:

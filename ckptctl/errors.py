@@ -28,6 +28,7 @@ from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from copyreg import __newobj__  # type: ignore[attr-defined]
 from dataclasses import dataclass
+from os import PathLike, fspath
 from typing import Annotated
 
 from ckptctl.results import JsonField, Result
@@ -72,13 +73,13 @@ class CkptError(Problem, Exception, order="code exit_code message"):
         self,
         what: str,
         *,
-        where: str | None = None,
+        where: str | PathLike[str] | None = None,
         why: str | None = None,
         hint: str | None = None,
     ) -> None:
         super().__init__(what)
         self.what = what
-        self.where = where
+        self.where = None if where is None else fspath(where)
         self.why = why
         self.hint = hint
 
@@ -170,7 +171,7 @@ class HomelessError(MappingError):
         self,
         what: str,
         *,
-        where: str | None = None,
+        where: str | PathLike[str] | None = None,
         why: str | None = None,
         hint: str | None = None,
         keys: Sequence[str] = (),
@@ -200,7 +201,7 @@ class StorageError(CkptError):
     code = "storage"
 
     @classmethod
-    def from_os_error(cls, error: OSError, doing: str, where: str) -> StorageError:
+    def from_os_error(cls, error: OSError, doing: str, where: str | PathLike[str]) -> StorageError:
         """Wrap *error* so that its errno name is visible.
 
         Args:
@@ -239,7 +240,7 @@ class ChangedError(StorageError):
 
     code = "changed"
 
-    def __init__(self, root: str, name: str, why: str | None = None) -> None:
+    def __init__(self, root: str | PathLike[str], name: str, why: str | None = None) -> None:
         super().__init__(
             f"`{name}` changed while it was being read",
             where=root,

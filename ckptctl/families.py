@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING
 
 from ckptctl import installed
 from ckptctl.errors import SourceNotFoundError, UsageError, nearest, spell_option
+from ckptctl.storage.tree import TreePath
 
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
@@ -93,7 +94,7 @@ def _require_sound(found: Family) -> None:
 
 
 @contextmanager
-def using(file: str | Path | None) -> Iterator[None]:
+def using(file: str | TreePath | None) -> Iterator[None]:
     """Let the family that *file* defines be one of the known ones for a while.
 
     This imports the file, that is, it runs code that the caller chose; nothing else does.

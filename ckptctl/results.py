@@ -18,12 +18,12 @@ is made in :mod:`ckptctl.documents`.
 from __future__ import annotations
 
 import inspect
+import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import KW_ONLY, dataclass, replace
 from functools import cache
 from operator import attrgetter
-from pathlib import PurePath
 from types import NoneType
 from typing import Annotated, Any, ClassVar, Literal, Union, get_args, get_origin, get_type_hints
 
@@ -126,7 +126,7 @@ def _json(value: Any) -> object:
         return {name: _json(one) for name, one in value.items()}
     if isinstance(value, (tuple, list)):
         return [_json(one) for one in value]
-    return str(value) if isinstance(value, PurePath) else to_json(value)
+    return str(value) if isinstance(value, os.PathLike) else to_json(value)
 
 
 @cache

@@ -10,6 +10,7 @@ import torch
 from ckptctl.catalog import Blob, Box, Catalog, Extent, TensorEntry
 from ckptctl.errors import DamagedError
 from ckptctl.formats.base import AS_IT_IS, Format, Listing, ReadOptions
+from ckptctl.storage.tree import TreePath
 
 DATA = "data.raw"
 
@@ -26,7 +27,7 @@ class FakeFormat(Format):
     def sniff(self, listing: Listing) -> str | None:
         return "data.raw" if DATA in listing.names else None
 
-    def read(self, path: Path, asked: ReadOptions = AS_IT_IS) -> Catalog:
+    def read(self, path: TreePath, asked: ReadOptions = AS_IT_IS) -> Catalog:
         if path not in self.known:
             raise DamagedError("the index is unreadable", where=str(path))
         return self.known[path]
@@ -54,8 +55,8 @@ class FakeFormat(Format):
             entries[name] = TensorEntry(name, e.dtype, e.shape, e.extents, (name,), alias_of=other)
         (path / DATA).write_bytes(content)
         self.known[path] = Catalog(
-            root=str(path),
-            path=str(path),
+            root=path,
+            path=path,
             format=self.name,
             files={DATA: len(content)},
             tensors=entries,

@@ -55,7 +55,7 @@ ROOMS = {
         *("ckptctl.ops.recognition.recorded", "ckptctl.planner.configs"),
     ),
     "filling": ("ckptctl.ops.conversion.filling",),
-    "remote": ("ckptctl.storage.remote", "ckptctl.ops.conversion.upload"),
+    "remote": ("ckptctl.storage.remote",),
     "converters": ("converters",),
     "verbs": ("ckptctl.ops", "ckptctl.storage.statistics"),
     "runs": ("ckptctl.ops.runs", "ckptctl.storage.run_store"),

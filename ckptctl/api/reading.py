@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from ckptctl.keywords import keywords
@@ -195,4 +196,4 @@ def doctor(directory: AnyPath = ".") -> Diagnosis:
     """
     from ckptctl.ops.doctor import doctor
 
-    return doctor(place(directory))
+    return doctor(Path(place(directory)))

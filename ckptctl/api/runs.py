@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ckptctl.keywords import keywords
 from ckptctl.ops.option_checks import AnyPath, place
 from ckptctl.ops.runs.options import PruneOptions
+from ckptctl.storage.tree import TreePath
 
 if TYPE_CHECKING:
     from ckptctl.ops.runs.listing import Newest, RunFolder
@@ -43,7 +43,7 @@ def latest(root: AnyPath = ".") -> Newest:
     return newest(_looked_at_anew(root))
 
 
-def _looked_at_anew(root: AnyPath) -> Path:
+def _looked_at_anew(root: AnyPath) -> TreePath:
     """Return the folder of a run; what an earlier call saw behind a URL is forgotten."""
     from ckptctl.storage.run_store import run_store
 

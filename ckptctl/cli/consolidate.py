@@ -14,6 +14,7 @@ from ckptctl.ops.conversion.options import NOT_CONSOLIDATED, ConsolidationOption
 from ckptctl.ops.options import Source
 from ckptctl.ops.ranks.coordinator import on_first
 from ckptctl.results import Result
+from ckptctl.storage.tree import TreePath
 from ckptctl.units import counted, format_bytes
 
 if TYPE_CHECKING:
@@ -51,7 +52,7 @@ def consolidate(src: Source, *, options: ConsolidationOptions, run: RunOptions) 
     carry_out("consolidate", output, plan, dst, run, ranks)
 
 
-def _metadata(output: Output, src: Path, dry_run: bool) -> None:
+def _metadata(output: Output, src: TreePath, dry_run: bool) -> None:
     from ckptctl.ops.consolidate_metadata import plan_metadata, run_metadata
 
     plan = plan_metadata(src)

@@ -22,6 +22,7 @@ from ckptctl.ops.options import Destination, Source
 from ckptctl.ops.ranks.coordinator import Coordinator, together
 from ckptctl.results import Result
 from ckptctl.storage.outcome import OutOfRange, summed_up, worst
+from ckptctl.storage.tree import TreePath
 from ckptctl.units import counted, format_bytes, format_seconds
 
 if TYPE_CHECKING:
@@ -55,7 +56,7 @@ def convert(src: Source, dst: Destination, options: ConversionOptions, run: RunO
     carry_out("convert", output, plan, dst, run, ranks)
 
 
-def planned(ranks: Coordinator, plan: Callable[[], T], dst: Path | None) -> T:
+def planned(ranks: Coordinator, plan: Callable[[], T], dst: TreePath | None) -> T:
     """Return what is planned, the same on all ranks.
 
     Args:
@@ -74,7 +75,7 @@ def carry_out(
     name: str,
     output: Output,
     plan: ConversionPlan,
-    dst: Path,
+    dst: TreePath,
     options: RunOptions,
     ranks: Coordinator,
     *more: Result,
@@ -90,8 +91,8 @@ def carry_out(
         ranks: Those that carry it out.
         more: What ``--json`` prints beside plan or result.
     """
-    from ckptctl.storage.remote.urls import HUB, scheme_of
     from ckptctl.storage.unfinished import UnfinishedWorkError
+    from ckptctl.storage.urls import HUB, scheme_of
 
     output.statement(plan.statement)
     shortfall = _shortfall(plan, dst) if plan.missing else None
@@ -118,7 +119,7 @@ def carry_out(
         return
     for line in (*told("dropped", plan.dropped), *told("skipped", plan.left_out)):
         output.note(line)
-    if plan.upload and scheme_of(plan.plan.target) == HUB:
+    if plan.upload and scheme_of(str(plan.plan.target)) == HUB:
         _announce(output, plan, dst, options.yes)
     try:
         result = _execute(output, plan, ranks)
@@ -153,7 +154,7 @@ def _obstacles(plan: ConversionPlan) -> Iterator[str]:
         yield f"torch is not installed; the conversion would be refused. {INSTALL_TORCH}"
 
 
-def _announce(output: Output, plan: ConversionPlan, dst: Path, yes: bool) -> None:
+def _announce(output: Output, plan: ConversionPlan, dst: TreePath, yes: bool) -> None:
     """Say which files others will see, and go on if the user, where there is one, agrees.
 
     Raises:
@@ -204,7 +205,7 @@ def _ask_to_restart(output: Output, error: CkptError, ranks: Coordinator) -> Non
         raise error
 
 
-def _shortfall(plan: ConversionPlan, dst: Path) -> PartialError:
+def _shortfall(plan: ConversionPlan, dst: TreePath) -> PartialError:
     """Return the error about what is missing in the output."""
     found = [reason for reason, _ in by_reason(plan.missing)]
     what = "item" if any(name in plan.source.blobs for name in plan.missing) else "tensor"
@@ -228,7 +229,7 @@ def _end(shortfall: PartialError | None, output: Output, ranks: Coordinator) -> 
     raise typer.Exit(shortfall.exit_code)
 
 
-def _plan_rows(plan: ConversionPlan, dst: Path) -> Iterator[Row]:
+def _plan_rows(plan: ConversionPlan, dst: TreePath) -> Iterator[Row]:
     yield "dry_run", "yes"
     yield "target", dst
     yield "tensors", plan.tensors
@@ -253,7 +254,7 @@ def _summary_rows(plan: ConversionPlan) -> Iterator[Row]:
     yield from (("taken", key, of) for key, of in plan.taken.items())
 
 
-def _show_plan(output: Output, plan: ConversionPlan, dst: Path) -> None:
+def _show_plan(output: Output, plan: ConversionPlan, dst: TreePath) -> None:
     total = format_bytes(plan.nbytes)
     output.line(f"would write {counted(len(plan.files), 'file')} ({total}) to {dst}", "bold")
     output.first_rows(
@@ -301,7 +302,7 @@ def warn_out_of_range(output: Output, found: Mapping[str, OutOfRange]) -> None:
         output.warning(f"elements became infinite, NaN or saturated: {worst(found)}")
 
 
-def _result_rows(result: ConversionResult, dst: Path) -> Iterator[Row]:
+def _result_rows(result: ConversionResult, dst: TreePath) -> Iterator[Row]:
     yield "target", dst
     yield "files", len(result.plan.files)
     yield from _summary_rows(result.plan)
@@ -314,7 +315,7 @@ def _result_rows(result: ConversionResult, dst: Path) -> Iterator[Row]:
     yield from (("rounding", key, n) for key, n in result.rounding.items())
 
 
-def _show_result(output: Output, result: ConversionResult, dst: Path) -> None:
+def _show_result(output: Output, result: ConversionResult, dst: TreePath) -> None:
     output.line(_summary(result, dst), "bold")
     if not result.plan.summary.is_plain:
         output.sentence(result.plan.summary.sentence)
@@ -323,7 +324,7 @@ def _show_result(output: Output, result: ConversionResult, dst: Path) -> None:
     _show_reasons(output, "missing", result.plan.missing)
 
 
-def _summary(result: ConversionResult, dst: Path) -> str:
+def _summary(result: ConversionResult, dst: TreePath) -> str:
     moved = result.nbytes - result.resumed_bytes
     parts = [
         f"wrote {dst}: {counted(len(result.plan.files), 'file')}",

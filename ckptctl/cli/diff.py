@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -18,6 +17,7 @@ from ckptctl.cli.tables import SHOWN, Column
 from ckptctl.ops.comparison.options import DiffOptions
 from ckptctl.ops.option_checks import place
 from ckptctl.options import Argument
+from ckptctl.storage.tree import TreePath
 from ckptctl.units import counted
 
 if TYPE_CHECKING:
@@ -48,10 +48,11 @@ LEAVES = (tables.name("non-tensor value"), tables.prose("A"), tables.prose("B"))
 )
 def diff(
     a: Annotated[
-        Path, Argument("First checkpoint: directory, file or URL.", metavar="A", check=place)
+        TreePath, Argument("First checkpoint: directory, file or URL.", metavar="A", check=place)
     ],
     b: Annotated[
-        Path, Argument("Second checkpoint, mapped to the layout of A.", metavar="B", check=place)
+        TreePath,
+        Argument("Second checkpoint, mapped to the layout of A.", metavar="B", check=place),
     ],
     options: DiffOptions,
     no_header: NoHeader = False,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from ckptctl.cli import tables
@@ -14,6 +13,7 @@ from ckptctl.errors import listed
 from ckptctl.ops.lora_extraction.options import LoraExtractionOptions
 from ckptctl.ops.option_checks import new_place, place
 from ckptctl.options import Argument
+from ckptctl.storage.tree import TreePath
 from ckptctl.units import counted, format_bytes, format_seconds
 
 if TYPE_CHECKING:
@@ -27,12 +27,14 @@ if TYPE_CHECKING:
     prints="ckptctl.ops.lora_extraction.result:LoraExtraction",
 )
 def extract_lora(
-    base: Annotated[Path, Argument("Checkpoint of the base model.", metavar="BASE", check=place)],
+    base: Annotated[
+        TreePath, Argument("Checkpoint of the base model.", metavar="BASE", check=place)
+    ],
     tuned: Annotated[
-        Path, Argument("Checkpoint of the fine-tuned model.", metavar="TUNED", check=place)
+        TreePath, Argument("Checkpoint of the fine-tuned model.", metavar="TUNED", check=place)
     ],
     out: Annotated[
-        Path, Argument("Destination folder of the adapter.", metavar="OUT", check=new_place)
+        TreePath, Argument("Destination folder of the adapter.", metavar="OUT", check=new_place)
     ],
     options: LoraExtractionOptions,
     json: Json = False,
@@ -74,7 +76,7 @@ def _rows(found: LoraExtraction) -> Iterator[Row]:
     yield from (("left_out", name, why) for name, why in found.left_out.items())
 
 
-def _show(output: Output, found: LoraExtraction, out: Path) -> None:
+def _show(output: Output, found: LoraExtraction, out: TreePath) -> None:
     layers = sorted(found.layers, key=lambda layer: -layer.error)
     output.line(
         f"wrote {out}: {counted(len(layers), 'layer')}, {format_bytes(found.nbytes)} in "

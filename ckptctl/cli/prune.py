@@ -6,7 +6,6 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -21,6 +20,7 @@ from ckptctl.errors import RefusedError, StorageError, listed
 from ckptctl.ops.options import Root
 from ckptctl.ops.runs.options import PruneOptions
 from ckptctl.options import Option
+from ckptctl.storage.tree import TreePath
 from ckptctl.units import counted, format_bytes
 from ckptctl.verdict import Verdict
 
@@ -96,7 +96,7 @@ def prune(
         raise typer.Exit(StorageError.exit_code)
 
 
-def _ask(output: Output, plan: PrunePlan, root: Path) -> None:
+def _ask(output: Output, plan: PrunePlan, root: TreePath) -> None:
     """Go on only if the user says so on a terminal."""
     if not output.asks:
         _print_plan(output, plan, root)
@@ -109,7 +109,7 @@ def _ask(output: Output, plan: PrunePlan, root: Path) -> None:
         raise RefusedError("nothing was removed")
 
 
-def _print_plan(output: Output, plan: PrunePlan, root: Path) -> None:
+def _print_plan(output: Output, plan: PrunePlan, root: TreePath) -> None:
     _show_table(output, plan, root)
     removed = plan.of("remove")
     thinned = [("would_thin", plan.thinned)] if plan.thin else []
@@ -122,7 +122,7 @@ def _print_plan(output: Output, plan: PrunePlan, root: Path) -> None:
     )
 
 
-def _show_table(output: Output, plan: PrunePlan, root: Path) -> None:
+def _show_table(output: Output, plan: PrunePlan, root: TreePath) -> None:
     """Print what becomes of each checkpoint, where more than an answer is wanted."""
     if not output.chatty:
         return

@@ -14,9 +14,9 @@ from ckptctl.cli.commands import Json, Quiet, command
 from ckptctl.cli.output import Output
 from ckptctl.cli.progress import progress
 from ckptctl.errors import StorageError, UsageError
-from ckptctl.ops.option_checks import AnyPath
 from ckptctl.ops.options import Checkpoint
 from ckptctl.ops.report.options import STDOUT, ReportOptions
+from ckptctl.storage.tree import TreePath
 from ckptctl.units import counted
 
 if TYPE_CHECKING:
@@ -71,7 +71,7 @@ def report(
         raise typer.Exit(StorageError.exit_code)
 
 
-def _page_of(*paths: AnyPath | None) -> Path:
+def _page_of(*paths: str | TreePath | None) -> Path:
     """Return where the page goes if nothing says so: into the working directory."""
     names = [Path(path).name or Path(path).absolute().name for path in paths if path]
     return Path("-".join([*filter(None, names), "report"]) + ".html")

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import threading
-from pathlib import Path
 
 from ckptctl.storage.paths import real_path
-from ckptctl.storage.remote.urls import is_url
+from ckptctl.storage.tree import TreePath
+from ckptctl.storage.urls import is_url
 
 LIMIT = 256
 """Checkpoints that are remembered."""
-_positions: dict[Path, None] = {}
+_positions: dict[TreePath, None] = {}
 _lock = threading.Lock()
 
 
-def note_position(path: Path) -> None:
+def note_position(path: TreePath) -> None:
     """Remember that this process has now the state of the checkpoint at *path*."""
     path = _comparable(path)
     with _lock:
@@ -24,7 +24,7 @@ def note_position(path: Path) -> None:
             del _positions[next(iter(_positions))]
 
 
-def positions_in(root: Path) -> list[str]:
+def positions_in(root: TreePath) -> list[str]:
     """Return the names in *root* of the checkpoints that were loaded or saved, the last first."""
     root = _comparable(root)
     with _lock:
@@ -33,5 +33,5 @@ def positions_in(root: Path) -> list[str]:
     return list(dict.fromkeys(parts[0] for parts in inside if parts))
 
 
-def _comparable(path: Path) -> Path:
+def _comparable(path: TreePath) -> TreePath:
     return path if is_url(path) else real_path(path)

@@ -150,15 +150,15 @@ def read_values(
             unpacked = value_bytes(opened, blob, budget) if blob.extension else None
             try:
                 content = unpacked or value_bytes(opened, blob, budget)
-                found[name] = unpickle_value(content, blob.name, where, trusted=trusted)
+                found[name] = unpickle_value(content, blob.name, str(where), trusted=trusted)
             except RefusedError as error:  # it lies among others, and cannot be taken out
                 refused[name] = UnsupportedError(error.what, where=where, hint=LEAVE_OUT)
             except UnsupportedError as error:
                 refused[name] = error
     if not trusted:
-        refused |= outside(found, catalog.path)
+        refused |= outside(found, str(catalog.path))
     if strict and refused:
-        raise _joined(refused, catalog.path)
+        raise _joined(refused, str(catalog.path))
     kept = {name: value for name, value in found.items() if name not in refused}
     return ReadValues(kept, {name: one.why or one.what for name, one in refused.items()})
 

@@ -14,7 +14,6 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import cache
 from itertools import islice
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ckptctl import installed
@@ -32,9 +31,10 @@ from ckptctl.formats import checksums, foreign
 from ckptctl.formats.base import AS_IT_IS, Format, Listing, ReadOptions, WritableFormat
 from ckptctl.formats.shared.findings import of_error, weighed
 from ckptctl.storage.paths import home_expanded, path_hint, source_path
-from ckptctl.storage.remote.urls import path_text
-from ckptctl.storage.remote.writing import NAME, unfinished
 from ckptctl.storage.sources import blaming, identity_of, require_unreplaced
+from ckptctl.storage.tree import TreePath
+from ckptctl.storage.urls import path_text
+from ckptctl.storage.writing import NAME, unfinished
 from ckptctl.units import counted, natural_key
 
 if TYPE_CHECKING:
@@ -129,7 +129,7 @@ def target(name: str) -> WritableFormat:
     return found
 
 
-def sniff(path: Path) -> dict[str, str]:
+def sniff(path: TreePath) -> dict[str, str]:
     """Return every format that *path* looks like, with the evidence."""
     listing = Listing(path)
     for known in (builtin, added) if listing.is_folder or path.is_file() else ():
@@ -159,7 +159,7 @@ def recognizing(asked: Mapping[str, Format], listing: Listing) -> dict[str, str]
     return {name: sign for name in asked if (sign := sign_of(name))}
 
 
-def interrupted(path: Path) -> Format | None:
+def interrupted(path: TreePath) -> Format | None:
     """Return the format whose save was interrupted before it could be recognized, or None."""
     with suppress(PermissionError):
         listing = Listing(path)
@@ -167,13 +167,13 @@ def interrupted(path: Path) -> Format | None:
     return None
 
 
-def detect(path: str | Path) -> Format:
+def detect(path: str | TreePath) -> Format:
     """Return the one format of *path*."""
     path = existing(path)
     return only_format(path, sniff(path))
 
 
-def only_format(path: Path, sniffed: Mapping[str, str]) -> Format:
+def only_format(path: TreePath, sniffed: Mapping[str, str]) -> Format:
     """Return the one format that *path* looks like, or raise what else it is."""
     part = any(one.parts and one.parts.fullmatch(path.name) for one in builtin().values())
     if part and path.is_file():
@@ -204,7 +204,7 @@ def only_format(path: Path, sniffed: Mapping[str, str]) -> Format:
 
 
 def open_checkpoint(
-    path: str | Path,
+    path: str | TreePath,
     format: str | None = None,
     asked: ReadOptions = AS_IT_IS,
     *,
@@ -216,7 +216,7 @@ def open_checkpoint(
     request.
     """
     path = existing(path)
-    opened = str(path), identity_of(path)
+    opened = path, identity_of(path)
     with blaming(lambda: require_unreplaced(opened)):
         sniffed = {} if format else sniff(path)
         inside = None if format or sniffed else only_inside(path)
@@ -264,7 +264,7 @@ def resolve(catalog: Catalog) -> Catalog:
         return get(catalog.format).resolve(catalog)
 
 
-def list_run(path: Path) -> list[Path]:
+def list_run(path: TreePath) -> list[TreePath]:
     """Return the checkpoints directly inside a folder, in natural order.
 
     They are directories, or Lightning's files ``*.ckpt``.
@@ -278,16 +278,16 @@ def list_run(path: Path) -> list[Path]:
     )
 
 
-def below(path: Path) -> list[Path]:
+def below(path: TreePath) -> list[TreePath]:
     """Return checkpoints of models two levels below a folder, as far as a short look finds them."""
 
-    def folders(folder: Path) -> list[Path]:
+    def folders(folder: TreePath) -> list[TreePath]:
         with suppress(OSError):
             inside = [item for item in folder.iterdir() if item.is_dir() and item.name[0] != "."]
             return sorted(inside, key=lambda item: natural_key(item.name))
         return []
 
-    found: list[Path] = []
+    found: list[TreePath] = []
     deeper = (item for one in folders(path)[:LOOKED_AT] for item in folders(one))
     for item in islice(deeper, LOOKED_AT):
         with suppress(OSError):
@@ -296,7 +296,7 @@ def below(path: Path) -> list[Path]:
     return found
 
 
-def only_inside(path: Path) -> Path | None:
+def only_inside(path: TreePath) -> TreePath | None:
     """Return the one checkpoint of a model directly inside a folder, if there is just one.
 
     Optimizers may lie beside it in directories of their own, as accelerate and ByteCheckpoint
@@ -316,7 +316,7 @@ def only_inside(path: Path) -> Path | None:
     )
 
 
-def _newer_than(one: Path) -> Path | None:
+def _newer_than(one: TreePath) -> TreePath | None:
     """Return what is named as *one* is, and newer by the number in its name; None: nothing is."""
     kind, number = _DIGITS.sub("N", one.name), natural_key(one.name)
     others = (item for item in one.parent.iterdir() if _DIGITS.sub("N", item.name) == kind)
@@ -328,7 +328,7 @@ def _newer_than(one: Path) -> Path | None:
     return max(newer, key=lambda item: natural_key(item.name), default=None)
 
 
-def existing(path: str | Path) -> Path:
+def existing(path: str | TreePath) -> TreePath:
     """Return *path* made absolute."""
     if not path_text(path):
         raise UsageError("the path is empty", hint="use `.` for the working directory")

@@ -13,7 +13,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
 from ckptctl import dtypes
@@ -22,6 +21,7 @@ from ckptctl.catalog import Path as KeyPath
 from ckptctl.errors import FormatError, RefusedError, spell_option
 from ckptctl.notes import Notes
 from ckptctl.storage.paths import is_there
+from ckptctl.storage.tree import TreePath
 
 if TYPE_CHECKING:
     from ckptctl.planner.layouts import Family
@@ -44,7 +44,7 @@ class Listing:
         names: Names of the items, sorted; of a file its own name.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: TreePath) -> None:
         self.path = path
         self.is_folder = path.is_dir()
         self.items = {item.name: item for item in path.iterdir()} if self.is_folder else {}
@@ -198,7 +198,7 @@ class ReadOptions:
     model_type: str | None = None
     weights: Weights | None = None
     tag: str | None = None
-    rules: Path | None = None
+    rules: TreePath | None = None
     ranks: int | None = None
     partial: bool = False
     replicas: bool = False
@@ -268,7 +268,7 @@ class Format(ABC):
         return False
 
     @abstractmethod
-    def read(self, path: Path, asked: ReadOptions = AS_IT_IS) -> Catalog:
+    def read(self, path: TreePath, asked: ReadOptions = AS_IT_IS) -> Catalog:
         """Return the catalog of *path*.
 
         Args:
@@ -287,7 +287,7 @@ class Format(ABC):
         """Return *catalog* with every extent's codec ``raw``."""
         return catalog
 
-    def only_part(self, path: Path) -> Path | None:
+    def only_part(self, path: TreePath) -> TreePath | None:
         """Return the one checkpoint in the folder *path*, which is there for that alone.
 
         None: *path* is the checkpoint, or holds more.
@@ -356,7 +356,7 @@ class WritableFormat(Format):
                 )
 
 
-def require_folder(path: Path) -> None:
+def require_folder(path: TreePath) -> None:
     """Refuse one of the files that the ranks of a save wrote, where all of them are needed."""
     if not path.is_dir():
         raise FormatError(

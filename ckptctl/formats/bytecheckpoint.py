@@ -8,11 +8,11 @@ Source: bytecheckpoint 0.0.2, ``checkpointer/meta_type.py``: ``.metadata`` is a 
 from __future__ import annotations
 
 import re
-from pathlib import Path
 
 from ckptctl.catalog import Catalog
 from ckptctl.formats.base import AS_IT_IS, Listing, ReadOptions
 from ckptctl.formats.dcp import METADATA, ItemFormat
+from ckptctl.storage.tree import TreePath
 
 CLASS = b"bytecheckpoint."
 """What the class of its metadata, which is named first, begins with."""
@@ -45,7 +45,7 @@ class ByteCheckpointFormat(ItemFormat):
             return None  # whoever reads it says why it cannot be read
         return f"ByteCheckpoint's {METADATA}" if own else None
 
-    def read(self, path: Path, asked: ReadOptions = AS_IT_IS) -> Catalog:
+    def read(self, path: TreePath, asked: ReadOptions = AS_IT_IS) -> Catalog:
         """See :meth:`Format.read`."""
         from ckptctl.formats.dcp.bytecheckpoint import read
 

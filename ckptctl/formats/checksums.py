@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 
 from ckptctl.catalog import MANIFEST, Catalog, TensorEntry
 from ckptctl.errors import CkptError
 from ckptctl.storage.files import source_files
 from ckptctl.storage.json_reader import read_json
-from ckptctl.storage.paths import path_at
 from ckptctl.storage.schema import malformed
+from ckptctl.storage.tree import TreePath
 
 SCHEMA = "ckptctl.manifest/1"
 ExtentPlace = tuple[str, int]
@@ -26,7 +25,7 @@ def attach(catalog: Catalog, *, needed: bool = True) -> Catalog:
     """
     with source_files(catalog.root) as files:
         wanted = needed or files.local
-        if not wanted or not (files.root / MANIFEST).is_file() or path_at(catalog.path).is_file():
+        if not wanted or not (files.root / MANIFEST).is_file() or catalog.path.is_file():
             return catalog
         described = _described(read_json(files, MANIFEST), str(files.root / MANIFEST))
     found = {name: (entry.dtype, entry.shape) for name, entry in catalog.tensors.items()}
@@ -49,7 +48,7 @@ def attach(catalog: Catalog, *, needed: bool = True) -> Catalog:
     return replace(catalog, tensors=tensors)
 
 
-def carried(root: Path) -> dict[str, int]:
+def carried(root: TreePath) -> dict[str, int]:
     """Return the files that traveled into *root* and are of no known kind, with their bytes."""
     try:
         with source_files(root) as files:

@@ -12,7 +12,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from dataclasses import replace
-from pathlib import Path
 
 from ckptctl.catalog import Box, Catalog, Extent, Finding, TensorEntry
 from ckptctl.columns import boxes_of, vectors_of
@@ -24,6 +23,7 @@ from ckptctl.formats.shared.leaves import kept_apart
 from ckptctl.storage.files import SourceFiles, source_files
 from ckptctl.storage.read_ahead import ahead
 from ckptctl.storage.threads import no_collection
+from ckptctl.storage.tree import TreePath
 from ckptctl.units import counted
 
 _RANK = re.compile(r"__(0|[1-9]\d*)\.metadata")
@@ -63,7 +63,7 @@ class DcpRankLocalFormat(ItemFormat):
         ranks = _numbers(listing.names, _RANK)
         return f"metadata of {counted(len(ranks), 'rank')}, without {METADATA}" if ranks else None
 
-    def read(self, path: Path, asked: ReadOptions = AS_IT_IS) -> Catalog:
+    def read(self, path: TreePath, asked: ReadOptions = AS_IT_IS) -> Catalog:
         """See :meth:`Format.read`.
 
         Of a part, what one rank cannot give any more is taken of another that has a copy.
@@ -124,7 +124,7 @@ def _with_replicas(catalog: Catalog, asked: bool) -> Catalog:
     return replace(catalog, tensors=tensors, replicas=replicas, lost=lost)
 
 
-def read_rank(path: Path, rank: int) -> Catalog | None:
+def read_rank(path: TreePath, rank: int) -> Catalog | None:
     """Return what one rank wrote, which is only a part of each tensor; None: it wrote nothing."""
     if not (path / metadata_name(rank)).is_file():
         return None
@@ -137,7 +137,7 @@ def read_rank(path: Path, rank: int) -> Catalog | None:
         return replace(catalog, save_id=origin.save_id, world=origin.world)
 
 
-def rank_files(path: Path) -> list[str]:
+def rank_files(path: TreePath) -> list[str]:
     """Return the names of the metadata of all ranks."""
     with source_files(path) as files:
         return [metadata_name(rank) for rank in _ranks(files, Faults(path))]

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 
 from ckptctl.catalog import Catalog
 from ckptctl.errors import FormatError, UnsupportedError, listed
@@ -28,6 +27,7 @@ from ckptctl.formats.shared.findings import missing_error
 from ckptctl.formats.shared.model_parallel_layout import lay_out
 from ckptctl.storage.files import source_files
 from ckptctl.storage.read_ahead import heads_ahead
+from ckptctl.storage.tree import TreePath
 
 
 class DeepSeekFormat(WritableFormat):
@@ -58,7 +58,7 @@ class DeepSeekFormat(WritableFormat):
         names = [name for name in listing.names if hf_files.RANK.fullmatch(name)]
         return listed(names) if names else None
 
-    def read(self, path: Path, asked: ReadOptions = AS_IT_IS) -> Catalog:
+    def read(self, path: TreePath, asked: ReadOptions = AS_IT_IS) -> Catalog:
         """See :meth:`Format.read`."""
         from ckptctl.formats.shared.model_parallel_join import joined_catalog
 
@@ -88,11 +88,11 @@ class DeepSeekFormat(WritableFormat):
         return lay_out(replace(request, tensors=whole), shard, reason)
 
 
-def _named(root: Path) -> list[str]:
+def _named(root: TreePath) -> list[str]:
     return sorted(item.name for item in root.iterdir() if hf_files.RANK.fullmatch(item.name))
 
 
-def _ranks(root: Path) -> list[str]:
+def _ranks(root: TreePath) -> list[str]:
     """The names of all shards in order of rank."""
     found: dict[int, str] = {}
     totals: set[int] = set()

@@ -7,17 +7,17 @@ them. Buffers come from the model states: the converter makes all of them float3
 from __future__ import annotations
 
 import re
-from pathlib import Path
 
 from ckptctl.catalog import Catalog
 from ckptctl.formats.base import AS_IT_IS, Format, Listing, ReadOptions, require_folder
 from ckptctl.formats.deepspeed.files import FP32, ZERO
 from ckptctl.formats.shared.tags import LATEST_UNIVERSAL, is_run, tag_folder
 from ckptctl.storage.files import source_files
+from ckptctl.storage.tree import TreePath
 from ckptctl.units import counted
 
 
-def _evidence(folder: Path) -> str | None:
+def _evidence(folder: TreePath) -> str | None:
     """Return what tells that *folder* is a universal checkpoint, or None."""
     if not (folder / ZERO).is_dir() or not folder.is_dir():
         return None
@@ -58,7 +58,7 @@ class DeepSpeedUniversalFormat(Format):
             here = f"`{LATEST_UNIVERSAL}`"
         return here
 
-    def read(self, path: Path, asked: ReadOptions = AS_IT_IS) -> Catalog:
+    def read(self, path: TreePath, asked: ReadOptions = AS_IT_IS) -> Catalog:
         """See :meth:`Format.read`."""
         from ckptctl.formats.deepspeed.reader import Replicas, catalog_of, of_models
         from ckptctl.formats.deepspeed.universal import UniversalSave, surroundings

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from ckptctl.errors import FormatError, listed, spell_option
 from ckptctl.storage.stand_ins import GIT_LFS, HDF5, LEGACY_TORCH, PULL
+from ckptctl.storage.tree import TreePath
 from ckptctl.units import natural
 
 OTHER_NAMES = {
@@ -41,12 +42,14 @@ _ADVICE = {
 }
 
 
-def identify(path: Path) -> str | None:
+def identify(path: TreePath) -> str | None:
     """Return the name of the foreign thing that *path* is, or None."""
     return _identify_folder(path) if path.is_dir() else _identify_file(path)
 
 
-def unrecognized(path: Path, known: Sequence[str], below: Sequence[Path] = ()) -> FormatError:
+def unrecognized(
+    path: TreePath, known: Sequence[str], below: Sequence[TreePath] = ()
+) -> FormatError:
     """Return the error for a path that is no format we read."""
     kind = identify(path)
     if kind:
@@ -71,14 +74,14 @@ def unrecognized(path: Path, known: Sequence[str], below: Sequence[Path] = ()) -
     )
 
 
-def _shown(item: Path) -> str:
+def _shown(item: TreePath) -> str:
     """Return the name of a file, a folder or a link to nothing as a list shows it."""
     if item.is_symlink() and not item.exists():
         return f"{item.name} -> {item.readlink()}"
     return f"{item.name}/" if item.is_dir() else item.name
 
 
-def _identify_folder(path: Path) -> str | None:
+def _identify_folder(path: TreePath) -> str | None:
     names = {item.name for item in path.iterdir() if item.is_file()}
     if (
         "saved_model.pb" in names
@@ -91,7 +94,7 @@ def _identify_folder(path: Path) -> str | None:
     return next((kind for suffix, kind in by_suffix.items() if suffix in suffixes), None)
 
 
-def _identify_file(path: Path) -> str | None:
+def _identify_file(path: TreePath) -> str | None:
     if not path.is_file():
         return None
     with path.open("rb") as file:
@@ -113,7 +116,7 @@ def _identify_file(path: Path) -> str | None:
     return "a bare pickle" if head[:1] == b"\x80" and head[1:2] in b"\2\3\4\5" else None
 
 
-def _is_tar(path: Path) -> bool:
+def _is_tar(path: TreePath) -> bool:
     try:
         import tarfile
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 
 from ckptctl.catalog import Box, Catalog, Extent, Finding, TensorEntry
 from ckptctl.errors import (
@@ -40,6 +39,7 @@ from ckptctl.storage.json_reader import loads, read_json
 from ckptctl.storage.read_ahead import heads_ahead
 from ckptctl.storage.safetensors_header import MAX_HEADER, SafetensorsHeader, read_header
 from ckptctl.storage.schema import MalformedError, find, malformed, read_as
+from ckptctl.storage.tree import TreePath
 from ckptctl.units import counted
 
 OFFSETS = "DCP_SHARDING_INFO"
@@ -74,7 +74,7 @@ class HfRankShardsFormat(Format):
         found = len(_shards(listing))
         return f"{counted(found, 'file')} shard-*-model-*.safetensors" if found else None
 
-    def read(self, path: Path, asked: ReadOptions = AS_IT_IS) -> Catalog:
+    def read(self, path: TreePath, asked: ReadOptions = AS_IT_IS) -> Catalog:
         """See :meth:`Format.read`."""
         shards = _shards(Listing(path))
         ranks = _ranks(path, shards, asked.ranks)
@@ -187,7 +187,7 @@ def _shards(listing: Listing) -> dict[str, re.Match[str]]:
     return {name: match for name in names if (match := SHARD.fullmatch(name))}
 
 
-def _ranks(path: Path, shards: Mapping[str, re.Match[str]], said: int | None) -> int:
+def _ranks(path: TreePath, shards: Mapping[str, re.Match[str]], said: int | None) -> int:
     """Return the number of ranks: what is *said*, else that of the last one."""
     if not shards:
         raise FormatError(
@@ -233,7 +233,7 @@ def _name(rank: int, file: int, total: int) -> str:
     return f"shard-{rank:05d}-model-{file:05d}-of-{total:05d}.safetensors"
 
 
-def _require_whole(entry: TensorEntry, path: Path, *, partial: bool) -> None:
+def _require_whole(entry: TensorEntry, path: TreePath, *, partial: bool) -> None:
     boxes = [extent.box for extent in entry.extents]
     if sum(box.numel for box in boxes) == entry.numel:
         return

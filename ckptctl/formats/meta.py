@@ -9,7 +9,6 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 
 from ckptctl.catalog import Catalog
 from ckptctl.errors import FormatError, UnsupportedError
@@ -28,6 +27,7 @@ from ckptctl.formats.shared.findings import missing_error
 from ckptctl.formats.shared.model_parallel_layout import lay_out
 from ckptctl.storage.files import source_files
 from ckptctl.storage.read_ahead import zips_ahead
+from ckptctl.storage.tree import TreePath
 
 LAYOUT = "meta"
 _SHARD = torch_file.META_SHARD
@@ -68,7 +68,7 @@ class MetaFormat(WritableFormat):
         shards = count(folder)
         return f"{shards} consolidated.*.pth" if shards else None
 
-    def read(self, path: Path, asked: ReadOptions = AS_IT_IS) -> Catalog:
+    def read(self, path: TreePath, asked: ReadOptions = AS_IT_IS) -> Catalog:
         """See :meth:`Format.read`."""
         from ckptctl.formats.shared.model_parallel_join import joined_catalog
         from ckptctl.formats.shared.stored_leaves import read_leaves
@@ -94,12 +94,12 @@ class MetaFormat(WritableFormat):
         return lay_out(request, shard, "Meta's files can only store tensors")
 
 
-def count(root: Path) -> int:
+def count(root: TreePath) -> int:
     """Return the number of shards directly in *root*."""
     return sum(1 for item in root.glob("consolidated*.pth") if _SHARD.fullmatch(item.name))
 
 
-def _shards(root: Path) -> list[str]:
+def _shards(root: TreePath) -> list[str]:
     """The names of all shards in order of rank."""
     found: dict[int, str] = {}
     for name in sorted(item.name for item in root.iterdir()):
@@ -121,7 +121,7 @@ def _shards(root: Path) -> list[str]:
     return [found[rank] for rank in sorted(found)]
 
 
-def _no_shards(path: Path) -> FormatError:
+def _no_shards(path: TreePath) -> FormatError:
     return FormatError(
         "no shards in Meta's format were found",
         where=str(path),

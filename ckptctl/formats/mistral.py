@@ -11,7 +11,6 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import replace
-from pathlib import Path
 
 from ckptctl.catalog import Catalog, TensorEntry
 from ckptctl.errors import CkptError, FormatError, listed
@@ -23,6 +22,7 @@ from ckptctl.formats.shared.findings import missing_error
 from ckptctl.formats.sidecar_files import documents
 from ckptctl.storage.files import SourceFiles, source_files
 from ckptctl.storage.read_ahead import zips_ahead
+from ckptctl.storage.tree import TreePath
 
 PARAMS = "params.json"
 _MISTRAL = ("hidden_dim", "head_dim", "moe", "vision_encoder", "num_local_experts")
@@ -42,7 +42,7 @@ _SAFE = re.compile(rf"{STEM}(?:-\d+-of-\d+)?\.safetensors")
 _TORCH = re.compile(rf"{STEM}\.(\d+)\.(pth|pt)")
 
 
-def is_mistral(folder: Path) -> bool:
+def is_mistral(folder: TreePath) -> bool:
     """Return whether *folder* has a params.json, and it is Mistral's."""
     try:
         params = documents(folder).get(PARAMS) if folder.is_dir() else None
@@ -109,7 +109,7 @@ class MistralFormat(hf.HfFormat):
             return None
         return listed(found)
 
-    def read(self, path: Path, asked: ReadOptions = AS_IT_IS) -> Catalog:
+    def read(self, path: TreePath, asked: ReadOptions = AS_IT_IS) -> Catalog:
         """See :meth:`Format.read`."""
         folder = path if path.is_dir() else path.parent
         names = [path.name] if path.is_file() else _weights(Listing(path))
@@ -126,7 +126,7 @@ class MistralFormat(hf.HfFormat):
             documents[PARAMS] = _in_todays_words(documents[PARAMS])
         return replace(catalog, documents=documents)
 
-    def _read(self, files: SourceFiles, path: Path, names: list[str]) -> Catalog:
+    def _read(self, files: SourceFiles, path: TreePath, names: list[str]) -> Catalog:
         if names == [INDEX]:
             return self._read_index(files, path, INDEX)
         if names[0].endswith(".safetensors"):

@@ -9,7 +9,6 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import replace
-from pathlib import Path
 
 from ckptctl.catalog import Catalog
 from ckptctl.errors import FormatError, listed
@@ -18,6 +17,7 @@ from ckptctl.formats.hf import HfFormat
 from ckptctl.formats.sidecar_files import ADAPTER
 from ckptctl.storage.files import source_files
 from ckptctl.storage.json_reader import read_json_object
+from ckptctl.storage.tree import TreePath
 
 CONFIG = ADAPTER
 WEIGHTS = "adapter_model.safetensors"
@@ -57,7 +57,7 @@ class PeftFormat(HfFormat):
         found = _weights(listing.path) if listing.is_folder else listing.path.name
         return found if found and (listing.is_folder or found == WEIGHTS) else None
 
-    def read(self, path: Path, asked: ReadOptions = AS_IT_IS) -> Catalog:
+    def read(self, path: TreePath, asked: ReadOptions = AS_IT_IS) -> Catalog:
         """See :meth:`Format.read`."""
         name = path.name if path.is_file() else _weights(path)
         if name is None:
@@ -74,7 +74,7 @@ class PeftFormat(HfFormat):
                 "PEFT export is wrong for Qwen and DoRA",
             )
         documents = {**found.documents, **adapter_config(root)}
-        return replace(found, path=str(path), documents=documents, notes=notes)
+        return replace(found, path=path, documents=documents, notes=notes)
 
     def lay_out(self, request: OutputRequest) -> Output:
         """See :meth:`WritableFormat.lay_out`."""
@@ -82,7 +82,7 @@ class PeftFormat(HfFormat):
         return super().lay_out(replace(request, like=one, like_files=(WEIGHTS,)))
 
 
-def adapter_config(root: Path) -> dict[str, Mapping[str, object]]:
+def adapter_config(root: TreePath) -> dict[str, Mapping[str, object]]:
     """Return the parsed ``adapter_config.json`` in *root* by its name; empty: there is none."""
     if not (root / CONFIG).is_file():
         return {}
@@ -90,7 +90,7 @@ def adapter_config(root: Path) -> dict[str, Mapping[str, object]]:
         return {CONFIG: read_json_object(files, CONFIG, constants=True)}
 
 
-def _weights(path: Path) -> str | None:
+def _weights(path: TreePath) -> str | None:
     return next((name for name in (WEIGHTS, BIN) if (path / name).is_file()), None)
 
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ckptctl.catalog import Catalog
@@ -22,6 +21,7 @@ from ckptctl.formats.shared.findings import Faults, mixed_saves
 from ckptctl.formats.sidecar_files import with_folder
 from ckptctl.storage.files import SourceFiles, source_files
 from ckptctl.storage.read_ahead import ahead, zip_ends
+from ckptctl.storage.tree import TreePath
 from ckptctl.units import counted
 
 if TYPE_CHECKING:
@@ -101,7 +101,7 @@ class RankFilesFormat(Format):
         found = [] if listing.has(".metadata") else [file.name for file in rank_files(listing)]
         return listed(found, 2) if found else None
 
-    def read(self, path: Path, asked: ReadOptions = AS_IT_IS) -> Catalog:
+    def read(self, path: TreePath, asked: ReadOptions = AS_IT_IS) -> Catalog:
         """See :meth:`Format.read`."""
         require_folder(path)
         from ckptctl.formats.shared.rank_merge import RankMerger
@@ -147,7 +147,7 @@ def parse(name: str) -> RankFile | None:
     return RankFile(name, group, int(fields["rank"]), int(world) if world else None)
 
 
-def _grouped(path: Path) -> dict[str, dict[int, RankFile]]:
+def _grouped(path: TreePath) -> dict[str, dict[int, RankFile]]:
     """Return the files by group and rank; all ranks up to the highest must be there."""
     groups: dict[str, dict[int, RankFile]] = {}
     for file in sorted(

@@ -14,7 +14,6 @@ import re
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from pathlib import Path
 
 from ckptctl.catalog import MANIFEST, Catalog
 from ckptctl.errors import CkptError, listed, spell_option
@@ -24,6 +23,7 @@ from ckptctl.storage.files import source_files
 from ckptctl.storage.json_reader import read_json, read_json_object
 from ckptctl.storage.paths import leads_outside
 from ckptctl.storage.schema import find
+from ckptctl.storage.tree import TreePath
 
 MAX_BYTES = 100_000_000
 DOCUMENTS = ("config.json", "params.json")
@@ -108,12 +108,11 @@ class SidecarFiles:
     others: Mapping[str, str]
     documents: Mapping[str, Mapping[str, object]]
 
-    def catalog(self, root: Path, format: str) -> Catalog:
+    def catalog(self, root: TreePath, format: str) -> Catalog:
         """Return the catalog of a folder without its weights, for a reader to put them in."""
-        path = str(root)
         return Catalog(
-            root=path,
-            path=path,
+            root=root,
+            path=root,
             format=format,
             files={},
             tensors={},
@@ -124,7 +123,11 @@ class SidecarFiles:
 
 
 def beside(
-    root: Path, own: Collection[str] | None = None, *, alone: bool = False, documented: bool = True
+    root: TreePath,
+    own: Collection[str] | None = None,
+    *,
+    alone: bool = False,
+    documented: bool = True,
 ) -> SidecarFiles:
     """Tell the files of the model in *root* from all else there.
 
@@ -162,7 +165,7 @@ def beside(
     return SidecarFiles(assets, others, documents(root) if documented else {})
 
 
-def with_folder(root: Path, folder: str, own: Collection[str] = ()) -> SidecarFiles:
+def with_folder(root: TreePath, folder: str, own: Collection[str] = ()) -> SidecarFiles:
     """Return what lies in *root*, and in a folder of it whose files belong beside the others."""
     outer = beside(root, {*own, folder})
     if not (root / folder).is_dir():
@@ -202,7 +205,7 @@ def amended(params: Mapping[str, object], name: str, value: object) -> dict[str,
     return changed if inner is params else {**params, "model": changed}
 
 
-def documents(root: Path) -> dict[str, Mapping[str, object]]:
+def documents(root: TreePath) -> dict[str, Mapping[str, object]]:
     """Return the parsed ``config.json`` and ``params.json`` in *root*, those that are there.
 
     ``Infinity`` and ``NaN`` are accepted, as in the ``time_step_limit`` of Mamba-2.
@@ -215,7 +218,7 @@ def documents(root: Path) -> dict[str, Mapping[str, object]]:
     return found
 
 
-def _stays(root: Path, name: str, size: int, named: Collection[str]) -> str | None:
+def _stays(root: TreePath, name: str, size: int, named: Collection[str]) -> str | None:
     """Return why something in *root* does not travel; None: it does."""
     if name.endswith("/"):
         return A_FOLDER
@@ -226,7 +229,9 @@ def _stays(root: Path, name: str, size: int, named: Collection[str]) -> str | No
     return f"larger than {MAX_BYTES // 1_000_000} MB" if size > MAX_BYTES else None
 
 
-def _members(items: Mapping[str, Path], modules: Collection[str]) -> Iterator[tuple[str, Path]]:
+def _members(
+    items: Mapping[str, TreePath], modules: Collection[str]
+) -> Iterator[tuple[str, TreePath]]:
     """Yield all that is no housekeeping by its name, what is in folders of known kinds, too."""
     opened = {*modules, *(glob.partition("/")[0] for globs in KINDS.values() for glob in globs)}
     for name, item in items.items():
@@ -241,14 +246,14 @@ def _members(items: Mapping[str, Path], modules: Collection[str]) -> Iterator[tu
             yield f"{name}/", item
 
 
-def _modules(root: Path, items: Collection[str]) -> set[str]:
+def _modules(root: TreePath, items: Collection[str]) -> set[str]:
     """Return the configurations in the folders that sentence-transformers' list names."""
     modules = find(list[object], _content(root, "modules.json")) or []
     paths = {path for one in modules if (path := find(str, one, "path")) in items}
     return {f"{path}/config.json" for path in paths}
 
 
-def _code(root: Path, items: Collection[str]) -> set[str]:
+def _code(root: TreePath, items: Collection[str]) -> set[str]:
     """Return the Python files that configurations name as the model's, and what these import.
 
     They are read as text. Of what they import it is what transformers looks for: modules of the
@@ -287,7 +292,7 @@ def _named(content: object) -> Iterator[str]:
                 yield f"{name.partition('.')[0]}.py"
 
 
-def _content(root: Path, name: str) -> object:
+def _content(root: TreePath, name: str) -> object:
     """Return the value in a JSON file; None: it cannot be read as such."""
     with source_files(root) as files:
         try:

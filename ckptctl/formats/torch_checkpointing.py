@@ -40,6 +40,7 @@ from ckptctl.storage.schema import (
     malformed,
     read_as,
 )
+from ckptctl.storage.tree import TreePath
 
 if TYPE_CHECKING:
     from ckptctl.formats.shared.rank_merge import RankMerger
@@ -170,7 +171,7 @@ class TorchCheckpointingFormat(Format):
             return None
         return listed(sorted(named), 2)
 
-    def read(self, path: Path, asked: ReadOptions = AS_IT_IS) -> Catalog:
+    def read(self, path: TreePath, asked: ReadOptions = AS_IT_IS) -> Catalog:
         """See :meth:`Format.read`."""
         require_folder(path)
         if path.name.startswith(UNFINISHED):
@@ -189,8 +190,8 @@ class TorchCheckpointingFormat(Format):
             names = {name for ranks in found.items.values() for name in ranks.values()}
             sizes = faults.sizes(files, sorted(names))
         return Catalog(
-            root=str(path),
-            path=str(path),
+            root=path,
+            path=path,
             format=self.name,
             files=sizes,
             tensors=joined.tensors,

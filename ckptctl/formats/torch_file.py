@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ckptctl.catalog import Box, Catalog
@@ -25,6 +24,7 @@ from ckptctl.formats.base import (
 from ckptctl.formats.shared.leaves import nest
 from ckptctl.storage.files import source_files
 from ckptctl.storage.stand_ins import only_zeros
+from ckptctl.storage.tree import TreePath
 
 if TYPE_CHECKING:
     from ckptctl.planner.plan import CrcOf
@@ -76,7 +76,7 @@ class TorchFormat(WritableFormat):
         written = any(head) or path.suffix not in SUFFIXES or not only_zeros(path)
         return None if written else "only zeros instead of a zip"
 
-    def read(self, path: Path, asked: ReadOptions = AS_IT_IS) -> Catalog:
+    def read(self, path: TreePath, asked: ReadOptions = AS_IT_IS) -> Catalog:
         """See :meth:`Format.read`."""
         if path.is_dir():
             raise FormatError(
@@ -93,8 +93,8 @@ class TorchFormat(WritableFormat):
                 said = {"where": error.where, "why": error.why, "hint": error.hint}
                 raise FormatError(error.what, **said) from error
             return Catalog(
-                root=str(path.parent),
-                path=str(path),
+                root=path.parent,
+                path=path,
                 format=self.name,
                 files={path.name: files.size(path.name)},
                 tensors=found.tensors,

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 
 from ckptctl.catalog import Blob, Catalog, TensorEntry
 from ckptctl.catalog import Path as KeyPath
@@ -20,6 +19,7 @@ from ckptctl.formats.dcp import METADATA, ItemFormat
 from ckptctl.formats.shared.findings import Faults
 from ckptctl.formats.shared.leaves import join
 from ckptctl.formats.sidecar_files import beside
+from ckptctl.storage.tree import TreePath
 
 MODEL, OPTIMIZER = "model", "optimizer"
 _STAGE = re.compile(r"pp_(\d{1,6})", re.ASCII)
@@ -50,7 +50,7 @@ class VeScaleFormat(ItemFormat):
         found = _stages(listing.path)
         return f"`{MODEL}/{METADATA}` and {len(found)} of `pp_N`" if found else None
 
-    def read(self, path: Path, asked: ReadOptions = AS_IT_IS) -> Catalog:
+    def read(self, path: TreePath, asked: ReadOptions = AS_IT_IS) -> Catalog:
         """See :meth:`Format.read`."""
         stages = _stages(path)
         faults = Faults(path, asked.partial)
@@ -74,7 +74,7 @@ class VeScaleFormat(ItemFormat):
         )
 
 
-def _stages(path: Path) -> dict[int, str]:
+def _stages(path: TreePath) -> dict[int, str]:
     """Return the folders of pipeline stages by number."""
     folder = path / OPTIMIZER
     names = [item.name for item in folder.iterdir() if item.is_dir()] if folder.is_dir() else []

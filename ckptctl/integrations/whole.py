@@ -28,6 +28,7 @@ from ckptctl.storage.destinations import destination
 from ckptctl.storage.file_system import add_file, sync_directory
 from ckptctl.storage.paths import home_expanded
 from ckptctl.storage.publish import staging
+from ckptctl.storage.tree import TreePath
 
 RANKS_OWN = re.compile(r"rank_\d+\.")
 _own: dict[dist.ProcessGroup, dist.ProcessGroup] = {}
@@ -60,7 +61,7 @@ def all_ranks() -> dist.ProcessGroup:
     return _all[default]
 
 
-def whole(path: Path) -> dict[str, Any]:
+def whole(path: TreePath) -> dict[str, Any]:
     """Return all that a checkpoint holds, in host memory, as it was nested.
 
     Each rank reads by itself, and of leaves that every rank has its own it takes that. Keys of

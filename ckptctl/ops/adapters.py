@@ -12,7 +12,6 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from pathlib import Path
 
 from ckptctl.catalog import Catalog, TensorEntry
 from ckptctl.dtypes import LARGEST_FLOAT32, SMALLEST_FLOAT32
@@ -32,7 +31,7 @@ from ckptctl.planner.configs.facts import Json
 from ckptctl.planner.copying.blocks import transposed
 from ckptctl.planner.families.templates import skeleton
 from ckptctl.planner.mapping.adapters import PREFIX, as_linear, is_adapter, is_factor, module_of
-from ckptctl.storage.paths import path_at
+from ckptctl.storage.tree import TreePath
 from ckptctl.units import counted
 
 FLOATING = ("float64", "float32", "float16", "bfloat16")
@@ -198,7 +197,7 @@ class Settings:
         return weight if listed else module
 
 
-def _require_all_ranks(path: Path) -> None:
+def _require_all_ranks(path: TreePath) -> None:
     """Refuse one of the files in which verl saved what each rank had of an adapter.
 
     Source: ``MegatronCheckpointManager`` in ``verl/utils/checkpoint``.
@@ -219,7 +218,7 @@ def _require_all_ranks(path: Path) -> None:
 
 def factors_only(catalog: Catalog) -> Catalog:
     """Return an adapter without the weights of its model, where torchtitan saves them together."""
-    _require_all_ranks(path_at(catalog.path))
+    _require_all_ranks(catalog.path)
     names = [name for name in catalog.tensors if not is_factor(name)]
     if not is_adapter(catalog.tensors) or any(name.startswith(PREFIX) for name in catalog.tensors):
         return catalog
@@ -309,7 +308,7 @@ def require_adapter(catalog: Catalog, kind: type[CkptError], what: str, hint: st
 def described(catalog: Catalog) -> Json | None:
     """Return the adapter's configuration; None: there is none beside it."""
     own = catalog.documents.get(CONFIG)
-    return own if own is not None else adapter_config(path_at(catalog.root)).get(CONFIG)
+    return own if own is not None else adapter_config(catalog.root).get(CONFIG)
 
 
 def settings(

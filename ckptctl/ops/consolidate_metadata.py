@@ -31,6 +31,7 @@ from ckptctl.storage.files import source_files
 from ckptctl.storage.paths import require_local
 from ckptctl.storage.publish import staging
 from ckptctl.storage.threads import no_collection
+from ckptctl.storage.tree import TreePath
 
 FIELDS = "source target from_format ranks tensors blobs chunks data_bytes bytes"
 
@@ -98,7 +99,7 @@ class MetadataResult(Result, order=f"{FIELDS} notes"):
         return self.plan.target
 
 
-def plan_metadata(path: str | Path) -> MetadataPlan:
+def plan_metadata(path: str | TreePath) -> MetadataPlan:
     """Decide what the global metadata says; writes nothing.
 
     It looks into every write item, whose header has to agree with the metadata: a few kilobytes
@@ -110,7 +111,7 @@ def plan_metadata(path: str | Path) -> MetadataPlan:
         "those of the ranks)",
         hint=f"omit {spell_option('--metadata-only')} to write a new checkpoint anywhere",
     )
-    source = formats.existing(path)
+    source = Path(formats.existing(path))
     _require_room(source)
     if FORMAT.sniff(Listing(source)) is None:
         raise FormatError(
@@ -204,4 +205,4 @@ def _require_unchanged(plan: MetadataPlan) -> None:
     with source_files(plan.source) as files:
         changed = [name for name, was in plan.identities.items() if files.identity(name) != was]
     if changed:
-        raise ChangedError(str(plan.source), changed[0])
+        raise ChangedError(plan.source, changed[0])

@@ -14,7 +14,8 @@ from ckptctl.formats.checksums import carried
 from ckptctl.formats.sidecar_files import WEIGHTS, beside
 from ckptctl.storage import destinations
 from ckptctl.storage.paths import home_expanded, real_path
-from ckptctl.storage.remote.urls import is_url
+from ckptctl.storage.tree import TreePath
+from ckptctl.storage.urls import is_url
 from ckptctl.units import natural
 
 SAME = "source and destination are the same"
@@ -30,20 +31,20 @@ class Destination:
         given: The path as the user names it.
     """
 
-    given: Path
-    path: Path
+    given: TreePath
+    path: TreePath
     upload: bool = False
 
     def free_bytes(self) -> int:
         """Free bytes of the file system that is written to, be it on the way to a URL."""
-        return destinations.free_bytes(Path(tempfile.gettempdir()) if self.upload else self.path)
+        return destinations.free_bytes(Path(tempfile.gettempdir() if self.upload else self.path))
 
 
 def require_destination(
-    source: Path,
-    target: Path,
+    source: TreePath,
+    target: TreePath,
     overwrite: bool,
-    is_checkpoint: Callable[[Path], bool],
+    is_checkpoint: Callable[[TreePath], bool],
     elsewhere: str = ELSEWHERE,
 ) -> Destination:
     """Return a destination after checking that an output may be made there.
@@ -53,7 +54,7 @@ def require_destination(
     if is_url(target):
         return _require_remote(source, target)
     destinations.require_path(target)
-    found = destinations.destination(home_expanded(target).absolute())
+    found = destinations.destination(home_expanded(Path(target)).absolute())
     real, origin = real_path(found), real_path(source)
     if real == origin:
         raise RefusedError(SAME, where=str(target), hint=elsewhere)
@@ -71,7 +72,7 @@ def require_destination(
     return Destination(target, found)
 
 
-def _require_remote(source: Path, target: Path) -> Destination:
+def _require_remote(source: TreePath, target: TreePath) -> Destination:
     """Return a destination behind a URL; what is there is looked at when the run begins."""
     same = source == target or source in target.parents or target in source.parents
     if same:
@@ -81,7 +82,7 @@ def _require_remote(source: Path, target: Path) -> Destination:
     return Destination(target, target, upload=True)
 
 
-def replaceable(path: Path) -> bool:
+def replaceable(path: TreePath) -> bool:
     """Return whether *path* is a checkpoint and holds nothing else of its owner's.
 
     A directory must look like one of the formats, and hold its files, files of the kinds that
@@ -114,7 +115,7 @@ def replaceable(path: Path) -> bool:
     return True
 
 
-def _beside(path: Path) -> tuple[Collection[str], list[str]]:
+def _beside(path: TreePath) -> tuple[Collection[str], list[str]]:
     """Return what in a folder travels with its checkpoint, and what is neither that nor part of it.
 
     Of one that cannot be read, names tell what is part of it.
@@ -127,7 +128,7 @@ def _beside(path: Path) -> tuple[Collection[str], list[str]]:
     return found.assets, natural(found.others)
 
 
-def _files(path: Path, names: Iterable[str]) -> Iterator[str]:
+def _files(path: TreePath, names: Iterable[str]) -> Iterator[str]:
     """Yield *names*, and of folders among them what is in there."""
     for name in names:
         inside = (path / name).rglob("*") if name.endswith("/") else ()
@@ -136,11 +137,11 @@ def _files(path: Path, names: Iterable[str]) -> Iterator[str]:
             yield name
 
 
-def _has(file: Path, size: int) -> bool:
+def _has(file: TreePath, size: int) -> bool:
     return not file.is_symlink() and file.is_file() and file.stat().st_size == size
 
 
-def _readable(path: Path) -> bool:
+def _readable(path: TreePath) -> bool:
     try:
         return bool(formats.open_checkpoint(path).tensors)
     except CkptError:

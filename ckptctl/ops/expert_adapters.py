@@ -54,6 +54,7 @@ from ckptctl.planner.mapping.adapters import PREFIX, is_factor, module_of
 from ckptctl.planner.mapping.deltas import Delta
 from ckptctl.planner.mapping.matching import match
 from ckptctl.planner.strided import Strided
+from ckptctl.storage.tree import TreePath
 from ckptctl.units import counted
 
 Experts = Literal["apart", "stacked"]
@@ -410,7 +411,11 @@ def _present(catalog: Catalog, stack: Stack) -> list[Part]:
 
 
 def _joined(
-    root: str, module: str, stack: Stack, parts: Sequence[Part], held: Mapping[str, TensorEntry]
+    root: TreePath,
+    module: str,
+    stack: Stack,
+    parts: Sequence[Part],
+    held: Mapping[str, TensorEntry],
 ) -> tuple[TensorEntry, TensorEntry, Computed]:
     """Return A and B of a stack, and how B is computed."""
     first = held[f"{PREFIX}{parts[0].modules[0]}{A}"]

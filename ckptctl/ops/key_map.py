@@ -23,6 +23,7 @@ from ckptctl.planner.mapping.preview import Route, Router
 from ckptctl.planner.model_parallel import possible_repeats
 from ckptctl.results import Inline, JsonField, Result
 from ckptctl.storage.paths import home_expanded, path_hint
+from ckptctl.storage.tree import TreePath
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +101,7 @@ def _nearest_layout(family: Family, key: str) -> str:
     return next((name for name, keys in layouts.items() if close in keys), family.layouts[0])
 
 
-def _configured(place: Path | None, read: Mapping[str, Json]) -> str:
+def _configured(place: TreePath | None, read: Mapping[str, Json]) -> str:
     """Return the model type that the files at *place* are of."""
     names = configured(families.families(), read.get("config.json"), read.get("params.json"))
     if len(names) != 1:
@@ -114,7 +115,7 @@ def _configured(place: Path | None, read: Mapping[str, Json]) -> str:
     return names[0]
 
 
-def _configuration(place: Path) -> Mapping[str, Json]:
+def _configuration(place: TreePath) -> Mapping[str, Json]:
     named = home_expanded(place)
     file = named.name if named.is_file() else None
     root = named.parent if file else named
@@ -135,7 +136,7 @@ def _configuration(place: Path) -> Mapping[str, Json]:
     return found
 
 
-def _of_ranks(place: Path, read: Mapping[str, Json], family: Family) -> Mapping[str, Json]:
+def _of_ranks(place: TreePath, read: Mapping[str, Json], family: Family) -> Mapping[str, Json]:
     """Return *read*; where only shards tell heads that ranks repeat from others, what those say."""
     root = home_expanded(place)
     root = root.parent if root.is_file() else root
@@ -145,5 +146,5 @@ def _of_ranks(place: Path, read: Mapping[str, Json], family: Family) -> Mapping[
     return read
 
 
-def _place(config: Path | None, name: str) -> str:
+def _place(config: TreePath | None, name: str) -> str:
     return str(config) if config and config.name == name else f"{config}/{name}"

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Annotated
 
 from ckptctl import families, formats
@@ -44,6 +43,7 @@ from ckptctl.results import JsonField, Result
 from ckptctl.storage.computed import can_overflow
 from ckptctl.storage.kinds.lora import Change
 from ckptctl.storage.paths import named
+from ckptctl.storage.tree import TreePath
 from ckptctl.units import counted
 
 ORDER = "pass the base model before the adapter: `ckptctl merge BASE ADAPTER DST`"
@@ -72,7 +72,7 @@ class MergePlan(Result):
 
 
 def plan_merge(
-    base: str | Path, adapter: str | Path, dst: str | Path, options: MergeOptions
+    base: str | TreePath, adapter: str | TreePath, dst: str | TreePath, options: MergeOptions
 ) -> MergePlan:
     """Decide everything about a merge; without ``to`` in *options* the model's format is kept."""
     with families.using(options.converter):
@@ -83,7 +83,7 @@ def plan_merge(
         plan = plan_with_steps(base, dst, asked, Step("merge", "model", 30, merging.apply))
     return MergePlan(
         plan,
-        merging.adapter.path,
+        str(merging.adapter.path),
         merging.adapter.format,
         merging.layout,
         len({delta.key for delta in merging.found.changed}),
@@ -92,7 +92,7 @@ def plan_merge(
     )
 
 
-def _same_format(base: str | Path, options: MergeOptions) -> str:
+def _same_format(base: str | TreePath, options: MergeOptions) -> str:
     found = formats.get(options.from_format) if options.from_format else formats.detect(base)
     if found.name not in formats.writable():
         raise UsageError(
@@ -113,7 +113,7 @@ class Merging:
         found: What it changes.
     """
 
-    def __init__(self, path: Path, options: ConversionOptions, scaling: float | None) -> None:
+    def __init__(self, path: TreePath, options: ConversionOptions, scaling: float | None) -> None:
         self.options = options
         self.adapter = factors_only(formats.open_checkpoint(path))
         require_adapter(self.adapter, MappingError, "not a LoRA/DoRA adapter", ORDER)
@@ -159,7 +159,7 @@ class Merging:
                 {key: entry for key, entry in factors.items() if entry.name in linear},
                 known.sizes(family, implied=True),
                 known.lists(family),
-                (catalog.path, self.adapter.path),
+                (str(catalog.path), str(self.adapter.path)),
             )
         check_magnitudes(
             self.settings,

@@ -12,13 +12,14 @@ from typing import SupportsIndex
 
 from ckptctl.errors import UsageError, spell_option
 from ckptctl.options import Given, among
+from ckptctl.storage.tree import TreePath, UrlPath
 from ckptctl.units import counted
 
 MOST_THREADS = 1024
 STEPS = "ckptctl.steps"
 """The group of entry points with steps of conversions."""
 READ_HERE = "pass a path; `.` is the working directory"
-AnyPath = str | Path
+AnyPath = str | Path | UrlPath
 
 
 def readable_formats(_: Given | None = None) -> list[str]:
@@ -92,16 +93,16 @@ def quantization_schemes(_: Given | None = None) -> list[str]:
 # ---------------------------------------------------------------------------------- checks
 
 
-def path(value: AnyPath, hint: str = READ_HERE) -> Path:
+def path(value: str | TreePath, hint: str = READ_HERE) -> TreePath:
     """Return the path of a file; *hint* is for one who gives none."""
-    from ckptctl.storage.remote.urls import path_text  # which `--help` need not
+    from ckptctl.storage.urls import path_text  # which `--help` need not
 
     if not path_text(value):
         raise UsageError("the path is empty", hint=hint)
     return Path(value)
 
 
-def place(value: AnyPath, hint: str = READ_HERE) -> Path:
+def place(value: str | TreePath, hint: str = READ_HERE) -> TreePath:
     """Return the path or URL of a checkpoint, which is not looked at yet; see :func:`path`."""
     from ckptctl.storage.paths import named
 
@@ -112,14 +113,14 @@ def place(value: AnyPath, hint: str = READ_HERE) -> Path:
 new_place = partial(place, hint="pass the path of the output")
 
 
-def output_file(value: AnyPath) -> Path:
+def output_file(value: str | TreePath) -> Path:
     """Return where a file is written: on this machine, with ``file://`` before it or without."""
     from ckptctl.storage.destinations import require_path
     from ckptctl.storage.paths import named
 
     path(value, "pass the file to write")
     require_path(value)
-    return named(value)
+    return Path(named(value))
 
 
 def globs(value: Iterable[str]) -> tuple[str, ...]:

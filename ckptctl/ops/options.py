@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Annotated, Literal
 
 from ckptctl.ops.option_checks import (
@@ -32,6 +31,7 @@ from ckptctl.ops.option_checks import (
     writable_formats,
 )
 from ckptctl.options import Argument, Excludes, Option, Options, Panel, group
+from ckptctl.storage.tree import TreePath
 
 WeightsOf = Literal["master", "module"]
 Part = Literal["model", "all"]
@@ -44,17 +44,19 @@ LAYOUTS = (
 
 
 Source = Annotated[
-    Path, Argument("Source checkpoint: directory, file or URL.", metavar="SRC", check=place)
+    TreePath, Argument("Source checkpoint: directory, file or URL.", metavar="SRC", check=place)
 ]
-Destination = Annotated[Path, Argument("Destination path or URL.", metavar="DST", check=new_place)]
+Destination = Annotated[
+    TreePath, Argument("Destination path or URL.", metavar="DST", check=new_place)
+]
 Checkpoint = Annotated[
-    Path, Argument("Checkpoint: directory, file or URL.", metavar="PATH", check=place)
+    TreePath, Argument("Checkpoint: directory, file or URL.", metavar="PATH", check=place)
 ]
 Root = Annotated[
-    Path, Argument("Folder of a training run's checkpoints.", metavar="ROOT", check=place)
+    TreePath, Argument("Folder of a training run's checkpoints.", metavar="ROOT", check=place)
 ]
 RootOrHere = Annotated[
-    Path,
+    TreePath,
     Argument(
         "Folder of a training run's checkpoints.  [default: current directory]",
         metavar="ROOT",

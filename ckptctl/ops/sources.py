@@ -13,6 +13,7 @@ from ckptctl.errors import CkptError
 from ckptctl.formats.base import ReadOptions, Weights
 from ckptctl.planner.boxes import check_coverage
 from ckptctl.storage.files import source_files
+from ckptctl.storage.tree import TreePath
 
 MANY = 100
 """Leaves that are read from files of their own: those nearest to the root."""
@@ -42,7 +43,7 @@ class SourceChoices(Protocol):
         """Which save of several."""
 
     @property
-    def rules(self) -> str | Path | None:
+    def rules(self) -> str | TreePath | None:
         """How ranks divide tensors."""
 
     @property
@@ -51,7 +52,7 @@ class SourceChoices(Protocol):
 
 
 def open_source(
-    path: str | Path,
+    path: str | TreePath,
     chosen: SourceChoices,
     *,
     partial: bool = False,

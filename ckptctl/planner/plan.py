@@ -16,6 +16,7 @@ from ckptctl.catalog import Computed, TensorEntry
 from ckptctl.columns import files_of
 from ckptctl.file_identity import FileIdentity
 from ckptctl.planner.strided import Strided
+from ckptctl.storage.tree import TreePath
 
 CrcOf = Callable[[int], int]
 """Returns the CRC-32 of a finished record, by its index in ``Plan.records``."""
@@ -133,7 +134,7 @@ class RawCopy:
     nbytes: int
     target: str
     target_offset: int = 0
-    root: str | None = None
+    root: TreePath | None = None
 
 
 class RecordedRange(NamedTuple):
@@ -164,7 +165,7 @@ class CheckedRange(NamedTuple):
         gaps: What is read for the checksum alone, as ``(position, bytes)``.
     """
 
-    root: str
+    root: TreePath
     recorded: RecordedRange
     name: str
     gaps: tuple[tuple[int, int], ...]
@@ -194,9 +195,9 @@ class Plan:
         opened: The path of the source, and its identity before anything of it was read.
     """
 
-    source_root: str
+    source_root: TreePath
     sources: Mapping[str, FileIdentity]
-    target: str
+    target: TreePath
     single_file: bool
     files: tuple[OutputFile, ...]
     records: tuple[Record, ...]
@@ -204,10 +205,10 @@ class Plan:
     raw_copies: tuple[RawCopy, ...]
     digest: str
     computed: Mapping[str, Computed] = field(default_factory=dict)
-    inputs: Mapping[tuple[str, str], FileIdentity] = field(default_factory=dict)
+    inputs: Mapping[tuple[TreePath, str], FileIdentity] = field(default_factory=dict)
     checked: frozenset[tuple[int, str]] = frozenset()
     checks: tuple[CheckedRange, ...] = ()
-    opened: tuple[str, FileIdentity] | None = None
+    opened: tuple[TreePath, FileIdentity] | None = None
 
     @property
     def nbytes(self) -> int:
@@ -224,7 +225,7 @@ class Plan:
         """Return the number of the first check, as transfers and raw copies are counted."""
         return len(self.transfers) + len(self.raw_copies)
 
-    def root_of(self, number: int) -> str:
+    def root_of(self, number: int) -> TreePath:
         """Return the directory of what a transfer or check reads, by its number."""
         if number >= self.first_check:
             return self.checks[number - self.first_check].root

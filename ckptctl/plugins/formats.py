@@ -2,7 +2,8 @@
 
 ========================  ==========================================================================
 the format                :class:`Format`, :class:`WritableFormat`, :class:`Listing`
-reading                   :class:`ReadOptions`, :func:`source_files`, :func:`read_json`,
+reading                   :class:`ReadOptions`, :class:`TreePath` (a path here or behind a URL),
+                          :func:`source_files`, :func:`read_json`,
                           :func:`read_archive` (what ``torch.save`` wrote; runs nothing),
                           :func:`beside` (the files that travel with the weights)
 what was read             :class:`Catalog`, :class:`TensorEntry`, :class:`Extent`, :class:`Box`,
@@ -49,6 +50,7 @@ from ckptctl.planner.model_parallel import RankShard
 from ckptctl.planner.plan import CrcOf, Frame, OutputFile, RawCopy, Record
 from ckptctl.storage.files import SourceFiles, source_files
 from ckptctl.storage.json_reader import read_json
+from ckptctl.storage.tree import TreePath
 from ckptctl.storage.zips.reader import read_archive
 
 __all__ = [
@@ -81,6 +83,7 @@ __all__ = [
     "SourceFiles",
     "SourceNotFoundError",
     "TensorEntry",
+    "TreePath",
     "UnsupportedError",
     "Weights",
     "WritableFormat",

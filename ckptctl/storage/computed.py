@@ -32,6 +32,7 @@ from ckptctl.storage.byte_files import ByteSource, Piece
 from ckptctl.storage.files import IOV_MAX, SourceFiles, source_files
 from ckptctl.storage.outcome import EXACT, NONE, NOTHING, Outcome, Rounding
 from ckptctl.storage.tensor_reader import TensorReader
+from ckptctl.storage.tree import TreePath
 
 if TYPE_CHECKING:
     import torch
@@ -270,7 +271,7 @@ class OpenFiles:
     """
 
     def __init__(
-        self, computed: Mapping[str, Computed], roots: Callable[[str], SourceFiles]
+        self, computed: Mapping[str, Computed], roots: Callable[[TreePath], SourceFiles]
     ) -> None:
         self._computed = computed
         self.roots = roots
@@ -293,7 +294,7 @@ class OpenFiles:
             file = self._virtual[name] = ComputedFile(self, name, self._computed[name])
         return file
 
-    def reader(self, root: str) -> RootReader:
+    def reader(self, root: TreePath) -> RootReader:
         """Return a reader of the files below *root*, virtual ones included."""
         return RootReader(self, self.roots(root))
 
@@ -517,7 +518,7 @@ class RootReader:
 class CatalogReader(threading.local, RootReader):
     """Reads in any thread: what computes has buffers, so each thread has its own."""
 
-    def __init__(self, catalog: Catalog, roots: Callable[[str], SourceFiles]) -> None:
+    def __init__(self, catalog: Catalog, roots: Callable[[TreePath], SourceFiles]) -> None:
         RootReader.__init__(self, OpenFiles(catalog.computed, roots), roots(catalog.root))
 
 

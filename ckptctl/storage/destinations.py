@@ -17,11 +17,12 @@ from ckptctl.errors import (
     storage_errors,
 )
 from ckptctl.storage.paths import real_path, require_local
-from ckptctl.storage.remote.urls import SCHEME, local_path
+from ckptctl.storage.tree import TreePath
+from ckptctl.storage.urls import SCHEME, local_path
 from ckptctl.units import counted
 
 STAGING = ".ckptctl-staging"
-Recognize = Callable[[Path], bool]
+Recognize = Callable[[TreePath], bool]
 """Whether a path is something that may be overwritten; see also :class:`Replaceable`."""
 
 
@@ -33,7 +34,7 @@ class Replaceable:
     noun: str = "a checkpoint"
     file: bool = False
 
-    def __call__(self, path: Path) -> bool:
+    def __call__(self, path: TreePath) -> bool:
         """Return whether *path* may be overwritten."""
         return self.recognize(path)
 
@@ -180,7 +181,7 @@ def require_space(path: Path, needed: int, held: int = 0) -> None:
         )
 
 
-def already_exists(target: Path, kind: Replaceable = ANYTHING) -> RefusedError:
+def already_exists(target: TreePath, kind: Replaceable = ANYTHING) -> RefusedError:
     """Return the error of a destination that exists."""
     if kind(target):
         hint = (

@@ -26,13 +26,15 @@ from ckptctl.errors import (
 )
 from ckptctl.file_identity import FileIdentity
 from ckptctl.storage.paths import OutsideError, contained, leads_outside, real_path
-from ckptctl.storage.remote.urls import is_url
+from ckptctl.storage.tree import TreePath, UrlPath
 
 AT_ONCE = 1 << 16
 """Bytes that are asked for without looking first whether the file has so many."""
 MAX_OFFSET = (1 << 63) - 1 - AT_ONCE
 """The last byte from which so many can be asked for: ``off_t`` is signed."""
 MAX_OPEN = 256
+MOST = 4 << 20
+"""Bytes that are asked of a tree behind a URL at once."""
 IOV_MAX = 1024
 
 
@@ -43,13 +45,9 @@ class Readable(Protocol):
         """Fill *views*, one after the other, from *offset* of the file *name* on."""
 
 
-def source_files(root: str | os.PathLike[str]) -> SourceFiles:
-    """Return the files below a directory, or the URL of one."""
-    if not is_url(root):
-        return LocalFiles(root if isinstance(root, Path) else Path(root))
-    from ckptctl.storage.remote.path import RemoteFiles
-
-    return RemoteFiles(root)
+def source_files(root: TreePath) -> SourceFiles:
+    """Return the files below a directory."""
+    return UrlFiles(root) if isinstance(root, UrlPath) else LocalFiles(Path(root))
 
 
 class SourceFiles(ABC):
@@ -65,7 +63,7 @@ class SourceFiles(ABC):
         StorageError: By all that read: the read failed.
     """
 
-    root: Path
+    root: TreePath
     local = False
 
     def __enter__(self) -> SourceFiles:
@@ -81,7 +79,7 @@ class SourceFiles(ABC):
         """Forget what was learnt of files that may change; of local ones nothing is kept."""
 
     @abstractmethod
-    def path(self, name: str) -> Path:
+    def path(self, name: str) -> TreePath:
         """Return the path of *name* after checking that it is there, and stays inside the root."""
 
     @abstractmethod
@@ -185,7 +183,7 @@ class LocalFiles(SourceFiles):
     local = True
 
     def __init__(self, root: Path) -> None:
-        self.root = root
+        self.root: Path = root
         self._lock = threading.Lock()
         self._open: OrderedDict[str, int] = OrderedDict()
         self._users: dict[int, int] = {}
@@ -295,6 +293,70 @@ class LocalFiles(SourceFiles):
                 os.close(descriptor)
 
 
+class UrlFiles(SourceFiles):
+    """The files below one URL; none of them has a descriptor."""
+
+    def __init__(self, root: UrlPath) -> None:
+        self._tree = root.tree
+        self.root: UrlPath = UrlPath(root.tree, root.tree.look(root.url))
+
+    def close(self) -> None:
+        """Let go of what was read."""
+        self._tree.trim()
+
+    def forget(self) -> None:
+        """Look at the place anew from now on."""
+        self._tree.forget(self.root.url)
+
+    def path(self, name: str) -> UrlPath:
+        """See :meth:`SourceFiles.path`."""
+        self._tree.file(self._url(name))
+        return self.root / name
+
+    def identity(self, name: str) -> FileIdentity:
+        """See :meth:`SourceFiles.identity`."""
+        entry = self._tree.file(self._url(name))
+        return FileIdentity(entry.size, entry.mtime_ns, entry.mtime_ns, entry.number, 0)
+
+    def digest(self, name: str) -> str | None:
+        """See :meth:`SourceFiles.digest`."""
+        return self._tree.file(self._url(name)).digest
+
+    def read_some(self, name: str, offset: int, nbytes: int) -> bytes:
+        """See :meth:`SourceFiles.read_some`."""
+        return bytes(self._tree.read(self._url(name), offset, nbytes))
+
+    def fill(self, name: str, views: Sequence[memoryview], offset: int) -> int:
+        """See :meth:`SourceFiles.fill`."""
+        url = self._url(name)
+        left, done, wanted = list(views), 0, sum(map(len, views))
+        while done < wanted:
+            asked = min(MOST, wanted - done)
+            data = memoryview(self._tree.read(url, offset + done, asked))
+            at = 0
+            for view in left:
+                part = data[at : at + len(view)]
+                view[: len(part)] = part
+                at += len(part)
+                if at == len(data):
+                    break
+            left, done = after(left, at), done + at
+            if at < asked:
+                break
+        return done
+
+    def prefetch(self, name: str, offset: int) -> None:
+        """See :meth:`SourceFiles.prefetch`."""
+        self._tree.prefetch(self._url(name), offset)
+
+    def end(self, name: str, stop: int) -> None:
+        """See :meth:`SourceFiles.end`."""
+        self._tree.end(self._url(name), stop)
+
+    def _url(self, name: str) -> str:
+        return f"{self.root.url}/{contained(name, self.root.url)}"
+
+
 def after(views: Sequence[memoryview], count: int) -> list[memoryview]:
     """Return the rest of *views* behind their first *count* bytes."""
     for index, view in enumerate(views):
@@ -307,11 +369,11 @@ def after(views: Sequence[memoryview], count: int) -> list[memoryview]:
 class MemoryFiles(SourceFiles):
     """One file, whatever its name."""
 
-    def __init__(self, content: bytes, root: Path) -> None:
+    def __init__(self, content: bytes, root: TreePath) -> None:
         self.root = root
         self._content = content
 
-    def path(self, name: str) -> Path:
+    def path(self, name: str) -> TreePath:
         """Return the path that it is shown under."""
         return self.root / name
 

@@ -1,9 +1,6 @@
 """Paths and URLs as users name them, of which it is asked here which one is; and names inside.
 
 Names and links that come from inside a checkpoint must not lead out of it.
-
-What is behind a URL is a :class:`~ckptctl.storage.remote.path.RemotePath`, which answers what the
-paths of this machine do.
 """
 
 from __future__ import annotations
@@ -12,15 +9,14 @@ import os
 import re
 from itertools import islice
 from pathlib import Path, PureWindowsPath
-from typing import TYPE_CHECKING
+from typing import TypeVar, cast
 
 from ckptctl.errors import CkptError, UnsupportedError, UsageError, listed, nearest
-from ckptctl.storage.remote.urls import HUB, PACKAGES, is_url, local_path, masked, scheme_of
+from ckptctl.storage.tree import TreePath, UrlPath, open_url
+from ckptctl.storage.urls import HUB, PACKAGES, is_url, local_path, masked, scheme_of
 from ckptctl.units import natural_key
 
-if TYPE_CHECKING:
-    from ckptctl.storage.remote.path import RemotePath
-
+P = TypeVar("P", bound=TreePath)
 LOOKED_AT = 1000
 SHOWN = 3
 _REPOSITORY = re.compile(r"[A-Za-z0-9][\w-]*/[\w.-]+")
@@ -30,21 +26,24 @@ _FILES = frozenset((".bin", ".ckpt", ".gguf", ".json", ".pt", ".pth", ".safetens
 _SHARED_BLOB = re.compile(r"[0-9a-f]{64}")
 
 
-def named(path: str | os.PathLike[str]) -> Path:
+def named(path: str | os.PathLike[str]) -> TreePath:
     """Return the path that a user names, which may be a URL; nothing is looked at yet."""
+    if isinstance(path, UrlPath):
+        return path
     if is_url(path):
-        return _remote_path().named(path)
+        return open_url(os.fspath(path))
     if "\0" in os.fspath(path):
         raise UsageError("a path cannot contain the character NUL", where=str(path))
     return path if isinstance(path, Path) else Path(local_path(path))
 
 
-def source_path(path: str | os.PathLike[str]) -> Path:
-    """Return the path that a user wants to be read, which may be a URL; that is looked at anew."""
-    return _remote_path().looked_at(path) if is_url(path) else named(path)
+def source_path(path: str | os.PathLike[str]) -> TreePath:
+    """Return the path that a user wants to be read; behind a URL it is looked at."""
+    found = named(path)
+    return UrlPath(found.tree, found.tree.look(found.url)) if isinstance(found, UrlPath) else found
 
 
-def home_expanded(path: Path) -> Path:
+def home_expanded(path: P) -> P:
     """Return a path that a user names, with the home that a ``~`` in front stands for."""
     try:
         return path.expanduser()
@@ -54,18 +53,6 @@ def home_expanded(path: Path) -> Path:
             where=str(path),
             hint=f"write `./{path}` if the name starts with `~`",
         ) from None
-
-
-def path_at(text: str | os.PathLike[str]) -> Path:
-    """Return the path that a catalog or plan names; nothing is looked at."""
-    return _remote_path()(text) if is_url(text) else Path(text)
-
-
-def _remote_path() -> type[RemotePath]:
-    """Import the class, which a start without URLs need not."""
-    from ckptctl.storage.remote.path import RemotePath
-
-    return RemotePath
 
 
 def shown(path: str | os.PathLike[str]) -> str:
@@ -82,13 +69,13 @@ def is_known(path: str | os.PathLike[str]) -> bool:
     return scheme_of(os.fspath(path)) in fsspec.available_protocols()
 
 
-def require_answers(path: Path) -> None:
+def require_answers(path: TreePath) -> None:
     """Prove that what is behind a URL has answered whenever it was asked.
 
     Readers take a file that cannot be read for a damaged one, which is right on this machine only.
     """
-    if is_url(path):
-        _remote_path()(path).require_answers()
+    if isinstance(path, UrlPath) and (failure := path.tree.failure(path.url)):
+        raise failure
 
 
 def require_local(
@@ -104,7 +91,7 @@ def require_local(
         raise error(what, where=masked(os.fspath(path)), why=why, hint=hint)
 
 
-def path_hint(path: str | Path) -> str:
+def path_hint(path: str | TreePath) -> str:
     """Return a hint on a path at which there is nothing: what there is in its place."""
     if is_url(path):
         return "check the URL; nothing was found there"
@@ -132,12 +119,12 @@ def path_hint(path: str | Path) -> str:
     return f"{holds}; write a Hub repository as `{repository}`" if repository else holds
 
 
-def names_repository(path: str | Path) -> bool:
+def names_repository(path: str | TreePath) -> bool:
     """Return whether a path is what a repository of the Hub is called, too: ``ORG/NAME``."""
     return bool(_REPOSITORY.fullmatch(str(path))) and Path(path).suffix not in _FILES
 
 
-def hub_url(path: str | Path) -> str | None:
+def hub_url(path: str | TreePath) -> str | None:
     """Return the URL of the Hub's repository that *path* may mean; None: none.
 
     There is none where there is a folder ``ORG`` here.
@@ -178,7 +165,7 @@ def contained(name: str, where: str) -> str:
     return "/".join(parts)
 
 
-def real_path(path: Path) -> Path:
+def real_path(path: P) -> P:
     """Return *path* without links, up to a link that leads to itself; a URL has none.
 
     ``Path.resolve`` raises ``RuntimeError`` there before Python 3.13: an error that nobody expects
@@ -187,16 +174,16 @@ def real_path(path: Path) -> Path:
     try:
         return path.resolve()
     except RuntimeError:
-        return Path(os.path.realpath(path))
+        return cast(P, Path(os.path.realpath(path)))
 
 
-def hub_repository(root: Path) -> Path | None:
+def hub_repository(root: TreePath) -> TreePath | None:
     """Return the repository in a Hugging Face cache whose snapshot *root* is, or lies in."""
     found = (parent.parent for parent in root.parents if parent.name == "snapshots")
     return next(found, None)
 
 
-def leads_outside(path: Path, root: Path) -> bool:
+def leads_outside(path: TreePath, root: TreePath) -> bool:
     """Return whether links lead from *path* out of *root*.
 
     They may leave it only the way the Hugging Face cache uses them: from
@@ -207,7 +194,7 @@ def leads_outside(path: Path, root: Path) -> bool:
     return not real.is_relative_to(root) and not _in_hub_blobs(root, real)
 
 
-def is_there(path: Path) -> bool:
+def is_there(path: TreePath) -> bool:
     """Return whether *path* is a file, or a link to itself or out of its folder.
 
     Nothing tells what such a link stands for. One that leads to nothing inside stands for no file.
@@ -217,7 +204,7 @@ def is_there(path: Path) -> bool:
     )
 
 
-def _in_hub_blobs(root: Path, real: Path) -> bool:
+def _in_hub_blobs(root: TreePath, real: TreePath) -> bool:
     repository = hub_repository(root)
     if repository is None:
         return False

@@ -37,9 +37,10 @@ from ckptctl.storage.destinations import (
     staging_directory,
 )
 from ckptctl.storage.file_system import sync_directory
-from ckptctl.storage.paths import path_at, real_path
+from ckptctl.storage.paths import real_path
 from ckptctl.storage.threads import terminable
 from ckptctl.storage.unfinished import DATA, JOURNAL, Unfinished, held_in, left_in
+from ckptctl.storage.urls import is_url
 
 DOING = "writing to this destination"
 LEFT = "partial output from an interrupted run exists for this destination"
@@ -228,9 +229,9 @@ def sweeping(target: str | os.PathLike[str] | None) -> Iterator[None]:
     try:
         yield
     except RefusedError:
-        if target is not None:
-            path = path_at(target).expanduser()
-            if os.path.lexists(path):  # which no URL does
+        if target is not None and not is_url(target):
+            path = Path(target).expanduser()
+            if os.path.lexists(path):
                 with suppress(CkptError):
                     sweep(real_path(path.parent) / path.name)
         raise

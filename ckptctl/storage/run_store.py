@@ -14,14 +14,15 @@ from ckptctl.file_identity import FileIdentity
 from ckptctl.storage import trash, two_phase_delete
 from ckptctl.storage.destinations import is_empty_folder, staged_name
 from ckptctl.storage.file_system import add_file, move, sync_directory
-from ckptctl.storage.remote.urls import is_url
+from ckptctl.storage.tree import TreePath, UrlPath
 
 
 class Deletion(Protocol):
     """A deletion of checkpoints from a run, which nobody else deletes from meanwhile."""
 
-    folder: Path
-    """Where what cannot be removed for good lies."""
+    @property
+    def folder(self) -> TreePath:
+        """Where what cannot be removed for good lies."""
 
     def now(self) -> float:
         """Return the time by the clock of the place, which may be another machine's."""
@@ -36,13 +37,11 @@ class Deletion(Protocol):
 
 
 class RunStore(Protocol):
-    """The folder of a run.
+    """The folder of a run."""
 
-    Attributes:
-        root: As it may be shown.
-    """
-
-    root: Path
+    @property
+    def root(self) -> TreePath:
+        """The folder."""
 
     def require_changeable(self) -> None:
         """Refuse a place from which nothing can be removed."""
@@ -76,7 +75,7 @@ class LocalRun:
     """A directory."""
 
     def __init__(self, root: Path) -> None:
-        self.root = root
+        self.root: Path = root
 
     def require_changeable(self) -> None:
         """See :class:`RunStore`."""
@@ -129,10 +128,10 @@ class LocalRun:
         return two_phase_delete.deleting(self.root)
 
 
-def run_store(root: Path) -> RunStore:
+def run_store(root: TreePath) -> RunStore:
     """Return the store of the run in *root*."""
-    if not is_url(root):
-        return LocalRun(root)
+    if not isinstance(root, UrlPath):
+        return LocalRun(Path(root))
     from ckptctl.storage.remote.run_store import RemoteRun  # which runs on disks need not
 
     return RemoteRun(root)

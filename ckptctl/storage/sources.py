@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import astuple
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ckptctl.catalog import made_of
 from ckptctl.errors import ChangedError, CkptError, SourceNotFoundError, storage_errors
 from ckptctl.file_identity import FileIdentity
 from ckptctl.storage.files import SourceFiles, source_files
-from ckptctl.storage.paths import path_at
+from ckptctl.storage.tree import TreePath
 from ckptctl.units import counted
 
 if TYPE_CHECKING:
@@ -32,7 +31,7 @@ class Sources:
         self._identities = {(plan.source_root, name): one for name, one in plan.sources.items()}
         self._identities |= plan.inputs
 
-    def files(self, root: str) -> SourceFiles:
+    def files(self, root: TreePath) -> SourceFiles:
         """Return the files below one of the plan's directories."""
         return self._open[root]
 
@@ -64,7 +63,7 @@ class Sources:
             if found != identity:
                 raise ChangedError(*key, _difference(identity, found))
 
-    def _identity(self, root: str, name: str) -> FileIdentity:
+    def _identity(self, root: TreePath, name: str) -> FileIdentity:
         # By path, not by the open descriptor: a replaced file must not pass as the old one.
         try:
             found = self._open[root].path(name).stat()
@@ -73,17 +72,17 @@ class Sources:
         return FileIdentity.of(found)
 
 
-def identity_of(path: Path) -> FileIdentity:
+def identity_of(path: TreePath) -> FileIdentity:
     """Return the identity of the file or folder at *path*."""
     with storage_errors("access", path):
         return FileIdentity.of(path.stat())
 
 
-def require_unreplaced(opened: tuple[str, FileIdentity] | None) -> None:
+def require_unreplaced(opened: tuple[TreePath, FileIdentity] | None) -> None:
     """Make sure that what was opened still lies under its path."""
     if opened is None:
         return
-    path, before = path_at(opened[0]), opened[1]
+    path, before = opened
     try:
         if before.one_with(FileIdentity.of(path.stat())):
             return
@@ -91,7 +90,7 @@ def require_unreplaced(opened: tuple[str, FileIdentity] | None) -> None:
         pass
     except (OSError, CkptError):
         return  # It cannot be looked at, which proves nothing.
-    raise ChangedError(str(path.parent), path.name, "another file has replaced it")
+    raise ChangedError(path.parent, path.name, "another file has replaced it")
 
 
 @contextmanager

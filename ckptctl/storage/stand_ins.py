@@ -7,10 +7,10 @@ less than 1,024 bytes); the S3 API reference, "Error responses".
 from __future__ import annotations
 
 import os
-from pathlib import Path
 
 from ckptctl.errors import DamagedError
 from ckptctl.storage.files import SourceFiles
+from ckptctl.storage.tree import TreePath
 
 LONGEST = 1 << 20
 """Bytes; nothing that stands in for a file is longer."""
@@ -51,7 +51,7 @@ def zeros(files: SourceFiles, name: str) -> str:
     return "it contains only zeros" if only_zeros(files.path(name)) else "it starts with zeros"
 
 
-def only_zeros(path: Path) -> bool:
+def only_zeros(path: TreePath) -> bool:
     """Return whether the first and the last 64 KiB of a file are zeros, and it is not empty.
 
     A crash leaves such a file where room was made and nothing was written yet. No format begins
@@ -63,7 +63,7 @@ def only_zeros(path: Path) -> bool:
         return bool(head) and not any(head) and not any(file.read(EDGE))
 
 
-def unwritten(path: Path) -> str:
+def unwritten(path: TreePath) -> str:
     """Return why a file of ``torch.save`` was not written to its end; empty: no sign of that."""
     size = path.stat().st_size
     if not size:

@@ -12,6 +12,7 @@ from typing import Any
 
 from ckptctl.errors import DamagedError, MissingPackageError, UnsupportedError
 from ckptctl.storage.files import SourceFiles
+from ckptctl.storage.tree import TreePath
 from ckptctl.units import counted
 
 STEP = 1 << 20
@@ -83,7 +84,7 @@ def is_zstd(extension: str) -> bool:
     return name == "stream.zstd" and version.partition(".")[0] == "1"
 
 
-def require_zstd(where: str) -> ModuleType:
+def require_zstd(where: TreePath) -> ModuleType:
     """Return a module that decompresses what lies at *where*.
 
     Raises:
@@ -128,7 +129,7 @@ def decompressed(files: SourceFiles, name: str, offset: int, nbytes: int) -> Ite
         DamagedError: The range is damaged.
         UnsupportedError: Nothing was compressed there.
     """
-    module = require_zstd(str(files.root / name))
+    module = require_zstd(files.root / name)
     where = f"{files.root / name}, at byte {offset:,}"
     begun = False
     try:

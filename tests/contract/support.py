@@ -16,6 +16,7 @@ import ckptctl
 from ckptctl import formats
 from ckptctl.errors import CkptError
 from ckptctl.families import family
+from ckptctl.storage.tree import TreePath
 from tests.checkpoints import load_any_reference, rename, save_dcp, save_hf, save_meta, save_torch
 from tests.checkpoints.readers import READERS
 
@@ -129,7 +130,7 @@ def to_halves(weight: torch.Tensor, heads: int) -> torch.Tensor:
     return split.transpose(1, 2).reshape(rows, width).contiguous()
 
 
-def snapshot(path: Path) -> dict[str, str]:
+def snapshot(path: TreePath) -> dict[str, str]:
     """Return the content hash of every file, link and directory at and below *path*."""
     found = {}
     for item in [path, *sorted(path.rglob("*"))]:

@@ -96,7 +96,7 @@ def test_every_room_exists() -> None:
     ("importer", "source"),
     [
         ("ckptctl.planner.boxes", "from ckptctl.planner.configs import params"),
-        ("ckptctl.storage.publish", "def f():\n    import ckptctl.storage.remote.urls"),
+        ("ckptctl.storage.publish", "def f():\n    import ckptctl.storage.remote.trees"),
         ("ckptctl.ops.conversion.plan", "from ckptctl.formats.hf import files"),
         ("ckptctl.formats", "try:\n    from ckptctl.formats import hf\nexcept OSError:\n    pass"),
         ("ckptctl.errors", "from ckptctl.ops.runs import names"),

@@ -1,6 +1,7 @@
 """A model of any family, nested in what trainers put around it, is found and stated, or named."""
 
 import itertools
+from pathlib import Path
 
 import pytest
 import torch
@@ -36,7 +37,7 @@ def nested(shapes, head=(), prefix="", format="torch"):
         name = ".".join(path)
         extent = Extent(Box.whole(shape), "data", 0, 0)
         tensors[name] = TensorEntry(name, "float32", shape, (extent,), path)
-    return Catalog("/", "/a.pt", format, {"data": 0}, tensors)
+    return Catalog(Path("/"), Path("/a.pt"), format, {"data": 0}, tensors)
 
 
 def found(catalog, **named):

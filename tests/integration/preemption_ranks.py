@@ -16,6 +16,7 @@ from ckptctl.distributed.background import async_save
 from ckptctl.distributed.run.manager import CheckpointManager
 from ckptctl.distributed.saving.save import write
 from ckptctl.errors import StorageError
+from ckptctl.storage.tree import TreePath
 from tests.integration.manager_ranks import state_at
 
 
@@ -43,7 +44,7 @@ def too_late(rank: int, world: int, folder: Path) -> None:
     root = folder / f"run-{world}"
     opened = threading.Event()
 
-    def slow(*arguments: Any) -> Path:
+    def slow(*arguments: Any) -> TreePath:
         if rank == world - 1:
             opened.wait()
         return write(*arguments)

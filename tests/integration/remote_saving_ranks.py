@@ -15,7 +15,7 @@ from ckptctl.distributed.saving import save as collective_save
 from ckptctl.distributed.saving import url as save_place
 from ckptctl.distributed.saving.save import save
 from ckptctl.errors import CkptError
-from ckptctl.storage.remote.writing import NAME, OBJECTS
+from ckptctl.storage.writing import NAME, OBJECTS
 from tests.checkpoints.dcp import distribute
 
 ROWS = 4096

@@ -24,6 +24,7 @@ from ckptctl.distributed.saving.options import SaveOptions
 from ckptctl.distributed.saving.save import SavedPlan, save, write
 from ckptctl.errors import CkptError
 from ckptctl.storage.execution.run_files import LocalSink
+from ckptctl.storage.tree import TreePath
 from tests.checkpoints.dcp import distribute
 from tests.checkpoints.readers import differences
 
@@ -59,7 +60,7 @@ def tensors(seed: int, dtype: torch.dtype = torch.float32) -> dict[str, torch.Te
     return {"w": torch.randn(9, 6).to(dtype), "b": torch.randn(5), "step": torch.tensor(1.0)}
 
 
-def stock_load(folder: Path, state: dict[str, Any]) -> dict[str, Any]:
+def stock_load(folder: TreePath, state: dict[str, Any]) -> dict[str, Any]:
     """Return what stock dcp.load makes of *folder* for a state like *state*, on one rank."""
     from torch.distributed.checkpoint.state_dict_loader import load
 

@@ -21,6 +21,7 @@ from ckptctl.distributed.background.host_memory import PATIENCE
 from ckptctl.distributed.saving import save as collective_save
 from ckptctl.errors import RefusedError, StorageError, UsageError
 from ckptctl.storage.destinations import staging_directory
+from ckptctl.storage.tree import TreePath
 from tests.gloo import REPOSITORY, RankFailure, run_on_ranks
 from tests.integration.async_ranks import (
     fail_alike,
@@ -99,7 +100,7 @@ def test_without_collectives(tmp_path: Path) -> None:
 
 
 def test_callbacks(tmp_path: Path) -> None:
-    seen: list[tuple[str, Path]] = []
+    seen: list[tuple[str, TreePath]] = []
     future = async_save(
         {"a": torch.ones(3)},
         tmp_path / "a",

@@ -70,12 +70,12 @@ def test_help() -> None:
 @pytest.mark.parametrize(
     ("most", "command"),
     [
-        (61, "--help"),
-        (33, "inspect --help"),
+        (62, "--help"),
+        (34, "inspect --help"),
         (145, "inspect HF --json"),
         (169, "ls RUN --json"),
         (171, "latest RUN"),
-        (148, "verify HF --level fast"),
+        (149, "verify HF --level fast"),
     ],
 )
 def test_what_answers_at_once_imports_little(

@@ -69,9 +69,9 @@ def make_plan(source: Path, target: Path, single: bool) -> Plan:
     for path in source.iterdir():
         sources[path.name] = FileIdentity.of(path.stat())
     return Plan(
-        str(source),
+        source,
         sources,
-        str(target),
+        target,
         single,
         tuple(files),
         tuple(records),

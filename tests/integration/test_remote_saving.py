@@ -26,10 +26,9 @@ from ckptctl.errors import CkptError, DamagedError, RefusedError, StorageError, 
 from ckptctl.ops.runs.health import health
 from ckptctl.storage import processes
 from ckptctl.storage.paths import named, source_path
-from ckptctl.storage.remote import trees
 from ckptctl.storage.remote.lock import ConditionalObject, RemoteLock
 from ckptctl.storage.remote.store import FsspecStore
-from ckptctl.storage.remote.writing import NAME, OBJECTS, Writing, parse
+from ckptctl.storage.writing import NAME, OBJECTS, Writing, parse
 from tests import s3_server
 from tests.gloo import run_on_ranks
 from tests.integration import remote_saving_ranks as ranks
@@ -68,7 +67,6 @@ def test_two_groups_to_one_url(url: str, tmp_path: Path) -> None:
     outcomes = [one.read_text() for one in said]
     assert outcomes.count("written") == 1, outcomes
     assert any(one[0] in "68" and ("another process" in one or "exists" in one) for one in outcomes)
-    trees.drop(url)
     state = {"w": torch.zeros(ranks.ROWS, 8), "b": torch.zeros(9)}
     ckptctl.load(state, url)
     written = outcomes.index("written") + 1.0
@@ -204,7 +202,6 @@ def test_every_request_that_fails_once(
             ckptctl.save(state, url)
         except CkptError:
             server.fault = lambda _: None
-            trees.drop(url)
             assert not _exists(url, ".metadata"), number
             ckptctl.save(state, url)
         else:

@@ -17,7 +17,7 @@ from ckptctl.ops.runs import listing as runs
 from ckptctl.ops.runs.listing import newest
 from ckptctl.storage import processes
 from ckptctl.storage.paths import source_path
-from ckptctl.storage.remote.writing import NAME, Writing
+from ckptctl.storage.writing import NAME, Writing
 from tests.conftest import DATA
 
 TINY = DATA / "tiny-llama3-hf"
@@ -112,7 +112,7 @@ def test_silence(root: str, monkeypatch: pytest.MonkeyPatch) -> None:
     url = _upload(root, "step-2", WRITING)
     with pytest.raises(DamagedError):
         ckptctl.inspect(url)
-    monkeypatch.setattr("ckptctl.storage.remote.writing.SILENCE", -1e6)
+    monkeypatch.setattr("ckptctl.storage.writing.SILENCE", -1e6)
     assert ckptctl.inspect(url).parameters == 127296
 
 

@@ -17,9 +17,9 @@ import torch
 
 import ckptctl
 from ckptctl.errors import RefusedError, SourceNotFoundError, StorageError, UsageError
-from ckptctl.storage.remote import lock, objects, trees
+from ckptctl.storage.remote import lock, objects
 from ckptctl.storage.remote.store import FsspecStore
-from ckptctl.storage.remote.writing import NAME, Sent
+from ckptctl.storage.writing import NAME, Sent
 from tests.s3_server import Request
 from tests.stores import FAULTY, IN_MEMORY, ON_S3, SHARED, Bucket, at, names
 from tests.sweeps import one_in
@@ -42,7 +42,6 @@ def _source(folder: Path, value: float) -> Path:
 
 def _value(url: str) -> float:
     """Return what all tensors of the checkpoint are full of."""
-    trees.drop(url)
     state = {f"layers.{n}.w": torch.zeros(5000) for n in range(4)}
     ckptctl.load(state, url)
     values = {one for tensor in state.values() for one in tensor.tolist()}

@@ -129,7 +129,7 @@ def test_metadata_that_appeared_meanwhile_stays(
 def test_unfinished_without_collectives(tmp_path: Path) -> None:
     from ckptctl.formats import open_checkpoint
 
-    folder = save(tensors(0), tmp_path / "x", collectives=False, sync=False)
+    folder = Path(save(tensors(0), tmp_path / "x", collectives=False, sync=False))
     os.rename(folder / "__0.metadata", folder / "__0.metadata.tmp")
     with pytest.raises(CkptError):
         open_checkpoint(folder)

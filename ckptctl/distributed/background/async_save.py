@@ -8,7 +8,6 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Annotated, Literal, Self, get_args
 
 import torch
@@ -43,6 +42,7 @@ from ckptctl.ops.ranks.coordinator import Alone, Coordinator
 from ckptctl.options import Option, among
 from ckptctl.storage.paths import home_expanded, named
 from ckptctl.storage.threads import no_collection
+from ckptctl.storage.tree import TreePath
 
 Mode = Literal["thread", "process"]
 WhenBusy = Literal["wait", "skip"]
@@ -104,7 +104,7 @@ class _AsyncSave(BackgroundOptions):
 
 
 @keywords(_AsyncSave)
-def async_save(state_dict: StateDict, path: str | Path, options: _AsyncSave) -> SaveFuture:
+def async_save(state_dict: StateDict, path: str | TreePath, options: _AsyncSave) -> SaveFuture:
     """Save *state_dict* like :func:`ckptctl.save`, but in the background of training.
 
     When this returns, tensors are copied to host memory and other values are pickled, so the state
@@ -239,7 +239,7 @@ class AsyncSaver(Closing):
 
     @keywords(BackgroundOptions)
     def save(
-        self, state_dict: StateDict | LocalState, path: str | Path, options: BackgroundOptions
+        self, state_dict: StateDict | LocalState, path: str | TreePath, options: BackgroundOptions
     ) -> SaveFuture:
         """Copy *state_dict* and save the copy in the background; see :func:`async_save`.
 
@@ -249,7 +249,7 @@ class AsyncSaver(Closing):
         return self._save(state_dict, path, options)
 
     def _save(
-        self, state_dict: StateDict | LocalState, path: str | Path, options: BackgroundOptions
+        self, state_dict: StateDict | LocalState, path: str | TreePath, options: BackgroundOptions
     ) -> SaveFuture:
         if not options.collectives:
             require_local(path)

@@ -7,13 +7,13 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
-from pathlib import Path
 from queue import Empty, SimpleQueue
-from typing import Self
+from typing import Any, Self
 
 from ckptctl.errors import StorageError
+from ckptctl.storage.tree import TreePath
 
-Callback = Callable[[Path], object]
+Callback = Callable[[Any], object]
 _log = logging.getLogger("ckptctl")
 
 
@@ -36,7 +36,7 @@ def in_background(work: Callable[[], None], name: str) -> Future[None]:
     return done
 
 
-class SaveFuture(Future[Path | None]):
+class SaveFuture(Future[TreePath | None]):
     """Outcome of :func:`ckptctl.async_save`, a ``concurrent.futures.Future``.
 
     ``result()`` returns the absolute path of the published checkpoint, or None if the save was
@@ -50,7 +50,7 @@ class SaveFuture(Future[Path | None]):
         callback_errors: Exceptions raised by callbacks.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: TreePath) -> None:
         super().__init__()
         self.path = path
         self.skipped = False
@@ -80,13 +80,13 @@ class SaveThread:
     def __init__(
         self,
         future: SaveFuture,
-        write: Callable[[], Path],
+        write: Callable[[], TreePath],
         release: Callable[[], None],
         on_staged: Callback | None,
         on_published: Callback | None,
     ) -> None:
         self.future = future
-        self._work: list[tuple[Callable[[], Path], Callable[[], None]]] = [(write, release)]
+        self._work: list[tuple[Callable[[], TreePath], Callable[[], None]]] = [(write, release)]
         self._on_staged = on_staged
         self._on_published = on_published
         self._begin: SimpleQueue[bool] = SimpleQueue()

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import wraps
 from itertools import groupby
 from operator import itemgetter
+from pathlib import Path
 from typing import ParamSpec, TypeVar
 
 import torch
@@ -163,7 +164,7 @@ def mapping_of(metadata: Metadata) -> StateMapping:
             tensors[name] = TensorEntry(name, dtype, tuple(entry.size), extents, path)
         else:
             blobs[name] = Blob(name, path)
-    catalog = Catalog("", STOCK, "dcp", {}, tensors, blobs)
+    catalog = Catalog(Path(), Path(STOCK), "dcp", {}, tensors, blobs)
     return map_state(catalog, {}, MappingRequest())
 
 

@@ -10,7 +10,6 @@ import socket
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from pathlib import Path
 
 from ckptctl import families
 from ckptctl.distributed.group import coordinator
@@ -42,6 +41,7 @@ from ckptctl.ops.ranks.agreement import RankStatement, is_unchanged, name_genera
 from ckptctl.ops.ranks.coordinator import Alone, Coordinator, on_first, sendable, telling, together
 from ckptctl.ops.saving.local_shards import digest
 from ckptctl.storage.threads import no_collection
+from ckptctl.storage.tree import TreePath
 
 
 class CollectiveLoad:
@@ -56,7 +56,7 @@ class CollectiveLoad:
         self._every = ranks.world == group.world
 
     def into(
-        self, target: Target, path: str | Path, error: BaseException | None = None
+        self, target: Target, path: str | TreePath, error: BaseException | None = None
     ) -> LoadReport:
         """Load the checkpoint at *path*; *error* is why this rank cannot."""
         ranks = self._ranks
@@ -151,7 +151,7 @@ class CollectiveLoad:
 
 
 @keywords(LoadCall)
-def load(state_dict: Target, path: str | Path, options: LoadCall) -> LoadReport:
+def load(state_dict: Target, path: str | TreePath, options: LoadCall) -> LoadReport:
     """Fill *state_dict* from a checkpoint of any format. Call it on all ranks.
 
     Tensors are filled in place, and sharded tensors get only their local shard. Tensors on the meta

@@ -174,7 +174,7 @@ class RankLoad:
         if not plan.again:
             return 0
         fill, tied = self.split_tied(plan.reading)
-        views = comparison_views(tied, fill, plan.opened.path)
+        views = comparison_views(tied, fill, str(plan.opened.path))
         read = read_into(views, plan.again, self._options)
         self._require_in_range(read.lost)
         return read.bytes_read

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -26,6 +25,7 @@ from ckptctl.ops.loading.options import LoadOptions
 from ckptctl.ops.ranks.agreement import RankStatement, require_agreement
 from ckptctl.ops.ranks.coordinator import Coordinator
 from ckptctl.ops.saving.local_shards import TensorMeta, digest
+from ckptctl.storage.tree import TreePath
 
 VERSION = 1
 """Of what the key of a plan is made of."""
@@ -69,7 +69,7 @@ def wanted_by_all(own: WantedLeaves, ranks: Coordinator) -> WantedLeaves:
 class LoadRequest:
     """The request of one rank."""
 
-    source: Path
+    source: TreePath
     owners: Owners
     plain: dict[str, Any]  # its state dict, with what objects in it say of themselves
     state: State
@@ -95,7 +95,7 @@ class RankView(NamedTuple):
     fingerprint: Fingerprint | None
 
 
-def request(target: Target, path: str | Path, how: LoadCall, here: object) -> LoadRequest:
+def request(target: Target, path: str | TreePath, how: LoadCall, here: object) -> LoadRequest:
     """Return the request of this rank."""
     owners = Owners.of(target)
     plain = owners.plain()
@@ -177,7 +177,7 @@ def require_same_names(ranks: Coordinator, catalog: Catalog) -> None:
         )
 
 
-def own_part(path: Path, rank: int, state: State, options: LoadOptions) -> Catalog | None:
+def own_part(path: TreePath, rank: int, state: State, options: LoadOptions) -> Catalog | None:
     """Return what *rank* saved at *path* without the others, if that is all that *state* wants."""
     about_it = (field for field in fields(LoadOptions) if field.name not in HOW)
     if any(getattr(options, one.name) != one.default for one in about_it):

@@ -28,10 +28,11 @@ from ckptctl.ops.verification.digest_lists import SUMS
 from ckptctl.storage.files import source_files
 from ckptctl.storage.json_reader import read_json
 from ckptctl.storage.paths import named
-from ckptctl.storage.remote.urls import is_url
-from ckptctl.storage.remote.writing import OBJECTS
 from ckptctl.storage.run_store import run_store
 from ckptctl.storage.schema import find
+from ckptctl.storage.tree import TreePath, UrlPath
+from ckptctl.storage.urls import is_url
+from ckptctl.storage.writing import OBJECTS
 
 RECORD = "ckptctl.final.json"
 SCHEMA = "ckptctl.final/1"
@@ -53,7 +54,7 @@ class Finished:
         told: Whether the hooks have been called for it.
     """
 
-    path: Path
+    path: TreePath
     step: int | None
     told: bool = False
 
@@ -61,7 +62,7 @@ class Finished:
 class Finals:
     """The record of a run; nothing in it fails a save."""
 
-    def __init__(self, root: Path, *, sync: bool) -> None:
+    def __init__(self, root: TreePath, *, sync: bool) -> None:
         self._root = root
         self._sync = sync
 
@@ -69,7 +70,7 @@ class Finals:
         """Return all that the record names, whether or not it is still there."""
         return [_finished(named(path), one) for path, one in self._read().items()]
 
-    def finished(self, out: Path) -> Finished | None:
+    def finished(self, out: TreePath) -> Finished | None:
         """Return what the run has published at *out*; None: nothing, or that is not there now."""
         noted = self._read().get(str(out))
         if noted is None:
@@ -86,8 +87,8 @@ class Finals:
             own = {"step": model.step, "told": model.told, "contents": contents(model.path)}
             models = {**self._read(), str(model.path): own}
             content = json.dumps({"schema": SCHEMA, "models": models}, indent=2).encode()
-            if not is_url(self._root):
-                self._root.mkdir(parents=True, exist_ok=True)
+            if not isinstance(self._root, UrlPath):
+                Path(self._root).mkdir(parents=True, exist_ok=True)
             run_store(self._root).replace(RECORD, content, sync=self._sync)
         except (CkptError, OSError) as error:
             _log.error("`%s` of %s was not written: %s", RECORD, self._root, error)
@@ -114,10 +115,10 @@ class Finals:
 
 def require_same(
     state: StateDict,
-    out: str | Path,
+    out: str | TreePath,
     options: ConversionOptions,
     group: dist.ProcessGroup | None = None,
-) -> Path:
+) -> TreePath:
     """Prove that *state*, saved as *options* say, is what lies at *out*; all ranks call it.
 
     It is saved beside that, compared byte by byte, and removed.
@@ -131,7 +132,7 @@ def require_same(
         remove_left(folder, known)
         if not is_url(folder):
             with storage_errors("make", folder):
-                folder.mkdir()
+                Path(folder).mkdir()
 
     on_first(ranks, make_room)
     try:
@@ -147,12 +148,12 @@ def require_same(
     return target
 
 
-def beside(target: Path) -> Path:
+def beside(target: TreePath) -> TreePath:
     """Return where what is compared with the model at *target* is saved."""
     return target.parent / f".{target.name}.ckptctl-again" / target.name
 
 
-def _require_equal(new: Path, old: Path) -> None:
+def _require_equal(new: TreePath, old: TreePath) -> None:
     run_store(new.parent).refresh()
     with storage_errors("compare", old):
         names = {file.relative_to(root) for root in (new, old) for file in _files(root)}
@@ -166,7 +167,7 @@ def _require_equal(new: Path, old: Path) -> None:
         )
 
 
-def _same(new: Path, old: Path) -> bool:
+def _same(new: TreePath, old: TreePath) -> bool:
     """Compare two files; lists of checksums say how a model was made, too."""
     if new.name in LISTS:
         return True
@@ -179,13 +180,13 @@ def _same(new: Path, old: Path) -> bool:
     return True
 
 
-def _files(path: Path) -> list[Path]:
+def _files(path: TreePath) -> list[TreePath]:
     if path.is_file():
         return [path]
     return sorted(one for one in path.rglob("*") if one.is_file())
 
 
-def contents(path: Path) -> str:
+def contents(path: TreePath) -> str:
     """Return a digest of what names, sizes and checksums that lie there say of a model."""
     digest = hashlib.sha256()
     for file in _files(path):
@@ -198,5 +199,5 @@ def contents(path: Path) -> str:
     return digest.hexdigest()
 
 
-def _finished(path: Path, said: Mapping[str, Any]) -> Finished:
+def _finished(path: TreePath, said: Mapping[str, Any]) -> Finished:
     return Finished(path, said.get("step"), bool(said.get("told")))

@@ -7,7 +7,6 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from ckptctl.distributed.background.async_save import AsyncSaver
@@ -38,9 +37,10 @@ from ckptctl.planner.lineage import Lineage
 from ckptctl.planner.retention import Policy
 from ckptctl.storage.paths import real_path
 from ckptctl.storage.run_store import run_store
+from ckptctl.storage.tree import TreePath
 from ckptctl.units import counted
 
-Hook = Callable[[Path], object]
+Hook = Callable[[Any], object]
 SERIES = "step-"
 KILLED = 60.0
 """Seconds for which nobody may have written to what a killed save left, to remove it."""
@@ -53,8 +53,8 @@ _log = logging.getLogger("ckptctl")
 class Start(NamedTuple):
     """A checkpoint that training may go on from."""
 
-    entry: Path
-    path: Path  # what of it is loaded: itself, or the one part that it consists of
+    entry: TreePath
+    path: TreePath  # what of it is loaded: itself, or the one part that it consists of
     step: int
     time: float  # when it was saved, in seconds since the epoch
     skipped: Mapping[str, str] = {}  # newer ones that are not complete, with the reason
@@ -66,7 +66,7 @@ class Keeper:
 
     def __init__(
         self,
-        root: Path,
+        root: TreePath,
         policy: Policy,
         hooks: Sequence[Hook],
         *,
@@ -152,7 +152,7 @@ class Keeper:
         there = read_run(self.root, model=False).checkpoints
         return sorted({one.step for one in there if one.complete})
 
-    def standing(self, path: Path, *, own: bool) -> Standing:
+    def standing(self, path: TreePath, *, own: bool) -> Standing:
         """Say whether a save may go to *path*; *own*: the run has saved it, or went on from it.
 
         Raises:
@@ -182,7 +182,7 @@ class Keeper:
     def save(
         self,
         state: StateDict,
-        path: Path,
+        path: TreePath,
         ranks: Coordinator,
         saver: AsyncSaver | None,
         options: Mapping[str, Any],
@@ -201,7 +201,7 @@ class Keeper:
             after(path)
         return SaveFuture(path).publish()
 
-    def make_room(self, path: Path) -> None:
+    def make_room(self, path: TreePath) -> None:
         """Remove what stands in the way of a save to *path*: no rule keeps it, or it was killed."""
         try:
             self.refresh()
@@ -216,7 +216,7 @@ class Keeper:
             self.wait()
             self._remove(coming=1)
 
-    def _sweep(self, target: Path) -> None:
+    def _sweep(self, target: TreePath) -> None:
         try:
             if sweep_left(target, KILLED):
                 _log.info("removed files left over from a killed save of %s", target)
@@ -280,7 +280,7 @@ class Keeper:
         self._knows_start = True
         return None
 
-    def resume_from(self, path: Path, step: int) -> None:
+    def resume_from(self, path: TreePath, step: int) -> None:
         """Take note of the checkpoint from which training resumes."""
         self._knows_start = True
         found = run_record(path).lineage
@@ -305,7 +305,7 @@ class Keeper:
         self._lineage = (self._lineage or Lineage(self._newest_save())).next()
         return {SIDECAR: encoded(rated, self._lineage, more)}
 
-    def published(self, path: Path) -> None:
+    def published(self, path: TreePath) -> None:
         """Call the hooks for a new checkpoint, and begin to remove old ones."""
         self._saved = path.name
         self._torn.pop(path.name, None)
@@ -313,13 +313,13 @@ class Keeper:
         if not self.policy.empty and self.policy.last != 0:
             self._remove_later()
 
-    def rate(self, path: Path, rated: Mapping[str, float]) -> None:
+    def rate(self, path: TreePath, rated: Mapping[str, float]) -> None:
         """Add metrics to those of a checkpoint."""
         if rated:
             self.refresh()
             self._note(path, {**metrics(path), **rated}, run_record(path).lineage)
 
-    def _note(self, path: Path, rated: Mapping[str, float], lineage: Lineage) -> None:
+    def _note(self, path: TreePath, rated: Mapping[str, float], lineage: Lineage) -> None:
         """Write the record of a checkpoint; one that cannot be read stays as it is."""
         known = run_record(path)
         try:
@@ -330,7 +330,7 @@ class Keeper:
         except (CkptError, OSError) as error:
             _log.error("`%s` of %s was not written: %s", SIDECAR, path, error)
 
-    def call_hooks(self, path: Path) -> None:
+    def call_hooks(self, path: TreePath) -> None:
         """Call every hook with *path*; errors are logged."""
         for hook in self._hooks:
             try:
@@ -338,7 +338,7 @@ class Keeper:
             except Exception:
                 _log.exception("a hook failed for %s", path)
 
-    def finish(self, out: Path, there: Finished | None) -> None:
+    def finish(self, out: TreePath, there: Finished | None) -> None:
         """Note a trained model, call the hooks for it, and remove checkpoints that it replaces."""
         if there is None:
             named = parse(self._saved or self._resumed)
@@ -424,7 +424,7 @@ class Keeper:
             _log.warning("%s could not be removed: %s", self.root / name, _said(failure))
 
 
-def _loaded(found: Checkpoint) -> Path:
+def _loaded(found: Checkpoint) -> TreePath:
     return found.parts[0] if len(found.parts) == 1 else found.path
 
 

@@ -23,6 +23,7 @@ from ckptctl.storage import lock
 from ckptctl.storage.file_system import sync_directory
 from ckptctl.storage.run_store import run_store
 from ckptctl.storage.schema import find
+from ckptctl.storage.tree import TreePath
 from ckptctl.storage.two_phase_delete import deleting
 
 IDENTITY = ".ckptctl-local.json"
@@ -57,7 +58,7 @@ def number_of(start: object, run: str) -> int:
     return int(parsed[2]) if parsed and parsed[1] == run else 0
 
 
-def read_identity(root: Path) -> str:
+def read_identity(root: TreePath) -> str:
     """Return the identity of the run in *root*; empty: it has none."""
     path = root / IDENTITY
     run_store(root).refresh()
@@ -79,7 +80,7 @@ def read_identity(root: Path) -> str:
     return run
 
 
-def ensure_identity(root: Path) -> str:
+def ensure_identity(root: TreePath) -> str:
     """Return the identity of the run in *root*, which gets one if it has none."""
     known = read_identity(root)
     if known:

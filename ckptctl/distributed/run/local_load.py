@@ -12,7 +12,6 @@ import logging
 import re
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from ckptctl.distributed.loading.load import load
@@ -39,6 +38,7 @@ from ckptctl.formats.dcp_rank_local import FORMAT, read_rank
 from ckptctl.ops.loading.options import LoadOptions, LoadReport
 from ckptctl.ops.ranks.coordinator import Coordinator, format_ranks, on_first, telling
 from ckptctl.ops.runs.notes import run_record
+from ckptctl.storage.tree import TreePath
 from ckptctl.units import counted
 
 COPY_OF = "local"
@@ -80,7 +80,7 @@ class LocalLoadResult(NamedTuple):
 
     skipped: Mapping[str, str]
     save: LocalSave | None = None
-    path: Path | None = None
+    path: TreePath | None = None
     report: LoadReport | None = None
 
 
@@ -103,7 +103,7 @@ class Loadable(NamedTuple):
 class Way(NamedTuple):
     """What one rank reads, and whether it does so by itself."""
 
-    path: Path
+    path: TreePath
     alone: bool
 
 
@@ -229,7 +229,7 @@ def _wants(state: MutableMapping[str, Any], how: Mapping[str, Any]) -> Wants:
     return Wants(state_of(Owners.of(state).plain(), on_meta=True), options)
 
 
-def _look(path: Path, rank: int, world: int, wants: Wants | None) -> Look:
+def _look(path: TreePath, rank: int, world: int, wants: Wants | None) -> Look:
     """Look at this rank's part of a save, and at those of others that lie beside it."""
     numbers = (_METADATA.fullmatch(item.name) for item in path.glob("__*.metadata"))
     here = frozenset(int(one[1]) for one in numbers if one)
@@ -257,7 +257,7 @@ def _look(path: Path, rank: int, world: int, wants: Wants | None) -> Look:
     return Look(lacks, here, saved_by, union)
 
 
-def _way(path: Path, seen: Sequence[Look], rank: int, copy: Start | None) -> Way | None:
+def _way(path: TreePath, seen: Sequence[Look], rank: int, copy: Start | None) -> Way | None:
     """Return what this rank reads of the save at *path*; None: it cannot be resumed from."""
     whole = [not one.lacks for one in seen]
     if all(whole):

@@ -47,6 +47,7 @@ from ckptctl.ops.runs.notes import run_record
 from ckptctl.ops.saving.local_shards import LocalShards
 from ckptctl.storage.destinations import require_folder, require_path
 from ckptctl.storage.paths import home_expanded
+from ckptctl.storage.tree import TreePath
 
 _log = logging.getLogger("ckptctl")
 
@@ -64,7 +65,7 @@ class _PendingSave:
     over: threading.Event = field(default_factory=threading.Event)
     whole: SaveFuture = field(default_factory=lambda: SaveFuture(Path()))  # on all ranks
 
-    def end(self, future: Future[Path | None]) -> None:
+    def end(self, future: Future[TreePath | None]) -> None:
         """Take note of how it went."""
         self.failure = future.exception()
         self.over.set()
@@ -281,7 +282,7 @@ class LocalTier:
         if self._copies.rank == 0:
             self._keeper.published(target)
 
-    def _write_copy(self, pending: _PendingSave, target: Path) -> None:
+    def _write_copy(self, pending: _PendingSave, target: TreePath) -> None:
         ranks, keeper = self._copies, self._keeper
 
         def begin() -> bool:

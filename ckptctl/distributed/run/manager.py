@@ -37,8 +37,9 @@ from ckptctl.ops.ranks.coordinator import Coordinator, on_first, telling
 from ckptctl.options import about, among, declared
 from ckptctl.storage.destinations import require_folder, require_path
 from ckptctl.storage.paths import home_expanded, named
-from ckptctl.storage.remote.urls import is_url
 from ckptctl.storage.run_store import run_store
+from ckptctl.storage.tree import TreePath
+from ckptctl.storage.urls import is_url
 
 _log = logging.getLogger("ckptctl")
 
@@ -61,7 +62,7 @@ class CheckpointManager(Closing):
     """
 
     @keywords(ManagerOptions)
-    def __init__(self, root: str | Path, options: ManagerOptions) -> None:
+    def __init__(self, root: str | TreePath, options: ManagerOptions) -> None:
         """Open a run.
 
         Args:
@@ -362,7 +363,7 @@ class CheckpointManager(Closing):
 
     @keywords(FinalOptions, without=OF_A_SOURCE)
     def plan_final(
-        self, state: StateDict, out: str | Path, options: FinalOptions
+        self, state: StateDict, out: str | TreePath, options: FinalOptions
     ) -> ConversionPlan | None:
         """Plan :meth:`save_final`, so that errors appear before training.
 
@@ -385,7 +386,7 @@ class CheckpointManager(Closing):
         target = beside(there.path) if there else out
         return plan_converted(state, target, self._options.final(options), self._group)
 
-    def finished(self, out: str | Path) -> Finished | None:
+    def finished(self, out: str | TreePath) -> Finished | None:
         """Return the trained model that this run has published at *out*, or None if there is none.
 
         All ranks call it before training, so a restarted job can exit early. The record of the run
@@ -400,7 +401,7 @@ class CheckpointManager(Closing):
         return ranks.broadcast(on_first(ranks, lambda: self.keeper.finals.finished(target)))
 
     @keywords(FinalOptions, without=OF_A_SOURCE)
-    def save_final(self, state: StateDict, out: str | Path, options: FinalOptions) -> Path:
+    def save_final(self, state: StateDict, out: str | TreePath, options: FinalOptions) -> TreePath:
         """Save the trained model in an exchange format, and return when it is published.
 
         All ranks write it next to *out*, rank 0 converts it and publishes it atomically. With
@@ -532,7 +533,7 @@ class CheckpointManager(Closing):
             )
 
 
-def _root(root: str | Path) -> Path:
+def _root(root: str | TreePath) -> TreePath:
     """Return the folder of a run; a place where none can be kept is refused."""
     with about("root"):
         checks.path(root)
@@ -541,7 +542,7 @@ def _root(root: str | Path) -> Path:
     path = home_expanded(named(root)).absolute()
     run_store(path).require_changeable()
     if not is_url(root):
-        require_folder(path)
+        require_folder(Path(path))
     return path
 
 

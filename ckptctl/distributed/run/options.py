@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from ckptctl.distributed.background.async_save import Mode, WhenBusy
@@ -21,6 +20,7 @@ from ckptctl.ops.loading.options import LoadReport
 from ckptctl.ops.runs.options import KeepOptions
 from ckptctl.options import Option, declared
 from ckptctl.planner.retention import Policy, Retainable
+from ckptctl.storage.tree import TreePath
 
 Wanted = Callable[[Retainable], object]
 MAX_FAILURES = 2
@@ -43,14 +43,14 @@ class Resumed:
         doubts: Where the highest step is not the last save: both, and which of them was loaded.
     """
 
-    path: Path
+    path: TreePath
     step: int
     skipped: Mapping[str, str]
     report: LoadReport
     doubts: tuple[str, ...] = ()
 
 
-def _named(given: str | Path) -> str | Path:
+def _named(given: str | TreePath) -> str | TreePath:
     checks.path(given)
     return given
 
@@ -117,7 +117,7 @@ class ManagerOptions(PreemptionOptions, opt.ModelOptions, SaveOptions, KeepOptio
         ),
     ] = "after"
     fast: Annotated[
-        str | Path | None,
+        str | TreePath | None,
         Option(
             "Folder of the run on a local disk of this machine. Each rank saves its part "
             "there first, and some saves are copied to the run in the background.",

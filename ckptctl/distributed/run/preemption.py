@@ -26,6 +26,7 @@ from ckptctl.errors import CkptError, RefusedError, StorageError, UsageError
 from ckptctl.ops import option_checks as checks
 from ckptctl.ops.ranks.coordinator import Coordinator
 from ckptctl.options import Option, Options, group
+from ckptctl.storage.tree import TreePath
 
 Source = signal.Signals | str | Path | Callable[[], object]
 ENDS_CHILDREN = (signal.SIGTERM, signal.SIGINT)
@@ -232,7 +233,7 @@ class Hurry:
         self._start = start
         self._deadline = deadline
 
-    def joined(self, path: Path) -> SaveFuture | None:
+    def joined(self, path: TreePath) -> SaveFuture | None:
         """Wait for the last save; return it where it is the one of *path*, and has not failed.
 
         Raises:
@@ -261,7 +262,7 @@ class Hurry:
             self._saver.wait()
         return future
 
-    def _wait(self, future: SaveFuture, path: Path, *, whole: bool = False) -> None:
+    def _wait(self, future: SaveFuture, path: TreePath, *, whole: bool = False) -> None:
         """Wait until a save is decided, or *whole*, with its callbacks.
 
         A save ends on all ranks together: where it has ended on one, the others hear of it next.

@@ -119,7 +119,7 @@ class SavedPart:
         )
         return replace(
             plan,
-            source_root=str(self._folder),
+            source_root=self._folder,
             sources=sources,
             transfers=transfers,
             checked=frozenset(

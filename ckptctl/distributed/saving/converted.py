@@ -35,8 +35,9 @@ from ckptctl.ops.saving.local_shards import HeldChunk, LocalShards, Packed, Tens
 from ckptctl.storage import trash
 from ckptctl.storage.destinations import already_exists, check_target, destination
 from ckptctl.storage.paths import home_expanded, named
-from ckptctl.storage.remote.urls import HUB, is_url, scheme_of
 from ckptctl.storage.run_store import run_store
+from ckptctl.storage.tree import TreePath
+from ckptctl.storage.urls import HUB, is_url, scheme_of
 
 OF_A_SAVE = re.compile(r"\.metadata|__\d+_\d+\.distcp|\.nfs.*|\.ckptctl-(writing|objects)")
 _log = logging.getLogger("ckptctl")
@@ -44,10 +45,10 @@ _log = logging.getLogger("ckptctl")
 
 def save_converted(
     state: StateDict,
-    out: str | Path,
+    out: str | TreePath,
     options: ConversionOptions,
     group: dist.ProcessGroup | None = None,
-) -> Path:
+) -> TreePath:
     """Save *state* as *options* say; all ranks call it, and it returns when it is published."""
     ranks = coordinator(group)
     target = final_target(out)
@@ -78,7 +79,7 @@ def save_converted(
 
 def plan_converted(
     state: StateDict,
-    out: str | Path,
+    out: str | TreePath,
     options: ConversionOptions,
     group: dist.ProcessGroup | None = None,
 ) -> ConversionPlan | None:
@@ -105,7 +106,7 @@ def plan_converted(
     return planned[0] if planned else None
 
 
-def final_target(out: str | Path) -> Path:
+def final_target(out: str | TreePath) -> TreePath:
     """Return where what is saved as *out* appears."""
     if not is_url(out):
         return destination(home_expanded(Path(out)).absolute())
@@ -125,18 +126,18 @@ def _exported(state: StateDict, options: ConversionOptions) -> StateDict:
     return {"model": state["model"]} if alone else state
 
 
-def _require_room(target: Path, options: ConversionOptions) -> None:
+def _require_room(target: TreePath, options: ConversionOptions) -> None:
     if options.overwrite:
         return
     if not is_url(target):
-        check_target(target, overwrite=False, is_checkpoint=lambda _: False)
+        check_target(Path(target), overwrite=False, is_checkpoint=lambda _: False)
         return
     run_store(target.parent).refresh()
     if target.is_file() or any(target.iterdir()):
         raise already_exists(target)
 
 
-def remove_left(folder: Path, known: re.Pattern[str]) -> None:
+def remove_left(folder: TreePath, known: re.Pattern[str]) -> None:
     """Remove a folder that an earlier save left, if there is one.
 
     Raises:
@@ -157,7 +158,7 @@ def remove_left(folder: Path, known: re.Pattern[str]) -> None:
             "published",
         )
     if not is_url(folder):
-        trash.remove(folder)
+        trash.remove(Path(folder))
         return
     with store.deleting() as deletion:
         deletion.delete(folder.name, FileIdentity.of(folder.stat()))

@@ -24,13 +24,15 @@ from ckptctl.storage.execution.options import ExecutionOptions
 from ckptctl.storage.file_system import add_file, sync_directory
 from ckptctl.storage.paths import home_expanded
 from ckptctl.storage.publish import IN_PLACE, Staging, data_directory, staging, sweep
-from ckptctl.storage.remote.urls import is_url
+from ckptctl.storage.tree import TreePath, UrlPath
 
 
 class SaveTarget(Protocol):
     """A place for one checkpoint: a :class:`Folder`, a :class:`RankFolder`, or behind a URL."""
 
-    target: Path
+    @property
+    def target(self) -> TreePath:
+        """Where the checkpoint is to be."""
 
     def make_room(self, stack: ExitStack) -> None:
         """Prepare the place, on rank 0; *stack* clears it away unless it is published."""
@@ -45,10 +47,10 @@ class SaveTarget(Protocol):
         """Add the metadata, on rank 0: from then on there is a checkpoint."""
 
 
-def target_at(path: Path, options: WriterOptions) -> SaveTarget:
+def target_at(path: TreePath, options: WriterOptions) -> SaveTarget:
     """Return the place at *path*, which may be a URL."""
-    if not is_url(path):
-        return Folder(path, options)
+    if not isinstance(path, UrlPath):
+        return Folder(Path(path), options)
     from ckptctl.distributed.saving.url import Url  # which saves to disks need not
 
     return Url(path, options)
@@ -67,15 +69,15 @@ def require_files(place: SaveTarget, sizes: Mapping[int, Mapping[str, int]]) -> 
                 )
 
 
-def sweep_left(path: Path, untouched: float) -> bool:
+def sweep_left(path: TreePath, untouched: float) -> bool:
     """Remove what a killed save left for *path*; return whether there was anything.
 
     Raises:
         RefusedError: A run is at work there, or it is none of ours.
         StorageError: It could not be removed.
     """
-    if not is_url(path):
-        return sweep(path, untouched)
+    if not isinstance(path, UrlPath):
+        return sweep(Path(path), untouched)
     from ckptctl.distributed.saving.url import Url
 
     with ExitStack() as stack:  # a save that writes nothing
@@ -88,8 +90,8 @@ class Folder:
 
     _stage: Staging
 
-    def __init__(self, path: Path, options: WriterOptions) -> None:
-        self.target = destination(home_expanded(path).absolute())
+    def __init__(self, path: TreePath, options: WriterOptions) -> None:
+        self.target = destination(home_expanded(Path(path)).absolute())
         self._options = options
         self._data = data_directory(self.target)
 
@@ -130,7 +132,7 @@ class RankFolder(Folder):
     knows when all are done: the directory is complete when every rank's metadata has its name.
     """
 
-    def __init__(self, path: Path, rank: int, options: WriterOptions) -> None:
+    def __init__(self, path: TreePath, rank: int, options: WriterOptions) -> None:
         require_local(path)
         if options.overwrite:
             raise RefusedError(
@@ -187,7 +189,7 @@ class RankFolder(Folder):
             raise
 
 
-def require_local(path: str | Path) -> None:
+def require_local(path: str | TreePath) -> None:
     """Refuse a URL, which would become a directory of that name here."""
     paths.require_local(
         path,

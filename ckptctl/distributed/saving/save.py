@@ -64,6 +64,7 @@ from ckptctl.ops.saving.local_shards import (
 from ckptctl.options import Option
 from ckptctl.storage.paths import named
 from ckptctl.storage.threads import no_collection
+from ckptctl.storage.tree import TreePath
 
 VERSION = 1
 """Of what the key of a plan is made of."""
@@ -109,7 +110,7 @@ class _Save(SaveOptions):
 
 
 @keywords(_Save)
-def save(state_dict: StateDict, path: str | Path, options: _Save) -> Path:
+def save(state_dict: StateDict, path: str | TreePath, options: _Save) -> TreePath:
     """Save *state_dict* atomically as a DCP directory. Call it on all ranks.
 
     Args:
@@ -136,11 +137,11 @@ def save(state_dict: StateDict, path: str | Path, options: _Save) -> Path:
 
 def write(
     state: State | StateDict | LocalState,
-    path: Path,
+    path: TreePath,
     ranks: Coordinator,
     options: SaveOptions,
     plans: PlanCache[SavedPlan] = PLANS,
-) -> Path:
+) -> TreePath:
     """Plan, write and publish the state of all ranks; see :func:`save`."""
     with in_python(SaveOptions), ExitStack() as stack:
         run = CollectiveSave(ranks, path, options, plans)
@@ -150,8 +151,8 @@ def write(
 
 
 def write_alone(
-    state: State | LocalState, path: Path, rank: int, world: int, options: SaveOptions
-) -> Path:
+    state: State | LocalState, path: TreePath, rank: int, world: int, options: SaveOptions
+) -> TreePath:
     """Write this rank's state, and metadata of it, below *path*."""
     place = RankFolder(path, rank, options)
     own = local_state(state, trusted=options.trusted)
@@ -180,7 +181,7 @@ class CollectiveSave:
     _error: BaseException | None = None
 
     def __init__(
-        self, ranks: Coordinator, path: Path, options: SaveOptions, plans: PlanCache[SavedPlan]
+        self, ranks: Coordinator, path: TreePath, options: SaveOptions, plans: PlanCache[SavedPlan]
     ) -> None:
         self._ranks = ranks
         self._target = path
@@ -216,7 +217,7 @@ class CollectiveSave:
             raise self._error
         require_agreement(statements, self._ranks.rank)
 
-    def carry_out(self, statements: Sequence[RankStatement]) -> Path:
+    def carry_out(self, statements: Sequence[RankStatement]) -> TreePath:
         """Write this rank's files; rank 0 adds the metadata and publishes when all are done.
 
         The plan that all ranks have holds, or they make a new one.

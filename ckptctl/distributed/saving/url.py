@@ -6,7 +6,6 @@ import re
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 from functools import cached_property
-from pathlib import Path
 
 import torch
 
@@ -17,12 +16,13 @@ from ckptctl.formats.dcp import METADATA
 from ckptctl.ops.runs.health import health
 from ckptctl.planner.plan import Plan
 from ckptctl.storage.execution.options import ExecutionOptions
-from ckptctl.storage.remote import trees
 from ckptctl.storage.remote.lock import ConditionalObject, RemoteLock
 from ckptctl.storage.remote.objects import Objects
 from ckptctl.storage.remote.store import FsspecStore
-from ckptctl.storage.remote.urls import HUB, scheme_of
-from ckptctl.storage.remote.writing import BUSY, NAME, OBJECTS, Sent, Writing, committed
+from ckptctl.storage.remote.trees import store_at
+from ckptctl.storage.tree import UrlPath
+from ckptctl.storage.urls import HUB, scheme_of
+from ckptctl.storage.writing import BUSY, NAME, OBJECTS, Sent, Writing, committed
 
 DATA = re.compile(r"__\d+_\d+\.distcp")
 """The files of ranks."""
@@ -38,17 +38,16 @@ class Url:
 
     _lock: RemoteLock
 
-    def __init__(self, path: Path, options: WriterOptions) -> None:
+    def __init__(self, path: UrlPath, options: WriterOptions) -> None:
         self.target = path
         self._options = options
-        self._url = trees.secret_of(str(path))
         self._own: dict[str, Sent] = {}
         self._left: Writing | None = None
         self._begun = self._published = self._replaces = self._was_there = False
 
     def make_room(self, stack: ExitStack) -> None:
         """See :class:`SaveTarget`."""
-        if scheme_of(self._url) == HUB:
+        if scheme_of(self.target.url) == HUB:
             raise RefusedError(
                 "training cannot save to the Hub",
                 where=str(self.target),
@@ -95,7 +94,7 @@ class Url:
 
     @cached_property
     def _store(self) -> FsspecStore:
-        return FsspecStore(self._url)
+        return store_at(self.target)
 
     @cached_property
     def _place(self) -> Objects:
@@ -117,7 +116,7 @@ class Url:
 
     def _is_torn(self) -> bool:
         """Return whether there is evidence that something lacks of the checkpoint that is there."""
-        trees.drop(str(self.target))
+        self.target.tree.drop(self.target.url)
         return health(self.target, model=False).torn
 
     def _clear(self, left: Writing | None, found: Mapping[str, Sent]) -> None:

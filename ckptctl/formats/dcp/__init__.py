@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from pathlib import Path
 
 from ckptctl.catalog import Blob, Catalog, TupleIndex
 from ckptctl.errors import DamagedError, FormatError, listed
@@ -25,6 +24,7 @@ from ckptctl.formats.base import (
     document,
 )
 from ckptctl.formats.shared.leaves import join
+from ckptctl.storage.tree import TreePath
 from ckptctl.units import counted
 
 METADATA = ".metadata"
@@ -87,7 +87,7 @@ class DcpFormat(ItemFormat, WritableFormat):
             return False  # each rank has its own
         return any(name != METADATA or (listing.path / name).is_symlink() for name in names)
 
-    def read(self, path: Path, asked: ReadOptions = AS_IT_IS) -> Catalog:
+    def read(self, path: TreePath, asked: ReadOptions = AS_IT_IS) -> Catalog:
         """See :meth:`Format.read`."""
         listing = Listing(path)
         if self.is_interrupted(listing):

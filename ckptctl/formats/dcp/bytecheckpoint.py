@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 from ckptctl.catalog import Catalog, Extent, TensorEntry
 from ckptctl.dtypes import itemsize
@@ -22,6 +21,7 @@ from ckptctl.storage.pickles.reader import Table, loads
 from ckptctl.storage.pickles.torch_globals import TORCH_TABLE
 from ckptctl.storage.pickles.torch_tensors import StorageRef, TensorView, storage_id
 from ckptctl.storage.schema import ObjectSchema, malformed, read_as
+from ckptctl.storage.tree import TreePath
 from ckptctl.units import counted
 
 _HOME = "bytecheckpoint.checkpointer.meta_type"
@@ -47,7 +47,7 @@ class _Index(ObjectSchema):
     offset: tuple[int, ...]
 
 
-def read(path: Path, asked: ReadOptions, name: str) -> Catalog:
+def read(path: TreePath, asked: ReadOptions, name: str) -> Catalog:
     """Return the catalog of the directory *path*."""
     where = str(path / METADATA)
     with source_files(path) as files:

@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache, partial
 from operator import itemgetter
-from pathlib import Path
 
 from ckptctl.catalog import Extent, TensorEntry
 from ckptctl.columns import NO_CRC, ExtentColumns, ranges_of
@@ -18,6 +17,7 @@ from ckptctl.formats.shared.stored_leaves import extent_of
 from ckptctl.storage.files import SourceFiles
 from ckptctl.storage.pickles.torch_tensors import UnreadError
 from ckptctl.storage.read_ahead import FileOffset, ahead
+from ckptctl.storage.tree import TreePath
 from ckptctl.storage.zips.items import Neighbors, moved, part_of, read_alike, require_chunk
 from ckptctl.storage.zips.reader import StoredTensor
 
@@ -49,7 +49,7 @@ class _Located:
             array("q", bytes(0 if self._columns is None else 8 * len(held))) for _ in range(3)
         )
 
-    def locate(self, number: int, root: Path, read: Read) -> None:
+    def locate(self, number: int, root: TreePath, read: Read) -> None:
         """Read the item of the extent of that number."""
         columns, entry = self._columns, self.entry
         if columns is None:
@@ -116,7 +116,7 @@ def _ends(file: str, place: _Place) -> Iterator[FileOffset]:
         yield file, start + extent.nbytes - 1
 
 
-def resolved_extent(root: Path, read: Read, entry: TensorEntry, extent: Extent) -> Extent:
+def resolved_extent(root: TreePath, read: Read, entry: TensorEntry, extent: Extent) -> Extent:
     """Return the place of the elements of *extent*, whose item is read.
 
     Raises:

@@ -18,7 +18,6 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 
 from ckptctl import dtypes
 from ckptctl.catalog import (
@@ -52,6 +51,7 @@ from ckptctl.storage.files import MemoryFiles, SourceFiles, source_files
 from ckptctl.storage.paths import is_there
 from ckptctl.storage.read_ahead import ahead, ends
 from ckptctl.storage.safetensors_header import SafetensorsHeader, read_header
+from ckptctl.storage.tree import TreePath
 from ckptctl.storage.zips.items import read_alike, require_chunk
 from ckptctl.storage.zips.reader import read_archive
 from ckptctl.storage.zstd import MemoryBudget, is_zstd, require_zstd
@@ -67,7 +67,7 @@ OFFSETS = "DCP_SHARDING_INFO"
 _BEGIN = 9
 
 
-def read(path: Path, metadata: str, asked: ReadOptions, name: str) -> Catalog:
+def read(path: TreePath, metadata: str, asked: ReadOptions, name: str) -> Catalog:
     """Return the catalog of the directory *path* by its file *metadata*."""
     with source_files(path) as files:
         leaves, origin = read_metadata(files, metadata)
@@ -197,7 +197,7 @@ def _stored_otherwise(
     if not packed and not bare:
         return ()
     for leaf in packed:
-        tensors[leaf.name] = unpacked(str(files.root), leaf, tensors[leaf.name], computed)
+        tensors[leaf.name] = unpacked(files.root, leaf, tensors[leaf.name], computed)
     found = in_safetensors(files, bare, tensors, faults)
     tensors |= found
     return (*([COMPRESSED] if computed else ()), *([IN_SAFETENSORS] if found else ()))
@@ -330,7 +330,7 @@ def with_leaves(files: SourceFiles, catalog: Catalog, name: str, found: Leaves) 
 
 
 def unpacked(
-    root: str, leaf: MetadataLeaf, entry: TensorEntry, computed: dict[str, Computed]
+    root: TreePath, leaf: MetadataLeaf, entry: TensorEntry, computed: dict[str, Computed]
 ) -> TensorEntry:
     """Return a tensor whose elements are computed from its items; add how to *computed*."""
     if entry.unsupported:

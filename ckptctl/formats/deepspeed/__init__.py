@@ -7,12 +7,12 @@ Also as the HF Trainer (``checkpoint-N``), accelerate (``pytorch_model``) and Li
 from __future__ import annotations
 
 import re
-from pathlib import Path
 
 from ckptctl.catalog import Catalog
 from ckptctl.formats.base import AS_IT_IS, Format, Listing, ReadOptions, require_folder
 from ckptctl.formats.deepspeed.files import evidence
 from ckptctl.formats.shared.tags import LATEST, tags
+from ckptctl.storage.tree import TreePath
 
 
 class DeepSpeedFormat(Format):
@@ -52,7 +52,7 @@ class DeepSpeedFormat(Format):
             return f"`{LATEST}`, {evidence(path / found[-1])}" if found else None
         return evidence(path)
 
-    def read(self, path: Path, asked: ReadOptions = AS_IT_IS) -> Catalog:
+    def read(self, path: TreePath, asked: ReadOptions = AS_IT_IS) -> Catalog:
         """See :meth:`Format.read`."""
         require_folder(path)
         from ckptctl.formats.deepspeed.reader import read

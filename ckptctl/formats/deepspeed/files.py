@@ -13,6 +13,7 @@ from pathlib import Path
 from ckptctl.errors import DamagedError, FormatError, listed, spell_option
 from ckptctl.formats.shared.findings import Faults, missing_error, mixed_saves
 from ckptctl.formats.shared.tags import LATEST, LATEST_UNIVERSAL
+from ckptctl.storage.tree import TreePath
 from ckptctl.units import counted, natural
 
 FP32 = "fp32"
@@ -61,7 +62,7 @@ class SaveFiles:
     partitioned: bool
 
 
-def evidence(folder: Path) -> str | None:
+def evidence(folder: TreePath) -> str | None:
     """Return what tells that *folder* is one save of all ranks, or None; not a universal one."""
     try:
         if not folder.is_dir() or (folder / "zero").is_dir():
@@ -78,7 +79,7 @@ def saved_name(name: str) -> str | None:
     return name if _RANK.fullmatch(name) or _SHARED.fullmatch(name) else None
 
 
-def model_files(root: Path, folder: str, faults: Faults) -> tuple[str, ...]:
+def model_files(root: TreePath, folder: str, faults: Faults) -> tuple[str, ...]:
     """Return the files of model states of a universal checkpoint, in natural order."""
     items = (item.name for item in (root / folder).iterdir())
     names = natural([n for n in items if n.endswith("_model_states.pt") and saved_name(n)])
@@ -89,7 +90,7 @@ def model_files(root: Path, folder: str, faults: Faults) -> tuple[str, ...]:
     return _complete(root, folder, ranks, "model", None, faults)
 
 
-def rank_files(root: Path, folder: str, faults: Faults) -> SaveFiles:
+def rank_files(root: TreePath, folder: str, faults: Faults) -> SaveFiles:
     """Return the files of one save."""
     where = root / folder
     names = natural([item.name for item in where.iterdir()])
@@ -119,7 +120,7 @@ def rank_files(root: Path, folder: str, faults: Faults) -> SaveFiles:
     return SaveFiles(models or (prefix + MODEL,), optims, partitioned)
 
 
-def _refuse(where: Path, names: Collection[str]) -> None:
+def _refuse(where: TreePath, names: Collection[str]) -> None:
     for pattern, kind, why in _REFUSED:
         found = [name for name in names if pattern.fullmatch(name)]
         if found:
@@ -150,7 +151,7 @@ def _refuse(where: Path, names: Collection[str]) -> None:
 
 
 def _complete(
-    root: Path,
+    root: TreePath,
     folder: str,
     found: Mapping[int, str],
     kind: str,
@@ -190,7 +191,7 @@ def _complete(
 
 
 def require_world(
-    root: Path, names: tuple[str, ...], world: int, kind: str, faults: Faults
+    root: TreePath, names: tuple[str, ...], world: int, kind: str, faults: Faults
 ) -> tuple[str, ...]:
     """Return the names of all ranks' files, those of *faults* included.
 
@@ -206,7 +207,7 @@ def _like(found: Mapping[int, str], rank: int) -> str:
     return re.sub(r"zero_pp_rank_\d+", f"zero_pp_rank_{rank}", some)
 
 
-def _elsewhere(root: Path, folder: str, name: str, here: Collection[str]) -> str:
+def _elsewhere(root: TreePath, folder: str, name: str, here: Collection[str]) -> str:
     """Ranks whose folders are named after a metric may have saved under different names."""
     for sibling in sorted(root.parent.iterdir()):
         other = sibling / folder if folder else sibling

@@ -11,7 +11,6 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 
 from ckptctl.catalog import Blob, TensorEntry
 from ckptctl.errors import UnsupportedError, listed
@@ -24,6 +23,7 @@ from ckptctl.formats.shared.stored_leaves import Leaves, stored_entry
 from ckptctl.storage.compare import has_same_checksum, same_elements
 from ckptctl.storage.files import SourceFiles
 from ckptctl.storage.pickles.inert import Inert
+from ckptctl.storage.tree import TreePath
 from ckptctl.storage.zips.reader import StoredTensor
 
 OPTIMIZER = "optimizer"
@@ -229,7 +229,7 @@ def _require_same(save: Save, owner: int, key: str, files: SourceFiles) -> None:
             )
 
 
-def _add_counters(save: Save, key: str, having: set[int], found: Leaves, root: Path) -> None:
+def _add_counters(save: Save, key: str, having: set[int], found: Leaves, root: TreePath) -> None:
     first = save.optim
     for name, part in save.parts.items():
         if part.owner not in having:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 
 from ckptctl.catalog import Blob, Catalog, Extent, TensorEntry
 from ckptctl.errors import UnsupportedError, UsageError, spell_option
@@ -31,6 +30,7 @@ from ckptctl.formats.shared.stored_leaves import NO_CHECKSUMS, Leaves, stored_en
 from ckptctl.formats.shared.tags import LATEST, tag_folder
 from ckptctl.formats.sidecar_files import beside
 from ckptctl.storage.files import SourceFiles, source_files
+from ckptctl.storage.tree import TreePath
 from ckptctl.storage.zips.reader import StoredTensor
 
 Copy = tuple[str, int, str, object]
@@ -100,7 +100,7 @@ def _of_counters(save: Save) -> Iterator[Copy]:
                     yield (f"{OPTIMIZER}.state.{name}.{key}", rank, other.file, value)
 
 
-def read(path: Path, asked: ReadOptions, name: str) -> Catalog:
+def read(path: TreePath, asked: ReadOptions, name: str) -> Catalog:
     """Return the catalog of the folder *path*; see :meth:`Format.read`."""
     folder = tag_folder(path, asked.tag, LATEST, evidence)
     faults = Faults(path, asked.partial)

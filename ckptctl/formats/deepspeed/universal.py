@@ -10,7 +10,6 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 
 from ckptctl.catalog import Box, Extent, TensorEntry
 from ckptctl.errors import (
@@ -40,6 +39,7 @@ from ckptctl.formats.shared.stored_leaves import NO_CHECKSUMS, Leaves, stored_en
 from ckptctl.storage.files import SourceFiles
 from ckptctl.storage.paths import is_there
 from ckptctl.storage.schema import find, malformed, read_as
+from ckptctl.storage.tree import TreePath
 from ckptctl.storage.zips.reader import StoredTensor, read_archive
 from ckptctl.units import counted, natural
 
@@ -163,7 +163,7 @@ class UniversalSave:
             return MasterWeights(self.models, found, self.partitioned, self.faults).leaves()
         return self._undivided(root)
 
-    def _undivided(self, root: Path) -> Leaves:
+    def _undivided(self, root: TreePath) -> Leaves:
         """The model where no model states have whole tensors, except for buffers."""
         first = self.model
         kept = set(find(list[str], first.content, "buffer_names") or ())

@@ -10,32 +10,32 @@ Sources: ``docs/gguf.md`` of ggml, ``gguf-split`` of llama.cpp for the names of 
 from __future__ import annotations
 
 import re
-from pathlib import Path
 
 from ckptctl.catalog import Catalog
 from ckptctl.errors import DamagedError, FormatError, listed
 from ckptctl.formats.base import AS_IT_IS, Format, Listing, ReadOptions
+from ckptctl.storage.tree import TreePath
 from ckptctl.units import counted
 
 SUFFIX = ".gguf"
 _PART = re.compile(r"(.*)-([0-9]{5})-of-([0-9]{5})\.gguf", re.DOTALL)
 
 
-def models(folder: Path) -> list[str]:
+def models(folder: TreePath) -> list[str]:
     """Return the GGUF files in a folder that hold a language model, not what sees pictures."""
     found = (item for item in folder.iterdir() if item.name.endswith(SUFFIX))
     return sorted(i.name for i in found if not i.name.startswith("mmproj") and is_gguf(i))
 
 
-def is_gguf(path: Path) -> bool:
+def is_gguf(path: TreePath) -> bool:
     """Return whether a file begins as one of this format."""
     if not path.is_file():
         return False
     with path.open("rb") as file:
-        return file.read(4) == b"GGUF"
+        return bool(file.read(4) == b"GGUF")
 
 
-def parts_of(root: Path, path: Path) -> list[str]:
+def parts_of(root: TreePath, path: TreePath) -> list[str]:
     """Return the names of the files of one model."""
     names = [path.name] if path != root else models(root)
     parts = [_PART.fullmatch(name) for name in names]
@@ -90,7 +90,7 @@ class GgufFormat(Format):
         found = models(listing.path)
         return listed(found) if found else None
 
-    def read(self, path: Path, asked: ReadOptions = AS_IT_IS) -> Catalog:
+    def read(self, path: TreePath, asked: ReadOptions = AS_IT_IS) -> Catalog:
         """See :meth:`Format.read`."""
         from ckptctl.formats.gguf.reader import read
 

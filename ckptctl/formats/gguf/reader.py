@@ -13,7 +13,6 @@ import math
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from ckptctl.catalog import Box, Catalog, Extent, TensorEntry
@@ -24,6 +23,7 @@ from ckptctl.planner.configs.gguf import FACTORS, described, sizes_of
 from ckptctl.planner.quantization.ggml import BLOCKS, PLAIN
 from ckptctl.storage.files import SourceFiles, source_files
 from ckptctl.storage.schema import MalformedError, malformed
+from ckptctl.storage.tree import TreePath
 from ckptctl.units import counted
 
 CONFIG = "config.json"
@@ -59,7 +59,7 @@ _CLAIMS = tuple(struct.Struct(f"<{rank}QIQ") for rank in range(MAX_DIMS + 1))
 """What follows the name and the rank of a tensor: its dimensions, type and offset."""
 
 
-def read(path: Path, names: Sequence[str], name: str) -> Catalog:
+def read(path: TreePath, names: Sequence[str], name: str) -> Catalog:
     """Return the catalog of the model in the file or folder *path* that has files of *names*."""
     root = path if path.is_dir() else path.parent
     with source_files(root) as files:
@@ -77,7 +77,7 @@ def read(path: Path, names: Sequence[str], name: str) -> Catalog:
     documents = found.documents if own or not config else {**found.documents, CONFIG: config}
     return replace(
         found,
-        path=str(path),
+        path=path,
         files=sizes,
         tensors=tensors,
         documents=documents,
@@ -86,7 +86,7 @@ def read(path: Path, names: Sequence[str], name: str) -> Catalog:
     )
 
 
-def _require_all(root: Path, headers: Mapping[str, Header]) -> None:
+def _require_all(root: TreePath, headers: Mapping[str, Header]) -> None:
     """Refuse files that are not the parts of one model, or not all of its tensors."""
     first, *_ = headers.values()
     total = first.metadata.get("split.tensors.count")
@@ -107,7 +107,7 @@ def _require_all(root: Path, headers: Mapping[str, Header]) -> None:
         )
 
 
-def _tensors(root: Path, headers: Mapping[str, Header]) -> dict[str, TensorEntry]:
+def _tensors(root: TreePath, headers: Mapping[str, Header]) -> dict[str, TensorEntry]:
     found: dict[str, TensorEntry] = {}
     of: dict[str, str] = {}
     for file, header in headers.items():

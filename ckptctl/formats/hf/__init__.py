@@ -10,7 +10,6 @@ import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
 from ckptctl import dtypes
@@ -56,6 +55,7 @@ from ckptctl.storage.json_reader import read_json
 from ckptctl.storage.read_ahead import heads_ahead
 from ckptctl.storage.safetensors_header import encode_header
 from ckptctl.storage.schema import find
+from ckptctl.storage.tree import TreePath
 from ckptctl.units import counted
 
 if TYPE_CHECKING:
@@ -107,7 +107,7 @@ class HfFormat(WritableFormat):
         main = main_files(listing)
         return listed(main) if main else None
 
-    def read(self, path: Path, asked: ReadOptions = AS_IT_IS) -> Catalog:
+    def read(self, path: TreePath, asked: ReadOptions = AS_IT_IS) -> Catalog:
         """See :meth:`Format.read`."""
         root = path if path.is_dir() else path.parent
         names = files_to_read(path)
@@ -120,7 +120,7 @@ class HfFormat(WritableFormat):
                 return self._catalog(files, path, whole.tensors, {}, [main], whole.notes, None)
             return self._read_safetensors(files, path, names)
 
-    def _read_safetensors(self, files: SourceFiles, path: Path, names: list[str]) -> Catalog:
+    def _read_safetensors(self, files: SourceFiles, path: TreePath, names: list[str]) -> Catalog:
         tensors: dict[str, TensorEntry] = {}
         read = {name: read_shard(files, name) for name in heads_ahead(files, names)}
         for name, (found, _) in read.items():
@@ -130,7 +130,7 @@ class HfFormat(WritableFormat):
         return self._catalog(files, path, tensors, agreed, names, (*loose, *differ), None)
 
     def _read_index(
-        self, files: SourceFiles, path: Path, main: str, partial: bool = False
+        self, files: SourceFiles, path: TreePath, main: str, partial: bool = False
     ) -> Catalog:
         faults = Faults(files.root, partial)
         known: dict[str, ReadShard] = {}
@@ -158,7 +158,7 @@ class HfFormat(WritableFormat):
     def _catalog(
         self,
         files: SourceFiles,
-        path: Path,
+        path: TreePath,
         tensors: dict[str, TensorEntry],
         metadata: Mapping[str, str],
         names: Sequence[str],
@@ -176,7 +176,7 @@ class HfFormat(WritableFormat):
         around = beside(root, {*used, *self.described_in}, alone=path.is_file())
         return replace(
             around.catalog(root, self.name),
-            path=str(path),
+            path=path,
             files={name: files.size(name) for name in names},
             tensors=tensors | aliases,
             metadata=dict(metadata),

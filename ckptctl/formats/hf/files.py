@@ -6,7 +6,6 @@ import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import product
-from pathlib import Path
 
 from ckptctl.errors import CkptError, FormatError, listed
 from ckptctl.formats.base import Listing
@@ -15,6 +14,7 @@ from ckptctl.formats.shared.findings import missing_error
 from ckptctl.storage.crc import is_digest_of
 from ckptctl.storage.files import SourceFiles
 from ckptctl.storage.read_ahead import heads_ahead
+from ckptctl.storage.tree import TreePath
 from ckptctl.units import counted
 
 ENDS = ("\n", "")
@@ -43,7 +43,7 @@ def main_files(listing: Listing) -> list[str]:
     return [n for n in BIN if n in names][:1]
 
 
-def _unlisted(path: Path, name: str) -> bool:
+def _unlisted(path: TreePath, name: str) -> bool:
     return not any(
         f'"{name}"' in (path / index.name).read_text(errors="replace")
         for index in path.glob(f"*{INDEX}")
@@ -51,7 +51,7 @@ def _unlisted(path: Path, name: str) -> bool:
     )
 
 
-def files_to_read(path: Path) -> list[str]:
+def files_to_read(path: TreePath) -> list[str]:
     """Return the names of the files to read: weights, all shards of a set, or an index."""
     if path.is_file():
         if path.suffix == ".json" and not path.name.endswith("index.json"):
@@ -81,7 +81,7 @@ def files_to_read(path: Path) -> list[str]:
     )
 
 
-def require_whole(path: Path, names: Sequence[str], hint: str) -> None:
+def require_whole(path: TreePath, names: Sequence[str], hint: str) -> None:
     """Refuse some shards of a set; they are told by their names."""
     matches = [match for name in names if (match := _PART.fullmatch(name))]
     kinds = {(match[1], match[3], match[4]) for match in matches}
@@ -113,7 +113,7 @@ def _complete_set(names: Sequence[str]) -> bool:
     return len(stems) == 1 and set(names) == expected
 
 
-def torch_consolidated(root: Path) -> tuple[str, ...]:
+def torch_consolidated(root: TreePath) -> tuple[str, ...]:
     """Return a note where the shards of ranks lie beside what torch has made of them.
 
     Torch 2.13's ``consolidate_safetensors_files`` writes zeros for 0-d tensors.

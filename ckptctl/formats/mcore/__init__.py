@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
-from pathlib import Path
 
 from ckptctl.catalog import Catalog
 from ckptctl.errors import listed
@@ -31,6 +30,7 @@ from ckptctl.formats.mcore.files import (
 from ckptctl.formats.megatron.files import POINTER
 from ckptctl.formats.shared.findings import Faults
 from ckptctl.formats.shared.tags import is_run
+from ckptctl.storage.tree import TreePath
 
 FUSED = ".linear_fc1.weight"
 """What Megatron-Core calls a layer of which Megatron-FSDP saves parts."""
@@ -89,7 +89,7 @@ class McoreFormat(ItemFormat, WritableFormat):
             here = f"`{within}` with {evidence(path / within)}"
         return here
 
-    def read(self, path: Path, asked: ReadOptions = AS_IT_IS) -> Catalog:
+    def read(self, path: TreePath, asked: ReadOptions = AS_IT_IS) -> Catalog:
         """See :meth:`Format.read`."""
         require_folder(path)
         from ckptctl.formats.mcore.reader import read
@@ -105,13 +105,13 @@ class McoreFormat(ItemFormat, WritableFormat):
 
         if not is_of_fsdp(catalog.tensors):
             return catalog
-        faults = Faults(Path(catalog.root), asked.partial, list(catalog.findings))
+        faults = Faults(catalog.root, asked.partial, list(catalog.findings))
         joined = canonical(catalog, faults, {})
         new = listed([name for name in joined.tensors if name not in catalog.tensors])
         note = f"tensors that Megatron-FSDP saved in parts are joined and renamed: {new}"
         return replace(joined, notes=(*joined.notes, note))
 
-    def only_part(self, path: Path) -> Path | None:
+    def only_part(self, path: TreePath) -> TreePath | None:
         """See :meth:`Format.only_part`."""
         return only_save(path)
 

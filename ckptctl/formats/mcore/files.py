@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from pathlib import Path
 
 from ckptctl.errors import DamagedError, UnsupportedError, spell_option
 from ckptctl.formats.megatron.files import POINTER, folder_named
@@ -27,6 +26,7 @@ from ckptctl.storage.files import SourceFiles, source_files
 from ckptctl.storage.json_reader import read_json
 from ckptctl.storage.paths import is_there
 from ckptctl.storage.schema import find
+from ckptctl.storage.tree import TreePath
 
 METADATA, COMMON, MARK = ".metadata", "common.pt", "metadata.json"
 COMMON_STATE = "common_state"
@@ -55,7 +55,7 @@ _WEIGHTS = re.compile(r".*\.safetensors|pytorch_model.*\.bin|\.metadata", re.DOT
 """Matches files of a folder that is a checkpoint itself, and not a trainer's around one."""
 
 
-def evidence(folder: Path) -> str | None:
+def evidence(folder: TreePath) -> str | None:
     """Return what tells that *folder* itself is one save, or None."""
     if not folder.is_dir():
         return None
@@ -69,7 +69,7 @@ def evidence(folder: Path) -> str | None:
     return f"`{MARK}` of the backend `{backend}`" if backend else None
 
 
-def only_save(path: Path) -> Path | None:
+def only_save(path: TreePath) -> TreePath | None:
     """Return the save in a folder that holds what a conversion wrote there, and nothing else.
 
     An iteration is a run's, which goes on there.
@@ -80,20 +80,20 @@ def only_save(path: Path) -> Path | None:
     return path / RELEASE
 
 
-def inside(path: Path) -> str | None:
+def inside(path: TreePath) -> str | None:
     """Return where in *path* a trainer's folder has the checkpoint; None: it is no such folder."""
     found = next((name for name in INSIDE if evidence(path / name)), None)
     own = found and any(_WEIGHTS.fullmatch(item.name) for item in path.iterdir())
     return None if own else found
 
 
-def passed_over(path: Path, folder: Path) -> str | None:
+def passed_over(path: TreePath, folder: TreePath) -> str | None:
     """Return the folder of verl's critic in *path*, where *folder* of its actor is read."""
     both = folder.is_relative_to(path / ACTOR) and inside(path / CRITIC)
     return CRITIC if both else None
 
 
-def save_folder(path: Path, tag: str | None) -> Path:
+def save_folder(path: TreePath, tag: str | None) -> TreePath:
     """Return the folder of the save that *path* means: itself, or one inside of it."""
     if tag is None and (within := inside(path)):
         return path / within

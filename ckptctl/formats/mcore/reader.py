@@ -29,7 +29,6 @@ import os
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from ckptctl.catalog import Blob, Catalog, Finding
@@ -65,6 +64,7 @@ from ckptctl.storage.json_reader import read_json
 from ckptctl.storage.paths import is_there
 from ckptctl.storage.pickles.inert import Inert
 from ckptctl.storage.schema import find, malformed, read_as
+from ckptctl.storage.tree import TreePath
 from ckptctl.storage.yaml_text import LARGEST, parsed
 from ckptctl.storage.zips.reader import KEEPING_TABLE, read_archive
 from ckptctl.units import counted
@@ -76,7 +76,7 @@ MAX_VALUES = 1 << 19
 """What is not sharded has some thousand values, in a pickle of less than a megabyte."""
 
 
-def read(path: Path, asked: ReadOptions, name: str) -> Catalog:
+def read(path: TreePath, asked: ReadOptions, name: str) -> Catalog:
     """Return the catalog of the folder *path*; see :meth:`Format.read`."""
     folder = save_folder(path, asked.tag)
     with source_files(folder) as files:
@@ -119,7 +119,7 @@ def read(path: Path, asked: ReadOptions, name: str) -> Catalog:
 
 
 def _other_findings(
-    folder: Path, path: Path, other: str, asked: ReadOptions, name: str
+    folder: TreePath, path: TreePath, other: str, asked: ReadOptions, name: str
 ) -> Iterator[Finding]:
     """Refuse, or note, what is wrong with the *other* model of the step *path*.
 
@@ -208,7 +208,7 @@ _ITSELF = "fn_or_cls"
 
 
 def records(
-    folder: Path, arguments: Mapping[str, Mapping[str, object]], faults: Faults
+    folder: TreePath, arguments: Mapping[str, Mapping[str, object]], faults: Faults
 ) -> dict[str, Mapping[str, object]]:
     """Return what is recorded of the model whose checkpoint is *folder*, by file.
 
@@ -224,7 +224,7 @@ def records(
     return found
 
 
-def _reader(home: Path) -> Callable[[str], Mapping[str, object]]:
+def _reader(home: TreePath) -> Callable[[str], Mapping[str, object]]:
     def read(name: str) -> Mapping[str, object]:
         with source_files(home) as files:
             where = str(home / name)

@@ -7,12 +7,12 @@ them; a rules file says so (:mod:`ckptctl.formats.megatron.rules`).
 from __future__ import annotations
 
 import re
-from pathlib import Path
 
 from ckptctl.catalog import Catalog
 from ckptctl.formats.base import AS_IT_IS, Format, Listing, ReadOptions, require_folder
 from ckptctl.formats.megatron.files import POINTER, evidence
 from ckptctl.formats.shared.tags import is_run
+from ckptctl.storage.tree import TreePath
 
 
 class MegatronFormat(Format):
@@ -51,7 +51,7 @@ class MegatronFormat(Format):
             return f"`{POINTER}` and saves of mp_rank_*"
         return evidence(listing.path)
 
-    def read(self, path: Path, asked: ReadOptions = AS_IT_IS) -> Catalog:
+    def read(self, path: TreePath, asked: ReadOptions = AS_IT_IS) -> Catalog:
         """See :meth:`Format.read`."""
         require_folder(path)
         from ckptctl.formats.megatron.reader import read

@@ -13,7 +13,6 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ckptctl.catalog import Path as KeyPath
@@ -23,6 +22,7 @@ from ckptctl.formats.shared.leaves import flatten, join
 from ckptctl.storage.files import SourceFiles
 from ckptctl.storage.pickles.inert import Inert
 from ckptctl.storage.schema import malformed, read_as
+from ckptctl.storage.tree import TreePath
 
 if TYPE_CHECKING:
     from ckptctl.storage.zips.reader import StoredTensor
@@ -38,7 +38,7 @@ Numbers = tuple[int, ...]
 """What a folder's name says: the tensor-parallel rank, and up to two more numbers."""
 
 
-def evidence(folder: Path) -> str | None:
+def evidence(folder: TreePath) -> str | None:
     """Return what tells that *folder* is one save, or None."""
     if not folder.is_dir():
         return None
@@ -59,7 +59,7 @@ def folder_named(text: str) -> str:
     return f"iter_{int(text):07d}" if _ITERATION.fullmatch(text) else text
 
 
-def rank_folders(root: Path, folder: str) -> dict[Numbers, str]:
+def rank_folders(root: TreePath, folder: str) -> dict[Numbers, str]:
     """Return the folders of the ranks by their numbers, whether or not their file is there."""
     found: dict[Numbers, str] = {}
     items = ((item.name, numbers(item.name), item) for item in (root / folder).iterdir())

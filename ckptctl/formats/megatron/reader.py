@@ -14,7 +14,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from itertools import product
-from pathlib import Path
 
 from ckptctl.catalog import Box, Catalog, Extent
 from ckptctl.errors import (
@@ -64,6 +63,7 @@ from ckptctl.planner.families.facts import ARGUED
 from ckptctl.storage.compare import same_elements
 from ckptctl.storage.files import SourceFiles, source_files
 from ckptctl.storage.schema import malformed
+from ckptctl.storage.tree import TreePath
 from ckptctl.storage.zips.reader import StoredTensor
 from ckptctl.units import counted
 
@@ -75,7 +75,7 @@ _LEFT_OUT = {
 }
 
 
-def read(path: Path, asked: ReadOptions, name: str) -> Catalog:
+def read(path: TreePath, asked: ReadOptions, name: str) -> Catalog:
     """Return the catalog of the folder *path*; see :meth:`Format.read`."""
     folder = tag_folder(path, asked.tag, POINTER, evidence, folder_named)
     rules = load(asked.rules) if asked.rules else None
@@ -112,7 +112,7 @@ def read(path: Path, asked: ReadOptions, name: str) -> Catalog:
     )
 
 
-def _notes(grid: Grid, model: JoinedModel, root: Path) -> Iterator[str]:
+def _notes(grid: Grid, model: JoinedModel, root: TreePath) -> Iterator[str]:
     first = grid.first
     if not first.checksums:
         yield NO_CHECKSUMS

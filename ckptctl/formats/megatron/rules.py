@@ -29,6 +29,7 @@ from ckptctl.storage.schema import (
     sized,
     within,
 )
+from ckptctl.storage.tree import TreePath
 from ckptctl.units import counted
 
 Shape = tuple[int, ...]
@@ -109,7 +110,7 @@ class Rules:
         return next((found for one in self.experts if (found := one.search(name))), None)
 
 
-def load(path: Path) -> Rules:
+def load(path: TreePath) -> Rules:
     """Return the rules in a file, or the built-in ones of that name."""
     if not path.is_file():
         if path.name != BUILT_IN:
@@ -127,7 +128,7 @@ def built_in() -> Rules:
     return _parsed(Path(__file__).with_name("core.toml"), BUILT_IN)
 
 
-def _parsed(path: Path, where: str) -> Rules:
+def _parsed(path: TreePath, where: str) -> Rules:
     with malformed("this is not a rules file", where, error=UsageError):
         content = read_as(_RulesFile, tomllib.loads(path.read_text("utf-8")))
         for rule in content.rule:

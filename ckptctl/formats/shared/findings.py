@@ -6,7 +6,6 @@ import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
-from pathlib import Path
 from typing import TypeVar
 
 from ckptctl.catalog import Box, Finding, TensorEntry
@@ -24,6 +23,7 @@ from ckptctl.errors import (
     listed,
 )
 from ckptctl.storage.files import SourceFiles
+from ckptctl.storage.tree import TreePath
 from ckptctl.verdict import Basis, Severity
 
 T = TypeVar("T")
@@ -71,7 +71,7 @@ def basis_of(error: CkptError) -> Basis:
 
 def of_error(
     error: CkptError,
-    root: Path | None = None,
+    root: TreePath | None = None,
     tensor: str | None = None,
     *,
     file: str | None = None,
@@ -118,7 +118,7 @@ def weighed(findings: Iterable[Finding]) -> tuple[Finding, ...]:
     return tuple(map(weigh, findings))
 
 
-def mixed_saves(where: Path | str, why: str) -> UnsupportedError:
+def mixed_saves(where: TreePath | str, why: str) -> UnsupportedError:
     """Return the error for files that are not of one save."""
     return UnsupportedError(
         "the folder contains files of several saves",
@@ -129,7 +129,7 @@ def mixed_saves(where: Path | str, why: str) -> UnsupportedError:
 
 
 def missing_error(
-    where: Path | str,
+    where: TreePath | str,
     present: Collection[int],
     wanted: Collection[int],
     named: Callable[[int], str],
@@ -169,7 +169,7 @@ class Faults:
         lost: For each tensor the boxes in files that cannot be used, and those files.
     """
 
-    root: Path
+    root: TreePath
     partial: bool = False
     findings: list[Finding] = field(default_factory=list)
     files: dict[str, CkptError | None] = field(default_factory=dict)

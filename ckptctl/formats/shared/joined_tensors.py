@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from operator import mul
-from pathlib import Path
 
 from ckptctl import dtypes
 from ckptctl.catalog import Box, Extent, TensorEntry, row_major
@@ -13,6 +12,7 @@ from ckptctl.catalog import Path as KeyPath
 from ckptctl.errors import UnsupportedError
 from ckptctl.formats.shared.indexes import Integers
 from ckptctl.storage.pickles.torch_tensors import geometry
+from ckptctl.storage.tree import TreePath
 
 ONE_SAVE = "restore the files of one save (these belong to different saves)"
 
@@ -91,7 +91,7 @@ def part_extent(extent: Extent, dtype: str, shape: Integers, start: Integers, bo
     )
 
 
-def ranks_disagree_error(name: str, where: Path | str, why: str) -> UnsupportedError:
+def ranks_disagree_error(name: str, where: TreePath | str, why: str) -> UnsupportedError:
     """Return the error for a tensor that two ranks describe differently."""
     what = f"two ranks disagree on `{name}`"
     return UnsupportedError(what, where=str(where), why=why, hint=ONE_SAVE)

@@ -23,6 +23,7 @@ from ckptctl.formats.shared.leaves import flatten, join
 from ckptctl.storage.files import SourceFiles
 from ckptctl.storage.pickles.inert import walk
 from ckptctl.storage.pickles.reader import Unknown
+from ckptctl.storage.tree import TreePath
 from ckptctl.storage.zips.reader import KEEPING_TABLE, StoredTensor, read_archive
 
 if TYPE_CHECKING:
@@ -64,12 +65,12 @@ def read_leaves(
 ) -> Leaves:
     """Return the tensors and other leaves of one ``torch.save`` file."""
     archive = read_archive(files, name, unknown=unknown, table=KEEPING_TABLE)
-    found = leaves_in(archive.root, name, home=str(files.root) if computed else None)
+    found = leaves_in(archive.root, name, home=files.root if computed else None)
     found.notes[:0] = () if archive.checksums else (NO_CHECKSUMS,)
     return found
 
 
-def leaves_in(root: object, name: str, path: KeyPath = (), home: str | None = None) -> Leaves:
+def leaves_in(root: object, name: str, path: KeyPath = (), home: TreePath | None = None) -> Leaves:
     """Return the tensors and other leaves of *root*, an object in the file *name*, below *path*.
 
     Without *home*, the checkpoint's root, views that have to be computed are not read.
@@ -120,7 +121,7 @@ def leaves_in(root: object, name: str, path: KeyPath = (), home: str | None = No
 
 
 def _mirrored(
-    key: str, place: KeyPath, leaf: StoredTensor, stored: TensorEntry, root: str
+    key: str, place: KeyPath, leaf: StoredTensor, stored: TensorEntry, root: TreePath
 ) -> tuple[TensorEntry, Computed]:
     """Return a conjugate or negative view, and the virtual file that its elements lie in."""
     flags, inputs = tuple(sorted(leaf.flags)), (Input(root, stored),)

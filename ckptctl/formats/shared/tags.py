@@ -7,31 +7,31 @@ neither atomically nor after all ranks have finished.
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 
 from ckptctl.errors import FormatError, UnsupportedError, UsageError, listed, nearest, spell_option
 from ckptctl.storage.files import source_files
 from ckptctl.storage.paths import contained
+from ckptctl.storage.tree import TreePath
 from ckptctl.units import natural
 
 LATEST = "latest"
 LATEST_UNIVERSAL = "latest_universal"
 MAX_TAG = 4096
-Evidence = Callable[[Path], str | None]
+Evidence = Callable[[TreePath], str | None]
 
 
-def tags(root: Path, evidence: Evidence) -> list[str]:
+def tags(root: TreePath, evidence: Evidence) -> list[str]:
     """Return the folders of saves directly in *root*, in natural order."""
     return natural([item.name for item in root.iterdir() if evidence(item)])
 
 
-def is_run(root: Path, pointer: str, evidence: Evidence) -> bool:
+def is_run(root: TreePath, pointer: str, evidence: Evidence) -> bool:
     """Return whether *root* is a folder of saves with the file that names the latest."""
     return root.is_dir() and (root / pointer).is_file() and bool(tags(root, evidence))
 
 
 def tag_folder(
-    root: Path,
+    root: TreePath,
     tag: str | None,
     pointer: str,
     evidence: Evidence,
@@ -59,7 +59,7 @@ def tag_folder(
     )
 
 
-def _asked(root: Path, tag: str, found: list[str], evidence: Evidence) -> str:
+def _asked(root: TreePath, tag: str, found: list[str], evidence: Evidence) -> str:
     if tag in found:
         return tag
     if tag == root.name and evidence(root):
@@ -73,7 +73,7 @@ def _asked(root: Path, tag: str, found: list[str], evidence: Evidence) -> str:
     )
 
 
-def pointer_content(root: Path, pointer: str, most: int = MAX_TAG) -> tuple[bytes, bool]:
+def pointer_content(root: TreePath, pointer: str, most: int = MAX_TAG) -> tuple[bytes, bool]:
     """Return what a pointer holds, and whether that is all of it.
 
     What a link out of *root* leads to is not read, so that no message quotes it.
@@ -83,7 +83,7 @@ def pointer_content(root: Path, pointer: str, most: int = MAX_TAG) -> tuple[byte
         return files.read(pointer, 0, min(size, most)), size <= most
 
 
-def _pointed_at(root: Path, pointer: str, found: list[str], meant: Callable[[str], str]) -> str:
+def _pointed_at(root: TreePath, pointer: str, found: list[str], meant: Callable[[str], str]) -> str:
     content, whole = pointer_content(root, pointer)
     named = content.decode(errors="replace").strip()
     where = str(root / pointer)

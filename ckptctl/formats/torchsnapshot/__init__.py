@@ -8,10 +8,10 @@ replicated or sharded.
 from __future__ import annotations
 
 import re
-from pathlib import Path
 
 from ckptctl.catalog import Catalog
 from ckptctl.formats.base import AS_IT_IS, Format, Listing, ReadOptions
+from ckptctl.storage.tree import TreePath
 
 MANIFEST = ".snapshot_metadata"
 
@@ -39,7 +39,7 @@ class TorchSnapshotFormat(Format):
         """See :meth:`Format.sniff`."""
         return MANIFEST if (listing.path / MANIFEST).is_file() else None
 
-    def read(self, path: Path, asked: ReadOptions = AS_IT_IS) -> Catalog:
+    def read(self, path: TreePath, asked: ReadOptions = AS_IT_IS) -> Catalog:
         """See :meth:`Format.read`."""
         from ckptctl.formats.torchsnapshot.reader import read
 

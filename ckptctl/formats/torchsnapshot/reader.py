@@ -11,7 +11,6 @@ import re
 import struct
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Annotated, NamedTuple
 from urllib.parse import unquote
 
@@ -46,6 +45,7 @@ from ckptctl.storage.schema import (
     read_as,
     sized,
 )
+from ckptctl.storage.tree import TreePath
 from ckptctl.storage.zips.items import read_item_tensor
 from ckptctl.storage.zips.reader import StoredTensor, read_archive
 from ckptctl.units import counted
@@ -63,7 +63,7 @@ Fields = Mapping[str, object]
 Sizes = Annotated[tuple[Natural, ...], sized(0, MAX_RANK)]
 
 
-def read(path: Path, asked: ReadOptions, name: str) -> Catalog:
+def read(path: TreePath, asked: ReadOptions, name: str) -> Catalog:
     """Return the catalog of the snapshot in the folder *path*."""
     where = str(path / METADATA)
     with source_files(path) as files:

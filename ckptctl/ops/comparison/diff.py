@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import TypeVar
 
 from ckptctl import dtypes, families, formats
@@ -29,6 +28,7 @@ from ckptctl.storage.compare import Errors, Tolerance
 from ckptctl.storage.computed import open_reader
 from ckptctl.storage.paths import shown
 from ckptctl.storage.threads import Watch, unwatched
+from ckptctl.storage.tree import TreePath
 
 T = TypeVar("T")
 _OPTIONS = ("from", "weights", "tag", "root", "from-layout")
@@ -47,7 +47,7 @@ class _Compared:
 
 
 def diff(
-    a: str | Path, b: str | Path, options: DiffOptions, progress: Watch = unwatched
+    a: str | TreePath, b: str | TreePath, options: DiffOptions, progress: Watch = unwatched
 ) -> Difference:
     """Compare two checkpoints, *b* mapped to the layout of *a*; errors are those of *b*.
 
@@ -57,7 +57,9 @@ def diff(
         return _diff(a, b, options, progress)
 
 
-def _diff(a: str | Path, b: str | Path, options: DiffOptions, progress: Watch) -> Difference:
+def _diff(
+    a: str | TreePath, b: str | TreePath, options: DiffOptions, progress: Watch
+) -> Difference:
     start = time.monotonic()
     (first, own_a), (second, own_b) = map(_read_leaves, _opened(a, b, options))
     if options.root_a is not None:
@@ -122,12 +124,12 @@ class _Chosen:
     """One of the two checkpoints, and what says how it is read."""
 
     side: str
-    path: str | Path
+    path: str | TreePath
     format: str | None
     model_type: str | None
     weights: Weights | None
     tag: str | None
-    rules: str | Path | None
+    rules: str | TreePath | None
     ranks: int | None = None
 
     def open(self) -> Catalog:
@@ -140,7 +142,7 @@ def _option_names(side: str) -> dict[str, str]:
     return {f"--{name}": f"--{_ELSEWHERE.get(name, name)}-{side}" for name in _OPTIONS}
 
 
-def _opened(a: str | Path, b: str | Path, options: DiffOptions) -> list[Catalog]:
+def _opened(a: str | TreePath, b: str | TreePath, options: DiffOptions) -> list[Catalog]:
     """Return the indices of both checkpoints."""
     kind, rules, dtype = options.model_type, options.rules, options.dequantize
     chosen = (

@@ -16,7 +16,6 @@ from ckptctl.ops.recognition.model import understand
 from ckptctl.ops.recognition.roots import has_room, outside, select, unmatched
 from ckptctl.ops.saving.local_shards import TensorMeta
 from ckptctl.planner.mapping.mapped import ComposedTensor
-from ckptctl.storage.paths import path_at
 
 OUTSIDE = "not part of the model"
 NO_ROOM = "no key in layout {}"
@@ -76,7 +75,7 @@ def map_other(a: Catalog, b: Catalog, request: MappingRequest) -> StateMapping:
     """
     state = {n: TensorMeta(e.dtype, e.shape, e.path) for n, e in a.tensors.items()}
     if a.documents and not b.documents:
-        request = replace(request, assets=path_at(a.root))
+        request = replace(request, assets=a.root)
     found = _mapped(b, state, request)
     if request.source.model_type or not a.extensions or found.tensors.keys() & state:
         return found
@@ -134,7 +133,7 @@ def _side(
 ) -> Side:
     """Describe one of the two; what is not among the names in *used* it has alone."""
     return Side(
-        catalog.path,
+        str(catalog.path),
         catalog.format,
         layout,
         tuple(name for name in catalog.tensors if name not in used),

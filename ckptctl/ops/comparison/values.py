@@ -20,6 +20,7 @@ from ckptctl.storage.computed import require_torch_for
 from ckptctl.storage.pickles.inert import DictRecord, Inert
 from ckptctl.storage.tensor_reader import boxes_within
 from ckptctl.storage.threads import Advance
+from ckptctl.storage.tree import TreePath
 
 WINDOW = 1 << 20
 """Elements of a window."""
@@ -89,7 +90,7 @@ class Windows:
     b: StateMapping
     jobs: int = 0
     bitwise: bool = False
-    seen: dict[tuple[str, str], FileIdentity] = field(default_factory=dict)
+    seen: dict[tuple[TreePath, str], FileIdentity] = field(default_factory=dict)
     bytes_read: tuple[int, int] = (0, 0)
     _buffers: tuple[WindowBuffers, WindowBuffers] = field(
         default_factory=lambda: (WindowBuffers(), WindowBuffers())

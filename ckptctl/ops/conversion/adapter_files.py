@@ -42,7 +42,6 @@ from ckptctl.planner.mapping.adapters import (
 )
 from ckptctl.planner.mapping.mapped import compose
 from ckptctl.planner.mapping.tensors import Change
-from ckptctl.storage.paths import path_at
 from ckptctl.units import counted
 
 
@@ -53,7 +52,7 @@ def open_adapter(draft: Draft) -> Draft:
         catalog = factors_only(catalog)
         require_adapter(catalog, UsageError, f"the `{target.name}` format only stores adapters")
     if not assets.documents and is_adapter(catalog.tensors):
-        assets = replace(assets, documents=documents(path_at(catalog.root)))
+        assets = replace(assets, documents=documents(catalog.root))
     return replace(draft, assets=assets).with_catalog(catalog)
 
 

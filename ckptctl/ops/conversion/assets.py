@@ -21,11 +21,11 @@ from ckptctl.storage.paths import (
     hub_url,
     leads_outside,
     names_repository,
-    path_at,
     path_hint,
     source_path,
 )
-from ckptctl.storage.remote.urls import HUB, is_url
+from ckptctl.storage.tree import TreePath
+from ckptctl.storage.urls import HUB, is_url
 from ckptctl.units import natural
 
 CONFIG, PARAMS = "config.json", "params.json"
@@ -45,7 +45,7 @@ class Assets:
         described: All of them, those that ``--assets`` replaces, too.
     """
 
-    roots: Mapping[str, str]
+    roots: Mapping[str, TreePath]
     sizes: Mapping[str, int]
     documents: Mapping[str, Json]
     others: Mapping[str, str] = field(default_factory=dict)
@@ -59,7 +59,7 @@ class Assets:
                 yield RawCopy(name, 0, size, name, root=self.roots[name])
 
 
-def assets_folder(given: str | Path) -> Path:
+def assets_folder(given: str | TreePath) -> TreePath:
     """Return the folder that ``--assets`` names.
 
     It is one of this machine, or behind a URL; where neither there is ``ORG/NAME``, the Hub's.
@@ -75,7 +75,7 @@ def assets_folder(given: str | Path) -> Path:
     return _existing(home_expanded(Path(given)).absolute())
 
 
-def _note_meaning(given: str | Path, notes: Notes) -> None:
+def _note_meaning(given: str | TreePath, notes: Notes) -> None:
     """Say which folder ``--assets`` names, where it may be meant otherwise."""
     if is_url(given):
         return
@@ -88,7 +88,7 @@ def _note_meaning(given: str | Path, notes: Notes) -> None:
 
 def file_notes(
     assets: Assets,
-    directory: str | Path | None,
+    directory: str | TreePath | None,
     target: WritableFormat,
     written: Collection[str],
 ) -> Notes:
@@ -109,7 +109,7 @@ def file_notes(
     return notes
 
 
-def _existing(root: Path) -> Path:
+def _existing(root: TreePath) -> TreePath:
     if not root.is_dir():
         raise SourceNotFoundError(
             "no such directory",
@@ -120,15 +120,15 @@ def _existing(root: Path) -> Path:
     return root
 
 
-def gather(catalog: Catalog, directory: str | Path | None, globs: Sequence[str] = ()) -> Assets:
+def gather(catalog: Catalog, directory: str | TreePath | None, globs: Sequence[str] = ()) -> Assets:
     """The checkpoint's side files, those of ``--assets`` instead where it has them."""
-    root, inner = path_at(catalog.root), f"{CONFIGURATION}/"
-    places: dict[str, str] = {}
+    root, inner = catalog.root, f"{CONFIGURATION}/"
+    places: dict[str, TreePath] = {}
     sizes: dict[str, int] = {}
     # Those of verl's folder come to lie next to the others.
     for name, size in sorted(catalog.assets.items(), key=lambda one: not one[0].startswith(inner)):
         short = name.removeprefix(inner)
-        places[short] = str(root if short == name else root / CONFIGURATION)
+        places[short] = root if short == name else root / CONFIGURATION
         sizes[short] = size
     files = tuple(descriptions_of(catalog, places))
     assets = Assets(places, sizes, catalog.documents, catalog.others, described=files)
@@ -140,23 +140,23 @@ def gather(catalog: Catalog, directory: str | Path | None, globs: Sequence[str] 
     return carried(assets, roots, globs) if globs else assets
 
 
-def _with_directory(catalog: Catalog, own: Assets, root: Path) -> Assets:
+def _with_directory(catalog: Catalog, own: Assets, root: TreePath) -> Assets:
     """Return *own* with the files of ``--assets``, which is *root*."""
     stated, found = documents(root), beside(root, documented=False)
     if not found.assets and not stated:
         raise UsageError("no configuration or tokenizer found", where=str(root))
-    described = own.documents if str(root) == catalog.root else stated
+    described = own.documents if root == catalog.root else stated
     theirs = (Description(name, str(root / name), one, True) for name, one in described.items())
     return Assets(
-        {**own.roots, **dict.fromkeys(found.assets, str(root))},
+        {**own.roots, **dict.fromkeys(found.assets, root)},
         {**own.sizes, **found.assets},
         {**({} if described else own.documents), **described},
         {**own.others, **found.others},
-        described=(*(own.described if str(root) != catalog.root else ()), *theirs),
+        described=(*(own.described if root != catalog.root else ()), *theirs),
     )
 
 
-def carried(assets: Assets, roots: Sequence[Path], globs: Sequence[str]) -> Assets:
+def carried(assets: Assets, roots: Sequence[TreePath], globs: Sequence[str]) -> Assets:
     """Return *assets* with those of the others that one of *globs* matches.
 
     Args:
@@ -180,7 +180,7 @@ def carried(assets: Assets, roots: Sequence[Path], globs: Sequence[str]) -> Asse
     stay = tuple(name for name in found if name not in wanted)
     return replace(
         assets,
-        roots={**assets.roots, **{name: str(root) for name, root in wanted.items()}},
+        roots={**assets.roots, **wanted},
         sizes={**assets.sizes, **{n: (root / n).stat().st_size for n, root in wanted.items()}},
         others={
             name: why
@@ -190,7 +190,7 @@ def carried(assets: Assets, roots: Sequence[Path], globs: Sequence[str]) -> Asse
     )
 
 
-def _files(root: Path, names: Iterable[str]) -> Iterator[str]:
+def _files(root: TreePath, names: Iterable[str]) -> Iterator[str]:
     """Yield the files among *names*, and those in the folders among them, but no links outwards."""
     for name in names:
         item = root / name

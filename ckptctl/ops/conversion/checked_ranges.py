@@ -19,6 +19,7 @@ from ckptctl.planner.boxes import intersect
 from ckptctl.planner.copying.blocks import BoxIndex, recorded_range, stored_boxes
 from ckptctl.planner.plan import CheckedRange, RecordedRange, Transfer
 from ckptctl.planner.strided import Part
+from ckptctl.storage.tree import TreePath
 
 Reader = TypeVar("Reader", int, str)
 Ranges = list[tuple[int, int, Reader]]
@@ -97,7 +98,7 @@ def _range(part: Part) -> tuple[int, int]:
 
 
 def checks_of(
-    root: str, transfers: Sequence[Transfer], computed: Mapping[str, Computed]
+    root: TreePath, transfers: Sequence[Transfer], computed: Mapping[str, Computed]
 ) -> tuple[frozenset[tuple[int, str]], tuple[CheckedRange, ...]]:
     """Return what is checked on the way, as :func:`find_checked` does, and the ranges with gaps.
 
@@ -113,7 +114,7 @@ def checks_of(
     names = {name for _, name in checked}
     read = [(root, entry) for entry in entries]
     read += [(one.root, one.entry) for made in computed.values() for one in made.inputs]
-    ranges: dict[tuple[str, RecordedRange], str] = {}
+    ranges: dict[tuple[TreePath, RecordedRange], str] = {}
     for directory, entry in read:
         is_taken = directory == root and entry.name in names
         is_complete = is_taken and entry.name in complete

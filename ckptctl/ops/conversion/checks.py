@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 
 from ckptctl import dtypes, families, formats
 from ckptctl.catalog import Catalog
@@ -25,7 +24,8 @@ from ckptctl.planner.mapping.mapped import ComposedTensor
 from ckptctl.storage.computed import can_overflow
 from ckptctl.storage.execution.options import LEAST
 from ckptctl.storage.paths import named
-from ckptctl.storage.remote.urls import is_url
+from ckptctl.storage.tree import TreePath
+from ckptctl.storage.urls import is_url
 from ckptctl.units import counted, format_bytes
 
 
@@ -95,7 +95,7 @@ def _require_option_of(asked: ConversionOptions, target: WritableFormat) -> None
             raise UsageError(f"{spell_option(name)} only applies to {only}")
 
 
-def existing_source(src: str | Path, dst: str | Path) -> Path:
+def existing_source(src: str | TreePath, dst: str | TreePath) -> TreePath:
     """Return the source, or say that source and destination may stand in the wrong order."""
     try:
         return formats.existing(src)
@@ -106,7 +106,7 @@ def existing_source(src: str | Path, dst: str | Path) -> Path:
         raise
 
 
-def require_fitting_name(destination: Path, target: WritableFormat) -> None:
+def require_fitting_name(destination: TreePath, target: WritableFormat) -> None:
     """Refuse a folder, or a pickle, that would be called as other files of weights are."""
     folder, safe = destination.with_suffix(""), destination.suffix == ".safetensors"
     if target.single_file and safe:

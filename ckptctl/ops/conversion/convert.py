@@ -28,7 +28,6 @@ from __future__ import annotations
 
 import time
 from dataclasses import replace
-from pathlib import Path
 
 from ckptctl import families
 from ckptctl.notes import Notes
@@ -43,8 +42,8 @@ from ckptctl.ops.conversion.steps import Step, apply_steps, steps_for
 from ckptctl.ops.conversion.summary import summarize
 from ckptctl.ops.conversion.writing import require_ready, write_output
 from ckptctl.ops.ranks.coordinator import Alone, Coordinator
-from ckptctl.storage.paths import path_at
 from ckptctl.storage.threads import Advance
+from ckptctl.storage.tree import TreePath
 
 __all__ = [
     "ConversionOptions",
@@ -57,14 +56,16 @@ __all__ = [
 ]
 
 
-def plan_conversion(src: str | Path, dst: str | Path, options: ConversionOptions) -> ConversionPlan:
+def plan_conversion(
+    src: str | TreePath, dst: str | TreePath, options: ConversionOptions
+) -> ConversionPlan:
     """Decide everything about a conversion; writes nothing."""
     with families.using(options.converter):
         return plan_with_steps(src, dst, options)
 
 
 def plan_with_steps(
-    src: str | Path, dst: str | Path, options: ConversionOptions, *extra_steps: Step
+    src: str | TreePath, dst: str | TreePath, options: ConversionOptions, *extra_steps: Step
 ) -> ConversionPlan:
     """Decide everything about a conversion, with steps besides those that options ask for.
 
@@ -116,7 +117,7 @@ def run_conversion(
     execution = write_output(plan, progress or (lambda _: None), ranks, notes)
     return ConversionResult(
         plan,
-        target=path_at(plan.plan.target),
+        target=plan.plan.target,
         nbytes=plan.nbytes,
         seconds=time.monotonic() - start,
         resumed_bytes=execution.resumed_bytes,

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 
 from ckptctl.catalog import Catalog
 from ckptctl.errors import (
@@ -39,6 +38,7 @@ from ckptctl.planner.model_parallel import RankShard
 from ckptctl.planner.quantization.schemes.fp8 import FP8
 from ckptctl.planner.quantization.statement import Statement, without
 from ckptctl.planner.quantization.survey import Survey
+from ckptctl.storage.tree import TreePath
 from ckptctl.units import counted
 
 
@@ -52,13 +52,13 @@ def dequantize(draft: Draft) -> Draft:
     return draft.with_catalog(dequantized(catalog, options.dequantize, stated))
 
 
-def quantization_in(directory: str | Path | None) -> list[Statement]:
+def quantization_in(directory: str | TreePath | None) -> list[Statement]:
     """Return what ``--assets``, if there is any, says of how weights are quantized."""
     if directory is None:
         return []
     root = assets_folder(directory)
     names = beside(root, documented=False).assets
-    return list(statements_in(str(root), documents(root).get(CONFIG, {}), names))
+    return list(statements_in(root, documents(root).get(CONFIG, {}), names))
 
 
 def describe_plain(assets: Assets) -> Assets:

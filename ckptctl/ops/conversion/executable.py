@@ -12,7 +12,6 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
-from pathlib import Path
 from typing import Literal
 
 from ckptctl import dtypes
@@ -34,6 +33,7 @@ from ckptctl.planner.plan import (
     Record,
     Transfer,
 )
+from ckptctl.storage.tree import TreePath
 from ckptctl.version import __version__
 
 
@@ -75,7 +75,7 @@ def build_plan(draft: Draft) -> Plan:
     return Plan(
         source_root=root,
         sources=sources,
-        target=str(draft.destination.path),
+        target=draft.destination.path,
         single_file=single_file,
         files=files,
         records=output.records,
@@ -120,9 +120,9 @@ def provenance(draft: Draft) -> dict[str, object]:
     return found
 
 
-def last_name(path: str) -> str:
+def last_name(path: TreePath) -> str:
     """Return the name of a checkpoint without its directory."""
-    return Path(path).name.encode(errors="replace").decode()
+    return path.name.encode(errors="replace").decode()
 
 
 def digest_of(

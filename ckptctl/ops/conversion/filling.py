@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 
 from ckptctl import families, formats
 from ckptctl.catalog import Catalog, Computed, TensorEntry, computed_name, reached
@@ -100,8 +99,7 @@ def _open_base(options: ConversionOptions, documents: Mapping[str, Json]) -> Mod
     told = {name: one for name, one in catalog.documents.items() if name in DOCUMENTS}
     asked = None if told else options.model_type
     base = understand(catalog, told or documents, Request(asked, sizes=options.sizes))
-    root = Path(catalog.root)
-    described = (Description(name, str(root / name), one) for name, one in told.items())
+    described = (Description(name, str(catalog.root / name), one) for name, one in told.items())
     base = replace(base, described=tuple(described))
     with advised(base):
         require_one(base)
@@ -230,7 +228,7 @@ def _change_base(base: Model, layout: str) -> Change:
     try:
         return agreed_change(base, base.tensors, LayoutRequest(layout))
     except CkptError as error:
-        if error.where != base.catalog.path:
+        if error.where != str(base.catalog.path):
             error.where = f"{error.where}, in {base.catalog.path}"
         raise
 

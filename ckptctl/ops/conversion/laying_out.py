@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from pathlib import Path
 
 from ckptctl import formats
 from ckptctl.catalog import Catalog
@@ -18,10 +17,11 @@ from ckptctl.planner.balance import LARGEST_SHARD, shard_limit
 from ckptctl.planner.mapping.tensors import Change
 from ckptctl.planner.model_parallel import RankShard
 from ckptctl.planner.model_parallel import divide as divided
+from ckptctl.storage.tree import TreePath
 from ckptctl.units import parse_bytes
 
 
-def open_reference(path: str | Path, target: WritableFormat) -> Catalog:
+def open_reference(path: str | TreePath, target: WritableFormat) -> Catalog:
     """Read the index of the checkpoint that ``--like`` names."""
     catalog = formats.open_checkpoint(path)
     if catalog.format != target.name:

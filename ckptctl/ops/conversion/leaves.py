@@ -27,7 +27,7 @@ def unpacked(catalog: Catalog, names: Collection[str]) -> tuple[Catalog, Parts]:
     for name, blob in catalog.blobs.items():
         holds = name in names and any(is_stored(node) for node in walk(blob.value))
         where = f"{catalog.root}/{blob.file}" if blob.file else catalog.path
-        found = dict(flatten(blob.value, is_stored, blob.path, where=where)) if holds else {}
+        found = dict(flatten(blob.value, is_stored, blob.path, where=str(where))) if holds else {}
         for path, leaf in found.items():
             _add(blob, path, leaf, tensors, blobs)
         if found:

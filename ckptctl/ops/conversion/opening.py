@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from pathlib import Path
 
 from ckptctl import formats
 from ckptctl.formats.sidecar_files import documents
@@ -21,9 +20,10 @@ from ckptctl.ops.sources import open_source
 from ckptctl.storage.destinations import Replaceable
 from ckptctl.storage.paths import named
 from ckptctl.storage.sources import blaming, require_unreplaced
+from ckptctl.storage.tree import TreePath
 
 
-def open_draft(src: str | Path, dst: str | Path, options: ConversionOptions) -> Draft:
+def open_draft(src: str | TreePath, dst: str | TreePath, options: ConversionOptions) -> Draft:
     """Check what is asked for, and read the index of the source and what describes its model."""
     target = formats.target(options.to)
     require_sense(options, target)

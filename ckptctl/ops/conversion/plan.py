@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from pathlib import Path
 from typing import Annotated, TypeAlias
 
 from ckptctl import formats
@@ -25,6 +24,7 @@ from ckptctl.planner.plan import Plan
 from ckptctl.results import Inline, JsonField, Result, rounded
 from ckptctl.storage.computed import calculates
 from ckptctl.storage.outcome import EXACT, OUT_OF_RANGE, ROUNDED, OutOfRange, Rounding
+from ckptctl.storage.tree import TreePath
 from ckptctl.units import counted, format_bytes
 
 START_UP = 32 << 20
@@ -332,7 +332,7 @@ def describe_plan(
         plan=plan,
         redundant=draft.redundant,
         taken=draft.filled_from,
-        base=draft.base.path if draft.base and draft.filled_from else None,
+        base=str(draft.base.path) if draft.base and draft.filled_from else None,
         summary=summary,
         log=notes,
         free_bytes=draft.destination.free_bytes(),
@@ -354,7 +354,7 @@ class ConversionResult(Result):
     """
 
     plan: Annotated[ConversionPlan, Inline()]
-    target: Path
+    target: TreePath
     nbytes: int
     seconds: Annotated[float, JsonField("time for copying and publishing", to=rounded)]
     resumed_bytes: Annotated[int, JsonField("bytes written by an earlier, resumed run")]

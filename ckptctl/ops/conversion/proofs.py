@@ -23,8 +23,8 @@ from ckptctl.storage.compare import all_zero, equal
 from ckptctl.storage.computed import open_reader
 from ckptctl.storage.crc import crc_of
 from ckptctl.storage.files import Readable, SourceFiles, source_files
-from ckptctl.storage.paths import path_at
 from ckptctl.storage.publish import Staging
+from ckptctl.storage.tree import TreePath
 from ckptctl.units import counted
 
 
@@ -130,7 +130,7 @@ def require_published(plan: Plan, crcs: Sequence[int], ranks: Coordinator | None
     raw copies with their sources.
     """
     ranks = ranks or Alone()
-    target = path_at(plan.target)
+    target = plan.target
     root = target.parent if plan.single_file else target
     records = list(zip(plan.records, crcs, strict=True))
     with source_files(root) as files:
@@ -157,7 +157,7 @@ def require_published(plan: Plan, crcs: Sequence[int], ranks: Coordinator | None
                     raise _unlike(raw.target, root / raw.target, place)
 
 
-def _unlike(name: str, where: Path, why: str) -> StorageError:
+def _unlike(name: str, where: TreePath, why: str) -> StorageError:
     return StorageError(
         f"`{name}` differs from what was written when it is read back",
         where=str(where),

@@ -28,6 +28,7 @@ from ckptctl.ops.recognition.roots import Selection, chosen, select, wanted
 from ckptctl.ops.verification.items import resolved
 from ckptctl.planner.boxes import check_coverage
 from ckptctl.storage.files import source_files
+from ckptctl.storage.tree import TreePath
 from ckptctl.storage.zips.reader import read_archive
 from ckptctl.verdict import drop_structure_claim
 
@@ -85,7 +86,7 @@ def select_tensors(draft: Draft) -> Draft:
     if lacking.names:
         lacking = lacking.only([name for name in lacking.names if _is_wanted(draft, root + name)])
         if not options.allow_missing:
-            lacking.require_whole(catalog.path)
+            lacking.require_whole(str(catalog.path))
     whole += lacking.names if lacking.certain else ()
     notes.add(*(drop_structure_claim(lacking.doubts) if missing else lacking.doubts))
     missing |= lacking.missing
@@ -288,7 +289,7 @@ def _items(catalog: Catalog) -> Iterator[_StoredItem]:
             yield _StoredItem(blob.name, blob.file, blob.offset, blob.nbytes)
 
 
-def _sound(root: str, item: _StoredItem) -> bool:
+def _sound(root: TreePath, item: _StoredItem) -> bool:
     """Return whether the item can be read, so that not its bytes are wrong but what it is."""
     try:
         with source_files(root) as files:

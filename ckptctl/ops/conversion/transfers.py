@@ -23,6 +23,7 @@ from ckptctl.planner.mapping.mapped import ComposedTensor
 from ckptctl.planner.plan import RawCopy, Record, TargetBox, Transfer
 from ckptctl.planner.strided import Strided
 from ckptctl.storage.files import source_files
+from ckptctl.storage.tree import TreePath
 
 
 class Transfers(NamedTuple):
@@ -83,7 +84,7 @@ def entries_read(transfers: Iterable[Transfer]) -> list[TensorEntry]:
 
 
 def sources_of(
-    root: str,
+    root: TreePath,
     transfers: Sequence[Transfer],
     virtual: Mapping[str, Computed],
     raw: Sequence[RawCopy] = (),
@@ -98,7 +99,7 @@ def sources_of(
     return computed, identities(root, names)
 
 
-def identities(root: str, names: Iterable[str]) -> dict[str, FileIdentity]:
+def identities(root: TreePath, names: Iterable[str]) -> dict[str, FileIdentity]:
     """Return what must stay the same of each of the files called *names* while it is read."""
     with source_files(root) as files:
         return {name: files.identity(name) for name in names}

@@ -25,16 +25,8 @@ from ckptctl.storage.execution.executor import execute
 from ckptctl.storage.execution.finisher import KEPT, WAITING, UploadQueue
 from ckptctl.storage.execution.options import Execution, ExecutionOptions
 from ckptctl.storage.paths import source_path
-from ckptctl.storage.remote import trees
-from ckptctl.storage.remote.upload import (
-    INDEXES,
-    Upload,
-    UploadRequest,
-    begin_upload,
-    require_apart,
-)
-from ckptctl.storage.remote.urls import HUB, scheme_of
 from ckptctl.storage.threads import Advance, terminable
+from ckptctl.storage.tree import INDEXES, FileTree, Upload, UploadRequest, UrlPath
 
 PREFIX = "ckptctl-upload-"
 """What the scratch directories begin with."""
@@ -45,7 +37,7 @@ NOT_AT_ONCE = (
 
 def publishes_at_once(plan: Plan) -> bool:
     """Return whether all that *plan* writes behind a URL appears in one step."""
-    return scheme_of(plan.target) == HUB or len(plan.files) == 1
+    return _tree(plan).atomic or len(plan.files) == 1
 
 
 def room_needed(plan: Plan) -> int:
@@ -79,35 +71,41 @@ def upload(
         RefusedError: There is something at the URL, or too little room for files on their way.
         CkptError: Nothing was published.
     """
-    url, _, single = plan.target.rpartition("/") if plan.single_file else (plan.target, "", None)
     last = _last(plan)
-    asked = UploadRequest(
-        [*(file.path for file in plan.files if file.path not in last), *last],
-        single=single,
-        overwrite=overwrite,
-        resume=options.resume,
-        is_checkpoint=lambda: replaceable(source_path(plan.target)),
-    )
     read = {plan.source_root: set(plan.sources)}
     for folder, name in plan.inputs:
         read.setdefault(folder, set()).add(name)
-    require_apart(plan.target, read)
+    asked = UploadRequest(
+        [*(file.path for file in plan.files if file.path not in last), *last],
+        single=plan.target.name if plan.single_file else None,
+        overwrite=overwrite,
+        resume=options.resume,
+        is_checkpoint=lambda: replaceable(source_path(plan.target)),
+        read=read,
+    )
+    tree, folder = _tree(plan), plan.target.parent if plan.single_file else plan.target
     with terminable(), scratch_directory() as root:
         require_space(root, room_needed(plan))
-        target = begin_upload(url, asked)
+        target = tree.begin_upload(str(folder), asked)
         try:
             uploads = UploadQueue(target.put, last)
             done = execute(plan, root, options, progress, uploads=uploads)
             written(done)
             uploads.close(root, target.require_whole)
             target.commit()
-            trees.drop(plan.target)
+            tree.drop(str(plan.target))
             proven(done.crcs)
         except BaseException as error:
             _abandon(target, error)
             raise
         target.close()
     return replace(done, resumed_bytes=target.resumed)
+
+
+def _tree(plan: Plan) -> FileTree:
+    """Return the tree that *plan* uploads to."""
+    assert isinstance(plan.target, UrlPath)
+    return plan.target.tree
 
 
 def _last(plan: Plan) -> list[str]:

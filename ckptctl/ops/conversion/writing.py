@@ -113,7 +113,7 @@ def _require_same(plan: ConversionPlan, ranks: Coordinator) -> None:
         ranks,
         {
             **asked,
-            "the destination": plan.plan.target,
+            "the destination": str(plan.plan.target),
             f"buffer sizes ({buffers})": options.execution().limits(),
             "the source files": sharing.source_summary(plan.plan),
             "the plan": plan.plan.digest,

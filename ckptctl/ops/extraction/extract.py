@@ -38,6 +38,7 @@ from ckptctl.results import JsonField, Result
 from ckptctl.storage.computed import require_torch_for
 from ckptctl.storage.outcome import OUT_OF_RANGE, OutOfRange
 from ckptctl.storage.paths import shown
+from ckptctl.storage.tree import TreePath
 from ckptctl.units import counted
 
 
@@ -78,13 +79,13 @@ FEW = 8
 """Tensors of which values are shown."""
 
 
-def extract(path: str | Path, tensor: str, options: ExtractOptions) -> Extraction:
+def extract(path: str | TreePath, tensor: str, options: ExtractOptions) -> Extraction:
     """Take tensors out of a checkpoint."""
     with families.using(options.converter):
         return _extract(path, tensor, options)
 
 
-def _extract(path: str | Path, tensor: str, options: ExtractOptions) -> Extraction:
+def _extract(path: str | TreePath, tensor: str, options: ExtractOptions) -> Extraction:
     source = formats.existing(path)
     catalog, mapping = mapped_source(source, options)
     taken = _taken(mapping, tensor, options)
@@ -99,7 +100,7 @@ def _extract(path: str | Path, tensor: str, options: ExtractOptions) -> Extracti
     if options.output is None:
         return _shown(shown(path), reading, taken)
     output = Path(options.output)
-    target = require_destination(source, output, options.overwrite, OVERWRITABLE).path
+    target = Path(require_destination(source, output, options.overwrite, OVERWRITABLE).path)
     kind = formats.target("hf" if target.suffix == ".safetensors" else "torch")
     notes = mapping.notes
     strings = kept_strings(catalog, [one.output for one in taken], kind, notes)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from ckptctl import dtypes, families, formats
@@ -25,6 +24,7 @@ from ckptctl.planner.mapping.mapped import ComposedTensor
 from ckptctl.storage.arithmetic import import_torch, tensor
 from ckptctl.storage.outcome import require_in_range
 from ckptctl.storage.pickles.inert import Global, Inert, walk
+from ckptctl.storage.tree import TreePath
 from ckptctl.storage.zips.reader import StoredTensor
 from ckptctl.units import counted
 
@@ -115,7 +115,7 @@ class PlainLeaves(Mapping[str, object]):
         return value
 
 
-def _require_plain(blob: Blob, value: object, where: str) -> None:
+def _require_plain(blob: Blob, value: object, where: TreePath) -> None:
     """Refuse what plain Python has no value for."""
     kinds = (StoredTensor, Inert, Global)
     strange = next((one for one in walk(value) if isinstance(one, kinds)), None)
@@ -151,7 +151,7 @@ class LazyStateDict(Mapping[str, TensorHandle]):
         notes: Further notes.
     """
 
-    def __init__(self, path: str | Path, options: OpenOptions) -> None:
+    def __init__(self, path: str | TreePath, options: OpenOptions) -> None:
         source = formats.existing(path)
         with families.using(options.converter):
             catalog, self._mapping = mapped_source(source, options)
@@ -241,7 +241,7 @@ class LazyStateDict(Mapping[str, TensorHandle]):
 
 
 def _missing(
-    name: str, names: Mapping[str, object], where: str, kind: str, hint: str | None = None
+    name: str, names: Mapping[str, object], where: TreePath, kind: str, hint: str | None = None
 ) -> NoSuchNameError:
     close = nearest(name, list(names))
     return NoSuchNameError(

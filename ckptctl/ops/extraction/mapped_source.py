@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from ckptctl.catalog import Catalog
 from ckptctl.ops.extraction.options import OpenOptions
 from ckptctl.ops.loading.state_mapping import (
@@ -18,9 +16,10 @@ from ckptctl.ops.recognition.layout_change import LayoutRequest
 from ckptctl.ops.recognition.model import Request
 from ckptctl.ops.recognition.quantized import advised, dequantized
 from ckptctl.ops.sources import open_source
+from ckptctl.storage.tree import TreePath
 
 
-def mapped_source(source: Path, options: OpenOptions) -> tuple[Catalog, StateMapping]:
+def mapped_source(source: TreePath, options: OpenOptions) -> tuple[Catalog, StateMapping]:
     """Return the index of a checkpoint, and all of its tensors as they are wanted."""
     catalog = open_source(source, options)
     if options.dequantize:

@@ -22,6 +22,7 @@ from ckptctl.storage.execution.executor import execute
 from ckptctl.storage.execution.options import Execution, ExecutionOptions
 from ckptctl.storage.outcome import require_in_range
 from ckptctl.storage.publish import staging
+from ckptctl.storage.tree import TreePath
 from ckptctl.units import counted
 
 MAGIC = b"\x93NUMPY\x01\x00"
@@ -60,12 +61,12 @@ def encode_header(dtype: str, shape: tuple[int, ...], name: str) -> bytes:
     return MAGIC + len(text).to_bytes(2, "little") + text.encode("ascii")
 
 
-def is_tensor_file(path: Path) -> bool:
+def is_tensor_file(path: TreePath) -> bool:
     """Return whether *path* is a file of tensors."""
     if not path.is_file() or path.suffix not in KINDS:
         return False
     with path.open("rb") as file:
-        return file.read(len(MAGIC) - 2) == MAGIC[:-2] or replaceable(path)
+        return bool(file.read(len(MAGIC) - 2) == MAGIC[:-2]) or replaceable(path)
 
 
 OVERWRITABLE = Replaceable(is_tensor_file, "a file of tensors", file=True)

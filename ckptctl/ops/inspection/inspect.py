@@ -11,7 +11,6 @@ from contextlib import suppress
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ckptctl import families, formats
@@ -37,9 +36,10 @@ from ckptctl.ops.recognition.roots import unmatched, unwrapped
 from ckptctl.ops.sources import leaf_values, open_source
 from ckptctl.ops.verification.model import check_model
 from ckptctl.ops.verification.structure import is_about_unread, of_index
-from ckptctl.storage.paths import path_at, require_answers, shown, source_path
-from ckptctl.storage.remote.writing import UnfinishedError
+from ckptctl.storage.paths import named, require_answers, shown, source_path
 from ckptctl.storage.threads import Watch, unwatched
+from ckptctl.storage.tree import TreePath
+from ckptctl.storage.writing import UnfinishedError
 from ckptctl.verdict import Verdict, decide_verdict, drop_structure_claim, worst_verdict
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ PASSES = 2
 
 
 def inspect(
-    path: str | Path, options: InspectOptions | None = None, progress: Watch = unwatched
+    path: str | TreePath, options: InspectOptions | None = None, progress: Watch = unwatched
 ) -> Inspection:
     """Describe the checkpoint, or the folder of checkpoints, at *path*.
 
@@ -63,7 +63,7 @@ def inspect(
         return _inspect(path, options, progress)
 
 
-def _inspect(path: str | Path, options: InspectOptions, progress: Watch) -> Inspection:
+def _inspect(path: str | TreePath, options: InspectOptions, progress: Watch) -> Inspection:
     if options.stats:
         require_torch(spell_option("--stats"))
     # Checksums are not shown, so they are not worth a request.
@@ -95,13 +95,13 @@ def _readable(read: Callable[..., Catalog]) -> Catalog:
             part = read(partial=True)
         except CkptError:
             raise error from None
-        require_answers(path_at(part.root))
+        require_answers(part.root)
         if not part.findings:
             raise
         return part
 
 
-def _run(path: str | Path, *, recognized: bool) -> Inspection | None:
+def _run(path: str | TreePath, *, recognized: bool) -> Inspection | None:
     """Describe a folder of checkpoints; None: it is none.
 
     Where *path* was recognized as a checkpoint, it is one of checkpoints only by their names.
@@ -112,7 +112,7 @@ def _run(path: str | Path, *, recognized: bool) -> Inspection | None:
     return Inspection.of_members(shown(path), members) if members else None
 
 
-def overview(path: str | Path) -> Inspection | None:
+def overview(path: str | TreePath) -> Inspection | None:
     """Describe the run that *path* is.
 
     None: it is a checkpoint itself, or none in it is named as in a run.
@@ -237,7 +237,7 @@ def stored(path: str, catalog: Catalog, measured: Mapping[str, Statistics]) -> I
     quantized, wrong = glanced(catalog), index_findings(catalog)
     problems = _problems(wrong, catalog)
     notes = [*catalog.notes, *_unread(catalog)]
-    if catalog.others and path_at(catalog.path).is_dir():
+    if catalog.others and catalog.path.is_dir():
         notes.append(f"other files in this folder: {listed(list(catalog.others))}")
     return Inspection(
         path=path,
@@ -336,8 +336,8 @@ def measured(
     return found
 
 
-def _member(path: Path, parent: str | Path) -> Member:
-    shown = str(path_at(parent) / path.name)
+def _member(path: TreePath, parent: str | TreePath) -> Member:
+    shown = str(named(parent) / path.name)
     try:
         catalog = formats.open_checkpoint(path)
     except CkptError as error:

@@ -14,7 +14,8 @@ from ckptctl.errors import RefusedError
 from ckptctl.file_identity import FileIdentity
 from ckptctl.ops.saving.local_shards import digest
 from ckptctl.storage.files import SourceFiles, source_files
-from ckptctl.storage.remote.urls import is_url
+from ckptctl.storage.tree import TreePath
+from ckptctl.storage.urls import is_url
 from ckptctl.units import counted
 
 SETTLED_NS = 100_000_000
@@ -30,7 +31,7 @@ class _UnsettledError(Exception):
     """There are too many files, one cannot be looked at, or one is too fresh."""
 
 
-def identity(paths: Iterable[str | Path | None]) -> bytes | None:
+def identity(paths: Iterable[str | TreePath | None]) -> bytes | None:
     """Return the identity of the files below *paths*.
 
     Nothing is opened: of every file its name, size, times, inode and device are taken. A file that

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Annotated, Literal
 
 from ckptctl.catalog import Catalog
@@ -19,6 +18,7 @@ from ckptctl.ops.recognition.roots import renamed
 from ckptctl.ops.sources import open_source
 from ckptctl.options import Option, Options
 from ckptctl.storage.outcome import OutOfRange, require_in_range
+from ckptctl.storage.tree import TreePath
 
 Strict = bool | Literal["model", "state"]
 """Whose names have to agree: those of both sides, of neither, of the model, or all of the state."""
@@ -107,7 +107,7 @@ class LoadOptions(Options):
             partial=False if self.strict else None,
         )
 
-    def open(self, path: str | Path) -> Catalog:
+    def open(self, path: str | TreePath) -> Catalog:
         """Return the index of the checkpoint at *path*, quantized tensors as they are wanted."""
         catalog = open_source(path, self)
         if self.rename is not None:

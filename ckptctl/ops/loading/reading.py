@@ -27,7 +27,6 @@ from ckptctl.planner.mapping.mapped import ComposedTensor
 from ckptctl.planner.plan import Plan, Record, Transfer
 from ckptctl.storage.execution.executor import execute
 from ckptctl.storage.execution.options import Execution, ExecutionOptions
-from ckptctl.storage.paths import path_at
 
 
 class WantedBox(NamedTuple):
@@ -67,7 +66,7 @@ class Reading:
         """Plan the reading into a file of its own; *kinds* are the dtypes of its tensors."""
         catalog = self.mapping.catalog
         plan = _plan(catalog, catalog.tensors, self.mapping.tensors, output, kinds)
-        return replace(plan, target=str(target), single_file=True)
+        return replace(plan, target=target, single_file=True)
 
     def _chosen(self, wanted: Mapping[str, Wanted]) -> dict[str, ComposedTensor]:
         """Return those that the checkpoint has and that have memory."""
@@ -103,7 +102,7 @@ def fill(plan: Plan, buffers: Iterable[bytearray], jobs: int | None = None) -> E
     """Read what is planned into *buffers*, the memory of which is named by their numbers."""
     memory = {memory_name(str(n)): memoryview(buffer) for n, buffer in enumerate(buffers)}
     how = ExecutionOptions(jobs=jobs or 0, checksum=False, sync=False)
-    return execute(plan, path_at(plan.source_root), how, lambda _: None, memory=memory)
+    return execute(plan, Path(plan.source_root), how, lambda _: None, memory=memory)
 
 
 def same_index(one: Catalog, other: Catalog) -> bool:
@@ -204,7 +203,7 @@ def _plan(
     return Plan(
         source_root=catalog.root,
         sources=sources,
-        target="",
+        target=Path(),
         single_file=False,
         files=output.files,
         records=output.records,

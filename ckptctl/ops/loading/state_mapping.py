@@ -27,6 +27,7 @@ from ckptctl.ops.recognition.roots import checked_root, roots, unwrapped
 from ckptctl.ops.saving.local_shards import TensorMeta
 from ckptctl.planner.mapping.mapped import ComposedTensor, RedundantData
 from ckptctl.planner.mapping.tensors import Change
+from ckptctl.storage.tree import TreePath
 
 STATE = "the state"
 
@@ -82,7 +83,7 @@ class MappingRequest:
 
     source: Request = DETECTED
     state: Request = DETECTED
-    assets: str | Path | None = None
+    assets: str | TreePath | None = None
     trust_assets: bool = False
     dequantized: bool = False
     partial: bool | None = False
@@ -199,7 +200,7 @@ def _catalog_of(state: Mapping[str, TensorMeta]) -> Catalog:
     for name, leaf in state.items():
         whole = Extent(Box.whole(leaf.shape), STATE, 0, 0)
         tensors[name] = TensorEntry(name, leaf.dtype, leaf.shape, (whole,), leaf.path)
-    return Catalog("", STATE, "dcp", {}, tensors)
+    return Catalog(Path(), Path(STATE), "dcp", {}, tensors)
 
 
 # ---------------------------------------------------------------------------- the layout is another

@@ -56,6 +56,7 @@ from ckptctl.storage.paths import named
 from ckptctl.storage.publish import staging
 from ckptctl.storage.safetensors_header import encode_header
 from ckptctl.storage.threads import Advance
+from ckptctl.storage.tree import TreePath
 from ckptctl.units import counted
 
 if TYPE_CHECKING:
@@ -68,9 +69,9 @@ GENERATING = ("ForCausalLM", "ForConditionalGeneration")
 
 
 def extract_lora(
-    base: str | Path,
-    tuned: str | Path,
-    output: str | Path,
+    base: str | TreePath,
+    tuned: str | TreePath,
+    output: str | TreePath,
     options: LoraExtractionOptions,
     progress: Advance | None = None,
 ) -> LoraExtraction:
@@ -88,9 +89,9 @@ class Extraction:
 
     def __init__(
         self,
-        base: str | Path,
-        tuned: str | Path,
-        output: str | Path,
+        base: str | TreePath,
+        tuned: str | TreePath,
+        output: str | TreePath,
         options: LoraExtractionOptions,
     ) -> None:
         require_torch("extracting an adapter")
@@ -98,7 +99,7 @@ class Extraction:
         with families.using(options.converter):
             self._open(base, tuned, output)
 
-    def _open(self, base: str | Path, tuned: str | Path, output: str | Path) -> None:
+    def _open(self, base: str | TreePath, tuned: str | TreePath, output: str | TreePath) -> None:
         options = self.options
         sources = [formats.existing(base), formats.existing(tuned)]
         may_go = Replaceable(replaceable)
@@ -121,7 +122,7 @@ class Extraction:
         }
         self._require_alike()
 
-    def _opened(self, path: Path) -> LazyStateDict:
+    def _opened(self, path: TreePath) -> LazyStateDict:
         is_quantized = bool(quantized(open_source(path, OpenOptions())))
         asked = OpenOptions(
             model_type=self.options.model_type or self.family.name,
@@ -183,7 +184,7 @@ class Extraction:
         dtype = self.options.dtype or "float32"
         names = [name for key in self.base for name in self._names(key)]
         with staging(
-            self.target.path,
+            Path(self.target.path),
             overwrite=self.options.overwrite,
             is_checkpoint=Replaceable(replaceable),
         ) as stage:
@@ -363,7 +364,7 @@ class Extraction:
 
 
 def _family(
-    path: Path, options: LoraExtractionOptions
+    path: TreePath, options: LoraExtractionOptions
 ) -> tuple[Family, str, frozenset[str], frozenset[str]]:
     """Return the model type, the layout that PEFT knows, what others are tied to, and these.
 

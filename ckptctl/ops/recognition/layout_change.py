@@ -28,6 +28,7 @@ from ckptctl.planner.mapping.mapped import ComposedTensor, MappedTensor, Zeros, 
 from ckptctl.planner.mapping.matching import Tensors
 from ckptctl.planner.mapping.source import SurplusError
 from ckptctl.planner.mapping.tensors import Change, map_tensors
+from ckptctl.storage.tree import TreePath
 from ckptctl.units import counted
 
 LARGEST = 1 << 32
@@ -135,7 +136,7 @@ def change_layout(known: Model, tensors: Mapping[str, TensorEntry], asked: Layou
             resize={} if size is None else {AXIS: size},
         )
     except SurplusError as error:
-        error.where = known.catalog.path
+        error.where = str(known.catalog.path)
         if known.described:
             error.why = (
                 f"the configuration was read from {listed([one.place for one in known.described])}"
@@ -276,7 +277,7 @@ def with_sums(catalog: Catalog, tensors: Iterable[ComposedTensor]) -> Catalog:
     return replace(catalog, tensors=entries, computed=computed)
 
 
-def _sum(root: str, entry: TensorEntry, plus: int) -> Computed:
+def _sum(root: TreePath, entry: TensorEntry, plus: int) -> Computed:
     if entry.dtype not in SUMMED:
         raise MappingError(
             f"cannot {'add' if plus > 0 else 'subtract'} {abs(plus)} "

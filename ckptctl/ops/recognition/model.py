@@ -36,7 +36,7 @@ from ckptctl.planner.layouts import HF, Family, Layout, is_base
 from ckptctl.planner.mapping.adapters import is_adapter
 from ckptctl.planner.mapping.detect import Candidate, configured, detect, refined
 from ckptctl.planner.mapping.matching import Matched, match
-from ckptctl.storage.paths import path_at
+from ckptctl.storage.tree import TreePath
 from ckptctl.units import counted
 
 if TYPE_CHECKING:
@@ -284,7 +284,7 @@ def understand(
 
 
 def descriptions_of(
-    catalog: Catalog, roots: Mapping[str, str] | None = None
+    catalog: Catalog, roots: Mapping[str, TreePath] | None = None
 ) -> Iterator[Description]:
     """Yield all that describes the model in a checkpoint, and what the trainer was told.
 
@@ -297,7 +297,7 @@ def descriptions_of(
     """
     for name, content in catalog.documents.items():
         if name in DOCUMENTS:
-            home = path_at((roots or {}).get(name, catalog.root))
+            home = (roots or {}).get(name, catalog.root)
             yield Description(name, str(home / name), content)
     for place, stated in catalog.stated.items():
         yield Description(ARGUMENTS, place, stated)
@@ -331,7 +331,7 @@ def _below(blobs: Iterable[Blob], path: Path) -> Json:
     return held
 
 
-def _require_described(asked: Family, called: str, config: Json, where: str) -> None:
+def _require_described(asked: Family, called: str, config: Json, where: TreePath) -> None:
     """Refuse a model type that a config.json contradicts by naming another known one.
 
     Model types that are a special case of each other, or that have the same table, stand for each
@@ -395,7 +395,7 @@ def _inside(
     return models
 
 
-def _in_another_layout(layout: str, fitting: Candidates, where: str) -> MappingError:
+def _in_another_layout(layout: str, fitting: Candidates, where: TreePath) -> MappingError:
     names = " or ".join(map(str, fitting))
     return MappingError(
         f"the tensors are not in layout `{layout}`",
@@ -445,7 +445,7 @@ def _same_crc(tensors: Mapping[str, TensorEntry], one: str, other: str) -> bool:
 
 
 def _require_one_root(
-    place: str, tried: Mapping[str, Candidates], named: Sequence[str], where: str
+    place: str, tried: Mapping[str, Candidates], named: Sequence[str], where: TreePath
 ) -> None:
     best = _rank(tried[place])
     alike = [prefix for prefix in tried if prefix in named and _rank(tried[prefix]) == best]

@@ -50,6 +50,7 @@ from ckptctl.planner.quantization.statement import (
 from ckptctl.planner.quantization.survey import Survey, look_plain, survey
 from ckptctl.storage.files import source_files
 from ckptctl.storage.json_reader import read_json
+from ckptctl.storage.tree import TreePath
 from ckptctl.units import counted
 
 if TYPE_CHECKING:
@@ -73,13 +74,13 @@ def statement_of(catalog: Catalog, more: Iterable[Statement] = ()) -> Statement:
     return said[0] if said else Statement()
 
 
-def statements_in(root: str, config: Json, names: Collection[str]) -> Iterator[Statement]:
+def statements_in(root: TreePath, config: Json, names: Collection[str]) -> Iterator[Statement]:
     """Yield what a folder apart from the weights says: its *config*, and files called *names*."""
     for one in (*all_of_config(config), *_beside(root, names)):
         yield replace(one, where=f"{one.where} ({root})")
 
 
-def _beside(root: str, names: Collection[str]) -> Iterator[Statement]:
+def _beside(root: TreePath, names: Collection[str]) -> Iterator[Statement]:
     for name in BESIDE:
         if name in names:
             with source_files(root) as files:
@@ -121,7 +122,7 @@ def glanced(catalog: Catalog) -> Survey:
     try:
         return surveyed(catalog)
     except CkptError as error:
-        return Survey(unknown={catalog.path: error.what})
+        return Survey(unknown={str(catalog.path): error.what})
 
 
 def quantized(catalog: Catalog) -> Mapping[str, str]:
@@ -150,7 +151,9 @@ def advised(model: Model) -> Iterator[None]:
     try:
         yield
     except HomelessError as error:
-        own = error.where == catalog.path or any(root + k in catalog.tensors for k in error.keys)
+        own = error.where == str(catalog.path) or any(
+            root + k in catalog.tensors for k in error.keys
+        )
         if own and (found := glanced(catalog)).ways:
             how = f"the checkpoint is quantized ({', '.join(dict.fromkeys(found.ways.values()))})"
             error.hint = f"{how}; this scheme can be neither mapped nor dequantized"

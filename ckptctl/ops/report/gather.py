@@ -43,8 +43,9 @@ from ckptctl.ops.verification.structure import DISTCP, lost_parts, root_of
 from ckptctl.ops.verification.verify import examine
 from ckptctl.planner.boxes import coverage
 from ckptctl.storage.computed import open_reader
-from ckptctl.storage.paths import path_at, shown
+from ckptctl.storage.paths import shown
 from ckptctl.storage.threads import Watch, unwatched
+from ckptctl.storage.tree import TreePath
 from ckptctl.units import natural
 
 if TYPE_CHECKING:
@@ -66,7 +67,7 @@ _OPTIONS = {
 """What `report` calls the options of `diff`."""
 
 
-def report(path: str | Path, options: ReportOptions, progress: Watch = unwatched) -> Report:
+def report(path: str | TreePath, options: ReportOptions, progress: Watch = unwatched) -> Report:
     """Gather what is known of a checkpoint and write a page about it.
 
     A checkpoint that is not whole has a page, too; of one whose index cannot be read the page says
@@ -109,7 +110,9 @@ def _require_no_comparison(options: ReportOptions) -> None:
             )
 
 
-def _gathered(path: str | Path, options: ReportOptions, progress: Watch, *, paired: bool) -> Report:
+def _gathered(
+    path: str | TreePath, options: ReportOptions, progress: Watch, *, paired: bool
+) -> Report:
     summary, catalog = _summarized(path, options, paired=paired)
     verified, inspected = summary.verification, summary.inspection
     tensors: tuple[TensorReport, ...] = ()
@@ -162,7 +165,7 @@ def _gathered(path: str | Path, options: ReportOptions, progress: Watch, *, pair
 
 
 def _summarized(
-    path: str | Path, options: ReportOptions, *, paired: bool
+    path: str | TreePath, options: ReportOptions, *, paired: bool
 ) -> tuple[CheckpointSummary, Catalog | None]:
     """Say what stands at the head of a page; return also what it was read from."""
     verified, catalog = _examined(path, options, paired=paired)
@@ -174,12 +177,12 @@ def _summarized(
         verification=replace(verified, notes=(*verified.notes, *notes)),
         inspection=inspected,
         presence=_presence(catalog, verified),
-        absent=_missing_files(root_of(path_at(catalog.path)), _unusable(catalog)),
+        absent=_missing_files(root_of(catalog.path), _unusable(catalog)),
     )
     return summary, catalog
 
 
-def _missing_files(root: Path, files: Iterable[str]) -> frozenset[str]:
+def _missing_files(root: TreePath, files: Iterable[str]) -> frozenset[str]:
     """Return those of *files*, relative to *root*, that are missing."""
 
     def gone(file: str) -> bool:
@@ -203,7 +206,7 @@ def _presence(catalog: Catalog, verified: Verification) -> Presence:
 
 
 def _examined(
-    path: str | Path, options: ReportOptions, *, paired: bool
+    path: str | TreePath, options: ReportOptions, *, paired: bool
 ) -> tuple[Verification, Catalog | None]:
     """Verify a checkpoint; rules that it has no use for may be meant for the other one."""
     asked = VerifyOptions(
@@ -327,7 +330,7 @@ def _statistics(
     readable = (name for name in chosen if name in entries and not entries[name].unsupported)
     wanted = {name: entries[name] for name in readable}
     known, wrong = resolved(replace(catalog, tensors=wanted, blobs={}, replicas={}))
-    root = root_of(path_at(catalog.path))
+    root = root_of(catalog.path)
     with open_reader(known) as reader:
         found = measured(
             reader,

@@ -7,7 +7,6 @@ import shlex
 import stat
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
 from ckptctl import formats
 from ckptctl.catalog import MANIFEST
@@ -17,8 +16,9 @@ from ckptctl.formats.sidecar_files import SIDECAR
 from ckptctl.ops.runs.names import Named, is_last, parse, staged
 from ckptctl.ops.runs.notes import stated_step
 from ckptctl.storage.paths import path_hint, real_path
-from ckptctl.storage.remote.writing import NAME as LOCK
-from ckptctl.storage.remote.writing import OBJECTS
+from ckptctl.storage.tree import TreePath
+from ckptctl.storage.writing import NAME as LOCK
+from ckptctl.storage.writing import OBJECTS
 
 ADDED = frozenset({"SHA256SUMS", MANIFEST, SIDECAR, LOCK, OBJECTS})
 """What is put beside a checkpoint later, or taken away."""
@@ -47,7 +47,7 @@ class RunEntry:
         link: Where it leads, if it is a symbolic link.
     """
 
-    path: Path
+    path: TreePath
     named: Named
     nbytes: int
     files: int
@@ -80,7 +80,7 @@ class RunEntry:
             raise RefusedError("the checkpoint changed in the meantime", where=str(self.path))
 
 
-def is_run(root: Path) -> bool:
+def is_run(root: TreePath) -> bool:
     """Return whether *root* holds something that is named as a checkpoint and not being made."""
     if not root.is_dir():
         return False
@@ -88,7 +88,7 @@ def is_run(root: Path) -> bool:
     return any(entry is not None and not entry.staging for entry in there)
 
 
-def entries(root: Path) -> list[RunEntry]:
+def entries(root: TreePath) -> list[RunEntry]:
     """Return the entries of *root*, links included, in natural order."""
     if not root.is_dir():
         raise SourceNotFoundError("no such directory", where=str(root), hint=path_hint(root))
@@ -98,7 +98,7 @@ def entries(root: Path) -> list[RunEntry]:
     return sorted(there, key=lambda one: (one.named.series, one.named.order, one.path.name))
 
 
-def entry_at(item: Path) -> RunEntry | None:
+def entry_at(item: TreePath) -> RunEntry | None:
     """Return the entry at *item*; None: nothing there is named as a checkpoint."""
     target = staged(item.name)
     if not parse(target or item.name) and not is_last(item.name):
@@ -142,20 +142,20 @@ def entry_at(item: Path) -> RunEntry | None:
     )
 
 
-def _leads_to_another(link: Path) -> bool:
+def _leads_to_another(link: TreePath) -> bool:
     """Return whether *link* leads to another checkpoint of its folder, and so is none itself."""
     target = real_path(link)
     named = parse(target.name) is not None or is_last(target.name)
     return named and target.parent == real_path(link.parent)
 
 
-def unstated(root: Path) -> tuple[str, ...]:
+def unstated(root: TreePath) -> tuple[str, ...]:
     """Return the names of Lightning's last checkpoints that do not say at which step they are."""
     lasts = (item for item in root.iterdir() if is_last(item.name) and not item.is_symlink())
     return tuple(sorted(item.name for item in lasts if stated_step(item) is None))
 
 
-def _files(folder: Path) -> Iterator[tuple[str, os.stat_result]]:
+def _files(folder: TreePath) -> Iterator[tuple[str, os.stat_result]]:
     """Yield the files below *folder*; links are not followed, what vanishes is passed over."""
     waiting = [folder]
     while waiting:
@@ -170,7 +170,7 @@ def _files(folder: Path) -> Iterator[tuple[str, os.stat_result]]:
             continue
 
 
-def _no_run(root: Path) -> FormatError:
+def _no_run(root: TreePath) -> FormatError:
     folders = [item for item in sorted(root.iterdir()) if item.is_dir() and not item.is_symlink()]
     runs = [item for item in folders if any(parse(inside.name) for inside in _inside(item))]
     what = "this folder contains no checkpoints of a run"
@@ -194,7 +194,7 @@ def _no_run(root: Path) -> FormatError:
     return FormatError(what, where=str(root), why=why, hint=hint)
 
 
-def _inside(folder: Path) -> list[Path]:
+def _inside(folder: TreePath) -> list[TreePath]:
     try:
         return list(folder.iterdir())
     except OSError:

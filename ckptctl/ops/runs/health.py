@@ -24,8 +24,9 @@ from ckptctl.results import JsonField, Result, or_none
 from ckptctl.storage import lock
 from ckptctl.storage.destinations import staging_directory
 from ckptctl.storage.paths import real_path, require_answers
-from ckptctl.storage.remote.writing import NAME as LOCK
-from ckptctl.storage.remote.writing import OBJECTS, UnfinishedError, unfinished
+from ckptctl.storage.tree import TreePath
+from ckptctl.storage.writing import NAME as LOCK
+from ckptctl.storage.writing import OBJECTS, UnfinishedError, unfinished
 from ckptctl.units import counted, rfc3339
 from ckptctl.verdict import Verdict, decide_verdict, shows_torn_write, worst_verdict
 
@@ -56,7 +57,7 @@ class Health:
     problem: str = ""
     _: KW_ONLY
     format: str | None = None
-    parts: tuple[Path, ...] = ()
+    parts: tuple[TreePath, ...] = ()
     torn: bool = False
     begun: bool = False
     read_failed: bool = False
@@ -85,7 +86,7 @@ class Checkpoint(Retainable, Result, order=CHECKPOINT):
     ]
     record: RunRecord = field(default_factory=RunRecord)
     format: Annotated[str | None, JsonField("[format](formats.md), or null if unrecognized")] = None
-    parts: tuple[Path, ...] = ()
+    parts: tuple[TreePath, ...] = ()
     read_failed: bool = False
 
     @classmethod
@@ -103,12 +104,12 @@ class Checkpoint(Retainable, Result, order=CHECKPOINT):
         )
 
     @property
-    def path(self) -> Path:
+    def path(self) -> TreePath:
         """Return the path of the checkpoint."""
         return self.entry.path
 
 
-def metrics(folder: Path, record: RunRecord | None = None) -> dict[str, float]:
+def metrics(folder: TreePath, record: RunRecord | None = None) -> dict[str, float]:
     """Return the metrics that a checkpoint states of itself; *record*: if it was read before."""
     return {
         key: float(value)
@@ -117,7 +118,7 @@ def metrics(folder: Path, record: RunRecord | None = None) -> dict[str, float]:
     }
 
 
-def unread_metrics(folder: Path, record: RunRecord | None = None) -> dict[str, str]:
+def unread_metrics(folder: TreePath, record: RunRecord | None = None) -> dict[str, str]:
     """Return what a checkpoint states of itself as a metric that is no number, cut short."""
     return {
         key: repr(value)[:SHOWN_METRIC]
@@ -126,7 +127,7 @@ def unread_metrics(folder: Path, record: RunRecord | None = None) -> dict[str, s
     }
 
 
-def _stated_metrics(folder: Path, record: RunRecord | None) -> dict[str, object]:
+def _stated_metrics(folder: TreePath, record: RunRecord | None) -> dict[str, object]:
     record = record or run_record(folder)
     rated = {**noted(folder).scores, **trainer_state(folder).scores, **record.metrics}
     rated.pop("step", None)
@@ -137,7 +138,7 @@ def _is_number(value: object) -> TypeGuard[int | float]:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def health(path: Path, *, model: bool = True) -> Health:
+def health(path: TreePath, *, model: bool = True) -> Health:
     """Judge the checkpoint at *path*: complete if every part of it is.
 
     Without *model* the table of its model type is not asked: a training that goes on from a
@@ -174,7 +175,7 @@ def examine(entry: RunEntry, now: float, *, model: bool = True) -> Checkpoint:
         return checkpoint
     # Its age counts from the last change of anything in it.
     checkpoint = replace(checkpoint, time=entry.touched)
-    staging = entry.path if entry.staging else staging_directory(entry.path)
+    staging = Path(entry.path) if entry.staging else staging_directory(Path(entry.path))
     writer = lock.holder(staging) if staging.is_dir() and not staging.is_symlink() else None
     if writer:
         return replace(checkpoint, writing=True, problem=f"process {writer} is writing it")
@@ -186,7 +187,7 @@ def examine(entry: RunEntry, now: float, *, model: bool = True) -> Checkpoint:
     return checkpoint
 
 
-def _health(path: Path, model: bool) -> Health:
+def _health(path: TreePath, model: bool) -> Health:
     for folder in (path, *(item for item in _inside(path) if item.is_dir())):
         # what ranks save in DCP's format, without what is saved last
         if (begun := formats.interrupted(folder)) and not formats.sniff(folder):
@@ -216,7 +217,7 @@ def _health(path: Path, model: bool) -> Health:
     return Health(Verdict.UNKNOWN, "not a recognized checkpoint", begun=True)
 
 
-def _of_parts(path: Path, sniffed: tuple[tuple[Path, str], ...], model: bool) -> Health:
+def _of_parts(path: TreePath, sniffed: tuple[tuple[TreePath, str], ...], model: bool) -> Health:
     """Judge a checkpoint by its parts: the worst decides, evidence of a torn write first."""
     parts = tuple(dict.fromkeys(part for part, _ in sniffed))
     several = len(parts) != len(sniffed)
@@ -236,7 +237,7 @@ def _of_parts(path: Path, sniffed: tuple[tuple[Path, str], ...], model: bool) ->
     return Health(Verdict.COMPLETE, format=(models or [sniffed[0][1]])[0], parts=parts)
 
 
-def _other_parts(path: Path, parts: Sequence[Path]) -> list[Path]:
+def _other_parts(path: TreePath, parts: Sequence[TreePath]) -> list[TreePath]:
     """List the folders beside *parts* that are named as parts and that nothing recognizes."""
     folders = dict.fromkeys(part.parent for part in parts if part != path)
     beside = (item for folder in folders for item in _inside(folder) if item not in parts)
@@ -244,7 +245,7 @@ def _other_parts(path: Path, parts: Sequence[Path]) -> list[Path]:
     return [item for item in named if item.is_dir() or (item.is_symlink() and not item.is_file())]
 
 
-def _unrecognized(path: Path, part: Path, model: bool) -> Health:
+def _unrecognized(path: TreePath, part: TreePath, model: bool) -> Health:
     """Judge a folder that is named as a part; it may have been emptied on purpose."""
     if part.is_symlink():
         seen = Health(Verdict.UNKNOWN, "a link to an unrecognized file or folder")
@@ -255,7 +256,7 @@ def _unrecognized(path: Path, part: Path, model: bool) -> Health:
     return replace(seen, problem=f"`{part.relative_to(path)}`: {seen.problem}")
 
 
-def _holds_nothing(path: Path) -> bool:
+def _holds_nothing(path: TreePath) -> bool:
     """Return whether a file is empty, or a folder has no files but notes on what lay there."""
     if not path.is_dir():
         return path.stat().st_size == 0
@@ -269,7 +270,7 @@ def _holds_nothing(path: Path) -> bool:
     return True
 
 
-def _inside(folder: Path) -> list[Path]:
+def _inside(folder: TreePath) -> list[TreePath]:
     """Return the entries of a folder, in order; none of a file, or where they cannot be listed."""
     try:
         return sorted(folder.iterdir())
@@ -277,7 +278,7 @@ def _inside(folder: Path) -> list[Path]:
         return []
 
 
-def _judged(path: Path, name: str | None, model: bool) -> Health:
+def _judged(path: TreePath, name: str | None, model: bool) -> Health:
     """Judge *path* by its index, and with *model* by the table of its model type."""
     asked = VerifyOptions(format=name, level="fast", model=model)
     try:

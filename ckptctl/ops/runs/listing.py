@@ -10,7 +10,6 @@ import time as clock
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Annotated
 
 from ckptctl.errors import (
@@ -32,6 +31,7 @@ from ckptctl.planner.lineage import went_on_unsaved
 from ckptctl.planner.retention import earlier, left_in, ordered
 from ckptctl.results import Inline, JsonField, Result
 from ckptctl.storage.paths import source_path
+from ckptctl.storage.tree import TreePath
 from ckptctl.units import rfc3339
 from ckptctl.verdict import Verdict
 
@@ -78,11 +78,11 @@ class Company:
         return replace(checkpoint, lacks=next(lacks, ""))
 
 
-def _companions_of(folder: Path) -> list[str]:
+def _companions_of(folder: TreePath) -> list[str]:
     return [name for name in COMPANIONS if _has(folder, name)]
 
 
-def _has(folder: Path, name: str) -> bool:
+def _has(folder: TreePath, name: str) -> bool:
     try:
         return (folder / name).exists()
     except OSError:
@@ -113,7 +113,7 @@ class RunFolder(Result, order="root series checkpoints others"):
         checkpoints: By series and step.
     """
 
-    root: Annotated[Path, JsonField("path as given")]
+    root: Annotated[TreePath, JsonField("path as given")]
     checkpoints: tuple[Checkpoint, ...]
     pointers: Pointers
     others: Annotated[tuple[str, ...], JsonField("names of other entries, except hidden ones")] = ()
@@ -140,7 +140,7 @@ class RunFolder(Result, order="root series checkpoints others"):
 
 
 def read_run(
-    root: Path,
+    root: TreePath,
     now: float | None = None,
     series: str | None = None,
     *,
@@ -191,13 +191,13 @@ class Newest(Result):
     doubts: tuple[str, ...] = ()
 
     @property
-    def path(self) -> Path:
+    def path(self) -> TreePath:
         """Return where it is."""
         return self.chosen.path
 
 
 def newest(
-    root: Path,
+    root: TreePath,
     now: float | None = None,
     series: str | None = None,
     torn: Mapping[str, str] | None = None,

@@ -21,6 +21,7 @@ from ckptctl.formats.sidecar_files import SIDECAR
 from ckptctl.planner.lineage import UNKNOWN, Lineage, Resume
 from ckptctl.storage.files import SourceFiles, source_files
 from ckptctl.storage.json_reader import JsonText, read_json
+from ckptctl.storage.tree import TreePath
 from ckptctl.storage.zips.reader import KEEPING_TABLE, StoredTensor, read_archive
 
 LAST = "last.ckpt"
@@ -48,7 +49,7 @@ class RunRecord:
     error: CkptError | None = None
 
 
-def run_record(folder: Path) -> RunRecord:
+def run_record(folder: TreePath) -> RunRecord:
     """Return the record in the checkpoint *folder*; nothing where there is none."""
     try:
         if not (folder / SIDECAR).is_file():
@@ -119,7 +120,7 @@ class Noted:
     there: bool = False
 
 
-def noted(path: Path) -> Noted:
+def noted(path: TreePath) -> Noted:
     """Read the notes of Lightning's callbacks in the checkpoint at *path*."""
     if path.suffix != ".ckpt":
         return Noted()
@@ -129,7 +130,7 @@ def noted(path: Path) -> Noted:
         return Noted(error=_failure(error))
 
 
-def stated_step(path: Path) -> int | None:
+def stated_step(path: TreePath) -> int | None:
     """Return the step that the checkpoint at *path* says it was saved at; None: it does not."""
     try:
         files = [path / name for name in STEPS] if path.is_dir() else [path]
@@ -139,7 +140,7 @@ def stated_step(path: Path) -> int | None:
         return None
 
 
-def _noted(file: Path) -> Noted:
+def _noted(file: TreePath) -> Noted:
     if not file.is_file():
         return Noted()
     status = file.stat()
@@ -154,7 +155,7 @@ def _noted(file: Path) -> Noted:
 
 
 @lru_cache(maxsize=1024)
-def _read(file: Path, _: FileIdentity) -> Noted:
+def _read(file: TreePath, _: FileIdentity) -> Noted:
     with source_files(file.parent) as files:
         root = read_archive(files, file.name, unknown="inert", table=KEEPING_TABLE).root
         states = list(_states(root))
@@ -210,7 +211,7 @@ class _CutError(Exception):
         self.state = state
 
 
-def trainer_state(folder: Path) -> Noted:
+def trainer_state(folder: TreePath) -> Noted:
     """Read the state in *folder*, if there is one."""
     path = folder / TRAINER
     try:
@@ -232,7 +233,7 @@ def trainer_state(folder: Path) -> Noted:
 
 
 @lru_cache(maxsize=1024)
-def _read_state(path: Path, _: FileIdentity) -> Noted:
+def _read_state(path: TreePath, _: FileIdentity) -> Noted:
     """Read a state; twice, where its log comes before the step that is looked for in it."""
     said: dict[str, object] = {}
     try:
@@ -252,7 +253,7 @@ def _best(said: Mapping[str, object]) -> tuple[str, ...]:
     return (best,) if best and isinstance(best, str) else ()
 
 
-def _pass(path: Path, said: dict[str, object]) -> tuple[bool, Mapping[str, object]]:
+def _pass(path: TreePath, said: dict[str, object]) -> tuple[bool, Mapping[str, object]]:
     """Read the whole text once, and note in *said* every key that is met.
 
     Returns:
@@ -260,7 +261,7 @@ def _pass(path: Path, said: dict[str, object]) -> tuple[bool, Mapping[str, objec
     """
     log_was_first, seen = False, set()
     rated: dict[str, object] = {}
-    with path.open(encoding="utf-8-sig") as file:
+    with path.open("r", encoding="utf-8-sig") as file:
         text = JsonText(file)
         for key in text.members():
             if key in seen:

@@ -32,8 +32,9 @@ from ckptctl.ops.runs.names import is_last, parse, staged
 from ckptctl.ops.runs.notes import LAST, TRAINER, noted, trainer_state
 from ckptctl.planner.retention import NOT_TORN, WRITING, left_in
 from ckptctl.storage.paths import real_path
-from ckptctl.storage.remote.urls import is_url
+from ckptctl.storage.tree import TreePath
 from ckptctl.storage.two_phase_delete import TRASH
+from ckptctl.storage.urls import is_url
 
 POINTERS = {
     LATEST: "DeepSpeed",
@@ -76,7 +77,7 @@ class PointerFile(NamedTuple):
     error: CkptError | None = None
 
     @classmethod
-    def read(cls, root: Path, file: str) -> PointerFile:
+    def read(cls, root: TreePath, file: str) -> PointerFile:
         """Read a pointer, in UTF-8 or in UTF-16 as Windows writes it; empty if there is none."""
         try:
             if not (root / file).is_file():
@@ -102,15 +103,15 @@ class PointerFile(NamedTuple):
 class Pointers:
     """The pointers of a run, each read once."""
 
-    root: Path
+    root: TreePath
     files: Mapping[str, PointerFile]
 
     @classmethod
-    def read(cls, root: Path) -> Pointers:
+    def read(cls, root: TreePath) -> Pointers:
         """Read the pointers in *root*."""
         return cls(root, {file: PointerFile.read(root, file) for file in POINTERS})
 
-    def _members(self) -> list[Path]:
+    def _members(self) -> list[TreePath]:
         named = (item for item in self.root.iterdir() if parse(item.name) or is_last(item.name))
         return sorted(named)
 
@@ -152,7 +153,7 @@ class Pointers:
                 yield f"`{file}` names checkpoint {pointer.content[:SHOWN]!r}, which does not exist"
 
 
-def _require_read(path: Path, error: CkptError | None) -> None:
+def _require_read(path: TreePath, error: CkptError | None) -> None:
     if error:
         failed = isinstance(error, StorageError)
         raise (StorageError if failed else RefusedError)(
@@ -183,7 +184,7 @@ class RunView:
     Those in *in_use* a training is at work with; *branches*: what the run left behind stays.
     """
 
-    root: Path
+    root: TreePath
     checkpoints: Sequence[Checkpoint]
     pointers: Pointers
     in_use: Collection[str] = ()
@@ -360,7 +361,7 @@ def _series(name: str) -> str:
     return known.series if known else ""
 
 
-def points_inside(root: Path) -> bool:
+def points_inside(root: TreePath) -> bool:
     """Return whether a pointer or a link directly in *root*, or beside it, names an entry of it.
 
     So does a pointer to a checkpoint that is gone: it was one of a run.
@@ -395,7 +396,7 @@ def mentioned(text: str, names: Sequence[str], alike: Alike) -> tuple[str, ...]:
     return tuple(dict.fromkeys(found))
 
 
-def alike(root: Path, names: Sequence[str]) -> Alike:
+def alike(root: TreePath, names: Sequence[str]) -> Alike:
     """Return a function that finds the one of *names* that another spelling means.
 
     A file system may fold cases or compose accents, and a hard link has two names.
@@ -412,7 +413,7 @@ def alike(root: Path, names: Sequence[str]) -> Alike:
     return find
 
 
-def understood(text: str, root: Path) -> bool:
+def understood(text: str, root: TreePath) -> bool:
     """Return whether a text that names no checkpoint of the run in *root* names something else.
 
     That is one that is gone, something else in the folder, or something elsewhere that is there.
@@ -438,7 +439,7 @@ def _parts(text: str) -> list[str]:
     return [part for part in dict.fromkeys(parts) if part][:PARTS]
 
 
-def _place(path: Path) -> tuple[int, int] | None:
+def _place(path: TreePath) -> tuple[int, int] | None:
     with suppress(OSError, ValueError):
         status = path.lstat()
         return (status.st_dev, status.st_ino) if status.st_ino else None
@@ -448,7 +449,9 @@ def _place(path: Path) -> tuple[int, int] | None:
 # --- where links lead ----------------------------------------------------------------------------
 
 
-def linked(root: Path, names: Sequence[str], *, near: bool = False) -> Iterator[tuple[str, str]]:
+def linked(
+    root: TreePath, names: Sequence[str], *, near: bool = False
+) -> Iterator[tuple[str, str]]:
     """Yield entries of *root* that links lead to, into or through, and what to call the link.
 
     Where a folder is too full to look at all of it, that is every one of *names*, the run's
@@ -456,7 +459,7 @@ def linked(root: Path, names: Sequence[str], *, near: bool = False) -> Iterator[
     """
     if is_url(root):
         return
-    real = real_path(root)
+    real = real_path(Path(root))
     folders = () if near else (*names, *_others(real, names))
     inside = ((name, link) for name in folders for link in _all(real, name))
     items = (item for folder in (real, real.parent) for item in _listed(folder))

@@ -42,6 +42,7 @@ from ckptctl.results import Inline, JsonField, Result
 from ckptctl.storage.file_system import mounted_in
 from ckptctl.storage.paths import named, path_hint, real_path, require_local
 from ckptctl.storage.run_store import run_store
+from ckptctl.storage.tree import TreePath
 from ckptctl.storage.two_phase_delete import TRASH, TwoPhaseDelete
 from ckptctl.units import counted, rfc3339
 
@@ -96,7 +97,7 @@ class PrunePlan(
         run: What there is.
     """
 
-    root: Annotated[Path, JsonField("absolute path")]
+    root: Annotated[TreePath, JsonField("absolute path")]
     policy: Policy
     run: Annotated[
         RunFolder,
@@ -220,7 +221,7 @@ class Trainer(NamedTuple):
 
 
 def plan_prune(
-    root: str | Path,
+    root: str | TreePath,
     policy: Policy,
     *,
     force: bool = False,
@@ -277,7 +278,7 @@ def plan_prune(
     return _plan(real, policy, run, decisions, thin)
 
 
-def plan_discard(root: Path, series: str, step: int, now: float | None = None) -> PrunePlan:
+def plan_discard(root: TreePath, series: str, step: int, now: float | None = None) -> PrunePlan:
     """Decide what goes so that the run goes on from *step* as if nothing had come after it.
 
     That are checkpoints with a higher step that are complete or torn. What is protected stays, and
@@ -286,7 +287,7 @@ def plan_discard(root: Path, series: str, step: int, now: float | None = None) -
     return _plan_removal(root, series, lambda other: other > step, f"after step {step}", (), now)
 
 
-def plan_delete(root: Path, series: str, step: int, in_use: Collection[str] = ()) -> PrunePlan:
+def plan_delete(root: TreePath, series: str, step: int, in_use: Collection[str] = ()) -> PrunePlan:
     """Plan to remove the checkpoint of *step*, whatever rules say; *in_use* as in `plan_prune`.
 
     Raises:
@@ -311,7 +312,7 @@ def plan_delete(root: Path, series: str, step: int, in_use: Collection[str] = ()
 
 
 def _plan_removal(
-    root: Path,
+    root: TreePath,
     series: str,
     meant: Callable[[int], bool],
     why: str,
@@ -334,7 +335,7 @@ def _plan_removal(
     return _plan(real, Policy(), run, map(decide_by_step, run.checkpoints))
 
 
-def _require_root(root: Path, *, force: bool = False) -> Path:
+def _require_root(root: TreePath, *, force: bool = False) -> TreePath:
     """Resolve the folder whose entries may be removed, or refuse it.
 
     It may not be a link, ``/``, the home directory or above it, nor, without *force*, a checkpoint;
@@ -381,7 +382,7 @@ def _require_root(root: Path, *, force: bool = False) -> Path:
 
 
 def _plan(
-    root: Path,
+    root: TreePath,
     policy: Policy,
     run: RunFolder,
     decisions: Iterable[Decision[Checkpoint]],
@@ -395,7 +396,7 @@ def _plan(
         here = Path.cwd()
     for decision in plan.of("remove"):
         path = decision.checkpoint.path
-        mounted = mounted_in(path)
+        mounted = mounted_in(Path(path))
         if mounted:
             raise RefusedError(
                 "another file system is mounted inside a checkpoint",

@@ -106,7 +106,7 @@ def run_thinning(thinning: Thinning, deletion: TwoPhaseDelete) -> None:
     if not thinning.files:
         _rewrite(thinning, deletion)
         return
-    _strike_out(thinning.entry.path, thinning.files, deletion)
+    _strike_out(Path(thinning.entry.path), thinning.files, deletion)
     for path in thinning.files:
         deletion.take(path, f"{thinning.entry.path.name}-{path.name}")
 
@@ -153,12 +153,12 @@ def _rewrite(thinning: Thinning, deletion: TwoPhaseDelete) -> None:
         plan = plan_with_steps(entry.path, target, options, step)
         run_conversion(plan)
         if entry.path.is_dir():
-            _carry(entry.path, target, plan.source)
+            _carry(Path(entry.path), target, plan.source)
         _keep_time(target, entry.time)
     entry.require_unchanged()
     try:
         with storage_errors("replace", entry.path):
-            file_system.rename(target, entry.path, file_system.EXCHANGE)
+            file_system.rename(target, Path(entry.path), file_system.EXCHANGE)
             sync_directory(deletion.root)
     except file_system.UnsupportedRenameError:
         raise RefusedError(
@@ -238,7 +238,7 @@ def _words(path: KeyPath) -> list[str]:
 
 
 def _models(found: Checkpoint) -> list[Path]:
-    return [part for part in found.parts if not _FILES.fullmatch(part.name)]
+    return [Path(part) for part in found.parts if not _FILES.fullmatch(part.name)]
 
 
 def _own_files(found: Checkpoint, catalogs: list[Catalog]) -> Iterator[Path]:
@@ -246,7 +246,7 @@ def _own_files(found: Checkpoint, catalogs: list[Catalog]) -> Iterator[Path]:
     if not found.path.is_dir():
         return
     used = {Path(catalog.root) / name for catalog in catalogs for name in catalog.files}
-    folders = dict.fromkeys((found.path, *_models(found)))
+    folders = dict.fromkeys((Path(found.path), *_models(found)))
     for item in (item for folder in folders for item in sorted(folder.iterdir())):
         inside = any(path.is_relative_to(item) for path in used)
         if _FILES.fullmatch(item.name) and not item.is_symlink() and not inside:

@@ -12,6 +12,7 @@ import math
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import NamedTuple
 
 from ckptctl import dtypes
@@ -97,9 +98,9 @@ def tensor_files(
                 transfers.append(_transfer(chunk, tensor, steps[written.chunk], written, writer))
         writer.finish()
     plan = Plan(
-        source_root="/",
+        source_root=Path("/"),
         sources={},
-        target="",
+        target=Path(),
         single_file=False,
         files=tuple(writer.files),
         records=tuple(writer.records),

@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import groupby
 from operator import itemgetter
-from pathlib import Path
 from typing import NamedTuple
 
 from ckptctl import dtypes
@@ -27,8 +26,8 @@ from ckptctl.ops.verification.structure import may_be_zip
 from ckptctl.storage.computed import open_reader
 from ckptctl.storage.crc import combine, crc_of
 from ckptctl.storage.files import Readable, SourceFiles, source_files
-from ckptctl.storage.paths import path_at
 from ckptctl.storage.threads import Advance, ByteCount, Watch, default_threads, thread_pool
+from ckptctl.storage.tree import TreePath
 from ckptctl.storage.zips.directory import FileRange, read_directory
 from ckptctl.units import counted
 
@@ -158,7 +157,7 @@ def _todo(files: SourceFiles, catalog: Catalog, resolved: Catalog, full: bool, n
     if not full:
         return _Todo([], [], floating)
     ranges, bad = recorded(files, catalog, resolved)
-    lines, odd = digest_lists.listed_digests(files, path_at(catalog.path))
+    lines, odd = digest_lists.listed_digests(files, catalog.path)
     hub, strange = surroundings.downloaded(files, catalog.files)
     packed = list(_packed(resolved))
     return _Todo(ranges, [*lines, *hub], floating, packed, [*bad, *odd, *strange])
@@ -212,7 +211,7 @@ def _packed(resolved: Catalog) -> Iterator[PackedItem]:
 
 def _decompressed(
     reader: Readable,
-    root: Path,
+    root: TreePath,
     items: Sequence[PackedItem],
     jobs: int | None,
     advance: Advance | None,
@@ -267,7 +266,7 @@ def _floats(entry: TensorEntry) -> bool:
 
 def _nonfinite(
     files: Readable,
-    root: Path,
+    root: TreePath,
     entries: Sequence[TensorEntry],
     jobs: int | None,
     advance: Advance | None,
@@ -364,7 +363,7 @@ def crcs(
 
 
 def compared(
-    root: Path, ranges: Sequence[Recorded], found: Iterable[tuple[ReadBlock, int | CkptError]]
+    root: TreePath, ranges: Sequence[Recorded], found: Iterable[tuple[ReadBlock, int | CkptError]]
 ) -> tuple[list[Finding], list[Recorded]]:
     """Compare *ranges* with the :func:`crcs` of their blocks: what is wrong, and with which."""
     findings: list[Finding] = []
@@ -378,7 +377,7 @@ def compared(
 
 
 def _wrong(
-    one: Recorded, parts: Sequence[tuple[int, int | CkptError]], root: Path
+    one: Recorded, parts: Sequence[tuple[int, int | CkptError]], root: TreePath
 ) -> Finding | None:
     crc = 0
     for nbytes, part in parts:

@@ -25,6 +25,7 @@ from ckptctl.storage.files import SourceFiles, source_files
 from ckptctl.storage.json_reader import read_json
 from ckptctl.storage.publish import staging
 from ckptctl.storage.threads import Advance, Watch, default_threads, thread_pool
+from ckptctl.storage.tree import TreePath
 from ckptctl.verdict import Severity
 
 SUMS = "SHA256SUMS"
@@ -50,12 +51,12 @@ class FileDigest:
     severity: Severity = "error"
 
 
-def lists_of(path: Path) -> dict[str, str]:
+def lists_of(path: TreePath) -> dict[str, str]:
     """Return the names of the lists for the checkpoint at *path*, with their algorithms."""
     return {**LISTS, INTEGRITY: "sha256", target_of(path).name: "sha256"}
 
 
-def listed_digests(files: SourceFiles, path: Path) -> tuple[list[FileDigest], list[Finding]]:
+def listed_digests(files: SourceFiles, path: TreePath) -> tuple[list[FileDigest], list[Finding]]:
     """Return what the lists say of the checkpoint at *path*, and what is wrong with them.
 
     Of a single file it is what they say of that one; others beside it are none of it.
@@ -148,7 +149,7 @@ def digest(files: SourceFiles, name: str, algorithm: str, advance: Advance | Non
     return known.hexdigest()
 
 
-def require_room(target: Path) -> None:
+def require_room(target: TreePath) -> None:
     """Refuse to replace a list."""
     if os.path.lexists(target):
         path = target.parent if target.name == SUMS else target.with_suffix("")
@@ -161,12 +162,12 @@ def require_room(target: Path) -> None:
         )
 
 
-def target_of(path: Path) -> Path:
+def target_of(path: TreePath) -> TreePath:
     """Return the list for the checkpoint at *path*: in a directory, or beside a file."""
     return path / SUMS if path.is_dir() else path.with_name(f"{path.name}.sha256")
 
 
-def members(path: Path) -> list[str]:
+def members(path: TreePath) -> list[str]:
     """Return the names of all files of the checkpoint at *path*, below it."""
     if path.is_file():
         return [path.name]
@@ -174,7 +175,7 @@ def members(path: Path) -> list[str]:
     return sorted(str(item.relative_to(path)) for item in found if item != path / SUMS)
 
 
-def unlistable(path: Path) -> list[Finding]:
+def unlistable(path: TreePath) -> list[Finding]:
     """Return the files at *path* that no list can name: links that lead elsewhere, sockets."""
     findings: list[Finding] = []
     with source_files(root_of(path)) as files:
@@ -186,7 +187,7 @@ def unlistable(path: Path) -> list[Finding]:
     return findings
 
 
-def write_list(path: Path, jobs: int | None, progress: Watch, ranks: Coordinator) -> str:
+def write_list(path: TreePath, jobs: int | None, progress: Watch, ranks: Coordinator) -> str:
     """Add the SHA-256 of every file of a checkpoint, whole or not at all; return where they are.
 
     The ranks share the reading, and rank 0 writes.
@@ -211,9 +212,9 @@ def write_list(path: Path, jobs: int | None, progress: Watch, ranks: Coordinator
     return str(target)
 
 
-def _publish(target: Path, content: str) -> None:
+def _publish(target: TreePath, content: str) -> None:
     require_room(target)
-    with staging(target, single_file=True) as stage:
+    with staging(Path(target), single_file=True) as stage:
         write_file(stage.data / target.name, os.fsencode(content))
         stage.publish()
 

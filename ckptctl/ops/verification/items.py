@@ -14,8 +14,8 @@ from ckptctl.ops.ranks.sharing import portion
 from ckptctl.storage.compare import equal, has_same_checksum
 from ckptctl.storage.computed import open_reader
 from ckptctl.storage.files import source_files
-from ckptctl.storage.paths import path_at
 from ckptctl.storage.threads import Advance
+from ckptctl.storage.tree import TreePath
 from ckptctl.storage.zips.directory import FileRange, read_directory
 from ckptctl.storage.zips.reader import MAX_PICKLE
 
@@ -78,14 +78,14 @@ def _taken(catalog: Catalog, names: list[str]) -> Catalog:
 def _refused(error: CkptError, part: Catalog) -> Finding:
     """Return what is wrong with one item; a value that is merely not understood is no damage."""
     name = next(iter([*part.tensors, *part.blobs]), None)
-    found = of_error(error, path_at(part.root), name)
+    found = of_error(error, part.root, name)
     for extent in (extent for entry in part.tensors.values() for extent in entry.extents):
         found = replace(found, box=extent.box)
     sound = any(_is_sound(part.root, blob) for blob in part.blobs.values())
     return replace(found, severity="warning") if sound else found
 
 
-def _is_sound(root: str, blob: Blob) -> bool:
+def _is_sound(root: TreePath, blob: Blob) -> bool:
     """Return whether a checksum proves the pickle of *blob*, whatever it says."""
     try:
         with source_files(root) as files:
@@ -151,7 +151,7 @@ def differing(catalog: Catalog) -> Iterator[Finding]:
             part = formats.resolve(replicated(catalog, {entry.name}))
             yield from _different(part, None, checked=True)
         except CkptError as error:
-            yield of_error(error, path_at(catalog.root), entry.name)
+            yield of_error(error, catalog.root, entry.name)
 
 
 def _different(catalog: Catalog, advance: Advance | None, *, checked: bool) -> Iterator[Finding]:

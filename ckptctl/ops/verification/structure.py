@@ -7,7 +7,6 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import repeat
 from operator import ge, itemgetter, mul
-from pathlib import Path
 
 from ckptctl import dtypes
 from ckptctl.catalog import Box, Catalog, Extent, Finding, TensorEntry
@@ -18,6 +17,7 @@ from ckptctl.planner.boxes import Coverage, coverage, intersect
 from ckptctl.storage.files import SourceFiles, source_files
 from ckptctl.storage.read_ahead import FileOffset, ahead
 from ckptctl.storage.stand_ins import ZIP, ZIP_END, ZIP_REACH, ZIP_TAIL, begins_as_zip
+from ckptctl.storage.tree import TreePath
 from ckptctl.units import counted, natural
 from ckptctl.verdict import Severity
 
@@ -311,6 +311,6 @@ def _moments(catalog: Catalog) -> Iterator[Finding]:
                 yield Finding(what, why, severity, tensor=gone, basis="index")
 
 
-def root_of(path: Path) -> Path:
+def root_of(path: TreePath) -> TreePath:
     """Return the directory that *path* is, or lies in."""
     return path if path.is_dir() else path.parent

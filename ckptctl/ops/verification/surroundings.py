@@ -13,7 +13,7 @@ import os
 import re
 from collections.abc import Collection, Iterator
 from dataclasses import replace
-from pathlib import Path
+from pathlib import Path, PurePath
 
 from ckptctl import formats
 from ckptctl.catalog import Catalog, Finding
@@ -25,8 +25,9 @@ from ckptctl.storage.compare import equal
 from ckptctl.storage.crc import algorithm_of
 from ckptctl.storage.destinations import staging_directory
 from ckptctl.storage.files import SourceFiles, source_files
-from ckptctl.storage.paths import hub_repository, path_at, real_path
+from ckptctl.storage.paths import hub_repository, real_path
 from ckptctl.storage.stand_ins import unwritten
+from ckptctl.storage.tree import TreePath
 from ckptctl.verdict import Severity
 
 HF, SHARDS, SHARDED = "hf", "hf-rank-shards", "sharded"
@@ -46,16 +47,18 @@ LEFTOVER = re.compile(
 )
 
 
-def surroundings(path: Path, catalog: Catalog | None, *, values: bool = False) -> Iterator[Finding]:
+def surroundings(
+    path: TreePath, catalog: Catalog | None, *, values: bool = False
+) -> Iterator[Finding]:
     """Yield warnings about what lies in and beside a checkpoint; *values*: of elements, too."""
-    stage = staging_directory(path)
+    stage = staging_directory(Path(path))
     if stage.is_dir():
         why = (
             f"`{stage.name}` next to it belongs to a command that was interrupted or is still "
             "running"
         )
         yield Finding("partial output exists for this path", why, "warning", str(stage))
-    root = path_at(catalog.root) if catalog else path
+    root = catalog.root if catalog else path
     if not path.is_dir():
         return
     for item in unfinished(root):
@@ -75,7 +78,7 @@ def surroundings(path: Path, catalog: Catalog | None, *, values: bool = False) -
         yield from _pointers(folder)
 
 
-def _state_of_trainer(folder: Path) -> Iterator[Finding]:
+def _state_of_trainer(folder: TreePath) -> Iterator[Finding]:
     """Yield the files beside a model, without which a run does not go on, that were cut off."""
     for item in sorted(folder.iterdir()):
         if STATE.fullmatch(item.name) and item.is_file() and (why := unwritten(item)):
@@ -83,7 +86,7 @@ def _state_of_trainer(folder: Path) -> Iterator[Finding]:
             yield Finding(what, why, "error", item.name)
 
 
-def _contradicted(folder: Path, catalog: Catalog, *, values: bool) -> Iterator[Finding]:
+def _contradicted(folder: TreePath, catalog: Catalog, *, values: bool) -> Iterator[Finding]:
     """Yield what the shards that torch consolidated say otherwise than what it made of them."""
     shards = formats.get(SHARDS)
     if not shards.sniff(Listing(folder)):
@@ -123,7 +126,7 @@ def _same(catalog: Catalog, parts: Catalog, name: str) -> bool:
         return equal(files, own, replace(other, extents=below))
 
 
-def _emptied(root: Path, used: Collection[str]) -> Iterator[Finding]:
+def _emptied(root: TreePath, used: Collection[str]) -> Iterator[Finding]:
     """Yield empty folders among those of parameters, as universal checkpoints have them."""
     above = {Path(name).parent.parent for name in used} - {Path()}
     for folder in sorted(above):
@@ -133,7 +136,7 @@ def _emptied(root: Path, used: Collection[str]) -> Iterator[Finding]:
                 yield Finding("a folder is empty", why, "error", str(item.relative_to(root)))
 
 
-def _strays(root: Path, folder: Path, catalog: Catalog | None) -> Iterator[Finding]:
+def _strays(root: TreePath, folder: TreePath, catalog: Catalog | None) -> Iterator[Finding]:
     files = catalog.files if catalog else {}
     forms = {_form(Path(name).name) for name in files}
     known = {*files, *(one.file for one in catalog.findings)} if catalog else set()
@@ -147,7 +150,7 @@ def _strays(root: Path, folder: Path, catalog: Catalog | None) -> Iterator[Findi
             yield Finding("the index does not refer to this file", None, "warning", name)
 
 
-def _is_data(item: Path, forms: Collection[str]) -> bool:
+def _is_data(item: TreePath, forms: Collection[str]) -> bool:
     known = item.suffix in OWNED or _form(item.name) in forms
     return known and item.is_file() and item.stat().st_size > 0
 
@@ -157,7 +160,7 @@ def _form(name: str) -> str:
     return re.sub(r"\d+", "0", name)
 
 
-def _pointers(folder: Path) -> Iterator[Finding]:
+def _pointers(folder: TreePath) -> Iterator[Finding]:
     """Yield pointers to saves that are not there; they stand beside the saves."""
     for name in (LATEST, LATEST_UNIVERSAL):
         pointer = folder / name
@@ -182,7 +185,7 @@ def _pointers(folder: Path) -> Iterator[Finding]:
 DOWNLOADS = ".cache/huggingface/download"
 
 
-def unfinished(root: Path) -> Iterator[Path]:
+def unfinished(root: TreePath) -> Iterator[TreePath]:
     """Yield the parts of files whose download to *root* was interrupted."""
     yield from sorted((root / DOWNLOADS).rglob("*.incomplete"))
     repository = hub_repository(real_path(root))
@@ -217,7 +220,7 @@ def downloaded(files: SourceFiles, used: Collection[str]) -> tuple[list[FileDige
     return found, findings
 
 
-def _told(files: SourceFiles, folder: Path) -> Iterator[FileDigest]:
+def _told(files: SourceFiles, folder: PurePath) -> Iterator[FileDigest]:
     """Yield the files behind a URL whose place says what their digest is."""
     for item in sorted((files.root / folder).iterdir()):
         name = str(folder / item.name)
@@ -227,9 +230,9 @@ def _told(files: SourceFiles, folder: Path) -> Iterator[FileDigest]:
             yield FileDigest("the Hub", algorithm, name, digest)
 
 
-def _linked(root: Path, folder: Path) -> Iterator[FileDigest]:
+def _linked(root: TreePath, folder: PurePath) -> Iterator[FileDigest]:
     """Yield the files of a snapshot in the cache; the name of its blob is the ETag of a file."""
-    real = real_path(root)
+    real = real_path(Path(root))
     repository = hub_repository(real)
     if repository is None or not (real / folder).is_dir():
         return
@@ -241,7 +244,7 @@ def _linked(root: Path, folder: Path) -> Iterator[FileDigest]:
                 yield FileDigest("the Hub's cache", algorithm, str(folder / item.name), blob.name)
 
 
-def _recorded(root: Path, folder: Path) -> Iterator[tuple[Path, str]]:
+def _recorded(root: TreePath, folder: PurePath) -> Iterator[tuple[TreePath, str]]:
     """Yield the record of each downloaded file in a folder, and the file below *root*.
 
     The folder that was downloaded to may be one above: repositories have folders, too.
@@ -255,7 +258,7 @@ def _recorded(root: Path, folder: Path) -> Iterator[tuple[Path, str]]:
                 yield record, name
 
 
-def _read(record: Path, file: Path, name: str) -> FileDigest | None:
+def _read(record: TreePath, file: TreePath, name: str) -> FileDigest | None:
     """Return what *record* says of *file*; None: nothing that can be understood.
 
     A file in git that was changed after its download is somebody's own; one in LFS never is.

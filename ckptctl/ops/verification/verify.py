@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field, fields
-from pathlib import Path
 
 from ckptctl import families, formats
 from ckptctl.catalog import MANIFEST, Catalog, Finding
@@ -23,9 +22,10 @@ from ckptctl.ops.verification.options import VerifyOptions
 from ckptctl.ops.verification.result import Verification, unsaid
 from ckptctl.ops.verification.structure import is_about_unread, root_of, structure
 from ckptctl.ops.verification.surroundings import surroundings
-from ckptctl.storage.paths import path_at, require_answers, require_local, shown
+from ckptctl.storage.paths import require_answers, require_local, shown
 from ckptctl.storage.sources import require_unreplaced
 from ckptctl.storage.threads import Watch, unwatched
+from ckptctl.storage.tree import TreePath
 from ckptctl.verdict import Scope, Verdict, decide_verdict, drop_structure_claim
 
 UNUSED = f"{MANIFEST} describes other tensors"
@@ -35,7 +35,7 @@ UNUSED = f"{MANIFEST} describes other tensors"
 class _State:
     """What is known so far."""
 
-    path: Path
+    path: TreePath
     format: str
     catalog: Catalog | None = None
     findings: list[Finding] = field(default_factory=list)
@@ -53,13 +53,13 @@ class _State:
         return decide_verdict(self.findings) is Verdict.COMPLETE
 
     @property
-    def listed_path(self) -> Path:
+    def listed_path(self) -> TreePath:
         """Return what a list of digests is about: the directory, or the one file."""
-        return path_at(self.catalog.path) if self.catalog else self.path
+        return self.catalog.path if self.catalog else self.path
 
 
 def verify(
-    path: str | Path,
+    path: str | TreePath,
     options: VerifyOptions | None = None,
     progress: Watch = unwatched,
     ranks: Coordinator | None = None,
@@ -69,7 +69,7 @@ def verify(
 
 
 def examine(
-    path: str | Path,
+    path: str | TreePath,
     options: VerifyOptions,
     progress: Watch = unwatched,
     ranks: Coordinator | None = None,
@@ -130,7 +130,7 @@ def examine(
     return verified, catalog
 
 
-def _begun(path: str | Path, options: VerifyOptions) -> _State:
+def _begun(path: str | TreePath, options: VerifyOptions) -> _State:
     if options.manifest:
         require_local(
             path,
@@ -148,7 +148,7 @@ def _begun(path: str | Path, options: VerifyOptions) -> _State:
     return state
 
 
-def _opened(path: Path, options: VerifyOptions) -> _State:
+def _opened(path: TreePath, options: VerifyOptions) -> _State:
     """Read the index; what a reader refuses becomes findings, and what is left is read."""
     try:
         catalog = _read(path, options)
@@ -166,7 +166,7 @@ def _opened(path: Path, options: VerifyOptions) -> _State:
         return _State(real, name, part, list(part.findings))
 
 
-def _read(path: Path, options: VerifyOptions, *, partial: bool = False) -> Catalog:
+def _read(path: TreePath, options: VerifyOptions, *, partial: bool = False) -> Catalog:
     return open_source(path, options, partial=partial, replicas=options.level == "full")
 
 
@@ -213,10 +213,10 @@ def _index_holds(state: _State, catalog: Catalog) -> bool:
 
 def _lists(catalog: Catalog) -> tuple[str, ...]:
     """Return the lists of checksums in a checkpoint that ``full`` compares with."""
-    root = path_at(catalog.root)
-    used = not path_at(catalog.path).is_file()
+    root = catalog.root
+    used = not catalog.path.is_file()
     used = used and not any(note.startswith(UNUSED) for note in catalog.notes)
-    names = [*digest_lists.lists_of(path_at(catalog.path)), *([MANIFEST] if used else [])]
+    names = [*digest_lists.lists_of(catalog.path), *([MANIFEST] if used else [])]
     return tuple(name for name in names if (root / name).is_file())
 
 

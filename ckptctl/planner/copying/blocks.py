@@ -22,6 +22,7 @@ from ckptctl.catalog import Box, Computed, Extent, Input, TensorEntry, row_major
 from ckptctl.columns import NO_CRC, ExtentColumns
 from ckptctl.planner.plan import RecordedRange
 from ckptctl.planner.strided import Axis, Part, Strided
+from ckptctl.storage.tree import TreePath
 
 MIB = 1 << 20
 Ints = tuple[int, ...]
@@ -517,7 +518,7 @@ class BlockReader:
                 yield Located(source, first + further, steps, cut)
 
 
-def rearranged(root: str, tensor: Strided) -> Computed:
+def rearranged(root: TreePath, tensor: Strided) -> Computed:
     """Make a virtual file of the elements of a tensor, row-major.
 
     Args:

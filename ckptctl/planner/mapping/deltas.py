@@ -20,6 +20,7 @@ from ckptctl.planner.mapping.mapped import ComposedTensor, compose
 from ckptctl.planner.mapping.source import SurplusError
 from ckptctl.planner.mapping.tensors import map_tensors
 from ckptctl.planner.strided import Strided
+from ckptctl.storage.tree import TreePath
 from ckptctl.units import counted
 
 Shapes = Mapping[str, tuple[int, ...]]
@@ -276,7 +277,7 @@ class _Formulas:
         )
 
 
-def as_input(root: str, tensor: Strided, computed: dict[str, Computed]) -> Input:
+def as_input(root: TreePath, tensor: Strided, computed: dict[str, Computed]) -> Input:
     """Return a part of the adapter at *root*: a view, or a file that is added to *computed*."""
     if tensor.parts and is_view(tensor):
         return Input(root, view(tensor.parts[0].of, tensor))

@@ -30,9 +30,9 @@ from ckptctl.storage.execution.lanes import Unit
 from ckptctl.storage.execution.options import LEAST
 from ckptctl.storage.files import source_files
 from ckptctl.storage.outcome import NOTHING, Outcome, OutOfRange, Rounding
-from ckptctl.storage.paths import path_at
 from ckptctl.storage.schema import find
 from ckptctl.storage.stand_ins import begins_as_zip
+from ckptctl.storage.tree import TreePath
 from ckptctl.storage.unfinished import left_in
 
 VERSION = 5
@@ -45,7 +45,7 @@ Header = Mapping[str, object]
 _Key = tuple[int, int]
 Parts = list[tuple[int, int, int]]
 """``(position, bytes, CRC-32)`` of the parts of a record or of a recorded range of a source."""
-SourceRange = tuple[str, RecordedRange]
+SourceRange = tuple[TreePath, RecordedRange]
 """A recorded range, and the directory that its file is relative to."""
 
 
@@ -272,7 +272,9 @@ class Ledger:
             raise checksum_error(name, root, recorded.file, found or 0, recorded.crc32)
 
 
-def checksum_error(name: str, root: str, file: str, computed: int, recorded: int) -> DamagedError:
+def checksum_error(
+    name: str, root: TreePath, file: str, computed: int, recorded: int
+) -> DamagedError:
     """Build the error for a tensor whose CRC-32 is not the recorded one.
 
     A zip records its checksums itself. Those of any other file stand in the manifest next to it,
@@ -293,7 +295,7 @@ def checksum_error(name: str, root: str, file: str, computed: int, recorded: int
             hint += f"; if the file was changed on purpose, delete `{files.root / MANIFEST}`"
     return DamagedError(
         f"the checksum of `{name}` does not match the one recorded in {by}",
-        where=str(path_at(root) / file),
+        where=str(root / file),
         why=f"CRC-32 is {computed:08x}, expected {recorded:08x}",
         hint=hint,
     )

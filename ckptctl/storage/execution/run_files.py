@@ -23,6 +23,7 @@ from ckptctl.storage.file_system import sync_directory
 from ckptctl.storage.files import SourceFiles, after
 from ckptctl.storage.page_cache import PAGE, cold, past_cache
 from ckptctl.storage.paths import contained
+from ckptctl.storage.tree import TreePath
 from ckptctl.units import counted
 
 MAX_OPEN = 64
@@ -48,7 +49,7 @@ class RunFiles(OpenFiles):
     def __init__(
         self,
         computed: Mapping[str, Computed],
-        roots: Callable[[str], SourceFiles],
+        roots: Callable[[TreePath], SourceFiles],
         root: Path,
         memory: Mapping[str, ByteSource | ByteSink],
         *,

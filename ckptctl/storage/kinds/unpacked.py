@@ -11,7 +11,6 @@ from __future__ import annotations
 import os
 import tempfile
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 from typing import NamedTuple
 
 from ckptctl.catalog import Box, Computed, Extent, TensorEntry
@@ -22,6 +21,7 @@ from ckptctl.storage.computed import Kind, Output, SharedResults, rectangle
 from ckptctl.storage.crc import crc_of
 from ckptctl.storage.files import IOV_MAX, SourceFiles, after
 from ckptctl.storage.tensor_reader import TensorReader
+from ckptctl.storage.tree import TreePath
 from ckptctl.storage.zips.items import read_item_tensor, require_chunk
 from ckptctl.storage.zstd import decompressed
 from ckptctl.units import counted
@@ -88,7 +88,7 @@ class TemporaryFile(SourceFiles):
     *root* and *name* are those of what it was made of, for errors.
     """
 
-    def __init__(self, root: Path, name: str) -> None:
+    def __init__(self, root: TreePath, name: str) -> None:
         self.root = root
         self.name = name
         self.nbytes = 0
@@ -116,7 +116,7 @@ class TemporaryFile(SourceFiles):
                 left = left[count:]
             self.nbytes += len(piece)
 
-    def path(self, name: str) -> Path:
+    def path(self, name: str) -> TreePath:
         """Return the path that it is shown under."""
         return self.root / name
 

@@ -20,8 +20,9 @@ from urllib.parse import quote, unquote
 from ckptctl.errors import CkptError, SourceNotFoundError, StorageError, UsageError
 from ckptctl.storage.paths import real_path
 from ckptctl.storage.remote.retries import persistent, retried
-from ckptctl.storage.remote.store import ITSELF, RemoteEntry, Store
-from ckptctl.storage.remote.urls import masked, normal
+from ckptctl.storage.remote.store import ITSELF, Store
+from ckptctl.storage.tree import TreeEntry
+from ckptctl.storage.urls import masked, normal
 
 KINDS = {"models": "model", "datasets": "dataset", "spaces": "space"}
 _WITH_SLASHES = r"refs/(?:pr/\d+|convert/[^/]+)"
@@ -93,17 +94,17 @@ class HubStore(Store):
         self._commit, self._files, self._cached = look(self._at, self.url)
         self._places: dict[str, Path | None] = {}
 
-    def members(self, folder: str) -> list[RemoteEntry]:
+    def members(self, folder: str) -> list[TreeEntry]:
         """See :class:`~ckptctl.storage.remote.store.Store`."""
         inner = self._inner(folder)
         if inner in self._files:
             return [replace(self._files[inner], name=ITSELF)]
-        entries: dict[str, RemoteEntry] = {}
+        entries: dict[str, TreeEntry] = {}
         prefix = f"{inner}/" if inner else ""
         for name, entry in self._files.items():
             if name.startswith(prefix):
                 head, deeper, _ = name[len(prefix) :].partition("/")
-                entries[head] = RemoteEntry(head, True) if deeper else replace(entry, name=head)
+                entries[head] = TreeEntry(head, True) if deeper else replace(entry, name=head)
         return list(entries.values())
 
     def read(self, name: str, version: str, start: int, stop: int) -> bytes | bytearray:
@@ -148,7 +149,7 @@ class HubStore(Store):
         return self._places[inner]
 
 
-def look(at: HubUrl, url: str) -> tuple[str, dict[str, RemoteEntry], Path | None]:
+def look(at: HubUrl, url: str) -> tuple[str, dict[str, TreeEntry], Path | None]:
     """Return the commit, its files, and the folder of the cache that has them when offline."""
     from huggingface_hub import HfApi
     from huggingface_hub.errors import OfflineModeIsEnabled
@@ -169,7 +170,7 @@ def look(at: HubUrl, url: str) -> tuple[str, dict[str, RemoteEntry], Path | None
         return str(info.sha), files, None
 
 
-def _look_offline(at: HubUrl) -> tuple[str, dict[str, RemoteEntry], Path | None]:
+def _look_offline(at: HubUrl) -> tuple[str, dict[str, TreeEntry], Path | None]:
     from huggingface_hub import snapshot_download
 
     folder = Path(
@@ -181,7 +182,7 @@ def _look_offline(at: HubUrl) -> tuple[str, dict[str, RemoteEntry], Path | None]
     files = {}
     for item in names:
         name, status = str(item.relative_to(folder)), item.stat()
-        files[name] = RemoteEntry(
+        files[name] = TreeEntry(
             name, False, status.st_size, real_path(item).name, status.st_mtime_ns
         )
     return folder.name, files, folder
@@ -192,10 +193,10 @@ def _inside(name: str) -> bool:
     return not {"", ".", ".."} & set(name.split("/"))
 
 
-def _stored(sibling: Any, time: int) -> RemoteEntry:
+def _stored(sibling: Any, time: int) -> TreeEntry:
     lfs = sibling.lfs
     digest = lfs["sha256"] if lfs else sibling.blob_id
-    return RemoteEntry(sibling.rfilename, False, int(sibling.size or 0), str(digest), time, digest)
+    return TreeEntry(sibling.rfilename, False, int(sibling.size or 0), str(digest), time, digest)
 
 
 def _append(found: bytearray, at: HubUrl, name: str, commit: str, start: int, stop: int) -> None:

@@ -25,7 +25,7 @@ from ckptctl.errors import RefusedError, StorageError
 from ckptctl.storage import processes
 from ckptctl.storage.remote.conditions import UNKNOWN, code_of, is_taken, knows_no_conditions
 from ckptctl.storage.remote.store import FsspecStore, entry_of
-from ckptctl.storage.remote.writing import BUSY, HELD, SILENCE, Sent, Writing, is_dead, parse
+from ckptctl.storage.writing import BUSY, HELD, SILENCE, Sent, Writing, is_dead, parse
 
 BEAT = 60.0
 """Seconds between signs of life."""

@@ -18,7 +18,7 @@ from typing import Any
 from ckptctl.errors import StorageError
 from ckptctl.storage.remote.conditions import is_taken, knows_no_conditions
 from ckptctl.storage.remote.store import FsspecStore, entry_of
-from ckptctl.storage.remote.writing import BUSY, NAME, Sent
+from ckptctl.storage.writing import BUSY, NAME, Sent
 
 PART = 8 << 20
 PARTS = 9000

@@ -11,17 +11,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from pathlib import Path
 
 from ckptctl.errors import CkptError, RefusedError, SourceNotFoundError
 from ckptctl.file_identity import FileIdentity
-from ckptctl.storage.remote import trees
 from ckptctl.storage.remote.lock import ConditionalObject, RemoteLock
 from ckptctl.storage.remote.objects import Objects
-from ckptctl.storage.remote.store import FsspecStore
-from ckptctl.storage.remote.upload import INDEXES
-from ckptctl.storage.remote.urls import HUB, WEB, scheme_of
-from ckptctl.storage.remote.writing import GONE, NAME, Sent, removal_left_in, save_left_in
+from ckptctl.storage.remote.trees import store_at
+from ckptctl.storage.tree import INDEXES, UrlPath
+from ckptctl.storage.urls import HUB, WEB, scheme_of
+from ckptctl.storage.writing import GONE, NAME, Sent, removal_left_in, save_left_in
 
 LOCK = ".ckptctl-removing"
 """The lock of a run from which checkpoints are removed."""
@@ -31,7 +29,7 @@ BUSY = "another process is removing checkpoints here"
 class RemoteRun:
     """See :class:`~ckptctl.storage.run_store.RunStore`."""
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: UrlPath) -> None:
         self.root = root
 
     def require_changeable(self) -> None:
@@ -44,9 +42,9 @@ class RemoteRun:
 
     def refresh(self) -> None:
         """See :class:`~ckptctl.storage.run_store.RunStore`."""
-        trees.drop(str(self.root))
+        self.root.tree.drop(self.root.url)
         with suppress(SourceNotFoundError):
-            trees.look(str(self.root))
+            self.root.tree.look(self.root.url)
 
     def is_free(self, name: str) -> bool:
         """See :class:`~ckptctl.storage.run_store.RunStore`.
@@ -78,18 +76,18 @@ class RemoteRun:
     def replace(self, name: str, content: bytes, *, sync: bool) -> None:
         """See :class:`~ckptctl.storage.run_store.RunStore`."""
         del sync  # what a store has acknowledged it has
-        FsspecStore(trees.secret_of(str(self.root))).write(name, content)
+        store_at(self.root).write(name, content)
 
     def create(self, name: str, content: bytes) -> None:
         """See :class:`~ckptctl.storage.run_store.RunStore`."""
-        store = _store(self.root)
+        store = store_at(self.root)
         with store.errors(name, "write"):
             ConditionalObject(store, name).create(content)
 
     @contextmanager
     def deleting(self) -> Iterator[RemoteDeletion]:
         """See :class:`~ckptctl.storage.run_store.RunStore`."""
-        lock = RemoteLock(_store(self.root), LOCK, (), busy=BUSY)
+        lock = RemoteLock(store_at(self.root), LOCK, (), busy=BUSY)
         lock.take()
         try:
             deletion = RemoteDeletion(self, lock)
@@ -125,12 +123,12 @@ class RemoteDeletion:
         self._lock.require()
         self._run.refresh()
         if path.is_file():
-            place = Objects(_store(path.parent), name)
+            place = Objects(store_at(path.parent), name)
             found = place.look()
             still()
             place.remove(found, found, self._lock.still)
             return
-        store = _store(path)
+        store = store_at(path)
         place = Objects(store)
         found = place.look()
         still()
@@ -149,7 +147,7 @@ class RemoteDeletion:
     def sweep(self) -> None:
         """Remove what earlier runs have left, as far as it can be; :meth:`left` says what not."""
         for name, doomed in self._run.half_removed().items():
-            store = _store(self._run.root / name)
+            store = store_at(self._run.root / name)
             place = Objects(store)
             lock = RemoteLock(store, place.lock, (GONE,), doomed=doomed)
             try:
@@ -171,7 +169,3 @@ class RemoteDeletion:
         if not place.look():
             place.drop_parts()
         lock.drop()
-
-
-def _store(path: Path) -> FsspecStore:
-    return FsspecStore(trees.secret_of(str(path)), str(path))

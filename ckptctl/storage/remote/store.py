@@ -9,20 +9,28 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from datetime import datetime
 from typing import IO, Any, Protocol, cast
 
 from ckptctl.errors import (
+    ChangedError,
     CkptError,
     SourceNotFoundError,
     StorageError,
     UsageError,
 )
-from ckptctl.storage.remote.conditions import UNKNOWN, code_of, is_taken, knows_no_conditions
-from ckptctl.storage.remote.failures import failure_of, raise_other
+from ckptctl.storage.remote.conditions import (
+    UNKNOWN,
+    Versions,
+    code_of,
+    is_taken,
+    knows_no_conditions,
+    status_of,
+    versions_of,
+)
 from ckptctl.storage.remote.retries import retried
-from ckptctl.storage.remote.urls import (
+from ckptctl.storage.tree import TreeEntry
+from ckptctl.storage.urls import (
     WEB,
     hide,
     install_hint,
@@ -31,8 +39,7 @@ from ckptctl.storage.remote.urls import (
     scheme_of,
     without_query,
 )
-from ckptctl.storage.remote.versions import Versions, versions_of
-from ckptctl.storage.remote.writing import BUSY, number_of
+from ckptctl.storage.writing import BUSY
 
 VERSIONS = (
     "ETag",
@@ -51,32 +58,13 @@ NOISY = ("fsspec", "s3fs", "gcsfs", "adlfs", "azure", "asyncio")
 BUCKETS = frozenset({"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "adl", "oss", "oci"})
 """File systems without folders."""
 ITSELF = ""
-
-
-@dataclass(frozen=True, slots=True)
-class RemoteEntry:
-    """A file or folder behind a URL.
-
-    Attributes:
-        name: Its name in its folder; :data:`ITSELF` where what was to be listed is a file.
-        folder: Whether it is a folder.
-        size: Bytes; -1: only the file itself tells.
-        version: What changes when its content does, as far as the place tells.
-        mtime_ns: When it was written, in nanoseconds since the epoch; 0: unknown.
-        digest: SHA-256 of its content, or git's SHA-1 of a blob, where the place tells.
-    """
-
-    name: str
-    folder: bool
-    size: int = 0
-    version: str = ""
-    mtime_ns: int = 0
-    digest: str | None = None
-
-    @property
-    def number(self) -> int:
-        """Return the version as a number, to stand where a local file has its inode."""
-        return number_of(self.version)
+CREDENTIALS = "check the credentials and their permissions"
+NETWORK = "check the URL, the network and the configured endpoint"
+DENIED = (401, 403)
+FORBIDDEN = "Forbidden: "
+"""What gcsfs begins with where the status is 403, in an OSError without one."""
+REPLACED = ("PreconditionFailed", "412")
+"""What S3 answers when it has another version of an object."""
 
 
 class Store(Protocol):
@@ -85,10 +73,10 @@ class Store(Protocol):
     url: str
     """As it may be shown."""
 
-    def members(self, folder: str) -> list[RemoteEntry]:
+    def members(self, folder: str) -> list[TreeEntry]:
         """Return the members of *folder*, which is relative to the URL; none: no folder."""
 
-    def complete(self, name: str, found: RemoteEntry) -> RemoteEntry:
+    def complete(self, name: str, found: TreeEntry) -> TreeEntry:
         """Return *found* with its size, where a listing does not tell; by default it does."""
         del name
         return found
@@ -125,7 +113,7 @@ class FsspecStore:
         self.has_folders = not protocols(self.system) & BUCKETS
         self.refresh()
 
-    def members(self, folder: str) -> list[RemoteEntry]:
+    def members(self, folder: str) -> list[TreeEntry]:
         """See :class:`Store`."""
         path = self.path(folder)
         with self.errors(folder, "list"):
@@ -139,7 +127,7 @@ class FsspecStore:
         own = self.root + f"/{folder}" * bool(folder)
         return [member for entry in listed if (member := _member(entry, own)) is not None]
 
-    def complete(self, name: str, found: RemoteEntry) -> RemoteEntry:
+    def complete(self, name: str, found: TreeEntry) -> TreeEntry:
         """See :class:`Store`."""
         with self.errors(name, "access"):
             return entry_of(self.system.info(self.path(name)), found.name)
@@ -376,11 +364,11 @@ def protocols(system: Any) -> set[str]:
     return {system.protocol} if isinstance(system.protocol, str) else {*system.protocol}
 
 
-def entry_of(info: Mapping[str, Any], name: str) -> RemoteEntry:
+def entry_of(info: Mapping[str, Any], name: str) -> TreeEntry:
     """Return the entry of fsspec's *info*."""
     size = info.get("size")
     version = next((str(info[key]) for key in VERSIONS if info.get(key)), "")
-    return RemoteEntry(
+    return TreeEntry(
         name,
         info.get("type") == "directory",
         -1 if size is None else int(size),
@@ -389,7 +377,7 @@ def entry_of(info: Mapping[str, Any], name: str) -> RemoteEntry:
     )
 
 
-def _member(entry: Mapping[str, Any], folder: str) -> RemoteEntry | None:
+def _member(entry: Mapping[str, Any], folder: str) -> TreeEntry | None:
     """Return the entry of a line of a listing; None: the folder's own, or a link elsewhere."""
     full = str(entry["name"])
     name = full.rstrip("/").rpartition("/")[2]
@@ -407,3 +395,41 @@ def _nanoseconds(time: object) -> int:
         except ValueError:
             return 0
     return int(time * 1e9) if isinstance(time, int | float) else 0
+
+
+def failure_of(error: Exception, url: str, name: str, what: str) -> CkptError:
+    """Return the error for what went wrong at a place; what is secret in *url* is not in it."""
+    subject = f"`{name}`" if name else "it"
+    said = next(iter(str(error).strip().splitlines()), "")
+    where, why = masked(url), hide(f"{type(error).__name__}: {said}", url)
+    answer = getattr(error.__cause__, "response", None) or {}
+    if what == "read" and answer.get("Error", {}).get("Code") in REPLACED:
+        return ChangedError(where, name, "another file has replaced it")
+    status = status_of(error)
+    missing = isinstance(error, FileNotFoundError) or status == 404
+    if missing and what == "write":
+        hint = f"create the bucket first, or {NETWORK}"
+        return StorageError(f"cannot write {subject}", where=where, why=why, hint=hint)
+    if missing:
+        return SourceNotFoundError(f"{subject} is missing" if name else "not found", where=where)
+    if isinstance(error, ImportError):
+        hint = install_hint(scheme_of(url))
+        return UsageError("a package is missing", where=where, why=why, hint=hint)
+    denied = isinstance(error, PermissionError) or status in DENIED or said.startswith(FORBIDDEN)
+    denied = denied or "credential" in f"{type(error).__name__} {said}".lower()
+    hint = CREDENTIALS if denied else NETWORK
+    return StorageError(f"cannot {what} {subject}", where=where, why=why, hint=hint)
+
+
+def raise_other(error: OSError) -> None:
+    """Raise what was wrong if it was not found for another reason than that it is not there.
+
+    ``HTTPFileSystem`` says "not found" of whatever goes wrong.
+    """
+    cause = error.__cause__
+    if isinstance(cause, Exception) and getattr(cause, "status", None) not in (None, 404, 410):
+        raise cause
+    if type(cause).__module__.startswith("aiohttp.client_exceptions") and not hasattr(
+        cause, "status"
+    ):
+        raise cause  # type: ignore[misc]

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections import OrderedDict
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import replace
+from pathlib import PurePosixPath
 
 from ckptctl.errors import (
     ChangedError,
@@ -18,24 +18,13 @@ from ckptctl.errors import (
 )
 from ckptctl.storage.remote.blocks import SHARED
 from ckptctl.storage.remote.hub import HubStore
-from ckptctl.storage.remote.store import ITSELF, FsspecStore, RemoteEntry, Store
-from ckptctl.storage.remote.urls import (
-    HUB,
-    WEB,
-    address,
-    is_marked,
-    marked,
-    masked,
-    scheme_of,
-    secrets,
-    tidy,
-    without_query,
-)
+from ckptctl.storage.remote.hub_upload import HubUpload
+from ckptctl.storage.remote.store import ITSELF, FsspecStore, Store
+from ckptctl.storage.remote.upload import ObjectUpload
+from ckptctl.storage.tree import FileTree, TreeEntry, Upload, UploadRequest, UrlPath
+from ckptctl.storage.urls import HIDDEN, HUB, masked, scheme_of, secrets, tidy
 from ckptctl.units import counted
 
-KNOWN = 64
-SECRETS = 1024
-"""URLs that may have secrets that are known, and all that are in use."""
 _numbers = itertools.count()
 """What was read of one tree is never taken for what another one has."""
 
@@ -46,8 +35,8 @@ class Tree:
     def __init__(
         self,
         store: Store,
-        known: Mapping[str, RemoteEntry] | None = None,
-        listed: Sequence[RemoteEntry] = (),
+        known: Mapping[str, TreeEntry] | None = None,
+        listed: Sequence[TreeEntry] = (),
         lenient: bool = False,
     ) -> None:
         self.url = store.url
@@ -56,12 +45,12 @@ class Tree:
         self._lenient = lenient or bool(known)
         self._number = next(_numbers)
         self._lock = threading.RLock()
-        self._folders: dict[str, dict[str, RemoteEntry]] = {}
+        self._folders: dict[str, dict[str, TreeEntry]] = {}
         self.failure: StorageError | None = None
         if listed:
             self._folders[""] = {entry.name: entry for entry in listed}
 
-    def members(self, folder: str) -> dict[str, RemoteEntry]:
+    def members(self, folder: str) -> dict[str, TreeEntry]:
         """Return the members of *folder* by name; none where there is no such folder."""
         with self._lock:
             entries = self._folders.get(folder)
@@ -69,12 +58,12 @@ class Tree:
                 entries = self._folders[folder] = self._listed(folder)
             return entries
 
-    def find(self, name: str) -> RemoteEntry | None:
+    def find(self, name: str) -> TreeEntry | None:
         """Return the entry of *name*; None: there is nothing."""
         if name in self._known:
             return self._known[name]
         if not name:
-            return RemoteEntry(ITSELF, True) if self._known or self.members("") else None
+            return TreeEntry(ITSELF, True) if self._known or self.members("") else None
         parent, _, last = name.rpartition("/")
         if parent:
             above = self.find(parent)
@@ -86,7 +75,7 @@ class Tree:
                 entry = self._folders[parent][last] = self._store.complete(name, entry)
         return entry
 
-    def file(self, name: str) -> RemoteEntry:
+    def file(self, name: str) -> TreeEntry:
         """Return the entry of the file *name*."""
         entry = self.find(name)
         if entry is None:
@@ -126,7 +115,7 @@ class Tree:
         """Note that a range of *name* that is read ends at byte *stop*."""
         SHARED.end(self._key(name, self.file(name)), stop)
 
-    def _key(self, name: str, entry: RemoteEntry) -> Hashable:
+    def _key(self, name: str, entry: TreeEntry) -> Hashable:
         return self._number, name, entry.size, entry.version, entry.mtime_ns
 
     def above(self) -> Tree | None:
@@ -145,7 +134,7 @@ class Tree:
         if isinstance(error, StorageError) and not isinstance(error, ChangedError):
             self.failure = error
 
-    def _listed(self, folder: str) -> dict[str, RemoteEntry]:
+    def _listed(self, folder: str) -> dict[str, TreeEntry]:
         try:
             listed = self._store.members(folder)
         except (SourceNotFoundError, StorageError) as error:
@@ -157,124 +146,154 @@ class Tree:
         return entries if folder else {**entries, **self._known}
 
 
-def look(url: str) -> str:
-    """Look behind *url*, anew, and return the URL as it may be shown."""
-    shown = tidy(url)
-    if masked(shown) != shown:
-        shown = remember(url)
-    url = secret_of(shown)
-    store: Store = HubStore(url) if scheme_of(url) == HUB else FsspecStore(url, shown)
-    listed = store.members("")
-    if not listed:
-        raise SourceNotFoundError("nothing was found at this URL", where=store.url)
-    name = store.url.rpartition("/")[2]
-    if listed[0].name == ITSELF:
-        folder = store.above()
-        if folder is None:
-            raise UsageError("a file without a parent folder is not supported", where=store.url)
-        tree = Tree(folder, {name: replace(listed[0], name=name)})
-    else:
-        tree = Tree(store, listed=listed)
-    with _lock:
-        _trees.pop(tree.url, None)
-        _trees[tree.url] = tree
-        while len(_trees) > KNOWN:
-            _trees.popitem(last=False)
-    return store.url
+class Place(FileTree):
+    """The URLs that are read with the secrets of one of them, as trees of names.
 
-
-def remember(url: str) -> str:
-    """Return *url* as it may be shown; :func:`look` knows what is secret in it.
-
-    The same URL is always shown the same. No other one is that has other secrets, or none: after
-    the first a number says which it is, as in ``https://***2@host/x``.
+    Of what lies above a URL that was looked at, its folder alone is looked at: pointers and other
+    saves may be in it.
     """
-    shown = masked(url := tidy(url))
-    if is_marked(url) or (shown == url and scheme_of(url) not in WEB):
-        return shown
-    with _lock:
-        number = _number(url)
-        name = marked(shown, number)
-        _secrets.pop(name, None)
-        _secrets[name] = url, number
-        if len(_secrets) > SECRETS:
-            unused = (other for other in _secrets if not any(_beside(m, other) for m in _trees))
-            del _secrets[next(unused, next(iter(_secrets)))]
-    return name
+
+    def __init__(self, url: str) -> None:
+        self.atomic = scheme_of(url) == HUB
+        self._secrets = secrets(url)
+        self._lock = threading.Lock()
+        self._trees: dict[str, Tree] = {}
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Place) and self._secrets == other._secrets
+
+    def __hash__(self) -> int:
+        return hash(self._secrets)
+
+    def secret_of(self, url: str) -> str:
+        """See :class:`FileTree`."""
+        user, query = self._secrets
+        plain = url.replace(f"://{HIDDEN}@", f"://{user}@", 1) if user else url
+        return plain + query
+
+    def look(self, url: str) -> str:
+        """See :class:`FileTree`."""
+        return url if self._tree_at(url)[0] else self._looked_at(url)
+
+    def find(self, url: str) -> TreeEntry | None:
+        """See :class:`FileTree`."""
+        tree, name = self._tree_at(url)
+        return tree.find(name) if tree else None
+
+    def file(self, url: str) -> TreeEntry:
+        """See :class:`FileTree`."""
+        tree, name = self._tree_of(url)
+        return tree.file(name)
+
+    def members(self, url: str) -> list[str]:
+        """See :class:`FileTree`."""
+        tree, name = self._tree_at(url)
+        return list(tree.members(name)) if tree else []
+
+    def read(self, url: str, offset: int, nbytes: int) -> bytearray:
+        """See :class:`FileTree`."""
+        tree, name = self._tree_of(url)
+        return tree.read(name, offset, nbytes)
+
+    def prefetch(self, url: str, offset: int) -> None:
+        """See :class:`FileTree`."""
+        tree, name = self._tree_of(url)
+        tree.prefetch(name, offset if offset >= 0 else max(0, tree.file(name).size + offset))
+
+    def end(self, url: str, stop: int) -> None:
+        """See :class:`FileTree`."""
+        tree, name = self._tree_of(url)
+        tree.end(name, stop)
+
+    def trim(self) -> None:
+        """See :class:`FileTree`."""
+        SHARED.trim()
+
+    def forget(self, url: str) -> None:
+        """See :class:`FileTree`."""
+        self._tree_of(url)[0].forget()
+
+    def drop(self, url: str) -> None:
+        """See :class:`FileTree`."""
+        with self._lock:
+            for other in [other for other in self._trees if _overlap(other, url)]:
+                del self._trees[other]
+
+    def failure(self, url: str) -> CkptError | None:
+        """See :class:`FileTree`."""
+        tree, _ = self._tree_at(url)
+        return tree.failure if tree else None
+
+    def begin_upload(self, url: str, request: UploadRequest) -> Upload:
+        """See :class:`FileTree`."""
+        secret = self.secret_of(url)
+        if self.atomic:
+            return HubUpload(secret, single=request.single, overwrite=request.overwrite)
+        return ObjectUpload(FsspecStore(secret, url), request)
+
+    def _looked_at(self, url: str) -> str:
+        """Look behind *url*, anew, and return how the place spells it."""
+        secret = self.secret_of(url)
+        store: Store = HubStore(secret) if self.atomic else FsspecStore(secret, url)
+        listed = store.members("")
+        if not listed:
+            raise SourceNotFoundError("nothing was found at this URL", where=store.url)
+        name = store.url.rpartition("/")[2]
+        if listed[0].name == ITSELF:
+            folder = store.above()
+            if folder is None:
+                raise UsageError("a file without a parent folder is not supported", where=store.url)
+            tree = Tree(folder, {name: replace(listed[0], name=name)})
+        else:
+            tree = Tree(store, listed=listed)
+        with self._lock:
+            self._trees[tree.url] = tree
+        return store.url
+
+    def _tree_at(self, url: str) -> tuple[Tree | None, str]:
+        """Return the tree that *url* lies in, and its name there; None: it lies in none."""
+        with self._lock:
+            roots = [root for root in self._trees if _inside(url, root)] or self._above(url)
+            if not roots:
+                return None, ""
+            longest = max(roots, key=len)
+            return self._trees[longest], url[len(longest) + 1 :]
+
+    def _tree_of(self, url: str) -> tuple[Tree, str]:
+        """Return the tree that a file lies in, and its name there; it is looked at if need be."""
+        tree, name = self._tree_at(url)
+        if tree is None:
+            tree, name = self._tree_at(self._looked_at(url))
+        if tree is None:
+            raise SourceNotFoundError("nothing was found at this URL", where=url)
+        return tree, name
+
+    def _above(self, url: str) -> list[str]:
+        """Return the folder of a URL in use if *url* is in it; it is known from then on."""
+        for root in self._trees:
+            if _inside(url, root.rpartition("/")[0]):
+                above = self._trees[root].above()
+                if above is not None and _inside(url, above.url):
+                    self._trees[above.url] = above
+                    return [above.url]
+        return []
 
 
-def _number(url: str) -> int:
-    """Return the number that *url* is shown with, given what is known.
-
-    What lies beside a file is read with the secrets of that, so a number has but one of them for
-    all that lies in one folder.
-    """
-    own, here = secrets(url), address(url)
-    near = [(secrets(other), n) for other, n in _secrets.values() if _beside(address(other), here)]
-    alike = ((other, n) for other, n in near if n > 1 or bool(other[0]) == bool(own[0]))
-    taken = {n for other, n in alike if other != own}
-    same = {n for other, n in near if other == own} - taken
-    return min(same) if same else max(taken) + 1 if 1 in taken else 1
+def open_url(url: str) -> UrlPath:
+    """Return the path of a URL, behind which nothing is looked at yet."""
+    url = tidy(url)
+    scheme, _, rest = masked(url).partition("://")
+    return UrlPath(Place(url), f"{scheme}://{PurePosixPath(rest.lstrip('/'))}")
 
 
-def drop(url: str) -> None:
-    """Forget the listings of *url* and of all below and above it, which has changed."""
-    with _lock:
-        for other in [other for other in _trees if _inside(other, url) or _inside(url, other)]:
-            del _trees[other]
+def store_at(path: UrlPath) -> FsspecStore:
+    """Return the folder at *path* to write to."""
+    return FsspecStore(path.tree.secret_of(path.url), path.url)
 
 
-def secret_of(url: str) -> str:
-    """Return *url* with the secrets that :func:`remember` took from it."""
-    url = url.rstrip("/")
-    with _lock:
-        name = next((shown for shown in _secrets if _inside(url, shown)), None)
-        if name is None:
-            return url
-        plain, query = without_query(_secrets[name][0])
-    return plain + url[len(name) :] + query
-
-
-def tree_at(url: str) -> tuple[Tree | None, str]:
-    """Return the tree that *url* lies in, and its name there; None: it lies in none.
-
-    The folder of a URL in use counts, too: pointers and other saves may be in it.
-    """
-    with _lock:
-        roots = [root for root in _trees if _inside(url, root)] or _above(url)
-        if not roots:
-            return None, ""
-        longest = max(roots, key=len)
-        return _trees[longest], url[len(longest) + 1 :]
+def _overlap(url: str, other: str) -> bool:
+    return _inside(url, other) or _inside(other, url)
 
 
 def _inside(url: str, folder: str) -> bool:
     return url == folder or url.startswith(f"{folder}/")
-
-
-def _beside(url: str, other: str) -> bool:
-    """Return whether a URL lies in the folder of another one, or the other way round."""
-    return _inside(url, _folder(other)) or _inside(other, _folder(url))
-
-
-def _folder(url: str) -> str:
-    """Return the folder of a URL; of one without a path itself."""
-    above = url.rpartition("/")[0]
-    return url if above.endswith("/") else above
-
-
-def _above(url: str) -> list[str]:
-    """Return the folder of a URL in use if *url* is in it; it is known from then on."""
-    for root in _trees:
-        if _inside(url, root.rpartition("/")[0]):
-            above = _trees[root].above()
-            if above is not None and _inside(url, above.url):
-                _trees[above.url] = above
-                return [above.url]
-    return []
-
-
-_secrets: dict[str, tuple[str, int]] = {}
-"""URLs with their secrets and the number that they are shown with, by what is shown."""
-_trees: OrderedDict[str, Tree] = OrderedDict()
-_lock = threading.Lock()

@@ -12,102 +12,40 @@ from __future__ import annotations
 
 import hashlib
 import threading
-from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 from ckptctl.errors import CkptError, RefusedError, StorageError, UsageError, spell_option
-from ckptctl.storage.remote import trees
-from ckptctl.storage.remote.hub_upload import HubUpload
 from ckptctl.storage.remote.lock import RemoteLock
 from ckptctl.storage.remote.objects import Objects, OccupiedError
 from ckptctl.storage.remote.store import FsspecStore, system_of
-from ckptctl.storage.remote.urls import HUB, masked, scheme_of
-from ckptctl.storage.remote.writing import BUSY, Sent, Writing
+from ckptctl.storage.tree import INDEXES, UploadRequest, UrlPath
+from ckptctl.storage.writing import BUSY, Sent, Writing
 from ckptctl.units import counted
 
-INDEXES = (".index.json", ".metadata")
-"""What the files end with that make others a checkpoint."""
 
-
-@dataclass(frozen=True, slots=True)
-class UploadRequest:
-    """What is asked of a place.
-
-    Attributes:
-        names: The files of the output, that which makes them one the last.
-        single: The name of the only file; None: the output is a folder.
-        overwrite: Whether a checkpoint there may be replaced.
-        resume: Whether to go on with what an interrupted run uploaded, and to leave it after an
-            error.
-        is_checkpoint: Whether what is there may be overwritten.
-    """
-
-    names: Sequence[str]
-    single: str | None = None
-    overwrite: bool = False
-    resume: bool = False
-    is_checkpoint: Callable[[], bool] = lambda: False
-
-
-class Upload(Protocol):
-    """One output on its way to a folder behind a URL."""
-
-    resumed: int
-    """Bytes that were there already."""
-
-    def put(self, name: str, path: Path) -> None:
-        """Upload a complete file."""
-
-    def require_whole(self) -> None:
-        """Prove that all there is of this output is as it was uploaded."""
-
-    def commit(self) -> None:
-        """Make the files seen, all of which are uploaded."""
-
-    def abandon(self) -> str:
-        """Take back what can be, and say what is left."""
-
-    def close(self) -> None:
-        """Let go of the place: all is done."""
-
-
-def begin_upload(url: str, asked: UploadRequest) -> Upload:
-    """Begin an upload to *url*, where nobody else writes until it ends."""
-    url = trees.secret_of(url)
-    if scheme_of(url) == HUB:
-        return HubUpload(url, single=asked.single, overwrite=asked.overwrite)
-    return ObjectUpload(url, asked)
-
-
-def require_apart(target: str, read: Mapping[str, Collection[str]]) -> None:
-    """Refuse a place that holds what is read, by whichever URL of it.
-
-    On the Hub what is read is a commit, which stays.
-    """
-    if scheme_of(target) == HUB:
-        return
+def require_apart(store: FsspecStore, request: UploadRequest) -> None:
+    """Refuse a place that holds what is read, by whichever URL of it."""
+    target = f"{store.url}/{request.single}" if request.single else store.url
     if ".." in target.split("/"):
-        raise UsageError("a destination URL cannot contain `..`", where=masked(target))
-    system, path = system_of(trees.secret_of(target))
-    for root, names in read.items():
-        if scheme_of(root) in ("", HUB):
+        raise UsageError("a destination URL cannot contain `..`", where=target)
+    path = store.path(request.single or "")
+    for root, names in request.read.items():
+        if not isinstance(root, UrlPath) or root.tree.atomic:  # what is read of the Hub stays
             continue
-        other, folder = system_of(trees.secret_of(root))
+        other, folder = system_of(root.tree.secret_of(root.url))
         inside = (f"{folder}/{name}/".startswith(f"{path}/") for name in names)
-        if other == system and any(inside):
+        if other == store.system and any(inside):
             what = "the source is inside the destination"
-            raise RefusedError(what, where=masked(target), why=root)
+            raise RefusedError(what, where=target, why=root.url)
 
 
 class ObjectUpload:
     """A folder, or a file, of an object store or any other file system of fsspec."""
 
-    def __init__(self, url: str, asked: UploadRequest) -> None:
+    def __init__(self, store: FsspecStore, asked: UploadRequest) -> None:
+        require_apart(store, asked)
         self._asked = asked
-        store = FsspecStore(url)
         self._shown = f"{store.url}/{asked.single}" if asked.single else store.url
         self._objects = objects = Objects(store, asked.single)
         self._mutex = threading.Lock()
@@ -132,7 +70,7 @@ class ObjectUpload:
         self._doomed = [] if asked.single else [n for n in self._before if n not in self._kept]
 
     def put(self, name: str, path: Path) -> None:
-        """See :class:`Upload`."""
+        """See :class:`~ckptctl.storage.tree.Upload`."""
         digest = ""
         if self._asked.resume:
             with path.open("rb") as file:
@@ -156,7 +94,7 @@ class ObjectUpload:
             self._lock.note(name, sent)
 
     def require_whole(self) -> None:
-        """See :class:`Upload`."""
+        """See :class:`~ckptctl.storage.tree.Upload`."""
         self._lock.require()
         found = self._objects.look()
         others = found.keys() - self._sent.keys() - self._kept.keys()
@@ -179,7 +117,7 @@ class ObjectUpload:
         self.require_whole()
 
     def abandon(self) -> str:
-        """See :class:`Upload`."""
+        """See :class:`~ckptctl.storage.tree.Upload`."""
         self._objects.stop()
         try:
             return self._undo()
@@ -189,7 +127,7 @@ class ObjectUpload:
             self._lock.stop()
 
     def close(self) -> None:
-        """See :class:`Upload`."""
+        """See :class:`~ckptctl.storage.tree.Upload`."""
         with suppress(CkptError):  # all is there: the next run removes a lock that nobody holds
             self._lock.drop()
 

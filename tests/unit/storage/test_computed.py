@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -34,7 +35,7 @@ def stored(files, name, tensor):
     dtype = str(tensor.dtype).removeprefix("torch.")
     shape = tuple(tensor.shape)
     extent = Extent(Box.whole(shape), name, 0, tensor.numel() * tensor.element_size())
-    return Input(str(files.root), TensorEntry(name, dtype, shape, (extent,), (name,)))
+    return Input(files.root, TensorEntry(name, dtype, shape, (extent,), (name,)))
 
 
 def read(files, computed, spans, others=()):
@@ -158,7 +159,7 @@ def test_a_virtual_file_may_be_made_of_another(files):
     weight = torch.ones(8, 8).to(torch.float8_e4m3fn)
     inner = computed_name("scale")
     whole = Extent(Box((0, 0), (1, 1)), inner, 0, 4)
-    scale = Input("", TensorEntry("scale", "float32", (1, 1), (whole,), ("scale",)))
+    scale = Input(Path(), TensorEntry("scale", "float32", (1, 1), (whole,), ("scale",)))
     inputs = stored(files, "w", weight), scale
     sizes = ScaleBlocks(128, 128)
     computed = Computed("block_fp8", "float32", (8, 8), inputs, sizes)
@@ -186,7 +187,7 @@ def test_what_is_computed_of_what_is_computed_has_memory_of_its_own(files):
     inner, shape = computed_name("inner"), tuple(base.shape)
     whole = (stored(files, "base", base),)
     same = Computed("added", "float32", shape, whole, 0)
-    given = Input("", same.entry("inner", ("inner",), inner))
+    given = Input(Path(), same.entry("inner", ("inner",), inner))
     computed = Computed("lora", "bfloat16", shape, (given,), ())
     found = read(files, computed, [(0, base.nbytes // 2)], {inner: same}.items())
     assert found == raw_bytes(base.bfloat16())
@@ -210,7 +211,7 @@ def test_computed_tensors_can_be_compared(files):
         )
         for name, file in places.items()
     }
-    root = str(files.root)
+    root = files.root
     catalog = Catalog(root, root, "hf", {}, entries, computed=made)
     with open_reader(catalog) as reader:
         assert equal(reader, entries["real"], entries["a"])
@@ -228,7 +229,7 @@ def test_inputs_may_be_cut_into_boxes(files):
         Extent(Box((0, 70), (300, 130)), "right", 0, 300 * 130),
     )
     entry = TensorEntry("weight", "float8_e4m3fn", (300, 200), extents, ("weight",))
-    cut = Input(str(files.root), entry)
+    cut = Input(files.root, entry)
     computed = replace(computed, inputs=(cut, computed.inputs[1]))
     same_everywhere(files, computed, deepseek(weight, scale, torch.float32))
 

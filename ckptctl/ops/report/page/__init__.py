@@ -24,6 +24,7 @@ from ckptctl.ops.destinations import require_destination
 from ckptctl.storage.destinations import Replaceable, require_space
 from ckptctl.storage.file_system import write_file
 from ckptctl.storage.publish import staging
+from ckptctl.storage.tree import TreePath
 from ckptctl.version import __version__
 
 if TYPE_CHECKING:
@@ -112,7 +113,7 @@ def _text(name: str) -> str:
 
 @contextmanager
 def written(
-    output: Path | None, sources: Sequence[str | Path], overwrite: bool
+    output: Path | None, sources: Sequence[str | TreePath], overwrite: bool
 ) -> Iterator[Callable[[Report], None]]:
     """Hold the place of a page outside of the *sources*; what it yields writes and publishes it."""
     if output is None:
@@ -121,7 +122,7 @@ def written(
     target = output
     for source in sources:
         origin = formats.existing(source)
-        target = require_destination(origin, output, overwrite, PAGE, ELSEWHERE).path
+        target = Path(require_destination(origin, output, overwrite, PAGE, ELSEWHERE).path)
     with staging(target, overwrite=overwrite, single_file=True, is_checkpoint=PAGE) as stage:
 
         def write(report: Report) -> None:
@@ -133,7 +134,7 @@ def written(
         yield write
 
 
-def is_report(path: Path) -> bool:
+def is_report(path: TreePath) -> bool:
     """Return whether *path* is a page that this module wrote, the one thing that it replaces."""
     if not path.is_file():
         return False

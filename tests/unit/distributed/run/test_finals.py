@@ -26,7 +26,7 @@ def job(folder: Path, out: Path, value: float = 1.0, **options: Any) -> Path:
             manager.save(5, held := state(value))
         elif value != 1.0:
             held = state(value)
-        return manager.save_final(held, out)
+        return Path(manager.save_final(held, out))
 
 
 @pytest.mark.parametrize(("to", "name"), [("torch", "final.pt"), ("dcp", "final")])

@@ -17,6 +17,7 @@ from ckptctl.distributed.run.manager import CheckpointManager
 from ckptctl.distributed.saving.save import write
 from ckptctl.errors import CkptError, RefusedError, StorageError, UsageError
 from ckptctl.storage.threads import terminable
+from ckptctl.storage.tree import TreePath
 
 STATE = {"w": torch.ones(2)}
 
@@ -164,7 +165,7 @@ class Gate:
         self.came: list[str] = []
         self.fail: set[str] = set()
 
-        def held(state: Any, path: Path, *more: Any) -> Path:
+        def held(state: Any, path: Path, *more: Any) -> TreePath:
             self.came.append(path.name)
             self.open.wait(60)
             if path.name in self.fail:

@@ -166,7 +166,7 @@ def test_rows_that_ranks_exchanged(ranks: int | None, order: list[int] | None) -
     name = "decoder.layers.0.mlp.linear_fc1.adapter.adapter_up.linear_out.weight"
     extents = tuple(Extent(Box((2 * i, 0), (2, 3)), "0", 24 * i, 24) for i in range(4))
     entry = TensorEntry(name, "float32", (8, 3), extents, (name,))
-    catalog = Catalog("mcore", "run", "/run", {}, {name: entry})
+    catalog = Catalog(Path("mcore"), Path("run"), "/run", {}, {name: entry})
     told = {"run_config.yaml": {"model": {"num_layers": 1, "tensor_model_parallel_size": ranks}}}
     if order is None:
         with pytest.raises(UnsupportedError, match="order"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -86,7 +87,7 @@ def test_a_load_checks_what_it_reads_at_most_once(transfer: Transfer, checked: b
 
 def gaps_of(*transfers: Transfer) -> list[tuple[str, tuple[tuple[int, int], ...]]]:
     """Return the file of each range that is read for its checksum, and what of it is."""
-    _, checks = checks_of("/", transfers, {})
+    _, checks = checks_of(Path("/"), transfers, {})
     return [(check.recorded.file, check.gaps) for check in checks]
 
 
@@ -143,7 +144,7 @@ def test_what_no_transfer_reads_is_read_for_checksums(
 def test_bytes_of_recorded_ranges_are_read_for_checksums_once(
     transfers: list[Transfer], limits: Limits
 ) -> None:
-    checked, checks = checks_of("/", transfers, {})
+    checked, checks = checks_of(Path("/"), transfers, {})
     counts: Counter[tuple[RecordedRange, int]] = Counter()
     for number, transfer in enumerate(transfers):
         names = {name for other, name in checked if other == number}
@@ -171,7 +172,7 @@ def part(name: str, offset: int, size: int) -> TensorEntry:
 def test_gaps_between_tensors_in_one_range_are_read() -> None:
     entries = [part("b", 10, 30), part("c", 40, 20), part("d", 50, 20)]
     transfers = [copy(Strided.whole(entry)) for entry in entries]
-    checked, (check,) = checks_of("/", transfers, {})
+    checked, (check,) = checks_of(Path("/"), transfers, {})
     assert checked == {(0, "b"), (1, "c")}
     assert check.recorded == RecordedRange("f", 0, 100, 7)
     assert check.gaps == ((0, 10), (60, 40))
@@ -184,4 +185,4 @@ def test_bytes_that_two_names_have_are_read_once_for_their_checksum() -> None:
 
 def test_a_tensor_without_elements_needs_no_check() -> None:
     empty = replace(A, shape=(0, 6), extents=())
-    assert checks_of("/", [copy(Strided.whole(empty))], {}) == (frozenset(), ())
+    assert checks_of(Path("/"), [copy(Strided.whole(empty))], {}) == (frozenset(), ())

@@ -35,18 +35,18 @@ def test_files_are_named_once(tmp_path: Path) -> None:
             (folder / name).write_bytes(bytes(number))
     outer, inner, unread = map(computed_name, ("outer", "inner", "unread"))
     virtual = {
-        outer: Computed("added", "uint8", (4,), (Input(str(root), stored(inner, [4])),)),
+        outer: Computed("added", "uint8", (4,), (Input(root, stored(inner, [4])),)),
         inner: Computed(
             "added",
             "uint8",
             (4,),
-            (Input(str(root), stored("c", [4])), Input(str(other), stored("d", [4]))),
+            (Input(root, stored("c", [4])), Input(other, stored("d", [4]))),
         ),
         unread: Computed("constant", "uint8", (4,)),
     }
     read = [_transfer("b", outer), _transfer(inner, "b")]
     raw = [RawCopy("a", 0, 1, "x", 0)]
-    computed, sources = sources_of(str(root), read, virtual, raw)
+    computed, sources = sources_of(root, read, virtual, raw)
     assert computed.keys() == {outer, inner}
     assert {name: one.size for name, one in sources.items()} == {"b": 2, "c": 3, "a": 1}
 
@@ -83,7 +83,7 @@ def test_parts_of_interleaved_rows_wherever_boxes_are_cut(
         into = TargetTensor("u", tensor)
         mapped.append(MappedTensor((SourceTensor("t", (rows, WIDTH), "p"),), (into,)))
         first += part
-    catalog = Catalog("/", "/", "torch", {}, {"t": entry})
+    catalog = Catalog(Path("/"), Path("/"), "torch", {}, {"t": entry})
     ((found,), _) = plan_transfers(catalog, compose(mapped), output, {"u": "uint8"})
     assert len(found.tensor.parts) == len(PARTS)
     written = bytearray(rows * WIDTH)
@@ -107,7 +107,7 @@ def test_parts_of_several_dtypes_are_cast_before_they_are_merged() -> None:
         for key, first in (("a", 0), ("b", 2))
     ]
     output = Output((), (Record("ab", "f", 0, 8),), {"ab": (Place(Box((0,), (4,)), 0),)})
-    catalog = Catalog("/", "/", "torch", {}, entries)
+    catalog = Catalog(Path("/"), Path("/"), "torch", {}, entries)
     (transfer,), computed = plan_transfers(catalog, compose(mapped), output, {"ab": "bfloat16"})
     assert (transfer.tensor.stored_dtype, transfer.casts) == ("bfloat16", False)
     assert transfer.files() == {"b", *computed}

@@ -1,4 +1,5 @@
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -17,7 +18,9 @@ def catalog(tensors, quantization=None):
         extent = Extent(Box.whole(tuple(shape)), "f", 0, entry.nbytes)
         entries[name] = TensorEntry(name, dtype, tuple(shape), (extent,), (name,))
     config = {"model_type": "x", **({"quantization_config": quantization} if quantization else {})}
-    return Catalog("/r", "/r", "hf", {"f": 1}, entries, documents={"config.json": config})
+    return Catalog(
+        Path("/r"), Path("/r"), "hf", {"f": 1}, entries, documents={"config.json": config}
+    )
 
 
 WEIGHT = {"a.weight": ("float8_e4m3fn", 300, 200)}

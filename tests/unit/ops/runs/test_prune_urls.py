@@ -19,7 +19,7 @@ from ckptctl.planner.retention import Policy
 from ckptctl.storage import processes
 from ckptctl.storage.paths import source_path
 from ckptctl.storage.remote.store import FsspecStore
-from ckptctl.storage.remote.writing import GONE, NAME, Writing, parse, unfinished
+from ckptctl.storage.writing import GONE, NAME, Writing, parse, unfinished
 from tests.runs import save_step
 
 MEMORY = fsspec.filesystem("memory")

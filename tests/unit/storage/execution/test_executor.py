@@ -117,9 +117,9 @@ class Case:
 
         sources = {p.name: identity(p) for p in self.source.iterdir()}
         return Plan(
-            str(self.source),
+            self.source,
             sources,
-            str(self.out),
+            self.out,
             False,
             (
                 OutputFile("all.bin", self.size, frame),

@@ -23,7 +23,7 @@ def plan(*targets: tuple[str, ...], source: str = "s", dtype: str = "uint8") -> 
     transfers = tuple(
         Transfer("t", tensor, tuple(target(file, 0, [4]) for file in files)) for files in targets
     )
-    return Plan("/", {}, "/t", False, (), (), transfers, (), "")
+    return Plan(Path("/"), {}, Path("/t"), False, (), (), transfers, (), "")
 
 
 @pytest.mark.parametrize(

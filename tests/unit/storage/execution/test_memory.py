@@ -35,7 +35,7 @@ def plan(
             sources[source.name] = known.identity(source.name)
     checked = frozenset([(0, source.name)])
     return Plan(
-        str(root), sources, "", False, tuple(files), (record,), (transfer,), (), "", checked=checked
+        root, sources, Path(), False, tuple(files), (record,), (transfer,), (), "", checked=checked
     )
 
 

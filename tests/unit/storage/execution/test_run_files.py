@@ -30,7 +30,7 @@ def opened(kind: str, folder: Path) -> tuple[RunFiles, ByteSource]:
     shape = (100, 100)
     extent = Extent(Box.whole(shape), "in", 0, len(CONTENT))
     entry = TensorEntry("t", "uint8", shape, (extent,), ("t",))
-    virtual = {NAMES["computed"]: rearranged(str(folder), Strided.whole(entry))}
+    virtual = {NAMES["computed"]: rearranged(folder, Strided.whole(entry))}
     memory = {NAMES["memory"]: HostMemory(memoryview(bytearray(CONTENT)))}
     made = RunFiles(virtual, lambda _: files, folder, memory)
     return made, made.source(files, NAMES[kind])

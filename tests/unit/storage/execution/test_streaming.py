@@ -75,7 +75,9 @@ def tensors(order: random.Random) -> tuple[Plan, dict[str, memoryview]]:
             yield end, b"".join(crc_of(number).to_bytes(4, "little") for number in numbers)
 
         files.append(OutputFile(name, end + 4 * len(numbers), frame))
-    return Plan("/", {}, "", False, tuple(files), tuple(records), tuple(transfers), (), ""), memory
+    return Plan(
+        Path("/"), {}, Path(), False, tuple(files), tuple(records), tuple(transfers), (), ""
+    ), memory
 
 
 @pytest.mark.parametrize("checksum", [True, False])

@@ -34,7 +34,7 @@ def state():
 def inputs(state, tmp_path: Path):
     save_file(state, tmp_path / "model.safetensors")
     catalog = formats.open_checkpoint(tmp_path)
-    return {name: Input(str(tmp_path), entry) for name, entry in catalog.tensors.items()}
+    return {name: Input(tmp_path, entry) for name, entry in catalog.tensors.items()}
 
 
 def read(made, pieces, every=1):

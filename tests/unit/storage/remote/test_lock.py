@@ -18,13 +18,13 @@ import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
 from ckptctl.errors import CkptError, RefusedError, StorageError
-from ckptctl.storage import processes
+from ckptctl.storage import processes, writing
 from ckptctl.storage.remote import lock as remote_lock
-from ckptctl.storage.remote import writing
 from ckptctl.storage.remote.lock import RemoteLock
 from ckptctl.storage.remote.store import FsspecStore
-from ckptctl.storage.remote.upload import ObjectUpload, UploadRequest
-from ckptctl.storage.remote.writing import HELD, NAME, Sent, Writing, parse
+from ckptctl.storage.remote.upload import ObjectUpload
+from ckptctl.storage.tree import UploadRequest
+from ckptctl.storage.writing import HELD, NAME, Sent, Writing, parse
 
 MEMORY = fsspec.filesystem("memory")
 SHARDS = ("model-1.safetensors", "model-2.safetensors", "model-3.safetensors")
@@ -269,7 +269,9 @@ def _write(url: str, content: str, folder: Path, outcomes: dict[str, str], **mor
     path.write_text(content)
     names = [*SHARDS, INDEX]
     try:
-        place = ObjectUpload(url, UploadRequest(names, is_checkpoint=lambda: True, **more))
+        place = ObjectUpload(
+            FsspecStore(url), UploadRequest(names, is_checkpoint=lambda: True, **more)
+        )
     except CkptError as error:
         outcomes[content] = type(error).__name__
         return
@@ -398,7 +400,7 @@ def test_a_sign_of_life_that_comes_late(
     """It was on its way while its machine slept: what another run wrote meanwhile stays."""
     path = tmp_path / "A"
     path.write_text("A")
-    place = ObjectUpload(url, UploadRequest([*SHARDS, INDEX]))
+    place = ObjectUpload(FsspecStore(url), UploadRequest([*SHARDS, INDEX]))
     late = Store.store[f"{url.removeprefix('store:/')}/{NAME}"].getvalue()
     for name in SHARDS[:number]:
         place.put(name, path)
@@ -417,12 +419,12 @@ def test_a_sign_of_life_that_comes_late(
 def test_what_makes_it_a_checkpoint_goes_with_what_it_names(url: str, tmp_path: Path) -> None:
     """A run that was killed at its very end goes on with other files of the same names."""
     asked = UploadRequest([*SHARDS, INDEX], resume=True)
-    first = ObjectUpload(url, asked)
+    first = ObjectUpload(FsspecStore(url), asked)
     for name in asked.names:
         (tmp_path / name).write_text("A")
         first.put(name, tmp_path / name)
     first._lock.leave()
-    second = ObjectUpload(url, asked)
+    second = ObjectUpload(FsspecStore(url), asked)
     (tmp_path / SHARDS[0]).write_text("B")
     second.put(SHARDS[0], tmp_path / SHARDS[0])
     assert INDEX not in _files(url)

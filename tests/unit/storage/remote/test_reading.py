@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -20,14 +21,13 @@ from ckptctl.errors import (
     UsageError,
 )
 from ckptctl.storage.files import source_files
-from ckptctl.storage.paths import named, path_at, source_path
-from ckptctl.storage.remote import trees
+from ckptctl.storage.paths import named, source_path
 from ckptctl.storage.remote.blocks import BLOCK, MOST, Blocks
 from ckptctl.storage.remote.hub import parse
-from ckptctl.storage.remote.path import RemotePath
-from ckptctl.storage.remote.store import FsspecStore, RemoteEntry
-from ckptctl.storage.remote.trees import Tree
-from ckptctl.storage.remote.urls import hide, is_url, local_path, masked
+from ckptctl.storage.remote.store import FsspecStore
+from ckptctl.storage.remote.trees import Place, Tree
+from ckptctl.storage.tree import TreeEntry, UrlPath
+from ckptctl.storage.urls import hide, is_url, local_path, masked
 
 MEMORY = fsspec.filesystem("memory")
 
@@ -40,6 +40,13 @@ def url(tmp_path: Path) -> str:
     MEMORY.pipe_file(f"{root}/empty", b"")
     MEMORY.pipe_file(f"{root}/sub/b.json", b"{}")
     return f"memory:/{root}"
+
+
+def _served(store: FsspecStore) -> UrlPath:
+    """Return the path of a store, as if that was found behind its URL."""
+    place = Place(store.url)
+    place._trees[store.url] = Tree(store)
+    return UrlPath(place, store.url)
 
 
 # Names
@@ -65,7 +72,7 @@ def url(tmp_path: Path) -> str:
 )
 def test_what_a_url_is(text: str, expected: bool) -> None:
     assert is_url(text) is expected
-    assert isinstance(named(text), RemotePath) is expected
+    assert isinstance(named(text), UrlPath) is expected
 
 
 def test_a_colon_in_a_local_name(tmp_path: Path) -> None:
@@ -95,71 +102,46 @@ def test_a_colon_in_a_local_name(tmp_path: Path) -> None:
         ("zip::https://token@host/y", "zip::https://***@host/y"),
     ],
 )
-def test_no_secret_is_shown(url: str, shown: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trees, "_secrets", {})
-    assert masked(url) == shown
-    assert str(named(url)) == shown
-    assert trees.secret_of(shown) == url
-    assert trees.secret_of(f"{shown}/sub").replace("/sub", "") == url
+def test_no_secret_is_shown(url: str, shown: str) -> None:
+    path = named(url)
+    assert isinstance(path, UrlPath)
+    assert masked(url) == str(path) == os.fspath(path) == shown
+    assert repr(path) == f"UrlPath({shown!r})"
+    assert path.tree.secret_of(shown) == url
+    assert path.tree.secret_of(str(path / "sub")).replace("/sub", "") == url
+    again = pickle.loads(pickle.dumps(path))
+    assert again == path and again.tree.secret_of(again.url) == url
 
 
 def test_a_scheme_in_capitals(url: str) -> None:
     loud = url.replace("memory", "MEMory")
     assert is_url(loud) and str(named(loud)) == str(source_path(loud)) == url
-    with source_files(loud) as files:
+    with source_files(named(loud)) as files:
         assert files.size("a.bin") == 1024
     assert FsspecStore(loud).members("") and parse("HF://o/n") == parse("hf://o/n")
     assert masked("HTTPS://user:hunter2@Host/X?signed=1") == "https://***@Host/X"
 
 
-def test_secrets_are_forgotten(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """But not those of what is in use."""
-    monkeypatch.setattr(trees, "SECRETS", 10)
-    monkeypatch.setattr(trees, "_secrets", {})
-    monkeypatch.setattr(trees, "_trees", type(trees._trees)())
-    used = trees.remember("https://host/used?signed=0")
-    trees._trees[f"{used}/x"] = Tree(FsspecStore(url))
-    for number in range(50):
-        last = trees.remember(f"https://host/{number}?signed={number}")
-    assert len(trees._secrets) == 10
-    assert trees.secret_of(used) == "https://host/used?signed=0"
-    assert trees.secret_of(last) == "https://host/49?signed=49"
-
-
-def test_names_are_unique(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trees, "_secrets", {})
-    known = {
-        "https://host/m?v=1": "https://host/m",
-        "https://host/m?v=2": "https://***2@host/m",
-        "https://host/m": "https://***3@host/m",
-        "https://host/other?v=2": "https://***2@host/other",  # beside it, with the same secret
-        "https://host/third?v=9": "https://***4@host/third",  # beside it, with another one
-        "https://host/b/m?v=5": "https://***5@host/b/m",
-        "https://else/b/m?v=5": "https://else/b/m",
-        "https://else/c/m?v=6": "https://else/c/m",  # in another folder
-        "https://else/d": "https://***2@else/d",
-        "https://a:pw@host/m": "https://***@host/m",
-        "https://b:pw@host/m": "https://***6@host/m",
-        "https://b:pw@host/n": "https://***6@host/n",
-        "https://host/m?v=7": "https://***7@host/m",
-        "http://c:pw@root": "http://***@root",
-        "http://d:pw@another": "http://***@another",
-        "http://d:pw@root/x": "http://***2@root/x",
-        "s3://k:s@bucket/a": "s3://***@bucket/a",
-        "s3://l:s@bucket/a": "s3://***2@bucket/a",
-        "s3://bucket/a": "s3://bucket/a",
-    }
-    for _ in range(2):
-        for url, shown in known.items():
-            assert str(named(url)) == shown
-            assert trees.secret_of(shown) == url and masked(shown) == shown
-            assert str(named(RemotePath(shown))) == shown
-    assert {one: trees.remember(one) for one in known} == known
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ("https://host/m?v=1", "https://host/m?v=2"),
+        ("https://host/m?v=1", "https://host/m"),
+        ("https://a:pw@host/m", "https://b:pw@host/m"),
+        ("s3://k:s@bucket/a", "s3://bucket/a"),
+    ],
+)
+def test_paths_with_other_secrets_differ(one: str, other: str) -> None:
+    assert named(one) == named(one) != named(other)
+    assert named(named(one)) == named(one) and len({named(one), named(one), named(other)}) == 2
+    assert named(one).parent / "n" != named(other).parent / "n"
 
 
 def test_a_slash_at_the_end_of_a_signature() -> None:
     for url in ("https://host/end/x/?sig=5eC/", "https://host/end/x?sig=5eC/"):
-        assert trees.secret_of(str(named(url))) == "https://host/end/x?sig=5eC/"
+        path = named(url)
+        assert isinstance(path, UrlPath)
+        assert path.tree.secret_of(path.url) == "https://host/end/x?sig=5eC/"
 
 
 @pytest.mark.parametrize(
@@ -174,7 +156,7 @@ def test_a_slash_at_the_end_of_a_signature() -> None:
         ("https://[::1]:8080/x@y", "https://[::1]:8080/x@y"),
         ("https://host?mail=a@b", "https://host"),
         ("https://host:80?mail=a@b", "https://host:80"),
-        ("https://***2@host/x", "https://***2@host/x"),
+        ("https://***@host/x", "https://***@host/x"),
         ("/a:b@c/d?e", "/a:b@c/d?e"),
     ],
 )
@@ -280,8 +262,7 @@ def test_no_part_of_a_url_is_empty(text: str) -> None:
         source_path(text)
 
 
-def test_slashes_that_are_not_empty_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trees, "_secrets", {})
+def test_slashes_that_are_not_empty_parts() -> None:
     for text in ("s3://b/q", "s3://b/q/", "s3://b/q///", "https://h/x//?a//b", "s3://k:a//b@b/q"):
         assert "//" not in str(named(text)).partition("://")[2]
     with pytest.raises(UsageError, match="chained"):
@@ -400,10 +381,9 @@ def test_a_reader_that_opens_files_itself_fails(url: str) -> None:
 
 
 def test_reads(url: str) -> None:
-    source_path(url)
     content = bytes(range(256)) * 4
-    with source_files(url) as files:
-        assert not files.local and files.root == path_at(url)
+    with source_files(named(url)) as files:
+        assert not files.local and files.root == named(url)
         assert files.size("a.bin") == 1024 and files.size("empty") == 0
         assert files.read("a.bin", 0, 1024) == content
         assert files.read("a.bin", 1000, 24) == content[1000:]
@@ -431,8 +411,7 @@ def test_long_reads_are_made_of_short_requests(tmp_path: Path) -> None:
             asked.append(stop - start)
             return super().read(name, version, start, stop)
 
-    trees._trees[url] = Tree(Counting(url))
-    with source_files(url) as files:
+    with source_files(_served(Counting(url))) as files:
         views = [memoryview(bytearray(size)) for size in (1, 9 << 20, (11 << 20) - 1)]
         files.readv("big", views, 0)
     assert b"".join(views) == content
@@ -444,8 +423,7 @@ def test_a_place_that_gives_less_than_it_promised(url: str, tmp_path: Path) -> N
         def read(self, name: str, version: str, start: int, stop: int) -> bytes | bytearray:
             return super().read(name, version, start, stop)[:-1]
 
-    trees._trees[url] = Tree(Short(url))
-    with source_files(url) as files, pytest.raises(DamagedError, match="truncated"):
+    with source_files(_served(Short(url))) as files, pytest.raises(DamagedError, match="truncated"):
         files.read("a.bin", 0, 1024)
 
 
@@ -454,20 +432,19 @@ def test_a_place_that_sends_everything(url: str) -> None:
         def read(self, name: str, version: str, start: int, stop: int) -> bytes | bytearray:
             return super().read(name, version, 0, 1024) * 2
 
-    trees._trees[url] = Tree(Whole(url))
-    with source_files(url) as files, pytest.raises(StorageError, match="range requests"):
+    with (
+        source_files(_served(Whole(url))) as files,
+        pytest.raises(StorageError, match="range requests"),
+    ):
         files.read("a.bin", 0, 10)
 
 
 def test_a_changed_file_is_another_one(url: str) -> None:
-    source_path(url)
-    with source_files(url) as files:
+    with source_files(named(url)) as files:
         before = files.identity("a.bin")
         assert files.identity("a.bin") == before
         time.sleep(0.01)
-        MEMORY.pipe_file(
-            f"{source_path(url).as_posix().removeprefix('memory:/')}/a.bin", b"x" * 1024
-        )
+        MEMORY.pipe_file(f"{str(source_path(url)).removeprefix('memory:/')}/a.bin", b"x" * 1024)
         files.forget()
         assert files.identity("a.bin") != before
         assert files.read("a.bin", 0, 4) == b"xxxx"
@@ -477,7 +454,7 @@ def test_what_is_asked_of_a_place(url: str) -> None:
     asked: list[str] = []
 
     class Counting(FsspecStore):
-        def members(self, folder: str) -> list[RemoteEntry]:
+        def members(self, folder: str) -> list[TreeEntry]:
             asked.append(folder)
             return super().members(folder)
 

@@ -12,12 +12,11 @@ import time
 from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any
 
 from ckptctl.errors import CkptError, DamagedError, UnsupportedError
 from ckptctl.storage import processes
-from ckptctl.storage.remote.urls import is_url
+from ckptctl.storage.tree import TreePath, UrlPath, number_of
 from ckptctl.units import counted
 
 BUSY = "another process is writing to the same destination"
@@ -123,7 +122,7 @@ class UnfinishedError(DamagedError):
     """What lies there is not to be read yet, not even in parts."""
 
 
-def unfinished(folder: Path) -> CkptError | None:
+def unfinished(folder: TreePath) -> CkptError | None:
     """Return the reason for which *folder* is not to be read; None: there is none.
 
     A lock that a dead run has left is of no account where all files are there: it ended between the
@@ -137,13 +136,13 @@ def unfinished(folder: Path) -> CkptError | None:
     return _locked(folder) or _contradicted(folder)
 
 
-def removal_left_in(folder: Path) -> Mapping[str, Sent] | None:
+def removal_left_in(folder: TreePath) -> Mapping[str, Sent] | None:
     """Return what a dead run was removing from *folder*; None: none was, or it is not dead."""
     said = _of_a_dead_run(folder)
     return said.doomed if said and said.removes else None
 
 
-def save_left_in(folder: Path) -> bool:
+def save_left_in(folder: TreePath) -> bool:
     """Return whether a save in several parts was killed there, with which nothing can go on."""
     said = _of_a_dead_run(folder)
     if said is None or said.removes or said.sent or not said.names:
@@ -152,7 +151,7 @@ def save_left_in(folder: Path) -> bool:
     return index == METADATA and not _exists(folder / index)
 
 
-def _of_a_dead_run(folder: Path) -> Writing | None:
+def _of_a_dead_run(folder: TreePath) -> Writing | None:
     with suppress(OSError):
         lock = folder / NAME
         said = parse(lock.read_bytes()) if lock.is_file() else None
@@ -161,7 +160,7 @@ def _of_a_dead_run(folder: Path) -> Writing | None:
     return None
 
 
-def _locked(folder: Path) -> UnfinishedError | None:
+def _locked(folder: TreePath) -> UnfinishedError | None:
     lock = folder / NAME
     try:
         if not lock.is_file():
@@ -180,7 +179,7 @@ def _locked(folder: Path) -> UnfinishedError | None:
     return _said(folder, content, age)
 
 
-def _said(folder: Path, content: bytes, age: float) -> UnfinishedError | None:
+def _said(folder: TreePath, content: bytes, age: float) -> UnfinishedError | None:
     said = parse(content)
     process = said and said.process
     who = f"by process {process.number} on {process.host}" if process else "by another process"
@@ -197,7 +196,7 @@ def _said(folder: Path, content: bytes, age: float) -> UnfinishedError | None:
     return _problem(folder, "the upload did not finish", f"`{NAME}` was left {who}")
 
 
-def _half_removed(folder: Path, said: Writing, who: str) -> UnfinishedError | None:
+def _half_removed(folder: TreePath, said: Writing, who: str) -> UnfinishedError | None:
     """Return the reason not to read what a dead run left of a checkpoint that it removed."""
     left = any(is_as(folder / name, one) for name, one in said.doomed.items())
     replaced = not left and any(item.name != NAME for item in folder.iterdir())
@@ -207,25 +206,17 @@ def _half_removed(folder: Path, said: Writing, who: str) -> UnfinishedError | No
     return _problem(folder, "the deletion did not finish", f"`{NAME}` was left {who}", hint)
 
 
-def is_as(path: Path, expected: Sent, *, moved: bool = False) -> bool:
+def is_as(path: TreePath, expected: Sent, *, moved: bool = False) -> bool:
     """Return whether a file is as it was; of a copy on a disk, or that was *moved*, by its size."""
     try:
         status = path.stat()
     except (OSError, ValueError):
         return False
     same = status.st_size == expected.size
-    if moved or not is_url(path) or not expected.version:
+    if moved or not isinstance(path, UrlPath) or not expected.version:
         return same
     versions = status.st_ino, str(status.st_mtime_ns)
     return same and (number_of(expected.version) == versions[0] or expected.version == versions[1])
-
-
-def number_of(version: str) -> int:
-    """Return a version as a number, to stand where a local file has its inode."""
-    import hashlib  # which a start without URLs need not
-
-    digest = hashlib.sha256(version.encode()).digest()
-    return int.from_bytes(digest[:7], "big") if version else 0
 
 
 def committed(url: str, files: Mapping[str, Sent]) -> bytes:
@@ -234,7 +225,7 @@ def committed(url: str, files: Mapping[str, Sent]) -> bytes:
     return json.dumps({"ckptctl": 1, "at": url, "objects": objects}).encode()
 
 
-def _contradicted(folder: Path) -> CkptError | None:
+def _contradicted(folder: TreePath) -> CkptError | None:
     """Return what is not as it was committed, if that was noted."""
     noted = folder / OBJECTS
     try:
@@ -267,7 +258,7 @@ def _contradicted(folder: Path) -> CkptError | None:
     return None
 
 
-def _exists(path: Path) -> bool:
+def _exists(path: TreePath) -> bool:
     try:
         return path.is_file()
     except (OSError, ValueError):
@@ -275,6 +266,6 @@ def _exists(path: Path) -> bool:
 
 
 def _problem(
-    folder: Path, what: str, why: str, hint: str = "wait, or rerun the command that wrote it"
+    folder: TreePath, what: str, why: str, hint: str = "wait, or rerun the command that wrote it"
 ) -> UnfinishedError:
     return UnfinishedError(what, where=str(folder), why=why, hint=hint)

@@ -23,8 +23,6 @@ HIDDEN = "***"
 WEB = ("http", "https")
 ALONE = 6
 """Characters from which on a secret is recognized by itself; shorter ones are parts of words."""
-_MARK = re.compile(r"\*{3}\d*")
-"""What stands for a secret, and for the second, third, ... behind the same mask."""
 _PASSWORD_WITH_SLASH = re.compile(r"(?!\[)[^/@:]*:(?!\d*/)[^/@]*/.*@", re.DOTALL)
 """A colon that no port follows, and an ``@`` behind a slash that should have been ``%2F``."""
 _WEB_PASSWORD_WITH_SLASH = re.compile(
@@ -124,27 +122,7 @@ def scheme_of(url: str) -> str:
 def masked(url: str) -> str:
     """Return *url* without passwords and without the query that signs it, as it may be shown."""
     scheme, user, rest, _ = _parts(url)
-    mark = user if _MARK.fullmatch(user) else HIDDEN
-    return f"{scheme}{mark}@{rest}" if user else scheme + rest
-
-
-def address(url: str) -> str:
-    """Return *url* without its secrets, and without the marks that stand for them."""
-    scheme, _, rest, _ = _parts(url)
-    return scheme + rest
-
-
-def marked(shown: str, number: int) -> str:
-    """Return *shown* as it is shown of the URL with the *number*-th secrets."""
-    if number == 1:
-        return shown
-    scheme, _, rest, _ = _parts(shown)
-    return f"{scheme}{HIDDEN}{number}@{rest}"
-
-
-def is_marked(url: str) -> bool:
-    """Return whether marks stand for the secrets of *url*."""
-    return _MARK.fullmatch(_parts(url).user) is not None
+    return f"{scheme}{HIDDEN}@{rest}" if user else scheme + rest
 
 
 def without_query(url: str) -> tuple[str, str]:
@@ -162,7 +140,7 @@ def secrets(url: str) -> tuple[str, str]:
 def hide(text: str, url: str) -> str:
     """Return *text* without what is secret in *url*: a password, the query that signs it."""
     user, query = secrets(url)
-    if user and not _MARK.fullmatch(user):
+    if user and user != HIDDEN:
         text = _hide_user(text, user)
     if query.removeprefix("?"):
         for one in _spellings(query):
@@ -204,7 +182,7 @@ def _parts(url: str) -> _UrlParts:
     authority = re.split("[/?#]" if web else "/", rest, maxsplit=1)[0]
     user, sign, _ = (rest if with_slash.match(rest) else authority).rpartition("@")
     # Without a password the name may be a token, where it is not the login of a machine.
-    secret = ":" in user or web or scheme_of(url) == HUB or _MARK.fullmatch(user)
+    secret = ":" in user or web or scheme_of(url) == HUB or user == HIDDEN
     if not user or not secret:
         user = sign = ""
     rest = rest[len(user + sign) :]
