@@ -21,11 +21,17 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from ckptctl.errors import CkptError
 from ckptctl.results import Inline, JsonField, Printed, Result, printed, schema_name
+from ckptctl.storage.tree import TreePath
 
 DIALECT = "https://json-schema.org/draft/2020-12/schema"
 LINK = re.compile(r"\[([^][]*)\]\([^()]*\)")
 _SECTION = re.compile(r"[A-Z][a-z]+:\n")
-TYPES = {str: "string", Path: "string", int: "integer", float: "number", bool: "boolean"}
+TYPES: dict[object, str] = {
+    **dict.fromkeys((str, Path, TreePath), "string"),
+    int: "integer",
+    float: "number",
+    bool: "boolean",
+}
 
 
 @dataclass(frozen=True, slots=True)
