@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from ckptctl.adapters.merging import MergePlan as MergePlan
     from ckptctl.api.conversion import consolidate as consolidate
     from ckptctl.api.conversion import convert as convert
     from ckptctl.api.conversion import extract_lora as extract_lora
@@ -30,36 +31,35 @@ if TYPE_CHECKING:
     from ckptctl.api.runs import plan_prune as plan_prune
     from ckptctl.api.runs import prune as prune
     from ckptctl.catalog import Catalog as Catalog
+    from ckptctl.conversion.convert import ConversionPlan as ConversionPlan
+    from ckptctl.conversion.convert import ConversionResult as ConversionResult
     from ckptctl.distributed.background.async_save import AsyncSaver as AsyncSaver
     from ckptctl.distributed.background.async_save import async_save as async_save
     from ckptctl.distributed.background.save_thread import SaveFuture as SaveFuture
     from ckptctl.distributed.loading.load import load as load
     from ckptctl.distributed.run.finals import Finished as Finished
     from ckptctl.distributed.run.manager import CheckpointManager as CheckpointManager
-    from ckptctl.distributed.run.options import Resumed as Resumed
+    from ckptctl.distributed.run.manager_options import Resumed as Resumed
     from ckptctl.distributed.saving.save import save as save
     from ckptctl.errors import CkptError as CkptError
-    from ckptctl.ops.comparison.result import Difference as Difference
-    from ckptctl.ops.consolidate_metadata import MetadataPlan as MetadataPlan
-    from ckptctl.ops.consolidate_metadata import MetadataResult as MetadataResult
-    from ckptctl.ops.conversion.convert import ConversionPlan as ConversionPlan
-    from ckptctl.ops.conversion.convert import ConversionResult as ConversionResult
-    from ckptctl.ops.doctor import Diagnosis as Diagnosis
-    from ckptctl.ops.extraction.extract import Extraction as Extraction
-    from ckptctl.ops.extraction.lazy import LazyStateDict as LazyStateDict
-    from ckptctl.ops.extraction.lazy import TensorHandle as TensorHandle
-    from ckptctl.ops.inspection.result import Inspection as Inspection
-    from ckptctl.ops.key_map import KeyMap as KeyMap
-    from ckptctl.ops.loading.options import LoadReport as LoadReport
-    from ckptctl.ops.lora_extraction.result import LoraExtraction as LoraExtraction
-    from ckptctl.ops.merging import MergePlan as MergePlan
-    from ckptctl.ops.models import Models as Models
-    from ckptctl.ops.report.data import Report as Report
-    from ckptctl.ops.runs.listing import Newest as Newest
-    from ckptctl.ops.runs.listing import RunFolder as RunFolder
-    from ckptctl.ops.runs.removal import PrunePlan as PrunePlan
-    from ckptctl.ops.runs.removal import PruneResult as PruneResult
-    from ckptctl.ops.verification.result import Verification as Verification
+    from ckptctl.runs.listing import Newest as Newest
+    from ckptctl.runs.listing import RunFolder as RunFolder
+    from ckptctl.runs.removal import PrunePlan as PrunePlan
+    from ckptctl.runs.removal import PruneResult as PruneResult
+    from ckptctl.training.loading.load_options import LoadReport as LoadReport
+    from ckptctl.verbs.comparison.diff_result import Difference as Difference
+    from ckptctl.verbs.consolidate_metadata import MetadataPlan as MetadataPlan
+    from ckptctl.verbs.consolidate_metadata import MetadataResult as MetadataResult
+    from ckptctl.verbs.doctor import Diagnosis as Diagnosis
+    from ckptctl.verbs.extraction.extract import Extraction as Extraction
+    from ckptctl.verbs.extraction.lazy import LazyStateDict as LazyStateDict
+    from ckptctl.verbs.extraction.lazy import TensorHandle as TensorHandle
+    from ckptctl.verbs.inspection.inspect_result import Inspection as Inspection
+    from ckptctl.verbs.key_map import KeyMap as KeyMap
+    from ckptctl.verbs.lora_extraction.lora_result import LoraExtraction as LoraExtraction
+    from ckptctl.verbs.models import Models as Models
+    from ckptctl.verbs.report.data import Report as Report
+    from ckptctl.verbs.verification.verify_result import Verification as Verification
     from ckptctl.version import __version__ as __version__
 
 _HOME = {
@@ -67,30 +67,30 @@ _HOME = {
     "Catalog": "ckptctl.catalog",
     "CheckpointManager": "ckptctl.distributed.run.manager",
     "CkptError": "ckptctl.errors",
-    "ConversionPlan": "ckptctl.ops.conversion.convert",
-    "ConversionResult": "ckptctl.ops.conversion.convert",
-    "Diagnosis": "ckptctl.ops.doctor",
-    "Difference": "ckptctl.ops.comparison.result",
-    "Extraction": "ckptctl.ops.extraction.extract",
+    "ConversionPlan": "ckptctl.conversion.convert",
+    "ConversionResult": "ckptctl.conversion.convert",
+    "Diagnosis": "ckptctl.verbs.doctor",
+    "Difference": "ckptctl.verbs.comparison.diff_result",
+    "Extraction": "ckptctl.verbs.extraction.extract",
     "Finished": "ckptctl.distributed.run.finals",
-    "Inspection": "ckptctl.ops.inspection.result",
-    "KeyMap": "ckptctl.ops.key_map",
-    "LazyStateDict": "ckptctl.ops.extraction.lazy",
-    "LoadReport": "ckptctl.ops.loading.options",
-    "LoraExtraction": "ckptctl.ops.lora_extraction.result",
-    "MergePlan": "ckptctl.ops.merging",
-    "MetadataPlan": "ckptctl.ops.consolidate_metadata",
-    "MetadataResult": "ckptctl.ops.consolidate_metadata",
-    "Models": "ckptctl.ops.models",
-    "Newest": "ckptctl.ops.runs.listing",
-    "PrunePlan": "ckptctl.ops.runs.removal",
-    "PruneResult": "ckptctl.ops.runs.removal",
-    "Report": "ckptctl.ops.report.data",
-    "Resumed": "ckptctl.distributed.run.options",
-    "RunFolder": "ckptctl.ops.runs.listing",
+    "Inspection": "ckptctl.verbs.inspection.inspect_result",
+    "KeyMap": "ckptctl.verbs.key_map",
+    "LazyStateDict": "ckptctl.verbs.extraction.lazy",
+    "LoadReport": "ckptctl.training.loading.load_options",
+    "LoraExtraction": "ckptctl.verbs.lora_extraction.lora_result",
+    "MergePlan": "ckptctl.adapters.merging",
+    "MetadataPlan": "ckptctl.verbs.consolidate_metadata",
+    "MetadataResult": "ckptctl.verbs.consolidate_metadata",
+    "Models": "ckptctl.verbs.models",
+    "Newest": "ckptctl.runs.listing",
+    "PrunePlan": "ckptctl.runs.removal",
+    "PruneResult": "ckptctl.runs.removal",
+    "Report": "ckptctl.verbs.report.data",
+    "Resumed": "ckptctl.distributed.run.manager_options",
+    "RunFolder": "ckptctl.runs.listing",
     "SaveFuture": "ckptctl.distributed.background.save_thread",
-    "TensorHandle": "ckptctl.ops.extraction.lazy",
-    "Verification": "ckptctl.ops.verification.result",
+    "TensorHandle": "ckptctl.verbs.extraction.lazy",
+    "Verification": "ckptctl.verbs.verification.verify_result",
     "__version__": "ckptctl.version",
     "async_save": "ckptctl.distributed.background.async_save",
     "consolidate": "ckptctl.api.conversion",

@@ -195,7 +195,7 @@ class Computed:
     """A virtual file: the row-major elements of a tensor that is computed when it is read.
 
     Attributes:
-        kind: How: a name in ``ckptctl/storage/kinds``.
+        kind: How: a name in ``ckptctl/numerics/kinds``.
         dtype: torch's name of the dtype of its elements.
         shape: Their number along each dimension.
         inputs: What they are made of, in the order that the kind expects.

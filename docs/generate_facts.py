@@ -11,9 +11,9 @@ import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+from ckptctl.facts.compared import counts_compared, layers_compared, sizes_compared
+from ckptctl.facts.fact_names import IGNORED, NOTED
 from ckptctl.families import families
-from ckptctl.planner.configs.compared import counts_compared, layers_compared, sizes_compared
-from ckptctl.planner.configs.fact_names import IGNORED, NOTED
 from ckptctl.planner.layouts import FACTS, Fact, Family
 
 HERE = Path(__file__).parent

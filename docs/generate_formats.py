@@ -13,7 +13,7 @@ from pathlib import Path
 
 from ckptctl.cli.formats import facts, layout
 from ckptctl.formats.sidecar_files import KINDS
-from ckptctl.ops.known_formats import KnownFormat, known_formats
+from ckptctl.verbs.known_formats import KnownFormat, known_formats
 
 PAGE = Path(__file__).parent / "reference" / "formats.md"
 BLOCK = re.compile(r"(<!-- generated: ([^\n]+) -->\n).*?(<!-- end -->\n)", re.DOTALL)

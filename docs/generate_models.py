@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from ckptctl import models
-from ckptctl.ops.models import CARRIED, NOT_PROVEN, ModelType
+from ckptctl.verbs.models import CARRIED, NOT_PROVEN, ModelType
 
 PAGE = Path(__file__).parent / "reference" / "models.md"
 HEAD = """# Model types and layouts

@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 import ckptctl
-from ckptctl.distributed.run.options import OF_A_SOURCE
+from ckptctl.conversion.conversion_options import WriteOptions
+from ckptctl.distributed.run.manager_options import OF_A_SOURCE
 from ckptctl.keywords import python
-from ckptctl.ops.conversion.options import WriteOptions
 from ckptctl.options import declared
 
 PAGE = Path(__file__).parent / "reference" / "python.md"

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from ckptctl.storage.remote.store import FsspecStore
+from ckptctl.remote.store import FsspecStore
 
 
 def counted(monkeypatch: pytest.MonkeyPatch) -> list[int]:

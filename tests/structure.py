@@ -25,49 +25,24 @@ BLOCK = re.compile(r"(<!-- generated: \w+ -->\n\n).*?(\n<!-- end -->\n)", re.DOT
 ROW = re.compile(r"^\| ([^|]+?) \| ([\d,]+) \|$", re.MULTILINE)
 ROOMS = {
     "shared": ("ckptctl",),
-    "planner": (
-        *("ckptctl.planner", "ckptctl.planner.configs.defaults", "ckptctl.planner.configs.demands"),
-        "ckptctl.planner.configs.facts",
-    ),
+    "planner": ("ckptctl.planner",),
     "storage": ("ckptctl.storage",),
     "conversion": (
-        *("ckptctl.families", "ckptctl.formats.__init__", "ckptctl.formats.base"),
-        *("ckptctl.formats.checksums", "ckptctl.formats.sidecar_files"),
-        *("ckptctl.ops.conversion", "ckptctl.ops.destinations", "ckptctl.ops.option_checks"),
-        *("ckptctl.ops.options", "ckptctl.ops.ranks", "ckptctl.ops.recognition"),
-        *("ckptctl.ops.sources", "ckptctl.ops.verification.items"),
+        *("ckptctl.conversion", "ckptctl.families", "ckptctl.formats.__init__"),
+        *("ckptctl.formats.base", "ckptctl.formats.checksums", "ckptctl.formats.sidecar_files"),
         *("ckptctl.formats.shared.findings", "ckptctl.formats.shared.leaves"),
     ),
     "formats": ("ckptctl.formats",),
-    "numerics": (
-        *("ckptctl.ops.conversion.dequantizing", "ckptctl.ops.conversion.quantizing"),
-        "ckptctl.ops.recognition.quantized",
-        *("ckptctl.planner.quantization", "ckptctl.storage.kinds"),
-    ),
-    "adapters": (
-        *("ckptctl.ops.adapters", "ckptctl.ops.conversion.adapter_files"),
-        "ckptctl.ops.expert_adapters",
-        *("ckptctl.ops.expert_stacks", "ckptctl.ops.merging"),
-        *("ckptctl.planner.mapping.deltas", "ckptctl.storage.low_rank"),
-    ),
-    "facts": (
-        *("ckptctl.ops.conversion.config_files", "ckptctl.ops.recognition.agreement"),
-        *("ckptctl.ops.recognition.recorded", "ckptctl.planner.configs"),
-    ),
-    "filling": ("ckptctl.ops.conversion.filling",),
-    "remote": ("ckptctl.storage.remote",),
+    "numerics": ("ckptctl.numerics",),
+    "adapters": ("ckptctl.adapters",),
+    "facts": ("ckptctl.facts",),
+    "remote": ("ckptctl.remote",),
     "converters": ("converters",),
-    "verbs": ("ckptctl.ops", "ckptctl.storage.statistics"),
-    "runs": ("ckptctl.ops.runs", "ckptctl.storage.run_store"),
-    "training": (
-        *("ckptctl.distributed", "ckptctl.ops.loading", "ckptctl.ops.saving"),
-        "ckptctl.ops.ranks.agreement",
-    ),
+    "verbs": ("ckptctl.verbs",),
+    "runs": ("ckptctl.runs",),
+    "training": ("ckptctl.training", "ckptctl.distributed"),
     "cli": (
-        "ckptctl.__init__",
-        "ckptctl.__main__",
-        "ckptctl.api",
-        "ckptctl.cli",
+        *("ckptctl.__init__", "ckptctl.__main__", "ckptctl.api", "ckptctl.cli"),
         "ckptctl.plugins",
     ),
     "integrations": ("ckptctl.integrations",),
@@ -76,7 +51,7 @@ ROOMS = {
 
 LEVELS = (
     ("shared", "planner", "storage", "conversion"),
-    ("formats", "numerics", "adapters", "facts", "filling", "remote", "converters"),
+    ("formats", "numerics", "adapters", "facts", "remote", "converters"),
     ("verbs", "runs", "training"),
     ("cli", "integrations"),
 )

@@ -6,22 +6,22 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
 
-from ckptctl.keywords import keywords
-from ckptctl.ops.conversion.options import (
+from ckptctl.conversion.conversion_options import (
     NOT_CONSOLIDATED,
     ConsolidationOptions,
     ConversionOptions,
     MergeOptions,
 )
-from ckptctl.ops.lora_extraction.options import LoraExtractionOptions
-from ckptctl.ops.option_checks import AnyPath
+from ckptctl.conversion.option_checks import AnyPath
+from ckptctl.keywords import keywords
 from ckptctl.options import Option
+from ckptctl.verbs.lora_extraction.lora_options import LoraExtractionOptions
 
 if TYPE_CHECKING:
-    from ckptctl.ops.consolidate_metadata import MetadataPlan, MetadataResult
-    from ckptctl.ops.conversion.plan import ConversionPlan, ConversionResult
-    from ckptctl.ops.lora_extraction.result import LoraExtraction
-    from ckptctl.ops.merging import MergePlan
+    from ckptctl.adapters.merging import MergePlan
+    from ckptctl.conversion.plan import ConversionPlan, ConversionResult
+    from ckptctl.verbs.consolidate_metadata import MetadataPlan, MetadataResult
+    from ckptctl.verbs.lora_extraction.lora_result import LoraExtraction
 
 
 Progress = Annotated[
@@ -64,7 +64,7 @@ def plan_conversion(src: AnyPath, dst: AnyPath, options: ConversionOptions) -> C
     Raises:
         CkptError: The conversion would fail or would not be safe.
     """
-    from ckptctl.ops.conversion.convert import plan_conversion
+    from ckptctl.conversion.convert import plan_conversion
 
     return plan_conversion(src, dst, options)
 
@@ -81,7 +81,7 @@ def convert(src: AnyPath, dst: AnyPath, options: _Conversion) -> ConversionResul
     Raises:
         CkptError: The conversion failed. Nothing was published, unless ``verify`` failed.
     """
-    from ckptctl.ops.conversion.convert import plan_conversion, run_conversion
+    from ckptctl.conversion.convert import plan_conversion, run_conversion
     from ckptctl.storage.publish import sweeping
 
     with sweeping(dst):
@@ -102,7 +102,7 @@ def plan_merge(base: AnyPath, adapter: AnyPath, dst: AnyPath, options: MergeOpti
     Raises:
         CkptError: The merge would fail or would not be safe.
     """
-    from ckptctl.ops.merging import plan_merge
+    from ckptctl.adapters.merging import plan_merge
 
     return plan_merge(base, adapter, dst, options)
 
@@ -120,8 +120,8 @@ def merge(base: AnyPath, adapter: AnyPath, dst: AnyPath, options: _Merge) -> Con
     Raises:
         CkptError: The merge failed. Nothing was published, unless ``verify`` failed.
     """
-    from ckptctl.ops.conversion.convert import run_conversion
-    from ckptctl.ops.merging import plan_merge
+    from ckptctl.adapters.merging import plan_merge
+    from ckptctl.conversion.convert import run_conversion
     from ckptctl.storage.publish import sweeping
 
     with sweeping(dst):
@@ -144,7 +144,7 @@ def extract_lora(
     Raises:
         CkptError: The extraction failed. Nothing was published.
     """
-    from ckptctl.ops.lora_extraction.extract_lora import extract_lora
+    from ckptctl.verbs.lora_extraction.extract_lora import extract_lora
 
     return extract_lora(base, tuned, out, options, options.progress)
 
@@ -163,10 +163,10 @@ def plan_consolidation(
         CkptError: The checkpoint is incomplete, or the consolidation would not be safe.
     """
     if options.metadata_only:
-        from ckptctl.ops.consolidate_metadata import plan_metadata
+        from ckptctl.verbs.consolidate_metadata import plan_metadata
 
         return plan_metadata(src)
-    from ckptctl.ops.conversion.convert import plan_conversion
+    from ckptctl.conversion.convert import plan_conversion
 
     return plan_conversion(src, options.dst or "", options.conversion())
 
@@ -183,10 +183,10 @@ def consolidate(src: AnyPath, options: _Consolidation) -> ConversionResult | Met
         CkptError: The consolidation failed. Nothing was published, unless ``verify`` failed.
     """
     if options.metadata_only:
-        from ckptctl.ops.consolidate_metadata import plan_metadata, run_metadata
+        from ckptctl.verbs.consolidate_metadata import plan_metadata, run_metadata
 
         return run_metadata(plan_metadata(src))
-    from ckptctl.ops.conversion.convert import plan_conversion, run_conversion
+    from ckptctl.conversion.convert import plan_conversion, run_conversion
     from ckptctl.storage.publish import sweeping
 
     dst = options.dst or ""

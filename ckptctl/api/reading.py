@@ -6,27 +6,27 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
+from ckptctl.conversion.option_checks import AnyPath, place
+from ckptctl.conversion.shared_options import MapOptions, ModelsOptions
 from ckptctl.keywords import keywords
-from ckptctl.ops.comparison.options import DiffOptions
-from ckptctl.ops.extraction.options import ExtractOptions, OpenOptions
-from ckptctl.ops.inspection.options import InspectOptions
-from ckptctl.ops.option_checks import AnyPath, place
-from ckptctl.ops.options import MapOptions, ModelsOptions
-from ckptctl.ops.report.options import ReportOptions
-from ckptctl.ops.verification.options import VerifyOptions
 from ckptctl.options import Option
 from ckptctl.storage.threads import Watch, unwatched
+from ckptctl.verbs.comparison.diff_options import DiffOptions
+from ckptctl.verbs.extraction.extract_options import ExtractOptions, OpenOptions
+from ckptctl.verbs.inspection.inspect_options import InspectOptions
+from ckptctl.verbs.report.report_options import ReportOptions
+from ckptctl.verbs.verification.verify_options import VerifyOptions
 
 if TYPE_CHECKING:
-    from ckptctl.ops.comparison.result import Difference
-    from ckptctl.ops.doctor import Diagnosis
-    from ckptctl.ops.extraction.extract import Extraction
-    from ckptctl.ops.extraction.lazy import LazyStateDict
-    from ckptctl.ops.inspection.result import Inspection
-    from ckptctl.ops.key_map import KeyMap
-    from ckptctl.ops.models import Models
-    from ckptctl.ops.report.data import Report
-    from ckptctl.ops.verification.result import Verification
+    from ckptctl.verbs.comparison.diff_result import Difference
+    from ckptctl.verbs.doctor import Diagnosis
+    from ckptctl.verbs.extraction.extract import Extraction
+    from ckptctl.verbs.extraction.lazy import LazyStateDict
+    from ckptctl.verbs.inspection.inspect_result import Inspection
+    from ckptctl.verbs.key_map import KeyMap
+    from ckptctl.verbs.models import Models
+    from ckptctl.verbs.report.data import Report
+    from ckptctl.verbs.verification.verify_result import Verification
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,7 +57,7 @@ def diff(a: AnyPath, b: AnyPath, options: DiffOptions) -> Difference:
         CkptError: One of them is missing, not recognized or damaged, or a given layout does not
             fit.
     """
-    from ckptctl.ops.comparison.diff import diff
+    from ckptctl.verbs.comparison.diff import diff
 
     return diff(a, b, options)
 
@@ -74,7 +74,7 @@ def extract(path: AnyPath, tensor: str, options: ExtractOptions) -> Extraction:
     Raises:
         CkptError: The extraction failed. Nothing was written.
     """
-    from ckptctl.ops.extraction.extract import extract
+    from ckptctl.verbs.extraction.extract import extract
 
     return extract(path, tensor, options)
 
@@ -92,7 +92,7 @@ def open(path: AnyPath, options: OpenOptions) -> LazyStateDict:
     Raises:
         CkptError: The checkpoint is missing or not recognized, or its index is damaged.
     """
-    from ckptctl.ops.extraction.lazy import LazyStateDict
+    from ckptctl.verbs.extraction.lazy import LazyStateDict
 
     return LazyStateDict(path, options)
 
@@ -108,7 +108,7 @@ def inspect(path: AnyPath, options: InspectOptions) -> Inspection:
     Raises:
         CkptError: The checkpoint is missing or not recognized, or its index is damaged.
     """
-    from ckptctl.ops.inspection.inspect import inspect
+    from ckptctl.verbs.inspection.inspect import inspect
 
     return inspect(path, options)
 
@@ -118,7 +118,7 @@ def report(path: AnyPath, options: _Report) -> Report:
     """Write one HTML page about the checkpoint at *path*, and return its contents.
 
     The page is also written for a damaged checkpoint: see
-    :attr:`~ckptctl.ops.report.data.Report.readable`.
+    :attr:`~ckptctl.verbs.report.data.Report.readable`.
 
     Args:
         path: A directory or a file. It is never changed.
@@ -128,7 +128,7 @@ def report(path: AnyPath, options: _Report) -> Report:
         CkptError: A checkpoint is missing or not recognized, or the page already exists. No page
             was written.
     """
-    from ckptctl.ops.report.gather import report
+    from ckptctl.verbs.report.gather import report
 
     return report(path, options, options.progress or unwatched)
 
@@ -145,7 +145,7 @@ def verify(path: AnyPath, options: VerifyOptions) -> Verification:
         CkptError: The checkpoint does not exist or is not recognized. Damage is a finding, not an
             error.
     """
-    from ckptctl.ops.verification.verify import verify
+    from ckptctl.verbs.verification.verify import verify
 
     return verify(path, options)
 
@@ -164,7 +164,7 @@ def map(key: str, options: MapOptions) -> KeyMap:
     Raises:
         CkptError: The key, model type or layout is unknown.
     """
-    from ckptctl.ops.key_map import map_key
+    from ckptctl.verbs.key_map import map_key
 
     return map_key(key, options)
 
@@ -179,7 +179,7 @@ def models(options: ModelsOptions) -> Models:
     Raises:
         CkptError: The model type or layout is unknown.
     """
-    from ckptctl.ops.models import models
+    from ckptctl.verbs.models import models
 
     return models(options)
 
@@ -194,6 +194,6 @@ def doctor(directory: AnyPath = ".") -> Diagnosis:
     Raises:
         CkptError: The directory does not exist. A failed check is a finding, not an error.
     """
-    from ckptctl.ops.doctor import doctor
+    from ckptctl.verbs.doctor import doctor
 
     return doctor(Path(place(directory)))

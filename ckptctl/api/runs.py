@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from ckptctl.conversion.option_checks import AnyPath, place
 from ckptctl.keywords import keywords
-from ckptctl.ops.option_checks import AnyPath, place
-from ckptctl.ops.runs.options import PruneOptions
+from ckptctl.runs.run_options import PruneOptions
 from ckptctl.storage.tree import TreePath
 
 if TYPE_CHECKING:
-    from ckptctl.ops.runs.listing import Newest, RunFolder
-    from ckptctl.ops.runs.removal import PrunePlan, PruneResult
+    from ckptctl.runs.listing import Newest, RunFolder
+    from ckptctl.runs.removal import PrunePlan, PruneResult
 
 
 def ls(root: AnyPath = ".") -> RunFolder:
@@ -23,7 +23,7 @@ def ls(root: AnyPath = ".") -> RunFolder:
     Raises:
         CkptError: The folder is missing or cannot be read.
     """
-    from ckptctl.ops.runs.listing import read_run
+    from ckptctl.runs.listing import read_run
 
     return read_run(_looked_at_anew(root))
 
@@ -38,14 +38,14 @@ def latest(root: AnyPath = ".") -> Newest:
         SourceNotFoundError: No checkpoint in the folder is complete.
         UnsupportedError: The verdict on the newest checkpoint is unknown. It may be complete.
     """
-    from ckptctl.ops.runs.listing import newest
+    from ckptctl.runs.listing import newest
 
     return newest(_looked_at_anew(root))
 
 
 def _looked_at_anew(root: AnyPath) -> TreePath:
     """Return the folder of a run; what an earlier call saw behind a URL is forgotten."""
-    from ckptctl.storage.run_store import run_store
+    from ckptctl.runs.run_store import run_store
 
     path = place(root)
     run_store(path).refresh()
@@ -63,7 +63,7 @@ def plan_prune(root: AnyPath, options: PruneOptions) -> PrunePlan:
     Raises:
         CkptError: No option selects checkpoints to keep, or the removal would not be safe.
     """
-    from ckptctl.ops.runs.removal import plan_prune
+    from ckptctl.runs.removal import plan_prune
 
     policy, thin = options.policy(), options.thin is not None
     return plan_prune(place(root), policy, force=options.force, thin=thin)
@@ -84,7 +84,7 @@ def prune(root: AnyPath, options: PruneOptions) -> PruneResult:
         PartialError: Some checkpoints could not be removed.
         CkptError: The removal failed. Nothing was removed.
     """
-    from ckptctl.ops.runs.removal import plan_prune, run_prune
+    from ckptctl.runs.removal import plan_prune, run_prune
 
     policy, thin = options.policy(), options.thin is not None
     result = run_prune(plan_prune(place(root), policy, force=options.force, thin=thin))

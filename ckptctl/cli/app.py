@@ -19,8 +19,8 @@ from ckptctl.cli.commands import COLOR, PlainText, commands, epilog
 from ckptctl.cli.output import Output, StoppedError, require_answer, wants_json
 from ckptctl.cli.ranks import told
 from ckptctl.cli.typed_paths import remember, typed_words
+from ckptctl.conversion.option_checks import tolerated
 from ckptctl.errors import CkptError, DamagedError, StorageError
-from ckptctl.ops.option_checks import tolerated
 from ckptctl.options import about, number
 from ckptctl.storage.threads import leave, terminable
 from ckptctl.version import __version__
@@ -151,7 +151,7 @@ def root(
 ) -> None:
     """Convert, inspect, verify, compare and prune deep-learning checkpoints."""
     del version, debug
-    from ckptctl.storage.remote.retries import patience
+    from ckptctl.remote.retries import patience
 
     with about(COLOR.shown):
         printer.WANTED.color = COLOR.read(color) or "auto"

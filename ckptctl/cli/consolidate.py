@@ -10,15 +10,15 @@ from ckptctl.cli.convert import carry_out, planned
 from ckptctl.cli.output import Output
 from ckptctl.cli.ranks import coordinator, output_of
 from ckptctl.cli.typed_paths import as_typed, typed_again
-from ckptctl.ops.conversion.options import NOT_CONSOLIDATED, ConsolidationOptions
-from ckptctl.ops.options import Source
-from ckptctl.ops.ranks.coordinator import on_first
+from ckptctl.conversion.conversion_options import NOT_CONSOLIDATED, ConsolidationOptions
+from ckptctl.conversion.ranks.coordinator import on_first
+from ckptctl.conversion.shared_options import Source
 from ckptctl.results import Result
 from ckptctl.storage.tree import TreePath
 from ckptctl.units import counted, format_bytes
 
 if TYPE_CHECKING:
-    from ckptctl.ops.consolidate_metadata import MetadataPlan
+    from ckptctl.verbs.consolidate_metadata import MetadataPlan
 
 
 @command(
@@ -27,10 +27,10 @@ if TYPE_CHECKING:
     "ckptctl consolidate global_step1000 model --weights module --max-shard-size 2GB",
     "ckptctl consolidate fsdp-ranks merged --to dcp --optimizer",
     "ckptctl consolidate step-100 model --dry-run",
-    prints="ckptctl.ops.conversion.plan:ConversionPlan | "
-    "ckptctl.ops.conversion.plan:ConversionResult, "
-    "--metadata-only: ckptctl.ops.consolidate_metadata:MetadataPlan | "
-    "ckptctl.ops.consolidate_metadata:MetadataResult",
+    prints="ckptctl.conversion.plan:ConversionPlan | "
+    "ckptctl.conversion.plan:ConversionResult, "
+    "--metadata-only: ckptctl.verbs.consolidate_metadata:MetadataPlan | "
+    "ckptctl.verbs.consolidate_metadata:MetadataResult",
     without=NOT_CONSOLIDATED,
 )
 def consolidate(src: Source, *, options: ConsolidationOptions, run: RunOptions) -> None:
@@ -40,7 +40,7 @@ def consolidate(src: Source, *, options: ConsolidationOptions, run: RunOptions) 
     loaded. Keys are not renamed. If tensors are missing, they are listed, and nothing is written
     unless --allow-missing is given.
     """
-    from ckptctl.ops.conversion.convert import plan_conversion
+    from ckptctl.conversion.convert import plan_conversion
 
     ranks = coordinator(run.single_process, run.json)
     output = output_of(ranks, run.json, run.quiet)
@@ -53,7 +53,7 @@ def consolidate(src: Source, *, options: ConsolidationOptions, run: RunOptions) 
 
 
 def _metadata(output: Output, src: TreePath, dry_run: bool) -> None:
-    from ckptctl.ops.consolidate_metadata import plan_metadata, run_metadata
+    from ckptctl.verbs.consolidate_metadata import plan_metadata, run_metadata
 
     plan = plan_metadata(src)
     output.statement(

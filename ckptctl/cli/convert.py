@@ -15,18 +15,18 @@ from ckptctl.cli.output import Output, Row, StoppedError, by_reason, told
 from ckptctl.cli.progress import progress
 from ckptctl.cli.ranks import coordinator, output_of
 from ckptctl.cli.typed_paths import as_typed, typed_again, typed_words
+from ckptctl.conversion.conversion_options import ConversionOptions
+from ckptctl.conversion.ranks.coordinator import Coordinator, together
+from ckptctl.conversion.shared_options import Destination, Source
 from ckptctl.errors import CkptError, PartialError, RefusedError, listed
 from ckptctl.errors import command as suggested
-from ckptctl.ops.conversion.options import ConversionOptions
-from ckptctl.ops.options import Destination, Source
-from ckptctl.ops.ranks.coordinator import Coordinator, together
 from ckptctl.results import Result
 from ckptctl.storage.outcome import OutOfRange, summed_up, worst
 from ckptctl.storage.tree import TreePath
 from ckptctl.units import counted, format_bytes, format_seconds
 
 if TYPE_CHECKING:
-    from ckptctl.ops.conversion.convert import ConversionPlan, ConversionResult
+    from ckptctl.conversion.convert import ConversionPlan, ConversionResult
 
 T = TypeVar("T")
 
@@ -40,15 +40,14 @@ T = TypeVar("T")
     "ckptctl convert deepseek-fp8 deepseek-bf16 --to hf --dequantize bf16",
     "ckptctl convert llama-3-8b llama-3-8b-fp8 --to hf --quantize fp8-block",
     "ckptctl convert s3://models/step-2000 hf://org/model --to hf",
-    prints="ckptctl.ops.conversion.plan:ConversionPlan | "
-    "ckptctl.ops.conversion.plan:ConversionResult",
+    prints="ckptctl.conversion.plan:ConversionPlan | ckptctl.conversion.plan:ConversionResult",
 )
 def convert(src: Source, dst: Destination, options: ConversionOptions, run: RunOptions) -> None:
     """Convert a checkpoint to another format, layout or dtype.
 
     SRC is never changed. DST is published atomically, either complete or not at all.
     """
-    from ckptctl.ops.conversion.convert import plan_conversion
+    from ckptctl.conversion.convert import plan_conversion
 
     ranks = coordinator(run.single_process, run.json)
     output = output_of(ranks, run.json, run.quiet)
@@ -171,7 +170,7 @@ def _announce(output: Output, plan: ConversionPlan, dst: TreePath, yes: bool) ->
 
 def _execute(output: Output, plan: ConversionPlan, ranks: Coordinator) -> ConversionResult:
     """Carry out *plan*; after Ctrl-C say which part of the work is kept, and how to resume."""
-    from ckptctl.ops.conversion.convert import run_conversion
+    from ckptctl.conversion.convert import run_conversion
     from ckptctl.storage.publish import unfinished
 
     def beginning() -> str:  # only asked if progress is shown

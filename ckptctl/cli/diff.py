@@ -14,14 +14,14 @@ from ckptctl.cli.commands import Json, NoHeader, Quiet, command
 from ckptctl.cli.output import Output, Row, told
 from ckptctl.cli.progress import progress
 from ckptctl.cli.tables import SHOWN, Column
-from ckptctl.ops.comparison.options import DiffOptions
-from ckptctl.ops.option_checks import place
+from ckptctl.conversion.option_checks import place
 from ckptctl.options import Argument
 from ckptctl.storage.tree import TreePath
 from ckptctl.units import counted
+from ckptctl.verbs.comparison.diff_options import DiffOptions
 
 if TYPE_CHECKING:
-    from ckptctl.ops.comparison.result import Difference, Side, TensorDifference
+    from ckptctl.verbs.comparison.diff_result import Difference, Side, TensorDifference
 
 DIFFERENT = 1
 DIFFERS = ("tensor differs", "tensors differ")
@@ -44,7 +44,7 @@ LEAVES = (tables.name("non-tensor value"), tables.prose("A"), tables.prose("B"))
     "ckptctl diff bf16 fp32 --ignore-dtype --atol 1e-3",
     "ckptctl diff zero zero --weights-a master --weights-b module --ignore-dtype --atol 1e-2",
     "ckptctl diff a b --structure --json | jq .a.only",
-    prints="ckptctl.ops.comparison.result:Difference",
+    prints="ckptctl.verbs.comparison.diff_result:Difference",
 )
 def diff(
     a: Annotated[
@@ -66,7 +66,7 @@ def diff(
     nothing differs and 1 if something does. With --quick or --structure, exit code 0 proves nothing
     about data that was not read.
     """
-    from ckptctl.ops.comparison import diff as op
+    from ckptctl.verbs.comparison import diff as op
 
     output = Output(json, quiet, header=not no_header)
     found = op.diff(a, b, options, partial(progress, output, "comparing"))

@@ -10,12 +10,12 @@ import typer
 
 from ckptctl.cli.commands import Json, command, only_quiet
 from ckptctl.cli.output import Output, Style
-from ckptctl.ops.option_checks import place
+from ckptctl.conversion.option_checks import place
 from ckptctl.options import Argument
 from ckptctl.units import counted
 
 if TYPE_CHECKING:
-    from ckptctl.ops.doctor import Diagnosis, Status
+    from ckptctl.verbs.doctor import Diagnosis, Status
 
 BROKEN = 1
 STYLES: dict[Status, Style | None] = {"ok": None, "warn": "missing", "fail": "damaged"}
@@ -25,7 +25,7 @@ STYLES: dict[Status, Style | None] = {"ok": None, "warn": "missing", "fail": "da
     "ckptctl doctor",
     "ckptctl doctor /mnt/checkpoints",
     "ckptctl doctor --json | jq '.checks[] | select(.status != \"ok\")'",
-    prints="ckptctl.ops.doctor:Diagnosis",
+    prints="ckptctl.verbs.doctor:Diagnosis",
     bare=True,
 )
 def doctor(
@@ -45,7 +45,7 @@ def doctor(
     Plug-ins and the environment are checked as well. File operations are tested in a hidden folder
     in DIR, which is removed afterwards. The exit code is 1 if something is broken, otherwise 0.
     """
-    from ckptctl.ops.doctor import doctor as op
+    from ckptctl.verbs.doctor import doctor as op
 
     output = Output(json, quiet)
     found = op(directory)

@@ -9,14 +9,14 @@ from ckptctl.cli import tables
 from ckptctl.cli.commands import Json, Quiet, command
 from ckptctl.cli.convert import warn_out_of_range
 from ckptctl.cli.output import Output, Row
-from ckptctl.ops.extraction.options import ExtractOptions
-from ckptctl.ops.option_checks import tensors
-from ckptctl.ops.options import Checkpoint
+from ckptctl.conversion.option_checks import tensors
+from ckptctl.conversion.shared_options import Checkpoint
 from ckptctl.options import Argument
 from ckptctl.units import counted, format_bytes
+from ckptctl.verbs.extraction.extract_options import ExtractOptions
 
 if TYPE_CHECKING:
-    from ckptctl.ops.extraction.extract import Extracted, Extraction
+    from ckptctl.verbs.extraction.extract import Extracted, Extraction
 
 
 @command(
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     "ckptctl extract step-2000 lm_head.weight --slice '[:, 5]' -o column.pt",
     "ckptctl extract step-2000 'model.layers.0.*' -o layer.safetensors",
     "ckptctl extract out-hf layers.0.attention.wq.weight --layout meta -o wq.safetensors",
-    prints="ckptctl.ops.extraction.extract:Extraction",
+    prints="ckptctl.verbs.extraction.extract:Extraction",
 )
 def extract(
     path: Checkpoint,
@@ -46,8 +46,8 @@ def extract(
     Only the extracted bytes are read. Without --output, no file is written, and the shape, dtype
     and corner values are shown.
     """
-    from ckptctl.ops.extraction.extract import FEW
-    from ckptctl.ops.extraction.extract import extract as op
+    from ckptctl.verbs.extraction.extract import FEW
+    from ckptctl.verbs.extraction.extract import extract as op
 
     output = Output(json, quiet)
     found = op(path, tensor, options)

@@ -9,22 +9,22 @@ from ckptctl.cli import tables
 from ckptctl.cli.commands import Json, Quiet, command
 from ckptctl.cli.output import Output, Row, told
 from ckptctl.cli.progress import progress
+from ckptctl.conversion.option_checks import new_place, place
 from ckptctl.errors import listed
-from ckptctl.ops.lora_extraction.options import LoraExtractionOptions
-from ckptctl.ops.option_checks import new_place, place
 from ckptctl.options import Argument
 from ckptctl.storage.tree import TreePath
 from ckptctl.units import counted, format_bytes, format_seconds
+from ckptctl.verbs.lora_extraction.lora_options import LoraExtractionOptions
 
 if TYPE_CHECKING:
-    from ckptctl.ops.lora_extraction.result import LoraExtraction
+    from ckptctl.verbs.lora_extraction.lora_result import LoraExtraction
 
 
 @command(
     "ckptctl extract-lora llama-3-8b tuned adapter --rank 16",
     "ckptctl extract-lora llama-3-8b tuned adapter --energy 0.95 --dtype bf16",
     "ckptctl extract-lora base-dcp tuned-hf adapter --rank 64 --others save",
-    prints="ckptctl.ops.lora_extraction.result:LoraExtraction",
+    prints="ckptctl.verbs.lora_extraction.lora_result:LoraExtraction",
 )
 def extract_lora(
     base: Annotated[
@@ -45,7 +45,7 @@ def extract_lora(
     The change of each linear layer is decomposed by SVD, one layer at a time. The approximation
     error of each layer is reported. BASE and TUNED may have different formats and layouts.
     """
-    from ckptctl.ops.lora_extraction.extract_lora import Extraction
+    from ckptctl.verbs.lora_extraction.extract_lora import Extraction
 
     output = Output(json, quiet)
     extraction = Extraction(base, tuned, out, options)

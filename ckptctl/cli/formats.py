@@ -10,12 +10,12 @@ from ckptctl.cli import tables
 from ckptctl.cli.commands import Json, NoHeader, Quiet, command
 from ckptctl.cli.output import Output
 from ckptctl.cli.tables import Column
-from ckptctl.ops.option_checks import readable, readable_formats
+from ckptctl.conversion.option_checks import readable, readable_formats
 from ckptctl.options import Argument
 
 if TYPE_CHECKING:
     from ckptctl.formats.base import Format
-    from ckptctl.ops.known_formats import KnownFormat, Written
+    from ckptctl.verbs.known_formats import KnownFormat, Written
 
 
 TEST = re.compile(r" \(tests/[^()]*\)")
@@ -33,7 +33,7 @@ COLUMNS = (
     "ckptctl formats deepspeed",
     "ckptctl formats -q",
     "ckptctl formats --json | jq '.formats[] | select(.written).name'",
-    prints="ckptctl.ops.known_formats:KnownFormats",
+    prints="ckptctl.verbs.known_formats:KnownFormats",
     bare=True,
 )
 def formats(
@@ -52,7 +52,7 @@ def formats(
     With NAME, shows how the format is detected, when a checkpoint is complete, what a written
     checkpoint contains, and what the format was tested against.
     """
-    from ckptctl.ops import known_formats as op
+    from ckptctl.verbs import known_formats as op
 
     output = Output(json, quiet, header=not no_header)
     found = op.known_formats(name)

@@ -18,15 +18,15 @@ from ckptctl.cli.ls import show_run
 from ckptctl.cli.output import VERDICTS, Output, Row
 from ckptctl.cli.progress import progress
 from ckptctl.cli.tables import Column, Painted
+from ckptctl.conversion.option_checks import place, positive
 from ckptctl.errors import ALTERNATIVES, StorageError, listed
 from ckptctl.errors import command as suggested
-from ckptctl.ops.inspection.options import InspectOptions, shown_without
-from ckptctl.ops.option_checks import place, positive
 from ckptctl.options import Argument, Option, Options
 from ckptctl.units import counted, format_count
+from ckptctl.verbs.inspection.inspect_options import InspectOptions, shown_without
 
 if TYPE_CHECKING:
-    from ckptctl.ops.inspection.result import Inspection, TensorInfo
+    from ckptctl.verbs.inspection.inspect_result import Inspection, TensorInfo
 
 CANDIDATES = 12
 """Possible model types that a terminal shows."""
@@ -65,7 +65,7 @@ class ShowOptions(Options):
     "ckptctl inspect step-2000 --tensors --include '*.q_proj.weight' --stats",
     "ckptctl inspect hf://org/model@main           (reads only headers, like all URLs)",
     "ckptctl inspect step-2000 --json | jq .parameters",
-    prints="ckptctl.ops.inspection.result:Inspection",
+    prints="ckptctl.verbs.inspection.inspect_result:Inspection",
     bare=True,
 )
 def inspect(
@@ -91,7 +91,7 @@ def inspect(
 
     Only the index is read, unless --stats is given.
     """
-    from ckptctl.ops.inspection import inspect as op
+    from ckptctl.verbs.inspection import inspect as op
 
     output = Output(json, quiet, header=not no_header)
     found = op.inspect(path, options, partial(progress, output, "reading"))
@@ -258,7 +258,7 @@ def _rows(found: Inspection) -> Iterator[Row]:
 
 def _leaves(found: Inspection) -> str:
     """Return the names of leaves beside the optimizer's, those first of which a value is known."""
-    from ckptctl.ops.recognition.roots import FOLDED, part_of
+    from ckptctl.conversion.recognition.roots import FOLDED, part_of
 
     names = [*found.values, *(name for name in found.blobs if name not in found.values)]
     names = [name for name in names if part_of(name, found.root, found.format) not in FOLDED]

@@ -8,7 +8,7 @@ from typing import Annotated
 from ckptctl.cli.commands import Json, command, only_quiet
 from ckptctl.cli.ls import LACKS, WITHOUT_STEP
 from ckptctl.cli.output import Output
-from ckptctl.ops.options import RootOrHere
+from ckptctl.conversion.shared_options import RootOrHere
 from ckptctl.units import rfc3339
 
 
@@ -16,7 +16,7 @@ from ckptctl.units import rfc3339
     "ckptctl latest runs/llama",
     'ckptctl convert "$(ckptctl latest runs/llama)" out --to hf',
     "ckptctl latest runs/llama --json | jq .step",
-    prints="ckptctl.ops.runs.listing:Newest",
+    prints="ckptctl.runs.listing:Newest",
     bare=True,
 )
 def latest(
@@ -29,9 +29,9 @@ def latest(
     Newer checkpoints that are skipped are reported on stderr with the reason. The command fails if
     the verdict on a newer checkpoint is unknown, because it may be complete.
     """
-    from ckptctl.ops.runs.entries import unstated
-    from ckptctl.ops.runs.listing import newest
-    from ckptctl.ops.runs.protections import Pointers
+    from ckptctl.runs.entries import unstated
+    from ckptctl.runs.listing import newest
+    from ckptctl.runs.protections import Pointers
 
     output = Output(json, quiet)
     found = newest(root)

@@ -18,8 +18,8 @@ from ckptctl.units import NaturalKey, counted, format_bytes, format_count, natur
 
 if TYPE_CHECKING:
     from ckptctl.cli.output import Output, Row
-    from ckptctl.ops.inspection.result import Inspection, TensorInfo
-    from ckptctl.storage.statistics import Statistics
+    from ckptctl.verbs.inspection.inspect_result import Inspection, TensorInfo
+    from ckptctl.verbs.statistics import Statistics
 
 _BARS = "▁▂▃▄▅▆▇█"
 _PARTS = " ▏▎▍▌▋▊▉█"
@@ -239,7 +239,7 @@ def tree(
 
 def folded(tensors: Sequence[TensorInfo], root: str, format: str, sort: Order) -> list[Branch]:
     """Build the tree of a model under *root*; what else a trainer saved is a branch each."""
-    from ckptctl.ops.recognition.roots import FOLDED, Part, part_of
+    from ckptctl.conversion.recognition.roots import FOLDED, Part, part_of
 
     parts: dict[Part, list[TensorInfo]] = {}
     for tensor in tensors:

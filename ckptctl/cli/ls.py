@@ -12,13 +12,13 @@ from ckptctl.cli import tables
 from ckptctl.cli.commands import Json, NoHeader, Quiet, command
 from ckptctl.cli.output import VERDICTS, Output, Row
 from ckptctl.cli.tables import Column, Painted
+from ckptctl.conversion.shared_options import RootOrHere
 from ckptctl.errors import StorageError, listed
-from ckptctl.ops.options import RootOrHere
 from ckptctl.units import counted, format_bytes, rfc3339
 
 if TYPE_CHECKING:
-    from ckptctl.ops.runs.health import Checkpoint
-    from ckptctl.ops.runs.listing import RunFolder
+    from ckptctl.runs.health import Checkpoint
+    from ckptctl.runs.listing import RunFolder
 
 SHOWN = 3
 WITHOUT_STEP = "skipped `{}`: it does not record the step at which it was saved"
@@ -39,7 +39,7 @@ COLUMNS = (
     "ckptctl ls runs/llama",
     "ckptctl ls runs/llama -q",
     "ckptctl ls runs/llama --json | jq '.checkpoints[] | select(.verdict == \"complete\").step'",
-    prints="ckptctl.ops.runs.listing:RunFolder",
+    prints="ckptctl.runs.listing:RunFolder",
     bare=True,
 )
 def ls(
@@ -50,8 +50,8 @@ def ls(
     Shows the step, time, size, format and metrics of each checkpoint, and what protects it from
     pruning.
     """
-    from ckptctl.ops.runs.entries import unstated
-    from ckptctl.ops.runs.listing import read_run
+    from ckptctl.runs.entries import unstated
+    from ckptctl.runs.listing import read_run
 
     output = Output(json, quiet, header=not no_header)
     run = read_run(root)
@@ -73,8 +73,8 @@ def ls(
 
 def _show(output: Output, run: RunFolder) -> None:
     """Print the table, and the other entries of the folder, which are no checkpoints by name."""
-    from ckptctl.ops.runs.entries import STEPLESS
-    from ckptctl.ops.runs.protections import POINTERS
+    from ckptctl.runs.entries import STEPLESS
+    from ckptctl.runs.protections import POINTERS
 
     show_run(output, run)
     others = [name for name in run.others if name not in (*POINTERS, STEPLESS)]

@@ -10,12 +10,12 @@ from ckptctl.cli.commands import Json, NoHeader, Quiet, command
 from ckptctl.cli.models import legend
 from ckptctl.cli.output import Output
 from ckptctl.cli.tables import Column
-from ckptctl.ops.options import MapOptions
+from ckptctl.conversion.shared_options import MapOptions
 from ckptctl.options import Argument
 
 if TYPE_CHECKING:
-    from ckptctl.ops.key_map import KeyMap
     from ckptctl.planner.mapping.preview import Arrival, Contribution, Range
+    from ckptctl.verbs.key_map import KeyMap
 
 
 COLUMNS = (tables.name(), Column(), Column(), Column())
@@ -29,7 +29,7 @@ TITLES = tables.titled("key", "fills", "axes", "source", "part", "source axes", 
     "ckptctl map layers.3.feed_forward.experts.5.w1.weight -m mixtral --to-layout hf-v5",
     "ckptctl map output.weight -m llama3_2 --from-layout meta --to-layout hf",
     "ckptctl map lm_head.weight -m llama3 --from-layout hf --to-layout meta --set v=128256",
-    prints="ckptctl.ops.key_map:KeyMap",
+    prints="ckptctl.verbs.key_map:KeyMap",
 )
 def map_(
     key: Annotated[str, Argument("Key of a tensor, or a template with {i}.", metavar="KEY")],
@@ -43,7 +43,7 @@ def map_(
     Also shows the other sources of the target tensor. Reads the tables of the model type, but no
     checkpoint. Without sizes, positions are formulas of axis names.
     """
-    from ckptctl.ops.key_map import map_key
+    from ckptctl.verbs.key_map import map_key
 
     output = Output(json, quiet, header=not no_header)
     found = map_key(key, options)

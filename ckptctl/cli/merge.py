@@ -8,9 +8,9 @@ from typing import Annotated
 from ckptctl.cli.commands import RunOptions, command
 from ckptctl.cli.convert import carry_out, planned
 from ckptctl.cli.ranks import coordinator, output_of
-from ckptctl.ops.conversion.options import MergeOptions
-from ckptctl.ops.option_checks import place
-from ckptctl.ops.options import Destination
+from ckptctl.conversion.conversion_options import MergeOptions
+from ckptctl.conversion.option_checks import place
+from ckptctl.conversion.shared_options import Destination
 from ckptctl.options import Argument
 from ckptctl.units import counted
 
@@ -20,9 +20,9 @@ from ckptctl.units import counted
     "ckptctl merge llama-3-8b adapter merged.pt --to torch --to-layout torchtune",
     "ckptctl merge base-dcp adapter_model.pt merged --to hf --lora-alpha 16 --dtype bf16",
     "ckptctl merge mistral-7b lora.safetensors merged --scaling 2.0 --dry-run",
-    prints="ckptctl.ops.conversion.plan:ConversionPlan | "
-    "ckptctl.ops.conversion.plan:ConversionResult & "
-    "ckptctl.ops.merging:MergePlan",
+    prints="ckptctl.conversion.plan:ConversionPlan | "
+    "ckptctl.conversion.plan:ConversionResult & "
+    "ckptctl.adapters.merging:MergePlan",
 )
 def merge(
     base: Annotated[Path, Argument("Checkpoint of the base model.", metavar="BASE", check=place)],
@@ -44,7 +44,7 @@ def merge(
     layouts, and neither is changed. DST is published atomically, either complete or not at all.
     All options except --lora-alpha and --scaling apply to the model, as in convert.
     """
-    from ckptctl.ops.merging import plan_merge
+    from ckptctl.adapters.merging import plan_merge
 
     ranks = coordinator(run.single_process, run.json)
     output = output_of(ranks, run.json, run.quiet)

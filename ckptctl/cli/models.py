@@ -10,11 +10,11 @@ from ckptctl.cli import tables
 from ckptctl.cli.commands import Json, NoHeader, Quiet, command
 from ckptctl.cli.output import Output
 from ckptctl.cli.tables import Column
-from ckptctl.ops.options import ModelsOptions
+from ckptctl.conversion.shared_options import ModelsOptions
 
 if TYPE_CHECKING:
-    from ckptctl.ops.models import LayoutTable, ModelType, Row
     from ckptctl.planner.layouts import Family
+    from ckptctl.verbs.models import LayoutTable, ModelType, Row
 
 
 COLUMNS = (tables.name("model type"), tables.prose("models"), tables.prose("layouts"))
@@ -28,7 +28,7 @@ TENSORS = (Column(), tables.name(), Column(), tables.prose())
     "ckptctl models mixtral",
     "ckptctl models llama3 --layout meta",
     "ckptctl models --json | jq '.models[].name'",
-    prints="ckptctl.ops.models:Models",
+    prints="ckptctl.verbs.models:Models",
     bare=True,
 )
 def models(
@@ -38,7 +38,7 @@ def models(
 
     With NAME, shows how each layout names and stores every tensor.
     """
-    from ckptctl.ops import models as op
+    from ckptctl.verbs import models as op
 
     output = Output(json, quiet, header=not no_header)
     listed = op.models(options)
@@ -92,7 +92,7 @@ def _show_list(output: Output, found: Sequence[ModelType]) -> None:
 
 
 def _layouts(model: ModelType) -> str:
-    from ckptctl.ops.models import CARRIED
+    from ckptctl.verbs.models import CARRIED
 
     layouts = ", ".join(model.layouts)
     return layouts if model.translated else f"{CARRIED}: {layouts}"
@@ -108,7 +108,7 @@ def _show(output: Output, model: ModelType) -> None:
 
 
 def _summary(model: ModelType) -> Iterator[tuple[str, str]]:
-    from ckptctl.ops.models import CARRIED
+    from ckptctl.verbs.models import CARRIED
 
     family = model.family
     if family.aliases:

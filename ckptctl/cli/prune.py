@@ -16,17 +16,17 @@ from ckptctl.cli.ls import LACKS
 from ckptctl.cli.output import VERDICTS, Output, Row
 from ckptctl.cli.tables import Column, Painted
 from ckptctl.cli.typed_paths import typed_again
+from ckptctl.conversion.shared_options import Root
 from ckptctl.errors import RefusedError, StorageError, listed
-from ckptctl.ops.options import Root
-from ckptctl.ops.runs.options import PruneOptions
 from ckptctl.options import Option
+from ckptctl.runs.run_options import PruneOptions
 from ckptctl.storage.tree import TreePath
 from ckptctl.units import counted, format_bytes
 from ckptctl.verdict import Verdict
 
 if TYPE_CHECKING:
-    from ckptctl.ops.runs.removal import PruneDecision, PrunePlan
     from ckptctl.planner.retention import Policy
+    from ckptctl.runs.removal import PruneDecision, PrunePlan
 
 
 COLUMNS = (
@@ -43,7 +43,7 @@ COLUMNS = (
     "ckptctl prune runs/llama --keep-last 1 --keep-best eval_loss:min --yes",
     "ckptctl prune runs/llama --keep-within 7d --keep 'step-*000'",
     "ckptctl prune runs/llama --keep-last 2 --thin optimizer --yes",
-    prints="ckptctl.ops.runs.removal:PrunePlan | ckptctl.ops.runs.removal:PruneResult",
+    prints="ckptctl.runs.removal:PrunePlan | ckptctl.runs.removal:PruneResult",
 )
 def prune(
     root: Root,
@@ -63,7 +63,7 @@ def prune(
     A checkpoint is kept if any --keep option matches it. Only complete checkpoints are counted and
     removed. The newest complete checkpoint and targets of pointers such as latest are always kept.
     """
-    from ckptctl.ops.runs import removal as op
+    from ckptctl.runs import removal as op
 
     output = Output(json, quiet, header=not no_header)
     plan = op.plan_prune(root, options.policy(), force=options.force, thin=options.thin is not None)

@@ -13,14 +13,14 @@ import typer
 from ckptctl.cli.commands import Json, Quiet, command
 from ckptctl.cli.output import Output
 from ckptctl.cli.progress import progress
+from ckptctl.conversion.shared_options import Checkpoint
 from ckptctl.errors import StorageError, UsageError
-from ckptctl.ops.options import Checkpoint
-from ckptctl.ops.report.options import STDOUT, ReportOptions
 from ckptctl.storage.tree import TreePath
 from ckptctl.units import counted
+from ckptctl.verbs.report.report_options import STDOUT, ReportOptions
 
 if TYPE_CHECKING:
-    from ckptctl.ops.report.data import Report
+    from ckptctl.verbs.report.data import Report
 
 
 @command(
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     "ckptctl report step-1000 step-2000 -o changes.html",
     "ckptctl report step-2000 -o - > report.html",
     "ckptctl report step-2000 --json | jq '.findings[].what'",
-    prints="ckptctl.ops.report.data:Report",
+    prints="ckptctl.verbs.report.data:Report",
     rows=False,
 )
 def report(
@@ -41,8 +41,8 @@ def report(
     and needs no network. Incomplete checkpoints are reported as well. The exit code is 4 or 9 only
     if nothing can be read or OTHER cannot be compared.
     """
-    from ckptctl.ops.report.gather import report as op
-    from ckptctl.ops.report.page import page
+    from ckptctl.verbs.report.gather import report as op
+    from ckptctl.verbs.report.page import page
 
     target = options.output
     output = Output(json, quiet or target == STDOUT)

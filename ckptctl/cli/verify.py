@@ -15,15 +15,15 @@ from ckptctl.cli.progress import progress
 from ckptctl.cli.ranks import coordinator, output_of
 from ckptctl.cli.tables import SHOWN, Painted
 from ckptctl.cli.typed_paths import as_typed
+from ckptctl.conversion.shared_options import Checkpoint
 from ckptctl.errors import command as suggested
 from ckptctl.errors import listed
-from ckptctl.ops.options import Checkpoint
-from ckptctl.ops.verification.options import VerifyOptions
 from ckptctl.units import counted, format_bytes, format_seconds
+from ckptctl.verbs.verification.verify_options import VerifyOptions
 from ckptctl.verdict import Verdict
 
 if TYPE_CHECKING:
-    from ckptctl.ops.verification.result import Verification
+    from ckptctl.verbs.verification.verify_result import Verification
 
 
 @command(
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     "ckptctl verify step-2000 --level fast --quiet || echo not complete",
     "ckptctl verify step-2000 --level full --manifest   (then: sha256sum -c SHA256SUMS)",
     "ckptctl verify step-2000 --json | jq .findings",
-    prints="ckptctl.ops.verification.result:Verification",
+    prints="ckptctl.verbs.verification.verify_result:Verification",
 )
 def verify(
     path: Checkpoint,
@@ -52,7 +52,7 @@ def verify(
     checksums is reported separately. With --require-verified, data without checksums is a failure
     (exit code 9).
     """
-    from ckptctl.ops.verification import verify as op
+    from ckptctl.verbs.verification import verify as op
 
     ranks = coordinator(single_process, json)
     output = output_of(ranks, json, quiet)

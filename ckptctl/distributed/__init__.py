@@ -12,15 +12,15 @@ from ckptctl.installed import require_torch
 
 if TYPE_CHECKING:
     from ckptctl.distributed.dcp.load_planner import LoadPlanner as LoadPlanner
-    from ckptctl.distributed.dcp.reader import Reader as Reader
     from ckptctl.distributed.dcp.save_planner import SavePlanner as SavePlanner
-    from ckptctl.distributed.dcp.writer import Writer as Writer
+    from ckptctl.distributed.dcp.storage_reader import Reader as Reader
+    from ckptctl.distributed.dcp.storage_writer import Writer as Writer
 
 _HOME = {
     "LoadPlanner": "ckptctl.distributed.dcp.load_planner",
-    "Reader": "ckptctl.distributed.dcp.reader",
+    "Reader": "ckptctl.distributed.dcp.storage_reader",
     "SavePlanner": "ckptctl.distributed.dcp.save_planner",
-    "Writer": "ckptctl.distributed.dcp.writer",
+    "Writer": "ckptctl.distributed.dcp.storage_writer",
 }
 
 __all__ = ["LoadPlanner", "Reader", "SavePlanner", "Writer"]

@@ -19,10 +19,10 @@ from ckptctl.distributed import compat
 from ckptctl.distributed.compat import ShardedTensor
 from ckptctl.distributed.group import world
 from ckptctl.errors import RefusedError, UsageError, listed
-from ckptctl.ops.saving.local_shards import TensorMeta
 from ckptctl.planner.boxes import intersect
 from ckptctl.planner.placements import Shard as Cut
 from ckptctl.planner.placements import local_part
+from ckptctl.training.saving.local_shards import TensorMeta
 
 StateDict = Mapping[str, object]
 Part = tuple[torch.Tensor, torch.Tensor]

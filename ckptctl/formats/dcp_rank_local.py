@@ -68,7 +68,7 @@ class DcpRankLocalFormat(ItemFormat):
 
         Of a part, what one rank cannot give any more is taken of another that has a copy.
         """
-        from ckptctl.formats.dcp.reader import catalog_of, read_metadata
+        from ckptctl.formats.dcp.dcp_reader import catalog_of, read_metadata
         from ckptctl.formats.dcp.union import RankValues, Union
 
         with source_files(path) as files, no_collection():
@@ -128,7 +128,7 @@ def read_rank(path: TreePath, rank: int) -> Catalog | None:
     """Return what one rank wrote, which is only a part of each tensor; None: it wrote nothing."""
     if not (path / metadata_name(rank)).is_file():
         return None
-    from ckptctl.formats.dcp.reader import catalog_of, read_metadata
+    from ckptctl.formats.dcp.dcp_reader import catalog_of, read_metadata
 
     with source_files(path) as files, no_collection():
         note = f"only the files of rank {rank} are read"
@@ -167,7 +167,7 @@ def _world(files: SourceFiles, rank: int) -> int:
 
     Whoever reads all of it says what the damage is.
     """
-    from ckptctl.formats.dcp.reader import read_metadata
+    from ckptctl.formats.dcp.dcp_reader import read_metadata
 
     try:
         return read_metadata(files, metadata_name(rank)).origin.world

@@ -21,7 +21,7 @@ from ckptctl.formats.base import (
     ReadOptions,
     WritableFormat,
 )
-from ckptctl.formats.hf import files as hf_files
+from ckptctl.formats.hf import hf_files
 from ckptctl.formats.hf.shards import read_shard
 from ckptctl.formats.shared.findings import missing_error
 from ckptctl.formats.shared.model_parallel_layout import lay_out

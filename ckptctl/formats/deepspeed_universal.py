@@ -10,7 +10,7 @@ import re
 
 from ckptctl.catalog import Catalog
 from ckptctl.formats.base import AS_IT_IS, Format, Listing, ReadOptions, require_folder
-from ckptctl.formats.deepspeed.files import FP32, ZERO
+from ckptctl.formats.deepspeed.deepspeed_files import FP32, ZERO
 from ckptctl.formats.shared.tags import LATEST_UNIVERSAL, is_run, tag_folder
 from ckptctl.storage.files import source_files
 from ckptctl.storage.tree import TreePath
@@ -60,7 +60,7 @@ class DeepSpeedUniversalFormat(Format):
 
     def read(self, path: TreePath, asked: ReadOptions = AS_IT_IS) -> Catalog:
         """See :meth:`Format.read`."""
-        from ckptctl.formats.deepspeed.reader import Replicas, catalog_of, of_models
+        from ckptctl.formats.deepspeed.deepspeed_reader import Replicas, catalog_of, of_models
         from ckptctl.formats.deepspeed.universal import UniversalSave, surroundings
 
         require_folder(path)

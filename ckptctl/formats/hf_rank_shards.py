@@ -24,7 +24,7 @@ from ckptctl.errors import (
     spell_option,
 )
 from ckptctl.formats.base import AS_IT_IS, Format, Listing, ReadOptions
-from ckptctl.formats.hf.files import INDEX, SHARD
+from ckptctl.formats.hf.hf_files import INDEX, SHARD
 from ckptctl.formats.shared.findings import Faults, Lost
 from ckptctl.formats.shared.indexes import integers
 from ckptctl.formats.shared.joined_tensors import (

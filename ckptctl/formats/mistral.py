@@ -16,7 +16,7 @@ from ckptctl.catalog import Catalog, TensorEntry
 from ckptctl.errors import CkptError, FormatError, listed
 from ckptctl.formats import hf
 from ckptctl.formats.base import AS_IT_IS, Listing, ReadOptions
-from ckptctl.formats.hf import files as hf_files
+from ckptctl.formats.hf import hf_files
 from ckptctl.formats.hf import shards as hf_shards
 from ckptctl.formats.shared.findings import missing_error
 from ckptctl.formats.sidecar_files import documents

@@ -18,7 +18,7 @@ from fnmatch import fnmatchcase
 from ckptctl.catalog import MANIFEST, Catalog
 from ckptctl.errors import CkptError, listed, spell_option
 from ckptctl.formats.shared.tags import LATEST, LATEST_UNIVERSAL
-from ckptctl.planner.configs.facts import plain
+from ckptctl.planner.config_facts import plain
 from ckptctl.storage.files import source_files
 from ckptctl.storage.json_reader import read_json, read_json_object
 from ckptctl.storage.paths import leads_outside

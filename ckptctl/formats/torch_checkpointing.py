@@ -29,7 +29,7 @@ from ckptctl.storage.files import SourceFiles, source_files
 from ckptctl.storage.json_reader import loads as loads_json
 from ckptctl.storage.json_reader import read_json
 from ckptctl.storage.paths import contained, is_there
-from ckptctl.storage.pickles.reader import loads
+from ckptctl.storage.pickles.pickle_reader import loads
 from ckptctl.storage.read_ahead import ahead, zip_ends
 from ckptctl.storage.schema import (
     FILLED,

@@ -1,7 +1,7 @@
 """One zip file written by ``torch.save``: a state dict, flat or nested among other things.
 
 Source: ``torch/serialization.py`` (``_save``, ``_load``); the zip itself is read and written by
-:mod:`ckptctl.storage.zips.reader` and :mod:`ckptctl.storage.zips.writer`.
+:mod:`ckptctl.storage.zips.zip_reader` and :mod:`ckptctl.storage.zips.zip_writer`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from ckptctl.storage.tree import TreePath
 
 if TYPE_CHECKING:
     from ckptctl.planner.plan import CrcOf
-    from ckptctl.storage.zips.writer import ZipLayout
+    from ckptctl.storage.zips.zip_writer import ZipLayout
 
 _ZIP = b"PK\x03\x04"
 SUFFIXES = (".bin", ".ckpt", ".pt", ".pth")
@@ -108,8 +108,8 @@ class TorchFormat(WritableFormat):
         # which only those that write need
         from ckptctl.formats.shared.stored_leaves import stored_leaf
         from ckptctl.planner.plan import OutputFile, Record
-        from ckptctl.storage.pickles.writer import dumps
-        from ckptctl.storage.zips.writer import lay_out
+        from ckptctl.storage.pickles.pickle_writer import dumps
+        from ckptctl.storage.zips.zip_writer import lay_out
 
         stored = [tensor for tensor in request.tensors if tensor.alias_of is None]
         key_of = {tensor.name: str(position) for position, tensor in enumerate(stored)}

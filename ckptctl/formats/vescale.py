@@ -95,7 +95,7 @@ class _Joined:
         try:
             found = dcp.FORMAT.read(self.faults.root / folder, self.asked)
             if found.computed:
-                from ckptctl.formats.dcp.reader import THROUGH
+                from ckptctl.formats.dcp.dcp_reader import THROUGH
 
                 raise UnsupportedError(THROUGH, where=found.path)
         except CkptError as error:

@@ -18,15 +18,15 @@ from torchtitan.components.checkpointer import dcp
 from torchtitan.components.checkpointer.base import MODEL
 from torchtitan.tools.utils import GarbageCollection
 
+from ckptctl.conversion.ranks.coordinator import on_first
 from ckptctl.distributed.background.async_save import AsyncSaver
 from ckptctl.distributed.group import coordinator
 from ckptctl.distributed.loading.load import load
 from ckptctl.distributed.run.keeper import SERIES, Keeper
-from ckptctl.distributed.run.options import MAX_FAILURES
-from ckptctl.ops.loading.options import Strict
-from ckptctl.ops.ranks.coordinator import on_first
+from ckptctl.distributed.run.manager_options import MAX_FAILURES
 from ckptctl.planner.retention import Policy
 from ckptctl.storage.paths import named
+from ckptctl.training.loading.load_options import Strict
 
 
 class CheckpointManager(dcp.CheckpointManager):  # type: ignore[misc]

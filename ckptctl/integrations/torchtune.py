@@ -12,12 +12,12 @@ from torchtune import training
 from torchtune.training.checkpointing import DistributedCheckpointer, ModelType
 
 from ckptctl import families
+from ckptctl.conversion.conversion_options import ConversionOptions
 from ckptctl.distributed.run.keeper import SERIES, Start
 from ckptctl.distributed.run.manager import CheckpointManager
 from ckptctl.distributed.saving.converted import save_converted
 from ckptctl.errors import SourceNotFoundError, UsageError
 from ckptctl.integrations.whole import all_ranks, own_group, whole, whole_model, with_numbers
-from ckptctl.ops.conversion.options import ConversionOptions
 from ckptctl.planner.mapping.adapters import SUFFIX
 from ckptctl.units import counted
 

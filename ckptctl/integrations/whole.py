@@ -13,16 +13,16 @@ import torch
 import torch.distributed as dist
 
 from ckptctl.api.conversion import plan_conversion
+from ckptctl.conversion.destinations import replaceable
+from ckptctl.conversion.ranks.coordinator import on_first
 from ckptctl.distributed import compat
 from ckptctl.distributed.group import coordinator
 from ckptctl.distributed.loading.load import load
-from ckptctl.distributed.saving.options import SaveOptions
 from ckptctl.distributed.saving.save import write
+from ckptctl.distributed.saving.save_options import SaveOptions
 from ckptctl.distributed.state import StateDict, keys_of, memory, state_of
 from ckptctl.errors import StorageError
 from ckptctl.formats import open_checkpoint
-from ckptctl.ops.destinations import replaceable
-from ckptctl.ops.ranks.coordinator import on_first
 from ckptctl.storage.crc import crc32
 from ckptctl.storage.destinations import destination
 from ckptctl.storage.file_system import add_file, sync_directory

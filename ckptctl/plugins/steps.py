@@ -14,6 +14,8 @@ errors                    :class:`UsageError` (the options make no sense), :clas
 from __future__ import annotations
 
 from ckptctl.catalog import Blob, Box, Catalog, Extent, TensorEntry
+from ckptctl.conversion.draft import Draft
+from ckptctl.conversion.steps import Step
 from ckptctl.errors import (
     CkptError,
     MappingError,
@@ -22,8 +24,6 @@ from ckptctl.errors import (
     UsageError,
 )
 from ckptctl.notes import Notes
-from ckptctl.ops.conversion.draft import Draft
-from ckptctl.ops.conversion.steps import Step
 
 __all__ = [
     "Blob",

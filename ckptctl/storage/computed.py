@@ -1,9 +1,9 @@
 """Virtual files: tensors that are computed when their elements are read.
 
 A :class:`Kind` computes the elements of one kind of virtual file. Modules of
-:mod:`ckptctl.storage.kinds` each have ``KINDS``, their kinds by name; nothing else needs to be told
-about them. What is read becomes rectangles of the file's elements, as large as they can be and of
-at most a few megabytes. A kind fills an :class:`Output`, such a rectangle, from the
+:mod:`ckptctl.numerics.kinds` each have ``KINDS``, their kinds by name; nothing else needs to be
+told about them. What is read becomes rectangles of the file's elements, as large as they can be and
+of at most a few megabytes. A kind fills an :class:`Output`, such a rectangle, from the
 :class:`InputTensor` that the file is made of.
 """
 
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     import torch
 
 T = TypeVar("T")
-PACKAGE = "ckptctl.storage.kinds"
+PACKAGE = "ckptctl.numerics.kinds"
 RECTANGLE = 1 << 20
 """Bytes computed at a time."""
 GAP = 16 << 10

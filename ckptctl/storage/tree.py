@@ -419,5 +419,5 @@ def open_url(url: str) -> UrlPath:
     return path
 
 
-TREES = "ckptctl.storage.remote.trees"
+TREES = "ckptctl.remote.trees"
 """The module that opens the trees behind URLs, all schemes of which fsspec or the Hub know."""

@@ -1,7 +1,7 @@
 """What runs note beside a checkpoint behind a URL: a lock, and which objects were committed.
 
 The lock says which run writes there, or removes what is there, and how far it has come;
-:mod:`~ckptctl.storage.remote.lock` takes it. The objects are noted just before what makes them a
+:mod:`~ckptctl.remote.lock` takes it. The objects are noted just before what makes them a
 checkpoint is written. Who reads asks :func:`unfinished`.
 """
 
@@ -21,7 +21,7 @@ from ckptctl.units import counted
 
 BUSY = "another process is writing to the same destination"
 NAME = ".ckptctl-writing"
-"""The lock of a folder (:mod:`~ckptctl.storage.remote.lock`)."""
+"""The lock of a folder (:mod:`~ckptctl.remote.lock`)."""
 SILENCE = 300.0
 """Seconds without one after which a holder is taken for dead."""
 SILENCE_OF_THE_LIVING = 3600.0

@@ -21,11 +21,18 @@ from functools import partial
 from typing import Any
 
 from ckptctl.catalog import row_major
-from ckptctl.ops.ranks.agreement import RankStatement, is_unchanged, name_generation
-from ckptctl.ops.saving.files import RankItems, tensor_files, tensor_metadata
-from ckptctl.ops.saving.global_plan import GlobalPlan, make_global_plan
-from ckptctl.ops.saving.local_shards import HeldChunk, LocalShards, Packed, TensorMeta, digest, pack
 from ckptctl.planner.placements import Shard, local_part
+from ckptctl.training.rank_agreement import RankStatement, is_unchanged, name_generation
+from ckptctl.training.saving.global_plan import GlobalPlan, make_global_plan
+from ckptctl.training.saving.local_shards import (
+    HeldChunk,
+    LocalShards,
+    Packed,
+    TensorMeta,
+    digest,
+    pack,
+)
+from ckptctl.training.saving.save_files import RankItems, tensor_files, tensor_metadata
 from tests.benchmarks.options import names_of, numbers
 from tests.checkpoints.llama import LlamaSpec
 

@@ -19,8 +19,8 @@ import ckptctl
 from ckptctl import families, formats
 from ckptctl.cli import schema
 from ckptctl.cli.schema import documents
+from ckptctl.conversion import shared_options
 from ckptctl.formats.base import WritableFormat
-from ckptctl.ops import options
 from tests.checkpoints.golden import FOLDER, Golden, family_of, names
 from tests.contract.commands import COMMANDS, LINES, SCENES
 from tests.contract.samples import has_checkpoint
@@ -78,8 +78,10 @@ def format_needs(name: str) -> Iterator[str]:
         yield "tests/checkpoints/readers.py: a reader in `READERS` that does not use ckptctl"
     elif not has_checkpoint(name):
         yield "tests/contract/samples.py: a checkpoint in `SAMPLES` or `BUILT`"
-    if isinstance(known, WritableFormat) and name not in re.split(", | or ", options.FORMATS):
-        yield "ckptctl/ops/options.py: its name in `FORMATS`, the help of `--to`"
+    if isinstance(known, WritableFormat) and name not in re.split(
+        ", | or ", shared_options.FORMATS
+    ):
+        yield "ckptctl/conversion/shared_options.py: its name in `FORMATS`, the help of `--to`"
     if f"<!-- generated: {name} -->" not in (REFERENCE / "formats.md").read_text():
         section = f"## `{name}`\n\n<!-- generated: {name} -->\n<!-- end -->"
         yield f"docs/reference/formats.md: a section with the lines\n{_indented(section)}"
@@ -105,7 +107,7 @@ def family_needs(name: str) -> Iterator[str]:
             f"{folder}: digests of {_quoted(lacking)}. Add a tiny model to tests/oracle/tiny, and "
             "run `python -m tests.oracle.make_golden`"
         )
-        yield "ckptctl/planner/configs/defaults.py: run `python -m tests.oracle.make_defaults`"
+        yield "ckptctl/planner/config_defaults.py: run `python -m tests.oracle.make_defaults`"
 
 
 def command_needs(name: str) -> Iterator[str]:

@@ -16,10 +16,10 @@ import torch
 import ckptctl
 from ckptctl import formats
 from ckptctl.errors import CkptError
-from ckptctl.ops.runs.health import health
-from ckptctl.ops.verification.data import recorded
-from ckptctl.ops.verification.result import Verification
+from ckptctl.runs.health import health
 from ckptctl.storage.files import source_files
+from ckptctl.verbs.verification.data import recorded
+from ckptctl.verbs.verification.verify_result import Verification
 from tests.checkpoints.readers import differences, flatten, raw_bytes
 from tests.contract.sample_changes import DATA, Contents, Damage
 from tests.contract.samples import SAMPLES

@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 import ckptctl
 from ckptctl.cli.app import app
 from ckptctl.errors import CkptError, DamagedError, MissingTensorsError
-from ckptctl.ops.verification.model import UNCOUNTED_LAYERS
+from ckptctl.verbs.verification.model_check import UNCOUNTED_LAYERS
 from ckptctl.verdict import UNKNOWN_MODEL, Verdict
 from tests.checkpoints import save_dcp, save_hf, save_torch, tiny_llama
 from tests.runs import START, age

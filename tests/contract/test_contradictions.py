@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 
 import ckptctl
+from ckptctl.conversion.recognition.model import Description
 from ckptctl.errors import CkptError, MappingError, MissingTensorsError
+from ckptctl.facts.agreement import ContradictionError, agree
+from ckptctl.facts.fact_names import IGNORED, NOTED
+from ckptctl.facts.params import FORMULA, config_to_params, ffn_of
 from ckptctl.families import families
-from ckptctl.ops.recognition.agreement import ContradictionError, agree
-from ckptctl.ops.recognition.model import Description
-from ckptctl.planner.configs.fact_names import IGNORED, NOTED
-from ckptctl.planner.configs.params import FORMULA, config_to_params, ffn_of
 from ckptctl.planner.families.declarations import spellings
 from tests.checkpoints.golden import Golden, family_of, names
 from tests.sweeps import one_in

@@ -16,9 +16,9 @@ import pytest
 import ckptctl
 from ckptctl.errors import renaming, spell_option
 from ckptctl.keywords import in_python
-from ckptctl.ops.inspection.options import InspectOptions
-from ckptctl.ops.loading.options import LoadOptions
-from ckptctl.ops.runs.options import PruneOptions
+from ckptctl.runs.run_options import PruneOptions
+from ckptctl.training.loading.load_options import LoadOptions
+from ckptctl.verbs.inspection.inspect_options import InspectOptions
 
 LIBRARY = Path(ckptctl.__file__).parent
 SPELLED = re.compile(r"(?<![\w-])--[a-z]+(?:-[a-z]+)*")

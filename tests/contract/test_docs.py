@@ -43,8 +43,8 @@ from ckptctl import errors, families, formats
 from ckptctl.cli import output
 from ckptctl.cli.app import app
 from ckptctl.cli.output import StoppedError
-from ckptctl.ops.conversion import steps as conversion_steps
-from ckptctl.ops.conversion.options import MergeOptions
+from ckptctl.conversion import steps as conversion_steps
+from ckptctl.conversion.conversion_options import MergeOptions
 from ckptctl.options import declared
 from tests import s3_server
 from tests.contract.additions import FUNCTIONS, hide_unfinished

@@ -11,7 +11,7 @@ import yaml
 
 import ckptctl
 from ckptctl.errors import CkptError
-from ckptctl.planner.configs.fact_names import IGNORED, NOTED
+from ckptctl.facts.fact_names import IGNORED, NOTED
 from ckptctl.planner.families.declarations import SWITCHES
 from tests.contract.additions import FUNCTIONS
 
@@ -45,8 +45,8 @@ def test_results_have_the_fields_that_are_named() -> None:
 
 
 def test_every_variable_that_is_read_is_documented() -> None:
-    from ckptctl.ops import doctor
     from ckptctl.storage import threads
+    from ckptctl.verbs import doctor
 
     written = (DOCS / "reference" / "environment.md").read_text()
     sources = "".join(path.read_text() for path in (REPOSITORY / "ckptctl").rglob("*.py"))

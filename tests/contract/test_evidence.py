@@ -26,7 +26,7 @@ from typer.testing import CliRunner
 import ckptctl
 from ckptctl.cli.app import app
 from ckptctl.errors import DamagedError, RefusedError, UnsupportedError
-from ckptctl.ops.runs.health import health
+from ckptctl.runs.health import health
 from ckptctl.verdict import STRUCTURE_COMPLETE, UNKNOWN_MODEL
 from tests.checkpoints import save_dcp
 from tests.contract.samples import SAMPLES

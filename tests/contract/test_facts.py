@@ -12,8 +12,8 @@ from safetensors.torch import save_file
 
 import ckptctl
 from ckptctl.errors import CkptError, MappingError
+from ckptctl.facts.compared import layers_compared, sizes_compared
 from ckptctl.families import families
-from ckptctl.planner.configs.compared import layers_compared, sizes_compared
 from tests.checkpoints.golden import Golden, family_of, names
 from tests.checkpoints.mutations import Mutation, mutated
 from tests.sweeps import one_in

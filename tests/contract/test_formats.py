@@ -13,9 +13,9 @@ import ckptctl
 from ckptctl import formats
 from ckptctl.errors import CkptError
 from ckptctl.formats.base import Format, WritableFormat
-from ckptctl.ops.verification.model import UNCOUNTED_LAYERS
 from ckptctl.storage.execution.finisher import Finisher
 from ckptctl.storage.execution.worker import Worker
+from ckptctl.verbs.verification.model_check import UNCOUNTED_LAYERS
 from tests.checkpoints import save_bin, tiny_llama
 from tests.contract.support import WRITABLE, build, place, snapshot
 

@@ -15,9 +15,9 @@ from ckptctl.api.reading import _Report
 from ckptctl.cli.app import app
 from ckptctl.cli.commands import MANY, Command, commands
 from ckptctl.distributed.background.async_save import _AsyncSave
-from ckptctl.distributed.dcp.reader import _ReaderOptions
-from ckptctl.distributed.loading.options import LoadCall
-from ckptctl.distributed.run.options import FinalOptions, ManagerOptions
+from ckptctl.distributed.dcp.storage_reader import _ReaderOptions
+from ckptctl.distributed.loading.state_options import LoadCall
+from ckptctl.distributed.run.manager_options import FinalOptions, ManagerOptions
 from ckptctl.distributed.saving.save import _Save
 from ckptctl.options import Declared, Panel, declared
 from tests.vocabulary import BRITISH, words

@@ -12,14 +12,14 @@ import torch
 import ckptctl
 from ckptctl import formats
 from ckptctl.catalog import Box, Catalog, Extent, TensorEntry
+from ckptctl.conversion.laying_out import open_reference
 from ckptctl.errors import CkptError, DamagedError, FormatError, UnsupportedError, UsageError
 from ckptctl.formats import sidecar_files
 from ckptctl.formats.base import OutputRequest, OutputTensor
 from ckptctl.formats.dcp import metadata as dcp_metadata
 from ckptctl.formats.shared import stored_leaves
-from ckptctl.ops.conversion.laying_out import open_reference
 from ckptctl.storage.files import SourceFiles, source_files
-from ckptctl.storage.zips.reader import StoredTensor, TorchArchive
+from ckptctl.storage.zips.zip_reader import StoredTensor, TorchArchive
 from tests.checkpoints import (
     differences,
     load_any_reference,

@@ -22,12 +22,12 @@ from typer.testing import CliRunner
 import ckptctl
 from ckptctl.cli.app import app
 from ckptctl.errors import MappingError, MissingTensorsError
-from ckptctl.ops.runs.health import health
 from ckptctl.planner.layouts import BASE
 from ckptctl.planner.mapping.completeness import lacking
 from ckptctl.planner.mapping.detect import detect
 from ckptctl.planner.mapping.matching import match
 from ckptctl.planner.mapping.tensors import map_tensors
+from ckptctl.runs.health import health
 from tests.checkpoints import save_hf, save_torch, tiny_llama
 from tests.checkpoints.golden import Golden
 from tests.contract.support import WRITABLE, build, message, place, refused

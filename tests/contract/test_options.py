@@ -343,11 +343,11 @@ def test_resume(
     tmp_path: Path, source: Path, target: str, moment: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What the journal of a failed run names is not written again; the result is the same."""
-    from ckptctl.storage.execution.options import ExecutionOptions
+    from ckptctl.storage.execution.execution_options import ExecutionOptions
     from ckptctl.storage.publish import Staging
 
     often = partial(ExecutionOptions, journal_every=4096)
-    monkeypatch.setattr("ckptctl.storage.execution.options.ExecutionOptions", often)
+    monkeypatch.setattr("ckptctl.storage.execution.execution_options.ExecutionOptions", often)
     out, plain = place(tmp_path, target), place(tmp_path / "plain", target)
     ckptctl.convert(source, plain, to=target, jobs=1)
     real, count = Worker.do, 0

@@ -24,7 +24,7 @@ NEVER_ONE = {
     ("ckptctl/formats/__init__.py", "len(names())"),  # its formats
     ("ckptctl/formats/foreign.py", "len(known)"),
     ("ckptctl/formats/shared/findings.py", "len(wanted)"),  # the verb is that of those missing
-    ("ckptctl/ops/recognition/roots.py", "len(names)"),  # one is named
+    ("ckptctl/conversion/recognition/roots.py", "len(names)"),  # one is named
 }
 """Files and expressions whose value is never one where the message is printed."""
 

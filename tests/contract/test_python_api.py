@@ -39,7 +39,7 @@ def test_a_command_has_its_function(name: str) -> None:
     arguments = {one.name for one in own if isinstance(one.option, Argument)}
     terminal = {one.name for one in own} - arguments
     known = OF_THE_TERMINAL | OF_A_LAUNCHER | OF_A_TREE
-    assert terminal <= known, "declare what Python needs, too, in a dataclass of `ckptctl/ops/`"
+    assert terminal <= known, "declare what Python needs, too, in the dataclass of its options"
     offered = command.declared()
     shared = {one.name: one for one in offered if one.name not in terminal}
     assert taken.keys() - {"progress"} == shared.keys()

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 import ckptctl
 from ckptctl import formats
 from ckptctl.errors import CkptError, DamagedError, UsageError
-from ckptctl.ops.verification.options import Level
+from ckptctl.verbs.verification.verify_options import Level
 from ckptctl.verdict import UNKNOWN_MODEL
 from tests.checkpoints import differences, load_any_reference, save_torch, tiny_llama
 from tests.contract.support import message, refused

@@ -15,8 +15,8 @@ import torch
 
 import ckptctl
 from ckptctl.errors import CkptError
-from ckptctl.ops.runs.removal import plan_prune, run_prune
 from ckptctl.planner.retention import Policy
+from ckptctl.runs.removal import plan_prune, run_prune
 from tests.checkpoints import save_hf, save_meta
 from tests.contract.damaged import CONFIG, STATE
 from tests.runs import START, age

@@ -95,14 +95,14 @@ def test_every_room_exists() -> None:
 @pytest.mark.parametrize(
     ("importer", "source"),
     [
-        ("ckptctl.planner.boxes", "from ckptctl.planner.configs import params"),
-        ("ckptctl.storage.publish", "def f():\n    import ckptctl.storage.remote.trees"),
-        ("ckptctl.ops.conversion.plan", "from ckptctl.formats.hf import files"),
+        ("ckptctl.planner.boxes", "from ckptctl.facts import params"),
+        ("ckptctl.storage.publish", "def f():\n    import ckptctl.remote.trees"),
+        ("ckptctl.conversion.plan", "from ckptctl.formats.hf import files"),
         ("ckptctl.formats", "try:\n    from ckptctl.formats import hf\nexcept OSError:\n    pass"),
-        ("ckptctl.errors", "from ckptctl.ops.runs import names"),
-        ("ckptctl.formats.hf", "from ckptctl.ops.inspection import inspect"),
+        ("ckptctl.errors", "from ckptctl.runs import names"),
+        ("ckptctl.formats.hf", "from ckptctl.verbs.inspection import inspect"),
         (
-            "ckptctl.ops.runs.names",
+            "ckptctl.runs.names",
             "class A:\n    def f(self):\n        from ckptctl.cli import ls",
         ),
     ],

@@ -8,9 +8,9 @@ import torch
 
 import ckptctl
 from ckptctl.catalog import Box, Catalog, Extent, TensorEntry
+from ckptctl.conversion.recognition.model import Request, understand
+from ckptctl.conversion.recognition.roots import unwrapped
 from ckptctl.errors import MappingError, UsageError
-from ckptctl.ops.recognition.model import Request, understand
-from ckptctl.ops.recognition.roots import unwrapped
 from tests.checkpoints import save_torch, tiny_llama
 from tests.contract.tables import ALL, FAMILIES, tiny
 

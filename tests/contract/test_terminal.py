@@ -22,7 +22,7 @@ from typer.testing import CliRunner
 
 from ckptctl.cli import progress
 from ckptctl.cli.app import app
-from ckptctl.ops import doctor
+from ckptctl.verbs import doctor
 from tests.conftest import DATA
 from tests.contract.additions import hide_unfinished
 from tests.contract.commands import SCENES, make

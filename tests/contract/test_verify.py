@@ -24,10 +24,10 @@ from ckptctl.formats.base import OutputTensor, Place
 from ckptctl.formats.dcp import METADATA
 from ckptctl.formats.dcp.metadata import Item, decode
 from ckptctl.formats.dcp.metadata_writer import encode
-from ckptctl.ops.verification import data
-from ckptctl.ops.verification.options import Level
-from ckptctl.ops.verification.result import Verification
 from ckptctl.storage import crc
+from ckptctl.verbs.verification import data
+from ckptctl.verbs.verification.verify_options import Level
+from ckptctl.verbs.verification.verify_result import Verification
 from tests.checkpoints import save_bin, save_dcp, tiny_llama
 from tests.contract.support import WRITABLE, build, place, snapshot
 
@@ -515,7 +515,7 @@ def test_no_torch_unless_values_are_asked_for(made: dict[str, Path]) -> None:
 
 
 def test_a_chunk_of_the_wrong_length() -> None:
-    from ckptctl.ops.verification.structure import _lengths
+    from ckptctl.verbs.verification.structure import _lengths
 
     entry = TensorEntry("w", "float32", (2,), (Extent(Box((0,), (2,)), "f", 0, 7),), ("w",))
     (found,) = _lengths(entry)

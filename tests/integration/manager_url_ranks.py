@@ -15,7 +15,7 @@ import torch
 from ckptctl.distributed.group import TorchGroup
 from ckptctl.distributed.run.manager import CheckpointManager
 from ckptctl.errors import CkptError
-from ckptctl.storage.remote.store import FsspecStore
+from ckptctl.remote.store import FsspecStore
 from tests.checkpoints.dcp import distribute
 
 

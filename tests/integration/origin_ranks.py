@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ckptctl.distributed.dcp.reader import Reader
+from ckptctl.distributed.dcp.storage_reader import Reader
 from ckptctl.distributed.loading.load import load
 from ckptctl.distributed.saving.save import save
 from ckptctl.errors import RefusedError
@@ -119,7 +119,7 @@ def save_ids(rank: int, world: int, root: Path) -> None:
     from ckptctl import formats
     from ckptctl.distributed.background.async_save import async_save
     from ckptctl.distributed.dcp.save_planner import SavePlanner
-    from ckptctl.distributed.dcp.writer import Writer
+    from ckptctl.distributed.dcp.storage_writer import Writer
 
     for number in range(2):
         save(state_at(1), root / f"save-{world}-{number}", sync=False)

@@ -11,9 +11,9 @@ import torch.distributed as dist
 
 from ckptctl.distributed.background.async_save import async_save
 from ckptctl.distributed.dcp.load_planner import LoadPlanner
-from ckptctl.distributed.dcp.reader import Reader
 from ckptctl.distributed.dcp.save_planner import SavePlanner
-from ckptctl.distributed.dcp.writer import Writer
+from ckptctl.distributed.dcp.storage_reader import Reader
+from ckptctl.distributed.dcp.storage_writer import Writer
 from ckptctl.distributed.loading.load import load
 from ckptctl.distributed.saving.save import save
 from tests.checkpoints.dcp import distribute

@@ -20,8 +20,8 @@ from ckptctl.distributed.saving import destination as save_place
 from ckptctl.distributed.saving import device_memory
 from ckptctl.distributed.saving import save as collective_save
 from ckptctl.distributed.saving.device_memory import DeviceMemory
-from ckptctl.distributed.saving.options import SaveOptions
 from ckptctl.distributed.saving.save import SavedPlan, save, write
+from ckptctl.distributed.saving.save_options import SaveOptions
 from ckptctl.errors import CkptError
 from ckptctl.storage.execution.run_files import LocalSink
 from ckptctl.storage.tree import TreePath

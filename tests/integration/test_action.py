@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import yaml
 
-from ckptctl.ops.verification.options import VerifyOptions
+from ckptctl.verbs.verification.verify_options import VerifyOptions
 from tests.conftest import DATA
 
 REPOSITORY = Path(__file__).parents[2]

@@ -15,15 +15,15 @@ from safetensors.torch import load_file, save_file
 
 import ckptctl
 from ckptctl.catalog import Catalog
+from ckptctl.conversion import convert
+from ckptctl.conversion.contents import list_output_tensors
+from ckptctl.conversion.conversion_options import ConversionOptions
 from ckptctl.errors import ChangedError, DamagedError, RefusedError
 from ckptctl.file_identity import FileIdentity
 from ckptctl.formats import checksums
-from ckptctl.ops.conversion import convert
-from ckptctl.ops.conversion.contents import list_output_tensors
-from ckptctl.ops.conversion.options import ConversionOptions
+from ckptctl.storage.execution.execution_options import ExecutionOptions
 from ckptctl.storage.execution.journal import Done, Journal
 from ckptctl.storage.execution.lanes import Unit
-from ckptctl.storage.execution.options import ExecutionOptions
 from ckptctl.storage.execution.worker import Worker
 
 STATE = {f"w{i}": torch.full((1 << 18,), float(i)) for i in range(8)}

@@ -16,9 +16,9 @@ from torch.distributed.checkpoint.quantized_hf_storage import QuantizedHuggingFa
 from torch.distributed.checkpoint.state_dict_loader import load
 
 import ckptctl
+from ckptctl.conversion.conversion_options import ConversionOptions
+from ckptctl.conversion.convert import plan_conversion, run_conversion
 from ckptctl.errors import ChangedError, UsageError
-from ckptctl.ops.conversion.convert import plan_conversion, run_conversion
-from ckptctl.ops.conversion.options import ConversionOptions
 from ckptctl.storage.execution.worker import Worker
 from tests.checkpoints import differences, load_any_reference, save_hf
 from tests.checkpoints.mxfp4 import decoded

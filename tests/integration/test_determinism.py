@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 import ckptctl
-from ckptctl.ops.conversion.convert import ConversionOptions, plan_conversion
+from ckptctl.conversion.convert import ConversionOptions, plan_conversion
 from tests.checkpoints import save_training_dcp, tiny_llama
 from tests.checkpoints.golden import Golden
 from tests.contract.support import WRITABLE, build, place, snapshot

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from ckptctl.errors import RefusedError
-from ckptctl.ops.runs.removal import plan_prune, run_prune
 from ckptctl.planner.retention import Policy
+from ckptctl.runs.removal import plan_prune, run_prune
 from ckptctl.storage import trash
 from ckptctl.storage.two_phase_delete import TRASH, deleting
 from tests import ext4

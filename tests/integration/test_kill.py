@@ -25,8 +25,8 @@ from ckptctl.file_identity import FileIdentity
 from ckptctl.planner.plan import OutputFile, Plan, RawCopy, Record, Transfer
 from ckptctl.planner.strided import Strided
 from ckptctl.storage import file_system
+from ckptctl.storage.execution.execution_options import ExecutionOptions
 from ckptctl.storage.execution.executor import execute
-from ckptctl.storage.execution.options import ExecutionOptions
 from ckptctl.storage.publish import staging
 from tests.transfers import stored
 from tests.transfers import target as target_box

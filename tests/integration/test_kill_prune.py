@@ -15,12 +15,12 @@ from pathlib import Path
 import pytest
 
 from ckptctl import formats
-from ckptctl.ops.runs.health import health
-from ckptctl.ops.runs.removal import plan_prune, run_prune
-from ckptctl.ops.verification.options import VerifyOptions
-from ckptctl.ops.verification.verify import verify
 from ckptctl.planner.retention import Policy
+from ckptctl.runs.health import health
+from ckptctl.runs.removal import plan_prune, run_prune
 from ckptctl.storage.two_phase_delete import TRASH
+from ckptctl.verbs.verification.verify import verify
+from ckptctl.verbs.verification.verify_options import VerifyOptions
 from tests.integration.test_kill import MEMORY, Bomb, forked
 from tests.runs import START, age, save_step
 from tests.sweeps import one_in

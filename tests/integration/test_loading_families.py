@@ -11,12 +11,12 @@ import torch
 import ckptctl
 from ckptctl import formats
 from ckptctl.catalog import Box, memory_name
-from ckptctl.ops.loading.options import LoadOptions
-from ckptctl.ops.loading.reading import prepare
-from ckptctl.ops.loading.state_mapping import StateMapping, Target, Wanted, map_state
-from ckptctl.ops.saving.local_shards import TensorMeta
+from ckptctl.storage.execution.execution_options import ExecutionOptions
 from ckptctl.storage.execution.executor import execute
-from ckptctl.storage.execution.options import ExecutionOptions
+from ckptctl.training.loading.load_options import LoadOptions
+from ckptctl.training.loading.reading import prepare
+from ckptctl.training.loading.state_mapping import StateMapping, Target, Wanted, map_state
+from ckptctl.training.saving.local_shards import TensorMeta
 from tests.checkpoints.golden import Golden, State, digest, family_of, names
 from tests.sweeps import one_in
 

@@ -20,12 +20,12 @@ from ckptctl.distributed.run.finals import RECORD, Finished
 from ckptctl.distributed.run.local_folder import IDENTITY
 from ckptctl.distributed.run.manager import CheckpointManager
 from ckptctl.errors import CkptError, DamagedError, RefusedError, SourceNotFoundError, StorageError
-from ckptctl.ops.runs.listing import newest
+from ckptctl.remote.conditions import versions_of
+from ckptctl.remote.objects import Objects
+from ckptctl.remote.store import FsspecStore, protocols
+from ckptctl.runs.listing import newest
 from ckptctl.storage import processes
 from ckptctl.storage.paths import named, source_path
-from ckptctl.storage.remote.conditions import versions_of
-from ckptctl.storage.remote.objects import Objects
-from ckptctl.storage.remote.store import FsspecStore, protocols
 from ckptctl.storage.writing import NAME, OBJECTS, Writing
 from tests import s3_server, stores
 from tests.checkpoints import tiny_llama

@@ -38,7 +38,7 @@ THREADS = """
 import sys
 from dataclasses import replace
 import ckptctl, torch
-from ckptctl.ops.conversion.options import WriteOptions
+from ckptctl.conversion.conversion_options import WriteOptions
 
 def peak():
     with open("/proc/self/status") as status:

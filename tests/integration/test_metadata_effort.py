@@ -5,9 +5,9 @@ from __future__ import annotations
 from itertools import count
 from pathlib import Path
 
-from ckptctl.ops.consolidate_metadata import plan_metadata, run_metadata
-from ckptctl.ops.verification.options import VerifyOptions
-from ckptctl.ops.verification.verify import verify
+from ckptctl.verbs.consolidate_metadata import plan_metadata, run_metadata
+from ckptctl.verbs.verification.verify import verify
+from ckptctl.verbs.verification.verify_options import VerifyOptions
 from tests import effort
 from tests.benchmarks.build_ranks import ranks
 

@@ -20,10 +20,10 @@ import safetensors.torch
 import torch
 
 import ckptctl
+from ckptctl.conversion import upload
 from ckptctl.errors import CkptError
-from ckptctl.ops.conversion import upload
-from ckptctl.ops.runs import listing as runs
-from ckptctl.ops.runs.listing import newest
+from ckptctl.runs import listing as runs
+from ckptctl.runs.listing import newest
 from ckptctl.storage.paths import source_path
 from tests import s3_server
 from tests.s3_server import Request, Server

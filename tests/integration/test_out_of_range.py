@@ -14,10 +14,10 @@ from typer.testing import CliRunner, Result
 
 import ckptctl
 from ckptctl.cli.app import app
+from ckptctl.conversion.conversion_options import ConversionOptions
 from ckptctl.distributed import Reader
 from ckptctl.errors import RefusedError
-from ckptctl.ops.conversion.options import ConversionOptions
-from ckptctl.storage.execution.options import ExecutionOptions
+from ckptctl.storage.execution.execution_options import ExecutionOptions
 from ckptctl.storage.outcome import OutOfRange
 from tests.checkpoints import save_hf, tiny_llama
 from tests.checkpoints.adapters import merged_by_hand, random_adapter, save_peft

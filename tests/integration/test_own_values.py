@@ -13,7 +13,7 @@ import ckptctl
 from ckptctl import formats
 from ckptctl.errors import DamagedError
 from ckptctl.formats.base import ReadOptions
-from ckptctl.ops.consolidate_metadata import plan_metadata, run_metadata
+from ckptctl.verbs.consolidate_metadata import plan_metadata, run_metadata
 from tests.checkpoints.dcp import distribute
 from tests.checkpoints.readers import differences, flatten
 from tests.gloo import run_on_ranks

@@ -22,11 +22,11 @@ from torch.optim import lr_scheduler
 from torch.utils.data import DataLoader, RandomSampler
 
 from ckptctl.distributed.dcp.load_planner import LoadPlanner
-from ckptctl.distributed.dcp.reader import Reader
+from ckptctl.distributed.dcp.storage_reader import Reader
 from ckptctl.distributed.loading.load import load
 from ckptctl.distributed.saving.save import save
 from ckptctl.errors import RefusedError, UnsafePickleError, UnsupportedError, UsageError
-from ckptctl.ops.loading.options import LoadReport
+from ckptctl.training.loading.load_options import LoadReport
 
 SAVES: dict[str, Callable[[Any, Path], object]] = {
     "ours": lambda state, path: save(state, path, sync=False),

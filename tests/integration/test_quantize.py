@@ -14,9 +14,9 @@ from safetensors.torch import load_file, save_file
 
 import ckptctl
 from ckptctl import families
+from ckptctl.conversion.conversion_options import ConversionOptions
+from ckptctl.conversion.convert import plan_conversion, run_conversion
 from ckptctl.errors import CkptError, MappingError, RefusedError, UsageError
-from ckptctl.ops.conversion.convert import plan_conversion, run_conversion
-from ckptctl.ops.conversion.options import ConversionOptions
 from ckptctl.planner.plan import Plan
 from ckptctl.storage.computed import OpenFiles
 from ckptctl.storage.execution.worker import Worker

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import ckptctl
-from ckptctl.ops.consolidate_metadata import plan_metadata, run_metadata
+from ckptctl.verbs.consolidate_metadata import plan_metadata, run_metadata
 from tests.checkpoints import differences, load_any_reference
 from tests.checkpoints.dcp import distribute
 from tests.checkpoints.readers import flatten

@@ -11,7 +11,7 @@ import pytest
 
 import ckptctl
 from ckptctl.errors import DamagedError, UnsupportedError
-from ckptctl.ops.consolidate_metadata import plan_metadata, run_metadata
+from ckptctl.verbs.consolidate_metadata import plan_metadata, run_metadata
 from tests.checkpoints import differences, load_any_reference
 from tests.gloo import run_on_ranks
 from tests.integration import origin_ranks

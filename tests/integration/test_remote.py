@@ -27,13 +27,13 @@ from ckptctl.errors import (
     StorageError,
     UsageError,
 )
-from ckptctl.ops.runs import listing as runs
-from ckptctl.ops.runs.listing import newest
+from ckptctl.remote import retries
+from ckptctl.remote import store as remote_store
+from ckptctl.runs import listing as runs
+from ckptctl.runs.listing import newest
 from ckptctl.storage.execution import finisher
 from ckptctl.storage.execution.executor import execute
 from ckptctl.storage.paths import named
-from ckptctl.storage.remote import retries
-from ckptctl.storage.remote import store as remote_store
 from tests.contract.samples import SAMPLES
 from tests.remote_reads import counted
 
@@ -194,7 +194,7 @@ def test_few_files_wait_on_the_disk(
         MEMORY.put_file(str(path), f"/{tmp_path.name}/{name}")
 
     uploads = finisher.UploadQueue(put, ["model.safetensors.index.json"])
-    from ckptctl.storage.execution.options import ExecutionOptions
+    from ckptctl.storage.execution.execution_options import ExecutionOptions
 
     execute(plan, root, ExecutionOptions(jobs=2), lambda _: None, uploads=uploads)
     assert len(held) >= 24 and max(held) < 8 << 20
@@ -202,7 +202,7 @@ def test_few_files_wait_on_the_disk(
 
 
 def test_a_source_that_changes(tiny: str, tmp_path: Path) -> None:
-    from ckptctl.ops.conversion.convert import run_conversion
+    from ckptctl.conversion.convert import run_conversion
 
     plan = ckptctl.plan_conversion(tiny, tmp_path / "out", to="torch")
     name = f"/{tiny.removeprefix('memory://')}/model-00002-of-00003.safetensors"
@@ -245,7 +245,7 @@ def test_runs(tmp_path: Path) -> None:
 
 
 def test_what_changes_a_checkpoint_is_refused(tiny: str, url: str) -> None:
-    from ckptctl.ops.consolidate_metadata import plan_metadata
+    from ckptctl.verbs.consolidate_metadata import plan_metadata
 
     with pytest.raises(UsageError, match="metadata-only"):
         plan_metadata(tiny)

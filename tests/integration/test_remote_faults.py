@@ -18,8 +18,8 @@ import torch
 
 import ckptctl
 from ckptctl.errors import CkptError, StorageError
+from ckptctl.remote import retries
 from ckptctl.storage.execution import finisher
-from ckptctl.storage.remote import retries
 from tests.checkpoints import differences, load_any_reference
 from tests.conftest import DATA
 

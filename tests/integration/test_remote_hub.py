@@ -21,9 +21,9 @@ from typer.testing import CliRunner
 import ckptctl
 from ckptctl.cli.app import app
 from ckptctl.errors import CkptError, RefusedError, SourceNotFoundError, StorageError, UsageError
-from ckptctl.storage.remote import hub_upload, retries
-from ckptctl.storage.remote.hub import HubStore
-from ckptctl.storage.remote.hub_upload import HubUpload
+from ckptctl.remote import hub_upload, retries
+from ckptctl.remote.hub import HubStore
+from ckptctl.remote.hub_upload import HubUpload
 from tests.hub_server import Hub
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of the client itself
@@ -145,7 +145,7 @@ def test_what_is_read_is_one_commit(hub: Hub, tmp_path: Path) -> None:
     plan = ckptctl.plan_conversion("hf://org/tiny", tmp_path / "out", to="torch")
     repository = hub.repositories["org/tiny"]
     repository.commit(dict.fromkeys(repository.files, b"other"))
-    from ckptctl.ops.conversion.convert import run_conversion
+    from ckptctl.conversion.convert import run_conversion
 
     run_conversion(plan)
     found = torch.load(tmp_path / "out", weights_only=True)

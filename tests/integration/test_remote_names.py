@@ -19,9 +19,9 @@ from typer.testing import CliRunner, Result
 import ckptctl
 from ckptctl.cli.app import app
 from ckptctl.errors import CkptError, StorageError, UsageError
-from ckptctl.ops.runs import listing as runs
+from ckptctl.remote import retries
+from ckptctl.runs import listing as runs
 from ckptctl.storage.paths import named
-from ckptctl.storage.remote import retries
 
 TINY = Path("tests/data/tiny-llama3-hf")
 FILE = "model.safetensors"

@@ -14,9 +14,9 @@ import safetensors.torch
 import torch
 
 import ckptctl
-from ckptctl.formats.hf import files
+from ckptctl.formats.hf import hf_files
+from ckptctl.remote import blocks
 from ckptctl.storage import read_ahead
-from ckptctl.storage.remote import blocks
 from tests import hub_server
 from tests.hub_server import Hub
 
@@ -119,7 +119,7 @@ def test_shards_that_are_damaged_prove_nothing(hub: Hub, tmp_path: Path) -> None
 def test_nothing_is_tried_where_no_digest_is_known(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(files, "_candidates", None)
+    monkeypatch.setattr(hf_files, "_candidates", None)
     assert ckptctl.inspect(TINY).parameters == 127296
 
 
@@ -172,9 +172,9 @@ def test_what_cannot_be_fetched_ahead_is_an_error_where_it_is_read(
     hub: Hub,
 ) -> None:
     repository = hub.repositories["org/tiny"]
-    files = dict(repository.files)
-    files["model-00003-of-00003.safetensors"] = b""
-    repository.commit(files)
+    hf_files = dict(repository.files)
+    hf_files["model-00003-of-00003.safetensors"] = b""
+    repository.commit(hf_files)
     found = ckptctl.verify("hf://org/tiny").findings
     assert [one.file for one in found if one.file] != []
 

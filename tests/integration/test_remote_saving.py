@@ -19,15 +19,15 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 import ckptctl
 from ckptctl.distributed import SavePlanner, Writer
 from ckptctl.distributed.group import coordinator
-from ckptctl.distributed.saving.options import SaveOptions
 from ckptctl.distributed.saving.save import write, write_alone
+from ckptctl.distributed.saving.save_options import SaveOptions
 from ckptctl.distributed.state import state_of
 from ckptctl.errors import CkptError, DamagedError, RefusedError, StorageError, UnsupportedError
-from ckptctl.ops.runs.health import health
+from ckptctl.remote.lock import ConditionalObject, RemoteLock
+from ckptctl.remote.store import FsspecStore
+from ckptctl.runs.health import health
 from ckptctl.storage import processes
 from ckptctl.storage.paths import named, source_path
-from ckptctl.storage.remote.lock import ConditionalObject, RemoteLock
-from ckptctl.storage.remote.store import FsspecStore
 from ckptctl.storage.writing import NAME, OBJECTS, Writing, parse
 from tests import s3_server
 from tests.gloo import run_on_ranks

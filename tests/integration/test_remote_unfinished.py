@@ -13,8 +13,8 @@ import pytest
 
 import ckptctl
 from ckptctl.errors import CkptError, DamagedError, SourceNotFoundError
-from ckptctl.ops.runs import listing as runs
-from ckptctl.ops.runs.listing import newest
+from ckptctl.runs import listing as runs
+from ckptctl.runs.listing import newest
 from ckptctl.storage import processes
 from ckptctl.storage.paths import source_path
 from ckptctl.storage.writing import NAME, Writing

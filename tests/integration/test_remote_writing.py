@@ -17,8 +17,8 @@ import torch
 
 import ckptctl
 from ckptctl.errors import RefusedError, SourceNotFoundError, StorageError, UsageError
-from ckptctl.storage.remote import lock, objects
-from ckptctl.storage.remote.store import FsspecStore
+from ckptctl.remote import lock, objects
+from ckptctl.remote.store import FsspecStore
 from ckptctl.storage.writing import NAME, Sent
 from tests.s3_server import Request
 from tests.stores import FAULTY, IN_MEMORY, ON_S3, SHARED, Bucket, at, names
@@ -372,7 +372,7 @@ def test_what_cannot_be_converted_leaves_the_old_one(url: str, tmp_path: Path) -
     """Nothing is removed before the first new file is complete."""
     ckptctl.convert(_source(tmp_path / "a", 1.0), url, to="dcp")
     source = _source(tmp_path / "b", 2.0)
-    from ckptctl.ops.conversion.convert import run_conversion
+    from ckptctl.conversion.convert import run_conversion
 
     plan = ckptctl.plan_conversion(source, url, to="dcp", overwrite=True)
     (source / "model.safetensors").write_bytes((source / "model.safetensors").read_bytes())

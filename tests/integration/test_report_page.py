@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import save_file
 
 import ckptctl
-from ckptctl.ops.report import page as report_page
+from ckptctl.verbs.report import page as report_page
 from tests import browser
 from tests.browser import FAINT, Browser
 

@@ -15,7 +15,8 @@ import torch
 
 import ckptctl
 from ckptctl.errors import CkptError, MappingError, RefusedError, UnsupportedError
-from ckptctl.storage import computed, kinds
+from ckptctl.numerics import kinds
+from ckptctl.storage import computed
 from tests.checkpoints import load_any_reference, save_hf
 
 State = dict[str, torch.Tensor]

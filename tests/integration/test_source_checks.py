@@ -11,10 +11,10 @@ import pytest
 import torch
 
 import ckptctl
+from ckptctl.conversion.convert import run_conversion
 from ckptctl.errors import ChangedError, DamagedError
-from ckptctl.ops.conversion.convert import run_conversion
+from ckptctl.storage.execution.execution_options import ExecutionOptions
 from ckptctl.storage.execution.executor import execute
-from ckptctl.storage.execution.options import ExecutionOptions
 from tests.checkpoints import load_any_reference, save_dcp, save_hf, tiny_llama
 from tests.checkpoints.adapters import merged_by_hand, random_adapter, save_peft
 from tests.checkpoints.golden import Golden

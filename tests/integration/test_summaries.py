@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import ckptctl
-from ckptctl.ops.conversion.plan import ConversionPlan
-from ckptctl.ops.conversion.summary import Amount, Regrouped
+from ckptctl.conversion.plan import ConversionPlan
+from ckptctl.conversion.summary import Amount, Regrouped
 from tests.checkpoints.golden import Golden, family_of, names
 
 QUICK = ("phi3", "qwen3_moe", "qwen3.tied")

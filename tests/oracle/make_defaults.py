@@ -1,6 +1,6 @@
 """What transformers' configurations take where config.json is silent, as data of the program.
 
-``python -m tests.oracle.make_defaults`` writes ``ckptctl/planner/configs/defaults.py``. A default
+``python -m tests.oracle.make_defaults`` writes ``ckptctl/planner/config_defaults.py``. A default
 that follows from other facts, as the number of key/value heads does in many models, is left out.
 """
 
@@ -15,13 +15,13 @@ from typing import Any
 import transformers
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+from ckptctl.facts.contradictions import LIMITED
 from ckptctl.families import families
-from ckptctl.planner.configs.contradictions import LIMITED
-from ckptctl.planner.configs.facts import names_in
+from ckptctl.planner.config_facts import names_in
 from ckptctl.planner.families.declarations import spellings
 from tests.checkpoints.golden import Golden, family_of, names
 
-FILE = Path(__file__).parents[2] / "ckptctl/planner/configs/defaults.py"
+FILE = Path(__file__).parents[2] / "ckptctl/planner/config_defaults.py"
 Config = Mapping[str, Any]
 HEAD = '''"""Sizes that transformers takes where config.json does not state them, by ``model_type``.
 

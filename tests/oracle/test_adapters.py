@@ -362,7 +362,7 @@ def test_factors_that_peft_shares_are_not_made_up(tmp_path: Path) -> None:
 def test_patterns_are_looked_up_as_in_peft() -> None:
     from peft.utils.other import get_pattern_key
 
-    from ckptctl.ops.adapters import settings
+    from ckptctl.adapters.peft import settings
 
     module = "model.layers.1.self_attn.q_proj"
     for patterns in (

@@ -18,8 +18,8 @@ pytest.importorskip("gguf", reason="gguf is not installed")
 import gguf
 import numpy as np
 
-from ckptctl.formats.gguf.reader import Many, read_header
-from ckptctl.planner.quantization.ggml import BLOCKS, PLAIN
+from ckptctl.formats.gguf.gguf_reader import Many, read_header
+from ckptctl.numerics.quantization.ggml import BLOCKS, PLAIN
 from ckptctl.storage.files import source_files
 from tests.oracle import gguf_files, hf_models
 from tests.oracle.gguf_files import NAMES, UNREAD

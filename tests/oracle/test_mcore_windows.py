@@ -14,8 +14,8 @@ import torch
 
 import ckptctl
 from ckptctl import families
-from ckptctl.planner.configs.megatron import config_to_fields, megatron_to_config
-from ckptctl.planner.configs.megatron_files import arguments_of
+from ckptctl.facts.megatron import config_to_fields, megatron_to_config
+from ckptctl.facts.megatron_files import arguments_of
 from tests.gloo import run_on_ranks
 from tests.oracle.tiny import family_of
 

@@ -9,11 +9,11 @@ import pytest
 import yaml
 
 from ckptctl import families
-from ckptctl.planner.configs.contradictions import contradictions, of_config
-from ckptctl.planner.configs.megatron import megatron_to_config, of_megatron, silent
-from ckptctl.planner.configs.megatron_files import arguments_of, run_config
+from ckptctl.facts.contradictions import contradictions, of_config
+from ckptctl.facts.megatron import megatron_to_config, of_megatron, silent
+from ckptctl.facts.megatron_files import arguments_of, run_config
 from ckptctl.storage.yaml_text import dumped, parsed
-from tests.unit.planner.configs.test_megatron import NAMES, config
+from tests.unit.facts.test_megatron import NAMES, config
 
 pytestmark = pytest.mark.oracle
 

@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 
 import ckptctl
 from ckptctl import families
-from ckptctl.planner.quantization.linear_weights import Roles
+from ckptctl.numerics.quantization.linear_weights import Roles
 from tests.checkpoints.golden import State
 from tests.checkpoints.quantized import hard
 from tests.oracle.models import distance

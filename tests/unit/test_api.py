@@ -1,8 +1,8 @@
 import pytest
 
 import ckptctl
+from ckptctl.conversion.conversion_options import ConversionOptions
 from ckptctl.errors import UsageError
-from ckptctl.ops.conversion.options import ConversionOptions
 
 
 @pytest.mark.parametrize(

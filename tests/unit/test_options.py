@@ -15,17 +15,17 @@ import torch
 import ckptctl
 from ckptctl.api.conversion import _Conversion, _Merge
 from ckptctl.api.reading import _Report
-from ckptctl.distributed.run.options import FinalOptions, ManagerOptions
+from ckptctl.distributed.run.manager_options import FinalOptions, ManagerOptions
 from ckptctl.errors import CkptError, UsageError, spell_option
 from ckptctl.keywords import keywords, python
-from ckptctl.ops.comparison.options import DiffOptions
-from ckptctl.ops.extraction.options import ExtractOptions
-from ckptctl.ops.inspection.options import InspectOptions
-from ckptctl.ops.loading.options import LoadOptions
-from ckptctl.ops.runs.options import PruneOptions
-from ckptctl.ops.verification.options import VerifyOptions
 from ckptctl.options import Argument, Excludes, Option, Options, declared
+from ckptctl.runs.run_options import PruneOptions
 from ckptctl.storage.threads import daemon, thread_pool
+from ckptctl.training.loading.load_options import LoadOptions
+from ckptctl.verbs.comparison.diff_options import DiffOptions
+from ckptctl.verbs.extraction.extract_options import ExtractOptions
+from ckptctl.verbs.inspection.inspect_options import InspectOptions
+from ckptctl.verbs.verification.verify_options import VerifyOptions
 from tests.conftest import DATA
 
 

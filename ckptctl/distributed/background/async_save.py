@@ -13,6 +13,7 @@ from typing import Annotated, Literal, Self, get_args
 import torch
 import torch.distributed as dist
 
+from ckptctl.conversion.ranks.coordinator import Alone, Coordinator
 from ckptctl.distributed.background.host_memory import HostPool
 from ckptctl.distributed.background.save_thread import (
     Callback,
@@ -26,7 +27,6 @@ from ckptctl.distributed.background.writer_process import WriterProcess, plan_ex
 from ckptctl.distributed.group import ProcessGroup, gloo_group
 from ckptctl.distributed.saving.destination import require_local
 from ckptctl.distributed.saving.local_state import LocalState, local_state
-from ckptctl.distributed.saving.options import Beside, SaveOptions
 from ckptctl.distributed.saving.save import (
     PLANS,
     SavedPlan,
@@ -35,10 +35,10 @@ from ckptctl.distributed.saving.save import (
     write,
     write_alone,
 )
+from ckptctl.distributed.saving.save_options import Beside, SaveOptions
 from ckptctl.distributed.state import StateDict, state_of
 from ckptctl.errors import RefusedError
 from ckptctl.keywords import keywords
-from ckptctl.ops.ranks.coordinator import Alone, Coordinator
 from ckptctl.options import Option, among
 from ckptctl.storage.paths import home_expanded, named
 from ckptctl.storage.threads import no_collection

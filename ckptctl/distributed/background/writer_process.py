@@ -28,8 +28,8 @@ from typing import TYPE_CHECKING, Any, cast
 
 from ckptctl.errors import CkptError, RefusedError, StorageError
 from ckptctl.planner.plan import CrcOf, OutputFile, Plan
+from ckptctl.storage.execution.execution_options import Execution, ExecutionOptions
 from ckptctl.storage.execution.executor import execute
-from ckptctl.storage.execution.options import Execution, ExecutionOptions
 
 if TYPE_CHECKING:
     from ckptctl.distributed.background.host_memory import HostRegion

@@ -20,18 +20,18 @@ from torch.distributed.checkpoint.metadata import (
 
 from ckptctl.catalog import Blob, Box, Catalog, Extent, TensorEntry
 from ckptctl.catalog import Path as Keys
-from ckptctl.distributed.saving.options import SaveOptions
+from ckptctl.conversion.recognition.model import Request
+from ckptctl.distributed.saving.save_options import SaveOptions
 from ckptctl.distributed.state import keys_of, path_of
 from ckptctl.errors import CkptError, RefusedError
 from ckptctl.formats.base import OutputTensor
 from ckptctl.formats.dcp.metadata import Item, Origin
 from ckptctl.formats.dcp.metadata_writer import encode_tensors
 from ckptctl.keywords import in_python
-from ckptctl.ops.loading.options import LoadOptions
-from ckptctl.ops.loading.state_mapping import MappingRequest, StateMapping, map_state, moved
-from ckptctl.ops.recognition.model import Request
-from ckptctl.ops.saving.global_plan import GlobalPlan
-from ckptctl.ops.saving.local_shards import TensorMeta
+from ckptctl.training.loading.load_options import LoadOptions
+from ckptctl.training.loading.state_mapping import MappingRequest, StateMapping, map_state, moved
+from ckptctl.training.saving.global_plan import GlobalPlan
+from ckptctl.training.saving.local_shards import TensorMeta
 
 P = ParamSpec("P")
 R = TypeVar("R")

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 
 from ckptctl.errors import UnsafePickleError, UnsupportedError
 from ckptctl.storage.pickles.inert import Global, Inert
-from ckptctl.storage.pickles.reader import shown
+from ckptctl.storage.pickles.pickle_reader import shown
 from ckptctl.units import counted
 
 MAX_INT = 1 << 63

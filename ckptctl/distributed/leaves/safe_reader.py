@@ -1,9 +1,9 @@
 """Reading a leaf that is no tensor without running or trusting anything of its file.
 
-The pickle becomes inert records (:mod:`ckptctl.storage.pickles.reader`); of those, values of known
-classes are made by constructors whose arguments are checked here. Nothing is called with a state
-that a file says, because even harmless classes believe one: numpy's dtypes take flags with which
-bytes pass for pointers.
+The pickle becomes inert records (:mod:`ckptctl.storage.pickles.pickle_reader`); of those, values of
+known classes are made by constructors whose arguments are checked here. Nothing is called with a
+state that a file says, because even harmless classes believe one: numpy's dtypes take flags with
+which bytes pass for pointers.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from ckptctl.distributed.leaves.torch_classes import TORCH, Storages
 from ckptctl.errors import UnsupportedError
 from ckptctl.storage.files import MemoryFiles
 from ckptctl.storage.pickles.inert import Builder, DictRecord, Global, Inert, Size
-from ckptctl.storage.zips.reader import KEEPING_TABLE, StoredTensor, read_archive
+from ckptctl.storage.zips.zip_reader import KEEPING_TABLE, StoredTensor, read_archive
 
 MAKERS: Makers = {**STANDARD, **NUMPY, **TORCH}
 TABLE = {**KEEPING_TABLE, **{(key.module, key.name): key for key in MAKERS}}
@@ -51,7 +51,7 @@ def read_leaf(content: bytes, where: str) -> object:
     Raises:
         UnsafePickleError: It holds an object of a class that is not known to be harmless.
         UnsupportedError: It holds one of a known class that is not as that class writes it.
-        CkptError: See :func:`ckptctl.storage.zips.reader.read_archive`.
+        CkptError: See :func:`ckptctl.storage.zips.zip_reader.read_archive`.
     """
     files = MemoryFiles(content, Path(where))
     archive = read_archive(files, "", 0, len(content), unknown="inert", table=TABLE)

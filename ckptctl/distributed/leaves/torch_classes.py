@@ -25,7 +25,7 @@ from ckptctl.distributed.leaves.records import (
 from ckptctl.errors import UnsupportedError
 from ckptctl.storage.pickles.inert import Global, Inert
 from ckptctl.storage.zips.directory import ZipRecord
-from ckptctl.storage.zips.reader import StoredTensor
+from ckptctl.storage.zips.zip_reader import StoredTensor
 
 MOST_REPEATED = 1 << 30
 """Bytes of the elements of a tensor that repeats those of a smaller storage."""

@@ -12,6 +12,14 @@ from contextlib import ExitStack
 from dataclasses import replace
 
 from ckptctl import families
+from ckptctl.conversion.ranks.coordinator import (
+    Alone,
+    Coordinator,
+    on_first,
+    sendable,
+    telling,
+    together,
+)
 from ckptctl.distributed.group import coordinator
 from ckptctl.distributed.loading.broadcast import (
     assign_readers,
@@ -22,7 +30,6 @@ from ckptctl.distributed.loading.broadcast import (
     should_broadcast,
 )
 from ckptctl.distributed.loading.load_plan import PLANS, LoadPlan, RankLoad
-from ckptctl.distributed.loading.options import LoadCall
 from ckptctl.distributed.loading.owners import Target
 from ckptctl.distributed.loading.request import (
     RankView,
@@ -31,17 +38,17 @@ from ckptctl.distributed.loading.request import (
     require_same_names,
     wanted_by_all,
 )
+from ckptctl.distributed.loading.state_options import LoadCall
 from ckptctl.distributed.positions import note_position
 from ckptctl.distributed.values import ReadValues
 from ckptctl.keywords import keywords
-from ckptctl.ops.loading.checks import require_nothing_lost
-from ckptctl.ops.loading.identity import Fingerprint, fingerprint_of
-from ckptctl.ops.loading.options import LoadReport
-from ckptctl.ops.ranks.agreement import RankStatement, is_unchanged, name_generation, new_nonce
-from ckptctl.ops.ranks.coordinator import Alone, Coordinator, on_first, sendable, telling, together
-from ckptctl.ops.saving.local_shards import digest
 from ckptctl.storage.threads import no_collection
 from ckptctl.storage.tree import TreePath
+from ckptctl.training.loading.checks import require_nothing_lost
+from ckptctl.training.loading.identity import Fingerprint, fingerprint_of
+from ckptctl.training.loading.load_options import LoadReport
+from ckptctl.training.rank_agreement import RankStatement, is_unchanged, name_generation, new_nonce
+from ckptctl.training.saving.local_shards import digest
 
 
 class CollectiveLoad:

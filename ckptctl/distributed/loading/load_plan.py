@@ -13,8 +13,8 @@ from dataclasses import dataclass, replace
 from ckptctl.catalog import Catalog, TensorEntry
 from ckptctl.distributed.loading.broadcast import SharedRead
 from ckptctl.distributed.loading.new_tensors import tied_names, with_new_tensors
-from ckptctl.distributed.loading.options import LoadCall
 from ckptctl.distributed.loading.request import LoadRequest, WantedLeaves, own_part
+from ckptctl.distributed.loading.state_options import LoadCall
 from ckptctl.distributed.loading.target_memory import (
     Tied,
     comparison_views,
@@ -28,8 +28,10 @@ from ckptctl.distributed.plan_cache import PlanCache
 from ckptctl.distributed.state import HeldShard
 from ckptctl.distributed.values import ReadValues, held_names, left_out_note, read_values
 from ckptctl.errors import listed
-from ckptctl.ops.loading.identity import Fingerprint
-from ckptctl.ops.loading.key_comparison import (
+from ckptctl.planner.plan import Plan
+from ckptctl.storage.outcome import OutOfRange
+from ckptctl.training.loading.identity import Fingerprint
+from ckptctl.training.loading.key_comparison import (
     as_strict_as,
     compare,
     describe_load,
@@ -38,12 +40,16 @@ from ckptctl.ops.loading.key_comparison import (
     require_kinds,
     with_own,
 )
-from ckptctl.ops.loading.options import LoadReport
-from ckptctl.ops.loading.reading import Reading, plan_elsewhere, prepare, same_index, same_places
-from ckptctl.ops.loading.state_mapping import StateMapping, Wanted, map_state
-from ckptctl.ops.saving.local_shards import digest
-from ckptctl.planner.plan import Plan
-from ckptctl.storage.outcome import OutOfRange
+from ckptctl.training.loading.load_options import LoadReport
+from ckptctl.training.loading.reading import (
+    Reading,
+    plan_elsewhere,
+    prepare,
+    same_index,
+    same_places,
+)
+from ckptctl.training.loading.state_mapping import StateMapping, Wanted, map_state
+from ckptctl.training.saving.local_shards import digest
 
 NBYTES = 1 << 28
 _log = logging.getLogger("ckptctl")

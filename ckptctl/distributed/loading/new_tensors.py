@@ -14,8 +14,8 @@ from torch.distributed.tensor import DTensor
 
 from ckptctl.catalog import row_major
 from ckptctl.distributed.compat import ShardedTensor
-from ckptctl.distributed.loading.options import LoadCall
 from ckptctl.distributed.loading.request import LoadRequest, WantedLeaves
+from ckptctl.distributed.loading.state_options import LoadCall
 from ckptctl.distributed.state import (
     State,
     address,
@@ -24,7 +24,7 @@ from ckptctl.distributed.state import (
     held_tensor,
     placement_of,
 )
-from ckptctl.ops.loading.state_mapping import StateMapping
+from ckptctl.training.loading.state_mapping import StateMapping
 
 
 def with_new_tensors(asked: LoadRequest, mapping: StateMapping, how: LoadCall) -> LoadRequest:

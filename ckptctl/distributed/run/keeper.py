@@ -9,23 +9,25 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal, NamedTuple
 
+from ckptctl.conversion.ranks.coordinator import Coordinator
 from ckptctl.distributed.background.async_save import AsyncSaver
 from ckptctl.distributed.background.save_thread import SaveFuture
 from ckptctl.distributed.positions import positions_in
 from ckptctl.distributed.run.finals import Finals, Finished
 from ckptctl.distributed.saving.destination import sweep_left
-from ckptctl.distributed.saving.options import SaveOptions
 from ckptctl.distributed.saving.save import write
+from ckptctl.distributed.saving.save_options import SaveOptions
 from ckptctl.distributed.state import StateDict
 from ckptctl.errors import CkptError, RefusedError, listed
 from ckptctl.formats.sidecar_files import SIDECAR
-from ckptctl.ops.ranks.coordinator import Coordinator
-from ckptctl.ops.runs.entries import RunEntry, entries, entry_at, is_run
-from ckptctl.ops.runs.health import Checkpoint, examine, metrics
-from ckptctl.ops.runs.listing import newest, read_run
-from ckptctl.ops.runs.names import parse
-from ckptctl.ops.runs.notes import encoded, run_record
-from ckptctl.ops.runs.removal import (
+from ckptctl.planner.lineage import Lineage
+from ckptctl.planner.retention import Policy
+from ckptctl.runs.entries import RunEntry, entries, entry_at, is_run
+from ckptctl.runs.health import Checkpoint, examine, metrics
+from ckptctl.runs.listing import newest, read_run
+from ckptctl.runs.names import parse
+from ckptctl.runs.notes import encoded, run_record
+from ckptctl.runs.removal import (
     PruneResult,
     Trainer,
     plan_delete,
@@ -33,10 +35,8 @@ from ckptctl.ops.runs.removal import (
     plan_prune,
     run_prune,
 )
-from ckptctl.planner.lineage import Lineage
-from ckptctl.planner.retention import Policy
+from ckptctl.runs.run_store import run_store
 from ckptctl.storage.paths import real_path
-from ckptctl.storage.run_store import run_store
 from ckptctl.storage.tree import TreePath
 from ckptctl.units import counted
 

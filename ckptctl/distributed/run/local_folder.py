@@ -19,9 +19,9 @@ from typing import NamedTuple
 
 from ckptctl.distributed.run.keeper import SERIES
 from ckptctl.errors import FormatError, RefusedError, StorageError, storage_errors
+from ckptctl.runs.run_store import run_store
 from ckptctl.storage import lock
 from ckptctl.storage.file_system import sync_directory
-from ckptctl.storage.run_store import run_store
 from ckptctl.storage.schema import find
 from ckptctl.storage.tree import TreePath
 from ckptctl.storage.two_phase_delete import deleting

@@ -17,6 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from ckptctl.conversion.ranks.coordinator import Coordinator, on_first, sendable, together
 from ckptctl.distributed.background.async_save import AsyncSaver
 from ckptctl.distributed.background.save_thread import SaveFuture, in_background
 from ckptctl.distributed.group import COPYING, coordinator, gloo_group
@@ -29,12 +30,12 @@ from ckptctl.distributed.run.local_folder import (
     start_name,
 )
 from ckptctl.distributed.run.local_load import COPY_OF, load_local, newest_local
-from ckptctl.distributed.run.options import ManagerOptions, Resumed
+from ckptctl.distributed.run.manager_options import ManagerOptions, Resumed
 from ckptctl.distributed.run.preemption import Hurry
 from ckptctl.distributed.run.root_copy import Pace, SavedPart, state_on_disk
 from ckptctl.distributed.saving.local_state import local_state
-from ckptctl.distributed.saving.options import SaveOptions
 from ckptctl.distributed.saving.save import write, write_alone
+from ckptctl.distributed.saving.save_options import SaveOptions
 from ckptctl.distributed.state import StateDict
 from ckptctl.errors import (
     CkptError,
@@ -42,12 +43,11 @@ from ckptctl.errors import (
     StorageError,
     UsageError,
 )
-from ckptctl.ops.ranks.coordinator import Coordinator, on_first, sendable, together
-from ckptctl.ops.runs.notes import run_record
-from ckptctl.ops.saving.local_shards import LocalShards
+from ckptctl.runs.notes import run_record
 from ckptctl.storage.destinations import require_folder, require_path
 from ckptctl.storage.paths import home_expanded
 from ckptctl.storage.tree import TreePath
+from ckptctl.training.saving.local_shards import LocalShards
 
 _log = logging.getLogger("ckptctl")
 

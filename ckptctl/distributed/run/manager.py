@@ -9,6 +9,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any, get_args
 
+from ckptctl.conversion import option_checks as checks
+from ckptctl.conversion.plan import ConversionPlan
+from ckptctl.conversion.ranks.coordinator import Coordinator, on_first, telling
 from ckptctl.distributed.background.async_save import AsyncSaver, Closing
 from ckptctl.distributed.background.save_thread import SaveFuture
 from ckptctl.distributed.group import coordinator
@@ -17,7 +20,7 @@ from ckptctl.distributed.run.fallback import Fallback, load_newest
 from ckptctl.distributed.run.finals import Finished, beside, require_same
 from ckptctl.distributed.run.keeper import SERIES, Keeper, Standing, Start
 from ckptctl.distributed.run.local_tier import LocalTier
-from ckptctl.distributed.run.options import (
+from ckptctl.distributed.run.manager_options import (
     OF_A_SOURCE,
     FinalOptions,
     ManagerOptions,
@@ -26,20 +29,17 @@ from ckptctl.distributed.run.options import (
 from ckptctl.distributed.run.preemption import Preemption
 from ckptctl.distributed.run.schedule import Schedule
 from ckptctl.distributed.saving.converted import final_target, plan_converted, save_converted
-from ckptctl.distributed.saving.options import SaveOptions
+from ckptctl.distributed.saving.save_options import SaveOptions
 from ckptctl.distributed.state import StateDict
 from ckptctl.errors import RefusedError, SourceNotFoundError, UsageError, listed
 from ckptctl.keywords import keywords
-from ckptctl.ops import option_checks as checks
-from ckptctl.ops.conversion.plan import ConversionPlan
-from ckptctl.ops.loading.options import LoadReport
-from ckptctl.ops.ranks.coordinator import Coordinator, on_first, telling
 from ckptctl.options import about, among, declared
+from ckptctl.runs.run_store import run_store
 from ckptctl.storage.destinations import require_folder, require_path
 from ckptctl.storage.paths import home_expanded, named
-from ckptctl.storage.run_store import run_store
 from ckptctl.storage.tree import TreePath
 from ckptctl.storage.urls import is_url
+from ckptctl.training.loading.load_options import LoadReport
 
 _log = logging.getLogger("ckptctl")
 

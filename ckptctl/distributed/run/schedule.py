@@ -11,11 +11,11 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Annotated, NamedTuple
 
+from ckptctl.conversion import option_checks as checks
+from ckptctl.conversion.ranks.coordinator import Coordinator, telling
 from ckptctl.errors import UsageError
-from ckptctl.ops import option_checks as checks
-from ckptctl.ops.ranks.coordinator import Coordinator, telling
-from ckptctl.ops.runs.options import duration
 from ckptctl.options import Option, Options, group
+from ckptctl.runs.run_options import duration
 
 
 def _steps(value: Iterable[int]) -> frozenset[int]:

@@ -10,17 +10,17 @@ from typing import Protocol
 
 import torch
 
+from ckptctl.conversion.destinations import replaceable
 from ckptctl.distributed.group import threads
 from ckptctl.distributed.saving.device_memory import MOST, on_host
 from ckptctl.distributed.saving.local_state import memory_of, read_by
-from ckptctl.distributed.saving.options import WriterOptions
+from ckptctl.distributed.saving.save_options import WriterOptions
 from ckptctl.errors import RefusedError, StorageError
 from ckptctl.formats.dcp import METADATA, metadata_name
-from ckptctl.ops.destinations import replaceable
 from ckptctl.planner.plan import Plan
 from ckptctl.storage import file_system, paths
 from ckptctl.storage.destinations import destination
-from ckptctl.storage.execution.options import ExecutionOptions
+from ckptctl.storage.execution.execution_options import ExecutionOptions
 from ckptctl.storage.file_system import add_file, sync_directory
 from ckptctl.storage.paths import home_expanded
 from ckptctl.storage.publish import IN_PLACE, Staging, data_directory, staging, sweep

@@ -18,12 +18,12 @@ from ckptctl.distributed.devices import settle
 from ckptctl.distributed.saving.device_memory import DeviceMemory, DeviceReader, on_host
 from ckptctl.distributed.state import HeldTensor, State, StateDict, bytes_of, memory, state_of
 from ckptctl.distributed.values import pickle_values, save_to_bytes
-from ckptctl.ops.saving.local_shards import DIGEST, HeldChunk, LocalShards, Packed, pack
 from ckptctl.planner.copying.blocks import MIB
 from ckptctl.planner.plan import Plan
 from ckptctl.storage.byte_files import Memory
 from ckptctl.storage.crc import crc32
-from ckptctl.storage.execution.options import ExecutionOptions
+from ckptctl.storage.execution.execution_options import ExecutionOptions
+from ckptctl.training.saving.local_shards import DIGEST, HeldChunk, LocalShards, Packed, pack
 
 BLOCK = 16 * MIB
 """Bytes of a tensor that a stream copies at a time."""
@@ -143,7 +143,7 @@ def _on_host(tensors: Mapping[str, HeldTensor]) -> Iterator[tuple[str, torch.Ten
 
 
 def read_by(plan: Plan, pieces: Sequence[torch.Tensor]) -> Mapping[str, torch.Tensor]:
-    """Return the tensors behind the names in a plan of :mod:`ckptctl.ops.saving.files`."""
+    """Return the tensors behind the names in a plan of ``training.saving.save_files``."""
     names = {file for copy in plan.transfers for file in copy.files()}
     return {name: pieces[int(memory_key(name))] for name in names}
 

@@ -16,6 +16,7 @@ from typing import Annotated, NamedTuple
 import torch.distributed as dist
 
 from ckptctl.catalog import Blob, memory_key
+from ckptctl.conversion.ranks.coordinator import Coordinator, sendable, through_first
 from ckptctl.distributed.group import coordinator, threads
 from ckptctl.distributed.plan_cache import PlanCache
 from ckptctl.distributed.positions import note_position
@@ -27,13 +28,17 @@ from ckptctl.distributed.saving.destination import (
     target_at,
 )
 from ckptctl.distributed.saving.local_state import LocalState, local_state, replica_digests
-from ckptctl.distributed.saving.options import SaveOptions
+from ckptctl.distributed.saving.save_options import SaveOptions
 from ckptctl.distributed.state import State, StateDict, state_of
 from ckptctl.formats.base import OutputTensor
 from ckptctl.formats.dcp.metadata import Item, Origin
 from ckptctl.formats.dcp.metadata_writer import TensorMetadata
 from ckptctl.keywords import in_python, keywords
-from ckptctl.ops.ranks.agreement import (
+from ckptctl.options import Option
+from ckptctl.storage.paths import named
+from ckptctl.storage.threads import no_collection
+from ckptctl.storage.tree import TreePath
+from ckptctl.training.rank_agreement import (
     RankStatement,
     is_first_to_say,
     is_unchanged,
@@ -41,17 +46,8 @@ from ckptctl.ops.ranks.agreement import (
     new_nonce,
     require_agreement,
 )
-from ckptctl.ops.ranks.coordinator import Coordinator, sendable, through_first
-from ckptctl.ops.saving.files import (
-    RankItems,
-    TensorFiles,
-    rank_files,
-    tensor_files,
-    tensor_metadata,
-    with_values,
-)
-from ckptctl.ops.saving.global_plan import GlobalPlan, RankShare, make_global_plan, own_plan
-from ckptctl.ops.saving.local_shards import (
+from ckptctl.training.saving.global_plan import GlobalPlan, RankShare, make_global_plan, own_plan
+from ckptctl.training.saving.local_shards import (
     Groups,
     Packed,
     digest,
@@ -61,10 +57,14 @@ from ckptctl.ops.saving.local_shards import (
     unpack_groups,
     values_to_write,
 )
-from ckptctl.options import Option
-from ckptctl.storage.paths import named
-from ckptctl.storage.threads import no_collection
-from ckptctl.storage.tree import TreePath
+from ckptctl.training.saving.save_files import (
+    RankItems,
+    TensorFiles,
+    rank_files,
+    tensor_files,
+    tensor_metadata,
+    with_values,
+)
 
 VERSION = 1
 """Of what the key of a plan is made of."""

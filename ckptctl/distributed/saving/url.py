@@ -10,16 +10,16 @@ from functools import cached_property
 import torch
 
 from ckptctl.distributed.saving.local_state import memory_of
-from ckptctl.distributed.saving.options import WriterOptions
+from ckptctl.distributed.saving.save_options import WriterOptions
 from ckptctl.errors import CkptError, RefusedError, StorageError, listed
 from ckptctl.formats.dcp import METADATA
-from ckptctl.ops.runs.health import health
 from ckptctl.planner.plan import Plan
-from ckptctl.storage.execution.options import ExecutionOptions
-from ckptctl.storage.remote.lock import ConditionalObject, RemoteLock
-from ckptctl.storage.remote.objects import Objects
-from ckptctl.storage.remote.store import FsspecStore
-from ckptctl.storage.remote.trees import store_at
+from ckptctl.remote.lock import ConditionalObject, RemoteLock
+from ckptctl.remote.objects import Objects
+from ckptctl.remote.store import FsspecStore
+from ckptctl.remote.trees import store_at
+from ckptctl.runs.health import health
+from ckptctl.storage.execution.execution_options import ExecutionOptions
 from ckptctl.storage.tree import UrlPath
 from ckptctl.storage.urls import HUB, scheme_of
 from ckptctl.storage.writing import BUSY, NAME, OBJECTS, Sent, Writing, committed

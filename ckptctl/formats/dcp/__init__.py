@@ -36,7 +36,7 @@ class ItemFormat(Format):
 
     def resolve(self, catalog: Catalog) -> Catalog:
         """See :meth:`Format.resolve`."""
-        from ckptctl.formats.dcp.reader import resolve
+        from ckptctl.formats.dcp.dcp_reader import resolve
 
         return resolve(catalog)
 
@@ -102,7 +102,7 @@ class DcpFormat(ItemFormat, WritableFormat):
                 where=str(path),
                 why=f"expected a directory with {METADATA} and .distcp files",
             )
-        from ckptctl.formats.dcp.reader import read
+        from ckptctl.formats.dcp.dcp_reader import read
 
         return read(path, METADATA, asked, self.name)
 

@@ -10,14 +10,14 @@ from ckptctl.dtypes import itemsize
 from ckptctl.errors import FormatError, SourceNotFoundError, UnsupportedError, listed
 from ckptctl.formats.base import ReadOptions
 from ckptctl.formats.dcp import METADATA
+from ckptctl.formats.dcp.dcp_reader import catalog_of
 from ckptctl.formats.dcp.metadata import MAX_METADATA, TABLE, MetadataLeaf, leaves_of
-from ckptctl.formats.dcp.reader import catalog_of
 from ckptctl.formats.shared.findings import UNUSABLE, Faults
 from ckptctl.formats.shared.indexes import ByteRange, read_whole, require_tiled
 from ckptctl.formats.shared.stored_leaves import NO_CHECKSUMS
 from ckptctl.storage.files import SourceFiles, source_files
 from ckptctl.storage.pickles.inert import Global
-from ckptctl.storage.pickles.reader import Table, loads
+from ckptctl.storage.pickles.pickle_reader import Table, loads
 from ckptctl.storage.pickles.torch_globals import TORCH_TABLE
 from ckptctl.storage.pickles.torch_tensors import StorageRef, TensorView, storage_id
 from ckptctl.storage.schema import ObjectSchema, malformed, read_as

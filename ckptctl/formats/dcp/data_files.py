@@ -12,8 +12,8 @@ from ckptctl.formats.torch_file import ZipFrame
 from ckptctl.planner.balance import fill, grouped
 from ckptctl.planner.boxes import split_rows
 from ckptctl.planner.plan import OutputFile, RawCopy, Record
-from ckptctl.storage.pickles.writer import StorageTensor, dumps
-from ckptctl.storage.zips.writer import ZipLayout, lay_out
+from ckptctl.storage.pickles.pickle_writer import StorageTensor, dumps
+from ckptctl.storage.zips.zip_writer import ZipLayout, lay_out
 
 
 def shards(request: OutputRequest) -> list[list[tuple[OutputTensor, Box]]]:

@@ -22,7 +22,7 @@ from ckptctl.formats.dcp.metadata_scan import Chunks, Places, Scanned, Scanner
 from ckptctl.formats.shared.indexes import integers
 from ckptctl.storage.paths import contained
 from ckptctl.storage.pickles.inert import Builder, Global, Inert
-from ckptctl.storage.pickles.reader import loads
+from ckptctl.storage.pickles.pickle_reader import loads
 from ckptctl.storage.pickles.torch_globals import ATTRIBUTES, TORCH_TABLE
 from ckptctl.storage.pickles.torch_tensors import MAX_INT, MAX_RANK
 from ckptctl.storage.schema import ObjectSchema, malformed, read_as

@@ -10,7 +10,7 @@ import re
 
 from ckptctl.catalog import Catalog
 from ckptctl.formats.base import AS_IT_IS, Format, Listing, ReadOptions, require_folder
-from ckptctl.formats.deepspeed.files import evidence
+from ckptctl.formats.deepspeed.deepspeed_files import evidence
 from ckptctl.formats.shared.tags import LATEST, tags
 from ckptctl.storage.tree import TreePath
 
@@ -55,7 +55,7 @@ class DeepSpeedFormat(Format):
     def read(self, path: TreePath, asked: ReadOptions = AS_IT_IS) -> Catalog:
         """See :meth:`Format.read`."""
         require_folder(path)
-        from ckptctl.formats.deepspeed.reader import read
+        from ckptctl.formats.deepspeed.deepspeed_reader import read
 
         return read(path, asked, self.name)
 

@@ -24,7 +24,7 @@ from ckptctl.storage.compare import has_same_checksum, same_elements
 from ckptctl.storage.files import SourceFiles
 from ckptctl.storage.pickles.inert import Inert
 from ckptctl.storage.tree import TreePath
-from ckptctl.storage.zips.reader import StoredTensor
+from ckptctl.storage.zips.zip_reader import StoredTensor
 
 OPTIMIZER = "optimizer"
 _COUNTERS = {"float32": "<f", "int64": "<q", "int32": "<i"}

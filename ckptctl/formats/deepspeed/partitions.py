@@ -18,7 +18,7 @@ from ckptctl import dtypes
 from ckptctl.catalog import Box, Checksum, Extent
 from ckptctl.errors import DamagedError, UnsupportedError
 from ckptctl.formats.shared.stored_leaves import extent_of
-from ckptctl.storage.zips.reader import StoredTensor
+from ckptctl.storage.zips.zip_reader import StoredTensor
 from ckptctl.units import counted
 
 Shape = tuple[int, ...]

@@ -13,7 +13,7 @@ from pathlib import PurePosixPath
 from typing import Annotated
 
 from ckptctl.errors import FormatError, UnsupportedError, listed
-from ckptctl.formats.deepspeed.files import ADVICE, saved_name
+from ckptctl.formats.deepspeed.deepspeed_files import ADVICE, saved_name
 from ckptctl.formats.deepspeed.partitions import Segment, Shape, is_flat
 from ckptctl.storage.files import SourceFiles
 from ckptctl.storage.pickles.inert import Inert
@@ -29,7 +29,7 @@ from ckptctl.storage.schema import (
     read_as,
     sized,
 )
-from ckptctl.storage.zips.reader import StoredTensor, TorchArchive, read_archive
+from ckptctl.storage.zips.zip_reader import StoredTensor, TorchArchive, read_archive
 
 INDEX = (
     "module",

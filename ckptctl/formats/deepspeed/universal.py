@@ -22,8 +22,8 @@ from ckptctl.errors import (
     spell_option,
 )
 from ckptctl.formats.base import ReadOptions
-from ckptctl.formats.deepspeed.files import FP32, ZERO, model_files, require_world
-from ckptctl.formats.deepspeed.model import ROOT, MasterWeights, as_saved, entry_of
+from ckptctl.formats.deepspeed.deepspeed_files import FP32, ZERO, model_files, require_world
+from ckptctl.formats.deepspeed.deepspeed_model import ROOT, MasterWeights, as_saved, entry_of
 from ckptctl.formats.deepspeed.optimizer import OPTIMIZER, add_other_ranks, plain_settings, rest_of
 from ckptctl.formats.deepspeed.partitions import (
     FlatPart,
@@ -40,7 +40,7 @@ from ckptctl.storage.files import SourceFiles
 from ckptctl.storage.paths import is_there
 from ckptctl.storage.schema import find, malformed, read_as
 from ckptctl.storage.tree import TreePath
-from ckptctl.storage.zips.reader import StoredTensor, read_archive
+from ckptctl.storage.zips.zip_reader import StoredTensor, read_archive
 from ckptctl.units import counted, natural
 
 _NOT_SETTINGS = (

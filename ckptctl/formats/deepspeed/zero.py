@@ -16,7 +16,7 @@ from typing import TypeVar
 
 from ckptctl import dtypes
 from ckptctl.errors import CkptError, DamagedError, UnsupportedError, spell_option
-from ckptctl.formats.deepspeed.files import SaveFiles, require_world
+from ckptctl.formats.deepspeed.deepspeed_files import SaveFiles, require_world
 from ckptctl.formats.deepspeed.partitions import (
     FlatPart,
     FlatParts,
@@ -33,7 +33,7 @@ from ckptctl.formats.shared.findings import Faults
 from ckptctl.storage.files import SourceFiles
 from ckptctl.storage.read_ahead import zips_ahead
 from ckptctl.storage.schema import MalformedError, malformed
-from ckptctl.storage.zips.reader import StoredTensor
+from ckptctl.storage.zips.zip_reader import StoredTensor
 from ckptctl.units import counted
 
 _State = TypeVar("_State", ModelState, OptimState)

@@ -92,7 +92,7 @@ class GgufFormat(Format):
 
     def read(self, path: TreePath, asked: ReadOptions = AS_IT_IS) -> Catalog:
         """See :meth:`Format.read`."""
-        from ckptctl.formats.gguf.reader import read
+        from ckptctl.formats.gguf.gguf_reader import read
 
         root = path if path.is_dir() else path.parent
         return read(path, parts_of(root, path), self.name)

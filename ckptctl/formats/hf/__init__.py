@@ -29,7 +29,7 @@ from ckptctl.formats.base import (
     constant,
     document,
 )
-from ckptctl.formats.hf.files import (
+from ckptctl.formats.hf.hf_files import (
     BIN,
     INDEX,
     OF_RANK,

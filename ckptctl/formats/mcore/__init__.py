@@ -20,14 +20,8 @@ from ckptctl.formats.base import (
     require_folder,
 )
 from ckptctl.formats.dcp import ItemFormat
-from ckptctl.formats.mcore.files import (
-    COMMON,
-    MARK,
-    evidence,
-    inside,
-    only_save,
-)
-from ckptctl.formats.megatron.files import POINTER
+from ckptctl.formats.mcore.mcore_files import COMMON, MARK, evidence, inside, only_save
+from ckptctl.formats.megatron.megatron_folder import POINTER
 from ckptctl.formats.shared.findings import Faults
 from ckptctl.formats.shared.tags import is_run
 from ckptctl.storage.tree import TreePath
@@ -92,7 +86,7 @@ class McoreFormat(ItemFormat, WritableFormat):
     def read(self, path: TreePath, asked: ReadOptions = AS_IT_IS) -> Catalog:
         """See :meth:`Format.read`."""
         require_folder(path)
-        from ckptctl.formats.mcore.reader import read
+        from ckptctl.formats.mcore.mcore_reader import read
 
         return read(path, asked, self.name)
 
@@ -117,7 +111,7 @@ class McoreFormat(ItemFormat, WritableFormat):
 
     def lay_out(self, request: OutputRequest) -> Output:
         """See :meth:`WritableFormat.lay_out`."""
-        from ckptctl.formats.mcore.writing import lay_out  # which only those that write need
+        from ckptctl.formats.mcore.mcore_writing import lay_out  # which only those that write need
 
         return lay_out(request)
 

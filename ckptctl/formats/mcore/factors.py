@@ -15,8 +15,8 @@ from dataclasses import replace
 
 from ckptctl.catalog import Box, Catalog, TensorEntry
 from ckptctl.errors import UnsupportedError
-from ckptctl.planner.configs.facts import Json
-from ckptctl.planner.configs.megatron import merged
+from ckptctl.facts.megatron import merged
+from ckptctl.planner.config_facts import Json
 from ckptctl.units import counted
 
 _HALVED = re.compile(r".*\.linear_fc1\.adapter\.adapter_(?:up|gate)\.linear_out\.weight")

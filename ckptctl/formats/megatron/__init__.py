@@ -10,7 +10,7 @@ import re
 
 from ckptctl.catalog import Catalog
 from ckptctl.formats.base import AS_IT_IS, Format, Listing, ReadOptions, require_folder
-from ckptctl.formats.megatron.files import POINTER, evidence
+from ckptctl.formats.megatron.megatron_folder import POINTER, evidence
 from ckptctl.formats.shared.tags import is_run
 from ckptctl.storage.tree import TreePath
 
@@ -54,7 +54,7 @@ class MegatronFormat(Format):
     def read(self, path: TreePath, asked: ReadOptions = AS_IT_IS) -> Catalog:
         """See :meth:`Format.read`."""
         require_folder(path)
-        from ckptctl.formats.megatron.reader import read
+        from ckptctl.formats.megatron.megatron_reader import read
 
         return read(path, asked, self.name)
 

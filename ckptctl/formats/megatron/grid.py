@@ -10,7 +10,7 @@ from itertools import pairwise, product, starmap
 from typing import NamedTuple
 
 from ckptctl.errors import DamagedError, FormatError, SourceNotFoundError, UnsupportedError
-from ckptctl.formats.megatron.files import (
+from ckptctl.formats.megatron.megatron_folder import (
     MODEL,
     LocalTensor,
     Numbers,

@@ -195,7 +195,7 @@ def unknown_notes(blobs: Iterable[Blob]) -> Iterator[str]:
 
 def require_known(blobs: Iterable[Blob], *, verbatim: bool = False) -> None:
     """Refuse to write what plain torch does not load."""
-    from ckptctl.storage.zips.reader import StoredTensor
+    from ckptctl.storage.zips.zip_reader import StoredTensor
 
     inside: list[str] = []
     for blob in blobs:
@@ -227,8 +227,8 @@ def value_bytes(files: SourceFiles, blob: Blob, budget: MemoryBudget) -> bytes:
     if blob.file is not None:
         return files.read(blob.file, blob.offset, blob.nbytes)
     # Most commands only read, and are over before these would be imported.
-    from ckptctl.storage.pickles.writer import dumps
-    from ckptctl.storage.zips.writer import lay_out
+    from ckptctl.storage.pickles.pickle_writer import dumps
+    from ckptctl.storage.zips.zip_writer import lay_out
 
     require_known([blob])
     layout = lay_out(dumps(blob.value), [], base=0)

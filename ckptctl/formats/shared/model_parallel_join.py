@@ -17,7 +17,7 @@ from ckptctl.formats.base import ReadOptions
 from ckptctl.formats.shared.joined_tensors import JoinedTensor, part_extent, separate_entry
 from ckptctl.formats.sidecar_files import amended, beside
 from ckptctl.planner.axes import Sizes, solve
-from ckptctl.planner.configs.facts import read_sizes
+from ckptctl.planner.config_facts import read_sizes
 from ckptctl.planner.layouts import Family
 from ckptctl.planner.mapping.detect import detect
 from ckptctl.planner.model_parallel import (

@@ -24,11 +24,11 @@ from ckptctl.formats.shared.stored_leaves import is_stored, refuse_hidden_tensor
 from ckptctl.planner.placements import Local, Shard, local_part
 from ckptctl.storage.files import SourceFiles
 from ckptctl.storage.pickles.inert import Global, Inert
-from ckptctl.storage.pickles.reader import Table
+from ckptctl.storage.pickles.pickle_reader import Table
 from ckptctl.storage.pickles.torch_globals import TORCH_TABLE
 from ckptctl.storage.pickles.torch_tensors import MAX_RANK
 from ckptctl.storage.schema import attributes, malformed
-from ckptctl.storage.zips.reader import StoredTensor, read_archive
+from ckptctl.storage.zips.zip_reader import StoredTensor, read_archive
 from ckptctl.units import counted
 
 Axis = tuple[tuple[int, int], ...]

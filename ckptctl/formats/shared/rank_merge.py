@@ -28,7 +28,7 @@ from ckptctl.formats.shared.leaves import below_rank, join, kept_apart, unknown_
 from ckptctl.formats.shared.rank_archive import Sharded, nothing_known
 from ckptctl.formats.shared.stored_leaves import Leaves, extent_of
 from ckptctl.storage.files import SourceFiles
-from ckptctl.storage.zips.reader import StoredTensor
+from ckptctl.storage.zips.zip_reader import StoredTensor
 
 _NEXT = "per-rank values are taken from the lowest rank that can be read"
 

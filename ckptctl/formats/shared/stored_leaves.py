@@ -22,12 +22,12 @@ from ckptctl.formats.base import OutputTensor
 from ckptctl.formats.shared.leaves import flatten, join
 from ckptctl.storage.files import SourceFiles
 from ckptctl.storage.pickles.inert import walk
-from ckptctl.storage.pickles.reader import Unknown
+from ckptctl.storage.pickles.pickle_reader import Unknown
 from ckptctl.storage.tree import TreePath
-from ckptctl.storage.zips.reader import KEEPING_TABLE, StoredTensor, read_archive
+from ckptctl.storage.zips.zip_reader import KEEPING_TABLE, StoredTensor, read_archive
 
 if TYPE_CHECKING:
-    from ckptctl.storage.pickles.writer import StorageTensor
+    from ckptctl.storage.pickles.pickle_writer import StorageTensor
 
 NO_CHECKSUMS = "written without checksums"
 
@@ -161,7 +161,7 @@ def refuse_hidden_tensors(leaf: object, key: str, where: str) -> None:
 
 def stored_leaf(tensor: OutputTensor, key: str) -> StorageTensor:
     """Return what is pickled of a tensor whose elements are the record *key* of the same zip."""
-    from ckptctl.storage.pickles.writer import StorageTensor
+    from ckptctl.storage.pickles.pickle_writer import StorageTensor
 
     return StorageTensor(
         storage_key=key,

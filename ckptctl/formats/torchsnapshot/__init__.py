@@ -41,7 +41,7 @@ class TorchSnapshotFormat(Format):
 
     def read(self, path: TreePath, asked: ReadOptions = AS_IT_IS) -> Catalog:
         """See :meth:`Format.read`."""
-        from ckptctl.formats.torchsnapshot.reader import read
+        from ckptctl.formats.torchsnapshot.torchsnapshot_reader import read
 
         return read(path, asked, self.name)
 

@@ -2,7 +2,7 @@
 
 A row says where a fact stands in config.json, params.json, Megatron-Core's configuration and the
 metadata of a GGUF file (after the architecture), or ``-``; the kind of its value, a row of
-:data:`ckptctl.planner.configs.kinds.KINDS`; what transformers takes where config.json is silent, or
+:data:`ckptctl.facts.kinds.KINDS`; what transformers takes where config.json is silent, or
 ``-`` if it has to be stated; and what Megatron-Core's field is in families whose models do not vary
 it. Fields that begin with ``moe_`` mean nothing without experts. Families choose rows, with
 defaults of their own, and add those that no other family has.

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import NamedTuple
 
-from ckptctl.planner.configs.facts import Json, is_tied, with_rope_type
+from ckptctl.planner.config_facts import Json, is_tied, with_rope_type
 from ckptctl.planner.families.declarations import holds
 from ckptctl.planner.families.templates import KeyKind, key_kinds
 from ckptctl.planner.layouts import LIKE, Family, is_base

@@ -104,18 +104,18 @@ def map_tensors(
         source_layout: Layout of the keys of *shapes*.
         target_layout: Layout to produce. The same one keeps every tensor as it is.
         shapes: Shape of each source tensor by key.
-        sizes: Axis sizes from a configuration (:func:`ckptctl.planner.configs.facts.read_sizes`).
+        sizes: Axis sizes from a configuration (:func:`ckptctl.planner.config_facts.read_sizes`).
         tied: Whether the configuration ties tensors; None: as the family does.
         untie: Keep both of two tied tensors, whatever they hold.
         partial: A part of the model was chosen: nothing is missing.
         lists: Lists of layer numbers that the configuration states
-            (:func:`ckptctl.planner.configs.facts.read_lists`).
+            (:func:`ckptctl.planner.config_facts.read_lists`).
         matched: What the keys of the model are that *shapes* is all or a part of; None: it is the
             model, and this is still to be found out.
         without: Logical tensors that this model does not have
-            (:func:`ckptctl.planner.configs.facts.does_without`).
+            (:func:`ckptctl.planner.config_facts.does_without`).
         demanded: Optional tensors that it has to have
-            (:func:`ckptctl.planner.configs.demands.demanded`).
+            (:func:`ckptctl.planner.config_demands.demanded`).
         missing: Keys that may be missing: what else a fused tensor is made of goes with them.
         resize: Axes that get another size, with that size: they are cut or filled up with zeros.
     """

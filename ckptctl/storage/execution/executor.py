@@ -8,7 +8,7 @@ A run creates the output files, or resumes those of an earlier run, and deals th
 (:mod:`~ckptctl.storage.execution.finisher`).
 
 :func:`execute` does all of it in one process. Where several processes share a plan, each makes a
-:class:`PlanRun` and they take its phases together (:mod:`ckptctl.ops.ranks.sharing`).
+:class:`PlanRun` and they take its phases together (:mod:`ckptctl.conversion.ranks.sharing`).
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from ckptctl.storage.arithmetic import import_torch, keep_to_thread
 from ckptctl.storage.buffers import TileBuffers
 from ckptctl.storage.byte_files import Memory, memory_files
 from ckptctl.storage.computed import calculates
+from ckptctl.storage.execution.execution_options import Execution, ExecutionOptions
 from ckptctl.storage.execution.finisher import Finisher, UploadQueue
 from ckptctl.storage.execution.journal import Books, Done, Journal, Ledger, News
 from ckptctl.storage.execution.lanes import Lane, Lanes, Unit, most_threads, plan_units
-from ckptctl.storage.execution.options import Execution, ExecutionOptions
 from ckptctl.storage.execution.run_files import OutputFiles, RunFiles
 from ckptctl.storage.execution.worker import Worker
 from ckptctl.storage.sources import Sources, blaming

@@ -26,8 +26,8 @@ from ckptctl.errors import CkptError, DamagedError, spell_option, storage_errors
 from ckptctl.planner.copying.tile import Limits
 from ckptctl.planner.plan import Plan, RecordedRange
 from ckptctl.storage.crc import combine, crc32
+from ckptctl.storage.execution.execution_options import LEAST
 from ckptctl.storage.execution.lanes import Unit
-from ckptctl.storage.execution.options import LEAST
 from ckptctl.storage.files import source_files
 from ckptctl.storage.outcome import NOTHING, Outcome, OutOfRange, Rounding
 from ckptctl.storage.schema import find

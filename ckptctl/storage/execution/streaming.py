@@ -14,9 +14,9 @@ from ckptctl.errors import CkptError
 from ckptctl.planner.plan import OutputFile, Plan
 from ckptctl.storage.buffers import TileBuffers
 from ckptctl.storage.byte_files import ByteSink, Memory, memory_files
+from ckptctl.storage.execution.execution_options import ExecutionOptions
 from ckptctl.storage.execution.journal import Ledger
 from ckptctl.storage.execution.lanes import plan_units
-from ckptctl.storage.execution.options import ExecutionOptions
 from ckptctl.storage.execution.run_files import RunFiles
 from ckptctl.storage.execution.worker import Worker
 from ckptctl.storage.sources import Sources

@@ -16,9 +16,9 @@ from ckptctl.storage.buffers import CAST, STAGING, TILE, BufferParts, TileBuffer
 from ckptctl.storage.byte_files import ByteSink, ByteSource, Piece
 from ckptctl.storage.computed import OpenFiles
 from ckptctl.storage.crc import crc32
+from ckptctl.storage.execution.execution_options import ExecutionOptions
 from ckptctl.storage.execution.journal import Done
 from ckptctl.storage.execution.lanes import Unit
-from ckptctl.storage.execution.options import ExecutionOptions
 from ckptctl.storage.execution.run_files import RunFiles
 from ckptctl.storage.files import SourceFiles
 from ckptctl.storage.outcome import NOTHING, Outcome

@@ -1,7 +1,7 @@
 """What a pickle becomes when nothing in it is run: records, names, and ordinary containers.
 
-:mod:`ckptctl.storage.pickles.reader` produces these objects, :mod:`ckptctl.storage.pickles.writer`
-writes them back as they were.
+:mod:`ckptctl.storage.pickles.pickle_reader` produces these objects,
+:mod:`ckptctl.storage.pickles.pickle_writer` writes them back as they were.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The opcodes of :mod:`ckptctl.storage.pickles.reader` that are too rare for its main loop."""
+"""The opcodes of pickles that are too rare for the main loop of :mod:`.pickle_reader`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ckptctl.errors import CkptError, DamagedError, UnsafePickleError, Unsupport
 from ckptctl.storage.pickles.inert import Inert
 
 if TYPE_CHECKING:
-    from ckptctl.storage.pickles.reader import Machine
+    from ckptctl.storage.pickles.pickle_reader import Machine
 
 Stack = list[object]
 STOP = b"."

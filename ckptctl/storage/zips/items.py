@@ -17,11 +17,11 @@ from ckptctl.catalog import Checksum, ItemPart, row_major
 from ckptctl.dtypes import itemsize
 from ckptctl.errors import CkptError, DamagedError, UnsupportedError
 from ckptctl.storage.files import SourceFiles
-from ckptctl.storage.pickles.reader import loads
+from ckptctl.storage.pickles.pickle_reader import loads
 from ckptctl.storage.pickles.torch_globals import TORCH_TABLE
 from ckptctl.storage.pickles.torch_tensors import StorageRef, TensorView, storage_id
 from ckptctl.storage.zips.directory import Directory, FileRange, ZipRecord, read_directory
-from ckptctl.storage.zips.reader import StoredTensor, pickle_of, placed
+from ckptctl.storage.zips.zip_reader import StoredTensor, pickle_of, placed
 
 CACHED_PICKLE = 2048
 MAX_LENGTHS = 1024

@@ -9,7 +9,7 @@ import pytest
 import ckptctl
 from ckptctl import formats
 from ckptctl.errors import DamagedError
-from ckptctl.ops.consolidate_metadata import plan_metadata, run_metadata
+from ckptctl.verbs.consolidate_metadata import plan_metadata, run_metadata
 from tests.checkpoints.readers import differences
 from tests.gloo import run_on_ranks
 from tests.integration.dcp_ranks import check_on_ranks

@@ -13,7 +13,7 @@ import ckptctl
 from ckptctl import errors
 from ckptctl.cli import inspect as command
 from ckptctl.cli.app import app
-from ckptctl.ops.inspection import inspect as op
+from ckptctl.verbs.inspection import inspect as op
 from tests.sweeps import one_in
 
 SNAPSHOTS = Path(__file__).parents[2] / "snapshots"

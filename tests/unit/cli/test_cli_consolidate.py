@@ -93,7 +93,7 @@ def test_options_arrive(run, ranks, tmp_path, monkeypatch):
         seen.append(options)
         raise UsageError("enough")
 
-    monkeypatch.setattr("ckptctl.ops.conversion.convert.plan_conversion", planned)
+    monkeypatch.setattr("ckptctl.conversion.convert.plan_conversion", planned)
     flags = ("--allow-missing", "--verify-replicas", "--tied", "copy")
     assert run("consolidate", str(ranks), str(tmp_path / "out"), *flags).exit_code == 2
     assert run("consolidate", str(ranks), str(tmp_path / "out")).exit_code == 2

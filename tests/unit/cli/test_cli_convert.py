@@ -12,10 +12,10 @@ import torch
 
 import ckptctl
 from ckptctl import formats
+from ckptctl.conversion import option_checks as checks
+from ckptctl.conversion.summary import Amount, Regrouped, Summary
 from ckptctl.errors import RefusedError, UsageError
 from ckptctl.formats.foreign import OTHER_NAMES
-from ckptctl.ops import option_checks as checks
-from ckptctl.ops.conversion.summary import Amount, Regrouped, Summary
 
 DROPPED = {f"rope.{i}": "computed from the config" for i in range(7)}
 
@@ -96,7 +96,7 @@ def calls(monkeypatch):
         return Result()
 
     module = SimpleNamespace(plan_conversion=plan, run_conversion=run)
-    monkeypatch.setitem(sys.modules, "ckptctl.ops.conversion.convert", module)
+    monkeypatch.setitem(sys.modules, "ckptctl.conversion.convert", module)
     monkeypatch.setattr(formats, "names", lambda: ("dcp", "deepspeed", "hf"))
     monkeypatch.setattr(formats, "writable", lambda: ("dcp", "hf"))
     return found
@@ -328,7 +328,7 @@ def test_refusal(run, calls, monkeypatch):
     def refuse(*_):
         raise RefusedError("`b` exists", hint="say `--overwrite`")
 
-    monkeypatch.setattr(sys.modules["ckptctl.ops.conversion.convert"], "plan_conversion", refuse)
+    monkeypatch.setattr(sys.modules["ckptctl.conversion.convert"], "plan_conversion", refuse)
     result = run("convert", "a", "b", "--to", "hf")
     assert (result.exit_code, result.stdout) == (6, "")
 

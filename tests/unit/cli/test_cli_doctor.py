@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from ckptctl import formats
-from ckptctl.ops import doctor
 from ckptctl.storage import crc, file_system
+from ckptctl.verbs import doctor
 from tests.unit.cli.conftest import environment
 
 
@@ -175,7 +175,7 @@ def add_package(folder: Path, monkeypatch, name: str, points: str) -> None:
 @pytest.fixture
 def clean():
     from ckptctl import families
-    from ckptctl.ops.conversion import steps
+    from ckptctl.conversion import steps
 
     added = (formats.entry_points, formats.load_added, steps.entry_points, steps.load_added)
     caches = (*added, families._entry_points, families._load)
@@ -230,7 +230,7 @@ def test_places_are_those_of_the_hub_client(where, tmp_path):
         "cache": {"XDG_CACHE_HOME": str(tmp_path)},
     }[where]
     code = (
-        "from ckptctl.ops import doctor as s\n"
+        "from ckptctl.verbs import doctor as s\n"
         "from huggingface_hub import constants as c\n"
         "assert s._cache().found.startswith(c.HF_HUB_CACHE), (s._cache(), c.HF_HUB_CACHE)\n"
         "assert str(s._home() / 'token') == c.HF_TOKEN_PATH"

@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from ckptctl.ops.extraction.extract import FEW
+from ckptctl.verbs.extraction.extract import FEW
 from tests.checkpoints import save_dcp, save_hf, tiny_llama
 
 

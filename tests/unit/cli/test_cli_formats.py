@@ -167,7 +167,7 @@ def test_on_a_terminal(terminal):
 
 def test_torch_is_not_imported():
     code = (
-        "from ckptctl.ops.known_formats import known_formats; import sys; known_formats();"
+        "from ckptctl.verbs.known_formats import known_formats; import sys; known_formats();"
         "assert not {'torch', 'numpy', 'safetensors'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

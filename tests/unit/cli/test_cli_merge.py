@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from ckptctl.ops.recognition.lacking import UNKNOWN_ADAPTER
+from ckptctl.conversion.recognition.lacking import UNKNOWN_ADAPTER
 from tests.checkpoints import differences, load_any_reference, save_hf, tiny_llama
 from tests.checkpoints.adapters import random_adapter, save_peft
 from tests.contract.test_docs import documented_fields, fields_of

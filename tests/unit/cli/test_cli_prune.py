@@ -17,7 +17,7 @@ from ckptctl.cli.typed_paths import remember, typed_again
 from tests.contract.test_docs import documented_fields, fields_of
 from tests.runs import START, age, save_step, tear
 from tests.unit.cli.conftest import environment, program
-from tests.unit.ops.runs.test_prune import snapshot
+from tests.unit.runs.test_prune import snapshot
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ from typer.testing import CliRunner
 
 from ckptctl.cli.app import app
 from ckptctl.cli.output import Output
-from ckptctl.storage.execution.options import ExecutionOptions
+from ckptctl.storage.execution.execution_options import ExecutionOptions
 from ckptctl.storage.publish import Staging
 
 
@@ -19,7 +19,7 @@ def stop(*_: object) -> None:
 def interrupted(folder: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     """Stop a conversion of *folder*/tiny before it is published; return all that it prints."""
     often = partial(ExecutionOptions, journal_every=1)
-    monkeypatch.setattr("ckptctl.storage.execution.options.ExecutionOptions", often)
+    monkeypatch.setattr("ckptctl.storage.execution.execution_options.ExecutionOptions", often)
     with monkeypatch.context() as patch:
         patch.setattr(Staging, "publish", stop)
         patch.chdir(folder)

@@ -1,7 +1,7 @@
 import pytest
 
 from ckptctl.cli import listing
-from ckptctl.ops.inspection.result import TensorInfo
+from ckptctl.verbs.inspection.inspect_result import TensorInfo
 
 
 def T(name, shape=(4,), dtype="bfloat16", alias_of=None):

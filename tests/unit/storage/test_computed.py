@@ -11,8 +11,8 @@ import torch
 
 from ckptctl.catalog import Box, Catalog, Computed, Extent, Input, TensorEntry, computed_name
 from ckptctl.errors import DamagedError
+from ckptctl.numerics.quantization.formulas import ScaleBlocks
 from ckptctl.planner.copying.blocks import rearranged
-from ckptctl.planner.quantization.formulas import ScaleBlocks
 from ckptctl.planner.strided import Strided, stack
 from ckptctl.storage.compare import equal
 from ckptctl.storage.computed import OpenFiles, kinds, needs_torch, open_reader, rectangles

@@ -26,8 +26,8 @@ from torch.distributed.checkpoint.planner import SavePlanner as TorchSavePlanner
 import ckptctl
 from ckptctl.distributed import LoadPlanner, Reader, SavePlanner, Writer, compat
 from ckptctl.errors import CkptError, StorageError, UsageError
-from ckptctl.storage.remote.blocks import BLOCK
-from ckptctl.storage.remote.store import FsspecStore
+from ckptctl.remote.blocks import BLOCK
+from ckptctl.remote.store import FsspecStore
 from tests.checkpoints.dcp import in_three_shards
 from tests.checkpoints.writers import save_hf
 from tests.remote_reads import counted

@@ -30,7 +30,7 @@ import torch
 from ckptctl.distributed.leaves.safe_reader import MAKERS, read_leaf
 from ckptctl.errors import CkptError
 from ckptctl.storage.pickles.inert import Global, Inert
-from ckptctl.storage.pickles.writer import dumps
+from ckptctl.storage.pickles.pickle_writer import dumps
 from tests.unit.distributed.leaves.kinds import KINDS, saved, zip_of
 from tests.unit.distributed.leaves.test_safe_reader import FORGED
 

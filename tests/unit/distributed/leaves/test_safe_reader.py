@@ -15,7 +15,7 @@ import torch
 from ckptctl.distributed.leaves.safe_reader import read_leaf
 from ckptctl.errors import CkptError, UnsupportedError
 from ckptctl.storage.pickles.inert import Global, Inert
-from ckptctl.storage.pickles.writer import dumps
+from ckptctl.storage.pickles.pickle_writer import dumps
 from tests.unit.distributed.leaves.kinds import KINDS, saved, zip_of
 
 CORE = "numpy._core" if hasattr(np, "_core") else "numpy.core"

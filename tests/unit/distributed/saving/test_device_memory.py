@@ -12,16 +12,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ckptctl.conversion.ranks.coordinator import Alone
 from ckptctl.distributed.devices import say_once
 from ckptctl.distributed.loading.load import load
 from ckptctl.distributed.saving import device_memory
 from ckptctl.distributed.saving.device_memory import DeviceMemory, DeviceReader
-from ckptctl.distributed.saving.options import SaveOptions
 from ckptctl.distributed.saving.save import save, write
-from ckptctl.ops.ranks.coordinator import Alone
+from ckptctl.distributed.saving.save_options import SaveOptions
 from ckptctl.storage import threads
+from ckptctl.storage.execution.execution_options import Execution, ExecutionOptions
 from ckptctl.storage.execution.executor import execute
-from ckptctl.storage.execution.options import Execution, ExecutionOptions
 from tests.integration.saving_ranks import stock_load
 
 cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")

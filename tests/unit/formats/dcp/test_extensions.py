@@ -23,12 +23,12 @@ from ckptctl.errors import (
     UnsupportedError,
 )
 from ckptctl.formats.dcp import metadata
-from ckptctl.formats.dcp.reader import catalog_of
+from ckptctl.formats.dcp.dcp_reader import catalog_of
 from ckptctl.formats.shared.findings import Faults
-from ckptctl.ops.consolidate_metadata import plan_metadata
+from ckptctl.numerics.kinds import unpacked
 from ckptctl.storage import zstd
 from ckptctl.storage.files import SourceFiles, source_files
-from ckptctl.storage.kinds import unpacked
+from ckptctl.verbs.consolidate_metadata import plan_metadata
 from tests.checkpoints import compression, save_hf, tiny_llama
 from tests.checkpoints.adapters import random_adapter, save_peft
 from tests.checkpoints.dcp import save_dcp
@@ -243,7 +243,7 @@ def test_no_room_for_temporary_files(
     def full(*_: object) -> int:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr("ckptctl.storage.kinds.unpacked.os.write", full)
+    monkeypatch.setattr("ckptctl.numerics.kinds.unpacked.os.write", full)
     with pytest.raises(StorageError, match="ENOSPC") as caught:
         ckptctl.load(like(STATE), source)
     assert "TMPDIR" in str(caught.value.hint)

@@ -36,7 +36,7 @@ from ckptctl.formats.dcp.metadata import (
 )
 from ckptctl.formats.dcp.metadata_scan import Scanner
 from ckptctl.formats.dcp.metadata_writer import encode, encode_tensors
-from ckptctl.storage.pickles.reader import loads
+from ckptctl.storage.pickles.pickle_reader import loads
 from tests.sweeps import one_in
 
 SHARED, MANY, OWN = "sizes are shared", "many ranks", "many ranks, objects are shared"

@@ -17,7 +17,7 @@ import ckptctl
 from ckptctl import formats
 from ckptctl.distributed import LoadPlanner, Reader
 from ckptctl.errors import DamagedError, UnsupportedError
-from ckptctl.ops.consolidate_metadata import plan_metadata
+from ckptctl.verbs.consolidate_metadata import plan_metadata
 from tests.checkpoints.dcp import in_three_shards, save_dcp
 from tests.checkpoints.readers import differences, flatten, load_any_reference
 from tests.unit.formats.damage import converted, damaged, refused_or_right

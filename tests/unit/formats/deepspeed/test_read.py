@@ -17,7 +17,7 @@ from ckptctl import formats
 from ckptctl.errors import CkptError, DamagedError, FormatError, UnsupportedError, UsageError
 from ckptctl.formats.base import ReadOptions
 from ckptctl.formats.deepspeed.partitions import FlatPart, Segment, Strip, extents
-from ckptctl.storage.zips.reader import StoredTensor
+from ckptctl.storage.zips.zip_reader import StoredTensor
 from tests.checkpoints.readers import differences
 from tests.sweeps import one_in
 from tests.unit.formats.damage import converted, damaged, refused_or_right

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 import ckptctl
 from ckptctl import formats
 from ckptctl.errors import CkptError, DamagedError, FormatError, MappingError, UnsupportedError
-from ckptctl.formats.gguf.reader import read_header
+from ckptctl.formats.gguf.gguf_reader import read_header
 from ckptctl.storage.files import source_files
 from tests import effort
 from tests.checkpoints.gguf import Raw, gguf_bytes, value, write_gguf

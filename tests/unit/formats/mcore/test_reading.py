@@ -27,14 +27,14 @@ from ckptctl.errors import (
     UnsafePickleError,
     UnsupportedError,
 )
+from ckptctl.facts import MEGATRON
 from ckptctl.formats.base import ReadOptions
 from ckptctl.formats.dcp import locating
-from ckptctl.ops.runs.removal import plan_prune
-from ckptctl.planner.configs.megatron_words import MEGATRON
 from ckptctl.planner.retention import Policy
+from ckptctl.runs.removal import plan_prune
 from ckptctl.storage.files import SourceFiles
 from ckptctl.storage.zips.items import read_alike
-from ckptctl.storage.zips.reader import StoredTensor
+from ckptctl.storage.zips.zip_reader import StoredTensor
 from tests.checkpoints.mcore import write
 from tests.checkpoints.readers import differences
 from tests.sweeps import one_in
@@ -399,7 +399,7 @@ def test_a_common_file_larger_than_any(
     count: int,
     why: str,
 ) -> None:
-    monkeypatch.setattr("ckptctl.formats.mcore.reader.MAX_VALUES", 1 << 15)
+    monkeypatch.setattr("ckptctl.formats.mcore.mcore_reader.MAX_VALUES", 1 << 15)
     folder = write(tmp_path / "one", stacked(model), TOLD)
     with ZipFile(folder / "common.pt", "w") as large:
         large.writestr("common/data.pkl", b"\x80\x02](" + b"N" * count + b"e.")

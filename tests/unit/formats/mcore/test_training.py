@@ -12,7 +12,7 @@ import torch
 import ckptctl
 from ckptctl import formats
 from ckptctl.errors import RefusedError
-from ckptctl.storage.zips.reader import StoredTensor
+from ckptctl.storage.zips.zip_reader import StoredTensor
 from tests.checkpoints.mcore import write
 
 MOMENTS = ("exp_avg", "exp_avg_sq", "param")

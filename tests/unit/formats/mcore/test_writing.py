@@ -21,8 +21,8 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from ckptctl.errors import RefusedError
 from ckptctl.formats.base import SPLIT_BYTES, OutputTensor
 from ckptctl.formats.mcore.layers import Layers
+from ckptctl.formats.mcore.mcore_writing import common_content, common_file
 from ckptctl.formats.mcore.objects import extra_states
-from ckptctl.formats.mcore.writing import common_content, common_file
 from tests.unit.formats.mcore.written import laid_out, write
 
 LAYERS = 3

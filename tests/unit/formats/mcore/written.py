@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from ckptctl.formats.base import Output, OutputRequest, OutputTensor, document
-from ckptctl.formats.mcore.writing import lay_out
+from ckptctl.formats.mcore.mcore_writing import lay_out
 
 Tensors = Mapping[str, torch.Tensor]
 

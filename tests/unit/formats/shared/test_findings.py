@@ -20,7 +20,7 @@ from ckptctl.errors import (
     UnsupportedError,
 )
 from ckptctl.formats.shared.findings import of_error, weighed
-from ckptctl.ops.verification.result import Verification
+from ckptctl.verbs.verification.verify_result import Verification
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import pytest
 
 from ckptctl.errors import MappingError, MissingTensorsError
 from ckptctl.families import families, family
-from ckptctl.planner.configs.facts import read_sizes
+from ckptctl.planner.config_facts import read_sizes
 from ckptctl.planner.mapping.detect import detect
 from ckptctl.planner.mapping.tensors import map_tensors
 from tests import effort

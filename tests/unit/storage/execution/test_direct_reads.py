@@ -14,8 +14,8 @@ from ckptctl.catalog import memory_name
 from ckptctl.errors import DamagedError
 from ckptctl.planner.plan import Record
 from ckptctl.storage.execution import run_files
+from ckptctl.storage.execution.execution_options import ExecutionOptions
 from ckptctl.storage.execution.executor import execute
-from ckptctl.storage.execution.options import ExecutionOptions
 from ckptctl.storage.page_cache import cold
 from tests.transfers import stored, target
 from tests.unit.storage.execution.test_memory import plan

@@ -24,9 +24,9 @@ from ckptctl.planner.plan import OutputFile, Plan, RawCopy, Record, Transfer
 from ckptctl.planner.strided import Strided, concat
 from ckptctl.storage import arithmetic
 from ckptctl.storage.crc import crc32
-from ckptctl.storage.execution import options, worker
+from ckptctl.storage.execution import execution_options, worker
+from ckptctl.storage.execution.execution_options import ExecutionOptions
 from ckptctl.storage.execution.executor import execute
-from ckptctl.storage.execution.options import ExecutionOptions
 from ckptctl.storage.sources import Sources
 from ckptctl.storage.unfinished import UnfinishedWorkError
 from tests.transfers import regrouped, stored, target
@@ -138,14 +138,14 @@ class Case:
         )
 
     def run(self, plan, **options):
-        journal = options.pop("journal", None)
+        journal = execution_options.pop("journal", None)
         self.progress = 0
 
         def count(nbytes):
             assert threading.current_thread() is threading.main_thread()
             self.progress += nbytes
 
-        return execute(plan, self.out, ExecutionOptions(**options), count, journal)
+        return execute(plan, self.out, ExecutionOptions(**execution_options), count, journal)
 
     def check(self, plan, done, checksum=True):
         data = (self.out / "all.bin").read_bytes()
@@ -480,7 +480,7 @@ def test_a_unit_with_other_numbers_of_checksums_is_done_again(case, monkeypatch,
 @pytest.mark.parametrize("jobs", [2, 12])
 def test_a_host_with_other_cores_and_devices_goes_on_where_another_stopped(case, monkeypatch, jobs):
     """Fewer threads have larger tiles: those of the run that began the journal hold."""
-    monkeypatch.setattr(options, "ARITHMETIC", 1 << 14)
+    monkeypatch.setattr(execution_options, "ARITHMETIC", 1 << 14)
     plan = case.everything()
     begun = [(unit.transfer, unit.number) for unit in interrupted(case, plan, monkeypatch, 4)]
     assert ExecutionOptions(jobs=1).limits() != ExecutionOptions(jobs=jobs).limits()
@@ -586,7 +586,7 @@ def test_thousands_of_files_need_few_descriptors(tmp_path):
 
 
 def test_little_memory_is_for_few_threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ckptctl.storage.execution.options.default_threads", lambda: 16)
+    monkeypatch.setattr("ckptctl.storage.execution.execution_options.default_threads", lambda: 16)
     assert ExecutionOptions().threads == 16
     assert ExecutionOptions(memory=512 << 10).threads == 8
     assert ExecutionOptions(memory=1).threads == 1

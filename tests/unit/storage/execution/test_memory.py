@@ -17,8 +17,8 @@ from ckptctl.errors import DamagedError
 from ckptctl.file_identity import FileIdentity
 from ckptctl.planner.plan import OutputFile, Plan, Record, TargetBox, Transfer
 from ckptctl.planner.strided import Strided
+from ckptctl.storage.execution.execution_options import ExecutionOptions
 from ckptctl.storage.execution.executor import execute
-from ckptctl.storage.execution.options import ExecutionOptions
 from ckptctl.storage.files import source_files
 from tests.transfers import stored, target
 

@@ -14,8 +14,8 @@ from ckptctl.planner.balance import lanes, share_of
 from ckptctl.planner.copying import blocks
 from ckptctl.planner.copying.copies import lower
 from ckptctl.planner.strided import Strided
+from ckptctl.storage.execution.execution_options import ExecutionOptions
 from ckptctl.storage.execution.executor import PlanRun
-from ckptctl.storage.execution.options import ExecutionOptions
 from tests.unit.storage.execution.test_executor import Case
 
 SMALL = {"memory": 1 << 10, "jobs": 1}

@@ -12,8 +12,8 @@ import torch
 
 from ckptctl.errors import DamagedError
 from ckptctl.planner.copying import copies
+from ckptctl.storage.execution.execution_options import ExecutionOptions
 from ckptctl.storage.execution.executor import execute
-from ckptctl.storage.execution.options import ExecutionOptions
 from tests.unit.storage.execution.test_executor import Case, identity, interrupted
 
 HEADS, PAIRS, WIDTH = 8, 16, 256

@@ -21,8 +21,8 @@ from ckptctl.catalog import memory_name, row_major
 from ckptctl.errors import ChangedError, DamagedError
 from ckptctl.planner.plan import CrcOf, OutputFile, Plan, Record, Transfer
 from ckptctl.planner.strided import Strided
+from ckptctl.storage.execution.execution_options import ExecutionOptions
 from ckptctl.storage.execution.executor import execute
-from ckptctl.storage.execution.options import ExecutionOptions
 from ckptctl.storage.execution.streaming import stream
 from tests.transfers import stored, target
 from tests.unit.storage.execution.test_memory import plan

@@ -14,8 +14,8 @@ import pytest
 
 from ckptctl.errors import StorageError
 from ckptctl.storage import threads
+from ckptctl.storage.execution.execution_options import ExecutionOptions
 from ckptctl.storage.execution.executor import execute
-from ckptctl.storage.execution.options import ExecutionOptions
 from ckptctl.storage.execution.run_files import LocalSink
 from ckptctl.storage.threads import Supervisor
 from tests.unit.storage.execution.test_executor import Case

@@ -20,9 +20,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckptctl.errors import CkptError, DamagedError, UnsafePickleError, UnsupportedError
-from ckptctl.storage.pickles import reader
+from ckptctl.storage.pickles import pickle_reader
 from ckptctl.storage.pickles.inert import MAX_DEPTH, Builder, Global, Inert, Size, check_tree, walk
-from ckptctl.storage.pickles.reader import loads
+from ckptctl.storage.pickles.pickle_reader import loads
 from ckptctl.storage.pickles.torch_globals import TORCH_TABLE
 from ckptctl.storage.pickles.torch_tensors import StorageRef, storage_id
 from tests import effort, hostile
@@ -162,7 +162,7 @@ def test_a_kept_error_keeps_no_objects(end, error, what):
 
 @pytest.mark.parametrize("name", hostile.sharing_pickles(1, 1))
 def test_shared_values_are_counted_each_time_that_they_are_visited(name, monkeypatch):
-    monkeypatch.setattr(reader, "FREE_OBJECTS", 0)
+    monkeypatch.setattr(pickle_reader, "FREE_OBJECTS", 0)
     data = hostile.sharing_pickles(count=2_000)[name]
     tracemalloc.start()
     try:
@@ -186,7 +186,7 @@ def test_few_shared_values_are_read(name):
 
 @pytest.mark.parametrize("name", list(hostile.swelling_pickles(0)))
 def test_the_memory_that_a_pickle_takes_is_bounded(name, monkeypatch):
-    monkeypatch.setattr(reader, "FREE_OBJECTS", 0)
+    monkeypatch.setattr(pickle_reader, "FREE_OBJECTS", 0)
     data = hostile.swelling_pickles(20_000)[name]
     tracemalloc.start()
     try:
@@ -215,7 +215,7 @@ def test_a_list_that_holds_itself_is_walked_in_little_memory():
 
 @pytest.mark.parametrize("protocol", [2, 4])
 def test_what_is_trained_holds_far_fewer_objects_than_are_refused(protocol, monkeypatch):
-    monkeypatch.setattr(reader, "FREE_OBJECTS", 0)
+    monkeypatch.setattr(pickle_reader, "FREE_OBJECTS", 0)
     model = torch.nn.Sequential(*[torch.nn.Linear(1, 1) for _ in range(200)])
     optimizer = torch.optim.AdamW(model.parameters())
     model(torch.ones(1)).sum().backward()

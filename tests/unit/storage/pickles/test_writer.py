@@ -14,9 +14,9 @@ from hypothesis import given
 
 from ckptctl import dtypes
 from ckptctl.errors import RefusedError
-from ckptctl.storage.pickles.reader import loads
+from ckptctl.storage.pickles.pickle_reader import loads
+from ckptctl.storage.pickles.pickle_writer import StorageTensor, dumps
 from ckptctl.storage.pickles.torch_globals import TORCH_TABLE
-from ckptctl.storage.pickles.writer import StorageTensor, dumps
 from tests import effort
 from tests.unit.storage.pickles.test_reader import LEAVES, OBJECTS
 

@@ -14,7 +14,7 @@ from ckptctl.errors import CkptError, DamagedError
 from ckptctl.storage.files import source_files
 from ckptctl.storage.zips import items
 from ckptctl.storage.zips.items import read_item_tensor
-from ckptctl.storage.zips.reader import StoredTensor
+from ckptctl.storage.zips.zip_reader import StoredTensor
 from tests.sweeps import one_in
 
 TENSORS = {

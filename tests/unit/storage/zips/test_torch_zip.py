@@ -20,10 +20,10 @@ from torch._subclasses import FakeTensorMode
 from ckptctl import dtypes
 from ckptctl.errors import CkptError, DamagedError, FormatError, UnsafePickleError, UnsupportedError
 from ckptctl.storage.files import source_files
-from ckptctl.storage.pickles.writer import StorageTensor, dumps
+from ckptctl.storage.pickles.pickle_writer import StorageTensor, dumps
 from ckptctl.storage.zips.items import read_item_tensor
-from ckptctl.storage.zips.reader import KEEPING_TABLE, StoredTensor, read_archive
-from ckptctl.storage.zips.writer import lay_out
+from ckptctl.storage.zips.zip_reader import KEEPING_TABLE, StoredTensor, read_archive
+from ckptctl.storage.zips.zip_writer import lay_out
 from tests import effort, hostile
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support")

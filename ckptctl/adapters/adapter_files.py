@@ -1,0 +1,244 @@
+"""What an adapter comes with: its model's configuration, and its own in the target's words."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import replace
+
+from ckptctl import families
+from ckptctl.adapters.peft import (
+    SINGLE,
+    TARGETS,
+    TRAINED,
+    WEIGHT,
+    Settings,
+    described,
+    factors_only,
+    matching,
+    require_adapter,
+    settings,
+    target_modules_of_layers,
+)
+from ckptctl.conversion.assets import Assets
+from ckptctl.conversion.draft import Draft
+from ckptctl.errors import MappingError, RefusedError, UnsupportedError, UsageError, spell_option
+from ckptctl.facts.config_files import dumped
+from ckptctl.formats.peft import CONFIG as ADAPTER_CONFIG
+from ckptctl.formats.sidecar_files import documents
+from ckptctl.planner.config_facts import Json
+from ckptctl.planner.mapping.adapters import (
+    PEFT,
+    RANKED,
+    ROLES,
+    SCALED_BIASES,
+    SUFFIX,
+    is_adapter,
+    is_factor,
+    lone_factors,
+    module_of,
+    scaled_biases,
+)
+from ckptctl.planner.mapping.mapped import compose
+from ckptctl.planner.mapping.tensors import Change
+from ckptctl.units import counted
+
+
+def open_adapter(draft: Draft) -> Draft:
+    """Select the factors for a format of adapters, and read the model's config next to them."""
+    catalog, assets, target = draft.catalog, draft.assets, draft.target
+    if target.adapters:
+        catalog = factors_only(catalog)
+        require_adapter(catalog, UsageError, f"the `{target.name}` format only stores adapters")
+    if not assets.documents and is_adapter(catalog.tensors):
+        assets = replace(assets, documents=documents(catalog.root))
+    return replace(draft, assets=assets).with_catalog(catalog)
+
+
+def describe_adapter(draft: Draft) -> Draft:
+    """Say what adapter_config.json says of an adapter, for formats that store it themselves."""
+    if not draft.is_adapter:
+        return draft
+    config = described(draft.catalog)
+    known = settings(config, draft.options.lora_alpha, carries=carries(draft.change))
+    return replace(draft, adapter={**(config or {}), "lora_alpha": known.alpha})
+
+
+def carries(change: Change) -> tuple[str, ...]:
+    """Return the words of a configuration whose tensors an output has a place for."""
+    if change.target_layout not in (None, *PEFT):
+        return ()
+    return SINGLE if change.identity else TRAINED
+
+
+def adapter_files(draft: Draft) -> Draft:
+    """Decide which files an adapter gets beside its tensors."""
+    if not draft.is_adapter:
+        return draft
+    catalog, assets = draft.catalog, draft.assets
+    target, change = draft.target, draft.change
+    alone = lone_factors(catalog.tensors)
+    if alone:
+        raise UnsupportedError(
+            f"{counted(len(alone), 'layer has', 'layers have')} only one LoRA factor",
+            where=f"tensor `{alone[0]}`",
+            why="an adapter changes a layer by the product of two factors",
+        )
+    config = described(catalog)
+    carried = carries(change)
+    known = settings(
+        config,
+        draft.options.lora_alpha,
+        carries=TRAINED if carried and target.single_file else carried,
+    )
+    ranks = {
+        module_of(key): composed.shape[0]
+        for key, composed in compose(change.tensors).items()
+        if key.endswith(RANKED)
+    }
+    _require_same_biases(change, assets)
+    peft = change.target_layout in (None, *PEFT)
+    if not peft and not known.plain:
+        raise RefusedError(
+            f"layout {change.target_layout} supports only one rank and one alpha for all modules",
+            where=ADAPTER_CONFIG,
+            why="the adapter has rank or alpha patterns, or rank-stabilized scaling",
+            hint="merge it into its model with `ckptctl merge BASE ADAPTER DST`",
+        )
+    if target.single_file:
+        shown = " and ".join(str(rank) for rank in sorted(set(ranks.values())))
+        alpha_too = "" if known.alpha is None else f" and alpha ({known.alpha:g})"
+        them = "it" if known.alpha is None else "them"
+        note = f"a torch file cannot store the rank ({shown}){alpha_too}"
+        draft.notes.add(f"{note}; set {them} in the program that loads it")
+        return draft
+    content = config and renamed(config, change)
+    if peft and (config is None or change.source_layout not in (None, *PEFT)):
+        roles = (item.logical.partition(".")[0] for item in change.tensors)
+        dora = any(role.endswith("-magnitude") for role in roles)
+        content = adapter_config(ranks, known, config, dora, (change.sizes or {}).get("i"))
+    new = {} if content is None else {ADAPTER_CONFIG: dumped(content)}
+    copies = assets.copies((ADAPTER_CONFIG, "config.json"))
+    own = tuple(copy for copy in copies if copy.root == catalog.root)
+    return replace(draft, written=new, copies=own)
+
+
+def _require_same_biases(change: Change, assets: Assets) -> None:
+    """Refuse DoRA of layers with a bias where the other program treats that in another way."""
+    layouts = (change.source_layout or "", change.target_layout or "")
+    scaling = [layout for layout in layouts if layout in SCALED_BIASES]
+    if len(scaling) != 1 or change.family is None:
+        return
+    base = families.family(change.family.name.removesuffix(SUFFIX))
+    stated = assets.documents.get("config.json", {}).get("attention_bias") is True
+    biases = scaled_biases(base, scaling[0])
+    sure = {t.name.partition(".")[0] for t in base.tensors.values() if stated or not t.optional}
+    found = [
+        item.sources[0].key
+        for item in change.tensors
+        for logical, _, role in [item.logical.partition(".")[0].rpartition("-")]
+        if role == ROLES[2] and biases.get(logical) in sure
+    ]
+    if found:
+        raise RefusedError(
+            f"cannot convert DoRA on {counted(len(found), 'layer that has', 'layers that have')} "
+            "a bias",
+            where=f"tensor `{found[0]}`",
+            why=f"{scaling[0]} scales the bias, but PEFT does not, so the result would differ",
+            hint="merge the adapter, including its biases, into the base model with "
+            "`ckptctl merge BASE ADAPTER DST`",
+        )
+
+
+def adapter_config(
+    ranks: Mapping[str, int], known: Settings, config: Json | None, dora: bool, layers: int | None
+) -> dict[str, object]:
+    """Return an adapter_config.json for adapters that come from another program."""
+    for module, rank in ranks.items():
+        known.scale(module, rank)
+    if known.alpha is None:
+        raise UsageError(
+            "PEFT's configuration requires alpha, not a scaling factor",
+            hint=f"pass {spell_option('--lora-alpha')}",
+        )
+    main = Counter(ranks.values()).most_common(1)[0][0]
+    others = {re.escape(module): rank for module, rank in ranks.items() if rank != main}
+    alpha: float = known.alpha
+    if others and not known.ranks:
+        raise MappingError(
+            "the modules have different ranks",
+            where=f"module `{next(iter(others))}`",
+            why="it is unknown whether all modules have the same alpha",
+        )
+    return {
+        "task_type": "CAUSAL_LM",
+        "lora_dropout": 0.0,
+        "fan_in_fan_out": False,
+        "base_model_name_or_path": None,
+        **(config or {}),
+        "peft_type": "LORA",
+        "r": main,
+        "lora_alpha": int(alpha) if alpha == int(alpha) else alpha,
+        "target_modules": target_modules_of_layers(list(ranks), layers),
+        "bias": "none",
+        "inference_mode": True,
+        "use_dora": dora,
+        "use_rslora": known.rslora,
+        "rank_pattern": others,
+        "alpha_pattern": dict(known.alphas),
+    }
+
+
+# ------------------------------------------------------------------- other names of one model
+
+
+def renamed(config: Json, change: Change) -> Json:
+    """Return what PEFT says of an adapter whose layers get the names of another version."""
+    views = {item.sources[0].key: item.targets[0].key for item in change.tensors}
+    versions = {change.source_layout, change.target_layout} <= {*PEFT}
+    return under_other_names(config, views) if versions else config
+
+
+def under_other_names(config: Json, views: Mapping[str, str]) -> Json:
+    """Return what PEFT says of an adapter whose tensors get other names, the values of *views*."""
+    if all(old == new for old, new in views.items()):
+        return config
+    factors = {module_of(old): module_of(new) for old, new in views.items() if is_factor(old)}
+    whole = {_module(old): _module(new) for old, new in views.items() if not is_factor(old)}
+    listed = config.get(TARGETS)
+    single = listed if isinstance(listed, list) else []
+    parameters = {name: name for name in single if isinstance(name, str)} | {
+        old + WEIGHT: new + WEIGHT for old, new in factors.items()
+    }
+    patterns = {
+        field: {
+            re.escape(new): value
+            for old, new in {**parameters, **factors}.items()
+            if (value := matching(stated, old, None)) is not None
+        }
+        for field in ("rank_pattern", "alpha_pattern")
+        if isinstance(stated := config.get(field), Mapping)
+    }
+    stated = config.get("modules_to_save")
+    ends = tuple(map(str, stated)) if isinstance(stated, list) else ()
+    saved = {old: new for old, new in whole.items() if old.endswith(ends)}
+    return {
+        **config,
+        **patterns,
+        "target_modules": _under_other_names(config.get("target_modules"), factors),
+        **({TARGETS: [parameters.get(one, one) for one in single]} if single else {}),
+        "modules_to_save": _under_other_names(stated, saved) or None,
+    }
+
+
+def _module(key: str) -> str:
+    """Return the module that a whole tensor in an adapter is of."""
+    return module_of(key).rpartition(".")[0].removesuffix(".base_layer")
+
+
+def _under_other_names(stated: object, modules: Mapping[str, str]) -> list[str]:
+    """Return the ends of names that mean *modules*, whole names where others would not do."""
+    ends = [modules.get(str(one), str(one)) for one in stated] if isinstance(stated, list) else []
+    meant = all(any(f".{new}".endswith(f".{end}") for end in ends) for new in modules.values())
+    return ends if meant else sorted(modules.values())

@@ -1,0 +1,510 @@
+"""Factors of experts: each expert's own, or those of stacked ones, PEFT's ``target_parameters``.
+
+transformers 4, vLLM and most trainers name the layers of every expert; transformers 5 stacks
+them, and PEFT trains one A ``[E R, in]`` and one B ``[out, R E]`` for all E: expert e has R rows of
+A that follow each other, and every E-th column of B from the e-th on. The parameter is
+``[E, out, in]``, or ``[E, in, out]`` where its module says so: its shape tells. Of layers that the
+stack concatenates, gate and up, the parts of a stacked B share A; taken together, the ranks of
+their own factors add up, and B is block diagonal.
+
+Sources: peft's ``ParamWrapper`` and ``utils/transformers_weight_conversion.py``, vLLM's
+``lora/model_manager.py`` (``_stack_moe_lora_weights``, ``_create_merged_loras_inplace``).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from ckptctl import formats
+from ckptctl.adapters.adapter_files import under_other_names
+from ckptctl.adapters.deltas import Delta
+from ckptctl.adapters.expert_stacks import (
+    STACKED,
+    Part,
+    Stack,
+    family_of,
+    stack_keys,
+    stacked,
+    stacks,
+)
+from ckptctl.adapters.peft import (
+    OF_EXPERTS,
+    SINGLE,
+    TARGETS,
+    WEIGHT,
+    Settings,
+    as_parameter,
+    described,
+    matching,
+    patterns,
+    settings,
+)
+from ckptctl.catalog import Box, Catalog, Computed, Extent, Input, TensorEntry, computed_name
+from ckptctl.conversion.draft import Draft
+from ckptctl.conversion.recognition.model import Model
+from ckptctl.conversion.sources import located
+from ckptctl.errors import MappingError, RefusedError, UnsupportedError, listed, spell_option
+from ckptctl.formats.peft import CONFIG
+from ckptctl.planner.config_facts import Json
+from ckptctl.planner.copying.blocks import view
+from ckptctl.planner.layouts import HF, Family
+from ckptctl.planner.mapping.adapters import PREFIX, is_factor, module_of
+from ckptctl.planner.mapping.matching import match
+from ckptctl.planner.strided import Strided
+from ckptctl.storage.tree import TreePath
+from ckptctl.units import counted
+
+Experts = Literal["apart", "stacked"]
+A, B = ".lora_A.weight", ".lora_B.weight"
+_NESTED = re.compile(r"(\.base_layer)+\Z")
+
+
+@dataclass(frozen=True, slots=True)
+class AdaptedParameter:
+    """A parameter of the model, and the factors that change it.
+
+    Attributes:
+        key: Its name in the model.
+        module: What the names of its factors begin with.
+        experts: How many matrices it consists of.
+        swapped: Whether these are ``[out, in]``.
+    """
+
+    key: str
+    module: str
+    experts: int
+    swapped: bool
+
+
+def targets(
+    adapter: Catalog, config: Json | None, known: Settings, held: Mapping[str, TensorEntry]
+) -> tuple[AdaptedParameter, ...]:
+    """Return the parameters of the model that factors of *adapter* are about."""
+    stated = (config or {}).get(TARGETS)
+    if not stated:
+        return ()
+    if not isinstance(stated, list) or not all(isinstance(one, str) for one in stated):
+        raise UnsupportedError(f"invalid `{TARGETS}`: {stated!r}", where=CONFIG)
+    modules = (name.removesuffix(A) for name in adapter.tensors if name.endswith(A))
+    return tuple(one for module in modules for one in _target(module, adapter, stated, known, held))
+
+
+def _target(
+    module: str,
+    adapter: Catalog,
+    stated: Sequence[str],
+    known: Settings,
+    held: Mapping[str, TensorEntry],
+) -> Iterator[AdaptedParameter]:
+    """Yield what the factors of one module change; nothing: it is a layer like others."""
+    inside = _NESTED.sub("", module).removeprefix(PREFIX)
+    called = [f"{inside}.{one.rpartition('.')[2]}" for one in stated if _ends(inside, one)]
+    if not called:
+        return
+    found = [name for name in called if name in held]
+    rank = matching(known.ranks, called[0], known.rank)
+    if not found and called == [inside + WEIGHT] and adapter.tensors[module + A].shape[0] == rank:
+        return  # The factors of a layer, whatever the model calls that.
+    if not found:
+        raise MappingError(
+            "the model is missing a parameter of the adapter",
+            where=f"tensor `{module}{A}`",
+            why=f"there is no `{called[0]}`",
+            hint="if the model has per-expert weights, convert it to a layout with stacked "
+            f"experts first, as in {spell_option('--to-layout hf-v5')}",
+        )
+    a, b = adapter.tensors[f"{module}{A}"].shape, _b(adapter, module).shape
+    fits = [one for name in found for one in _fitting(name, module, held[name].shape, a, b, known)]
+    if len(fits) != 1:
+        raise UnsupportedError(
+            f"the factors can be applied in {counted(len(fits), 'way')}, but exactly one is "
+            "required",
+            where=f"tensor `{module}{A}`",
+            why=f"A is {list(a)}, B is {list(b)}; "
+            + ", ".join(f"`{name}` is {list(held[name].shape)}" for name in found),
+        )
+    yield fits[0]
+
+
+def _ends(inside: str, stated: str) -> bool:
+    module = stated.rpartition(".")[0]
+    return f".{inside}".endswith(f".{module}") if module else True
+
+
+def _b(adapter: Catalog, module: str) -> TensorEntry:
+    try:
+        return adapter.tensors[f"{module}{B}"]
+    except KeyError:
+        what = f"`{module}{A}` has no matching `lora_b`"
+        raise UnsupportedError(what, where=f"{module}{A}") from None
+
+
+def _fitting(
+    name: str,
+    module: str,
+    shape: tuple[int, ...],
+    a: tuple[int, ...],
+    b: tuple[int, ...],
+    known: Settings,
+) -> Iterator[AdaptedParameter]:
+    """Yield the ways in which a parameter of *shape* can be changed by A and B."""
+    if len(shape) not in (2, 3):
+        return
+    experts, rows, columns = shape if len(shape) == 3 else (1, *shape)
+    rank = matching(known.ranks, name, known.rank)
+    if a[0] != b[1] or a[0] % experts or rank not in (None, a[0] // experts):
+        return
+    if (rows, columns) == (b[0], a[1]):
+        yield AdaptedParameter(name, module, experts, swapped=True)
+    if (rows, columns) == (a[1], b[0]) and len(shape) == 3:
+        yield AdaptedParameter(name, module, experts, swapped=False)
+
+
+def without(adapter: Catalog, found: Sequence[AdaptedParameter]) -> Catalog:
+    """Return an adapter without the factors of single parameters."""
+    own = {f"{one.module}{suffix}" for one in found for suffix in (A, B)}
+    rest = {name: entry for name, entry in adapter.tensors.items() if name not in own}
+    return replace(adapter, tensors=rest)
+
+
+def changes(
+    found: Sequence[AdaptedParameter],
+    held: Mapping[str, TensorEntry],
+    factors: Mapping[str, TensorEntry],
+) -> Iterator[Delta]:
+    """Yield what becomes of each expert."""
+    for one in found:
+        a, b = factors[f"{one.module}{A}"], factors[f"{one.module}{B}"]
+        rows = held[one.key].shape[-2]
+        rank = a.shape[0] // one.experts
+        by_expert = Strided.whole(a).split(0, (one.experts, rank))
+        across = Strided.whole(b).split(1, (rank, one.experts))
+        for expert in range(one.experts):
+            left, right = across.select(2, expert), by_expert.select(0, expert)
+            if not one.swapped:
+                left, right = right.permute((1, 0)), left.permute((1, 0))
+            # Patterns of ranks and alphas are about the parameter, which these end with.
+            names = (f"[{expert}].{one.key}{A}", f"[{expert}].{one.key}{B}")
+            changed = range(expert * rows, (expert + 1) * rows)
+            yield Delta(one.key, changed, names, right, left)
+
+
+# --------------------------------------------------------------------------------- both ways
+
+
+def convert_experts(draft: Draft) -> Draft:
+    """Give an adapter its experts apart, or stacked, as ``--experts`` says."""
+    assert draft.options.experts is not None
+    documents = draft.assets.documents
+    return draft.with_catalog(with_experts(draft.catalog, documents, draft.options.experts))
+
+
+def keep_stacks(draft: Draft) -> Draft:
+    """Take the names of stacked experts for those of the format: no table describes them."""
+    layout = formats.get(draft.catalog.format).layout
+    return replace(draft, model=draft.model.by_names_alone(layout))
+
+
+def with_experts(catalog: Catalog, documents: Mapping[str, Json], how: Experts) -> Catalog:
+    """Return an adapter of PEFT's with its experts apart, or stacked; nothing is copied for that.
+
+    Args:
+        catalog: The adapter.
+        documents: What describes its model.
+        how: What is wanted.
+
+    Raises:
+        MappingError: Nothing describes the model, or it has no experts that can be stacked.
+        UnsupportedError: Factors of some experts lack.
+        RefusedError: It is so already, or the factors of a stack have different strengths.
+    """
+    config = described(catalog)
+    if config is None:
+        raise MappingError(
+            "converting the experts of an adapter requires its configuration",
+            where=catalog.path,
+            why=f"there is no {CONFIG}",
+        )
+    model = documents.get("config.json")
+    found = list(stacks(catalog, model))
+    family = family_of(catalog, model)
+    if how == "apart":
+        return _apart(*_renamed(catalog, config, family, STACKED, HF), found)
+    return _together(*_renamed(catalog, config, family, HF, STACKED), found)
+
+
+def _renamed(
+    catalog: Catalog, config: Json, family: Family, source: str, target: str
+) -> tuple[Catalog, Json]:
+    """Give what has no stacks the names that the model has with its experts so."""
+    keys = {_key_of(name): name for name in catalog.tensors}
+    leaves = family.layout(target).leaves
+    names: dict[str, str] = {}
+    for group in match(family, family.layout(source), keys).groups:
+        tensor, leaf = group.stored.parts[0]
+        other = leaves.get(tensor.name)
+        if leaf.spread or other is None or other.spread or leaf.key == other.key:
+            continue
+        if leaf.place != other.place:
+            raise MappingError(
+                f"layouts {source} and {target} store a layer of the adapter differently",
+                where=f"tensor `{keys[group.keys[0]]}`",
+                hint=f"convert its model to layout {source} first, with "
+                f"{spell_option(f'--to-layout {source}')}",
+            )
+        for key, values in zip(group.keys, group.points(tensor.indices), strict=True):
+            new = other.key.key(dict(zip(tensor.indices, values, strict=True)))
+            end = keys[key].removeprefix(PREFIX + key.removesuffix(WEIGHT))
+            names[keys[key]] = PREFIX + (new.removesuffix(WEIGHT) + end if end else new)
+    views = {name: names.get(name, name) for name in catalog.tensors}
+    tensors = {
+        new: replace(catalog.tensors[old], name=new, path=(new,)) for old, new in views.items()
+    }
+    return replace(catalog, tensors=tensors), under_other_names(config, views)
+
+
+def _key_of(name: str) -> str:
+    """Return the tensor of the model that one of an adapter is about."""
+    return module_of(name) + WEIGHT if is_factor(name) else name.removeprefix(PREFIX)
+
+
+def with_experts_of(adapter: Catalog, known: Model, family: Family) -> Catalog:
+    """Give the experts of an adapter factors of their own, where its model keeps them apart."""
+    config = (described(adapter) or {}).get(TARGETS)
+    if not config or not stacked(family) or stack_keys(family, known.tensors):
+        return adapter
+    modules = {module_of(name).split(".base_layer")[0] for name in adapter.tensors}
+    if all(one.key.rpartition(".")[0] not in modules for one in stacks(adapter, known.config)):
+        return adapter
+    return with_experts(adapter, {"config.json": known.config or {}}, "apart")
+
+
+# --------------------------------------------------------------------------------- apart
+
+
+def _apart(catalog: Catalog, config: Json, stacks: Sequence[Stack]) -> Catalog:
+    """Give each expert factors of its own: views of those of the stack."""
+    known = settings(config, carries=SINGLE)
+    by_key = {stack.key: stack for stack in stacks}
+    found = targets(catalog, config, known, {key: one.entry for key, one in by_key.items()})
+    if not found:
+        raise RefusedError(
+            "the adapter has no stacked experts",
+            where=catalog.path,
+            why=f"no tensors match `{TARGETS}` in {CONFIG}",
+        )
+    names = [f"{one.module}{end}" for one in found for end in (A, B)]
+    held = located(catalog, names).tensors
+    tensors = dict(without(catalog, found).tensors)
+    kinds: dict[str, None] = {}
+    ranks: dict[str, int] = {}
+    alphas: dict[str, float] = {}
+    for one in found:
+        a, b = held[f"{one.module}{A}"], held[f"{one.module}{B}"]
+        rank = a.shape[0] // one.experts
+        alpha = known.scale(one.key, rank) * known.divisor(rank)
+        for part in by_key[one.key].parts:
+            if known.ranks or known.alphas or (rank, alpha) != (known.rank, known.alpha):
+                ranks[_every(part)], alphas[_every(part)] = rank, alpha
+            kinds[part.modules[0].rpartition(".")[2]] = None
+            for expert, module in enumerate(part.modules):
+                for entry in _of_expert(f"{PREFIX}{module}", a, b, one.experts, expert, part):
+                    tensors[entry.name] = replace(entry, alias_of=None)
+    modules = _expression(config.get("target_modules"), by_key[found[0].key], list(kinds))
+    gone = {spelled for one in found for spelled in (one.key, re.escape(one.key))}
+    rest = known.parameters
+    config = {
+        **{key: value for key, value in config.items() if key != TARGETS},
+        **({TARGETS: sorted(rest)} if rest else {}),
+        "target_modules": modules,
+        "rank_pattern": {**ranks, **{k: v for k, v in known.ranks.items() if k not in gone}},
+        "alpha_pattern": {**alphas, **{k: v for k, v in known.alphas.items() if k not in gone}},
+    }
+    return _described(replace(catalog, tensors=tensors), config)
+
+
+def _every(part: Part) -> str:
+    """Return an expression for the layers of all experts, with and without their number."""
+    module, _, kind = part.modules[0].rpartition(".")
+    parent = re.escape(module.rpartition(".")[0])
+    return rf"{parent}\.(\d+\.)?{re.escape(kind)}"
+
+
+def _of_expert(
+    module: str, a: TensorEntry, b: TensorEntry, experts: int, expert: int, part: Part
+) -> Iterator[TensorEntry]:
+    rank = a.shape[0] // experts
+    yield view(a, Strided.whole(a).narrow(0, expert * rank, rank), module + A)
+    rows = Strided.whole(b).narrow(0, part.start, part.rows)
+    yield view(b, rows.split(1, (rank, experts)).select(2, expert), module + B)
+
+
+def _expression(stated: object, stack: Stack, kinds: Sequence[str]) -> str:
+    """Return ``target_modules`` that means what was meant, and *kinds* of layers of the experts."""
+    parent = stack.key.rpartition(".")[0].rpartition(".")[2]
+    ways = [stated] if isinstance(stated, str) else []
+    if isinstance(stated, list) and stated:
+        ways.append(rf"(.*\.)?({'|'.join(re.escape(str(one)) for one in stated)})")
+    # PEFT on transformers 5, which stacks them itself, looks for names without the number.
+    ways.append(rf".*\.{re.escape(parent)}\.(\d+\.)?({'|'.join(map(re.escape, kinds))})")
+    return "|".join(ways)
+
+
+# --------------------------------------------------------------------------------- stacked
+
+
+def _together(catalog: Catalog, config: Json, stacks: Sequence[Stack]) -> Catalog:
+    """Give all experts of a layer the factors of one parameter."""
+    known = settings(config, carries=SINGLE)
+    if config.get("use_dora"):
+        raise RefusedError(
+            "PEFT does not support DoRA of stacked experts", where=f"`use_dora` in {CONFIG}"
+        )
+    found = [(stack, parts) for stack in stacks if (parts := _present(catalog, stack))]
+    if not found:
+        raise RefusedError(
+            "the adapter has no per-expert factors",
+            where=catalog.path,
+            why=f"no tensor such as `{PREFIX}{stacks[0].parts[0].modules[0]}{A}` found",
+        )
+    modules = [PREFIX + m for _, parts in found for part in parts for m in part.modules]
+    own = [f"{module}{end}" for module in modules for end in (A, B)]
+    held = located(catalog, own).tensors
+    tensors = {name: one for name, one in catalog.tensors.items() if name not in held}
+    computed = dict(catalog.computed)
+    in_module: dict[str, list[Stack]] = {}
+    for stack, _ in found:
+        in_module.setdefault(stack.key.rpartition(".")[0], []).append(stack)
+    strengths: dict[str, tuple[int, float]] = {}
+    for stack, parts in found:
+        siblings = in_module[stack.key.rpartition(".")[0]]
+        # The parameter that the module has first is wrapped first, so it lies deepest.
+        depth = len(siblings) - 1 - siblings.index(stack)
+        module = PREFIX + stack.key.rpartition(".")[0] + ".base_layer" * depth
+        a, b, virtual = _joined(catalog.root, module, stack, parts, held)
+        tensors |= {a.name: a, b.name: b}
+        computed[b.extents[0].file] = virtual
+        rank = a.shape[0] // stack.experts
+        strengths[stack.key] = rank, _strength(known, parts, held, rank)
+    catalog = replace(catalog, tensors=tensors, computed=computed)
+    return _described(catalog, _stacked_config(config, known, tensors, strengths, found))
+
+
+def _present(catalog: Catalog, stack: Stack) -> list[Part]:
+    """Return the parts of a stack that the adapter has, for all experts."""
+    found = []
+    for part in stack.parts:
+        there = [f"{PREFIX}{module}{A}" in catalog.tensors for module in part.modules]
+        if any(there) and not all(there):
+            lacking = part.modules[there.index(False)]
+            raise UnsupportedError(
+                f"{counted(there.count(False), 'expert has', 'experts have')} no factors in a "
+                "layer",
+                where=f"tensor `{PREFIX}{lacking}{A}`",
+                why="a stack requires the factors of all its experts",
+            )
+        found += [part] if all(there) else []
+    return found
+
+
+def _joined(
+    root: TreePath,
+    module: str,
+    stack: Stack,
+    parts: Sequence[Part],
+    held: Mapping[str, TensorEntry],
+) -> tuple[TensorEntry, TensorEntry, Computed]:
+    """Return A and B of a stack, and how B is computed."""
+    first = held[f"{PREFIX}{parts[0].modules[0]}{A}"]
+    ranks = [held[f"{PREFIX}{part.modules[0]}{A}"].shape[0] for part in parts]
+    extents: list[Extent] = []
+    inputs: list[Input] = []
+    at = 0
+    for expert in range(stack.experts):
+        for part, rank in zip(parts, ranks, strict=True):
+            name = f"{PREFIX}{part.modules[expert]}"
+            a, b = held[name + A], held[name + B]
+            shapes = (rank, stack.inputs), (part.rows, rank)
+            if (a.shape, b.shape) != shapes or {a.dtype, b.dtype} != {first.dtype}:
+                raise UnsupportedError(
+                    "the factors of experts have different shapes or dtypes",
+                    where=f"tensor `{name}{A}`",
+                    why=f"A is {a.dtype} {list(a.shape)}, B is {b.dtype} {list(b.shape)}; "
+                    f"expected {first.dtype} {list(shapes[0])} and {list(shapes[1])}",
+                )
+            extents += _moved(a, at)
+            at += rank
+            inputs.append(Input(root, b))
+    shape = (stack.outputs, sum(ranks) * stack.experts)
+    starts = tuple(part.start for part in parts)
+    virtual = Computed("experts_b", first.dtype, shape, tuple(inputs), starts)
+    file = computed_name(module + B)
+    return (
+        TensorEntry(module + A, first.dtype, (at, stack.inputs), tuple(extents), (module + A,)),
+        virtual.entry(module + B, (module + B,), file),
+        virtual,
+    )
+
+
+def _moved(entry: TensorEntry, rows: int) -> Iterator[Extent]:
+    """Yield the extents of a matrix as a part of a larger one, from a row on."""
+    for one in entry.extents:
+        offsets = (one.box.offsets[0] + rows, *one.box.offsets[1:])
+        yield replace(one, box=Box(offsets, one.box.sizes))
+
+
+def _strength(
+    known: Settings, parts: Iterable[Part], held: Mapping[str, TensorEntry], rank: int
+) -> float:
+    """Return the alpha that a stack of *rank* needs."""
+    keys = [f"{PREFIX}{module}{A}" for part in parts for module in part.modules]
+    scales = {known.scale(key, held[key].shape[0]): key for key in keys}
+    if len(scales) > 1:
+        raise RefusedError(
+            "the experts of a stack have different scales",
+            where=f"tensor `{next(iter(scales.values()))}`",
+            why=f"their scales are {listed([f'{scale:g}' for scale in scales])}",
+        )
+    (scale,) = scales
+    return scale * known.divisor(rank)
+
+
+def _stacked_config(
+    config: Json,
+    known: Settings,
+    tensors: Mapping[str, TensorEntry],
+    strengths: Mapping[str, tuple[int, float]],
+    found: Sequence[tuple[Stack, list[Part]]],
+) -> dict[str, object]:
+    """Return what PEFT has to be told of the stacks, and of what is left of other modules."""
+    experts = {m for _, parts in found for part in parts for m in part.modules}
+    stacked = tuple(key.rpartition(".")[0] for key in strengths)
+    factors = {module_of(name): name for name in tensors if name.endswith(A)}
+    others = [name for name in factors if name.split(".base_layer")[0] not in stacked]
+    single = [name for name in others if as_parameter(name)]
+    of_all = {**strengths}
+    for name in single:
+        rank = tensors[factors[name]].shape[0]
+        of_all[name + WEIGHT] = rank, known.scale(factors[name], rank) * known.divisor(rank)
+    odd = patterns(of_all, (known.rank, known.alpha))
+    for field, stated in (("rank_pattern", known.ranks), ("alpha_pattern", known.alphas)):
+        kept = {name: value for name, value in stated.items() if not _of(name, experts)}
+        odd[field] = {**kept, **odd[field]}
+    return {
+        **config,
+        "target_modules": sorted({name.rpartition(".")[2] for name in others} - OF_EXPERTS),
+        TARGETS: sorted(of_all),
+        **odd,
+    }
+
+
+def _of(pattern: str, modules: Iterable[str]) -> bool:
+    """Whether a pattern is one of *modules*."""
+    return any(re.fullmatch(rf"(.*\.)?({pattern})", module) for module in modules)
+
+
+def _described(catalog: Catalog, config: Mapping[str, object]) -> Catalog:
+    return replace(catalog, documents={**catalog.documents, CONFIG: dict(config)})

@@ -1,0 +1,205 @@
+"""What lies beside the weights, and what ``--assets`` and ``--carry`` add to it."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
+from pathlib import Path
+
+from ckptctl.catalog import Catalog
+from ckptctl.conversion.recognition.model import Description, descriptions_of
+from ckptctl.errors import CkptError, SourceNotFoundError, UsageError, listed, spell_option
+from ckptctl.formats.base import WritableFormat
+from ckptctl.formats.rank_files import CONFIGURATION
+from ckptctl.formats.sidecar_files import beside, documents, left_behind
+from ckptctl.notes import Notes
+from ckptctl.planner.config_facts import Json
+from ckptctl.planner.plan import RawCopy
+from ckptctl.storage.paths import (
+    home_expanded,
+    hub_url,
+    leads_outside,
+    names_repository,
+    path_hint,
+    source_path,
+)
+from ckptctl.storage.tree import TreePath
+from ckptctl.storage.urls import HUB, is_url
+from ckptctl.units import natural
+
+CONFIG, PARAMS = "config.json", "params.json"
+
+
+@dataclass(frozen=True, slots=True)
+class Assets:
+    """Where configuration and side files come from.
+
+    Attributes:
+        roots: For each side file the directory that it lies in.
+        sizes: Their sizes in bytes.
+        documents: Parsed ``config.json`` and ``params.json``, those of ``--assets`` alone where it
+            has any.
+        others: Names of what lies in the same directories and does not travel; and why.
+        changed: Documents that no longer say what their files say.
+        described: All of them, those that ``--assets`` replaces, too.
+    """
+
+    roots: Mapping[str, TreePath]
+    sizes: Mapping[str, int]
+    documents: Mapping[str, Json]
+    others: Mapping[str, str] = field(default_factory=dict)
+    changed: frozenset[str] = frozenset()
+    described: tuple[Description, ...] = ()
+
+    def copies(self, without: Collection[str]) -> Iterator[RawCopy]:
+        """Copies of all side files but those called *without*."""
+        for name, size in self.sizes.items():
+            if name not in without:
+                yield RawCopy(name, 0, size, name, root=self.roots[name])
+
+
+def assets_folder(given: str | TreePath) -> TreePath:
+    """Return the folder that ``--assets`` names.
+
+    It is one of this machine, or behind a URL; where neither there is ``ORG/NAME``, the Hub's.
+    """
+    if is_url(given):
+        return _existing(source_path(given))
+    if url := hub_url(given):
+        try:
+            return _existing(source_path(url))
+        except CkptError as error:
+            error.why = "; ".join(filter(None, (f"there is no local folder `{given}`", error.why)))
+            raise
+    return _existing(home_expanded(Path(given)).absolute())
+
+
+def _note_meaning(given: str | TreePath, notes: Notes) -> None:
+    """Say which folder ``--assets`` names, where it may be meant otherwise."""
+    if is_url(given):
+        return
+    if url := hub_url(given):
+        notes.add(f"{spell_option(f'--assets {given}')} refers to the Hub repository `{url}`")
+    elif names_repository(given):
+        other = f"use `{HUB}://{given}` for the Hub repository"
+        notes.add(f"{spell_option(f'--assets {given}')} refers to the local folder; {other}")
+
+
+def file_notes(
+    assets: Assets,
+    directory: str | TreePath | None,
+    target: WritableFormat,
+    written: Collection[str],
+) -> Notes:
+    """Say which folder ``--assets`` names, and which files an output of *target* does not get.
+
+    The output has files called *written*.
+    """
+    notes = Notes()
+    if directory is not None:
+        _note_meaning(directory, notes)
+    others = {name: why for name, why in assets.others.items() if name not in written}
+    if target.single_file:
+        alone = f"a single {target.name} file has no sidecar files"
+        others = {**dict.fromkeys({**assets.sizes, **assets.documents}, alone), **others}
+    else:
+        notes.add(*left_behind(others))
+    notes.explain("not copied", others)
+    return notes
+
+
+def _existing(root: TreePath) -> TreePath:
+    if not root.is_dir():
+        raise SourceNotFoundError(
+            "no such directory",
+            where=str(root),
+            why=f"{spell_option('--assets')} must name a folder with {CONFIG} or {PARAMS}",
+            hint=path_hint(root),
+        )
+    return root
+
+
+def gather(catalog: Catalog, directory: str | TreePath | None, globs: Sequence[str] = ()) -> Assets:
+    """The checkpoint's side files, those of ``--assets`` instead where it has them."""
+    root, inner = catalog.root, f"{CONFIGURATION}/"
+    places: dict[str, TreePath] = {}
+    sizes: dict[str, int] = {}
+    # Those of verl's folder come to lie next to the others.
+    for name, size in sorted(catalog.assets.items(), key=lambda one: not one[0].startswith(inner)):
+        short = name.removeprefix(inner)
+        places[short] = root if short == name else root / CONFIGURATION
+        sizes[short] = size
+    files = tuple(descriptions_of(catalog, places))
+    assets = Assets(places, sizes, catalog.documents, catalog.others, described=files)
+    roots = [root]
+    if directory is not None:
+        root = assets_folder(directory)
+        roots.append(root)
+        assets = _with_directory(catalog, assets, root)
+    return carried(assets, roots, globs) if globs else assets
+
+
+def _with_directory(catalog: Catalog, own: Assets, root: TreePath) -> Assets:
+    """Return *own* with the files of ``--assets``, which is *root*."""
+    stated, found = documents(root), beside(root, documented=False)
+    if not found.assets and not stated:
+        raise UsageError("no configuration or tokenizer found", where=str(root))
+    described = own.documents if root == catalog.root else stated
+    theirs = (Description(name, str(root / name), one, True) for name, one in described.items())
+    return Assets(
+        {**own.roots, **dict.fromkeys(found.assets, root)},
+        {**own.sizes, **found.assets},
+        {**({} if described else own.documents), **described},
+        {**own.others, **found.others},
+        described=(*(own.described if root != catalog.root else ()), *theirs),
+    )
+
+
+def carried(assets: Assets, roots: Sequence[TreePath], globs: Sequence[str]) -> Assets:
+    """Return *assets* with those of the others that one of *globs* matches.
+
+    Args:
+        assets: What travels, and what does not.
+        roots: The directories that the others lie in; the last that has one counts.
+        globs: Of paths relative to them. ``*`` matches slashes, too, and nothing hidden: a name
+            that begins with a dot is matched by a glob that says the dot.
+    """
+    found = {name: root for root in roots for name in _files(root, assets.others)}
+    for glob in globs:
+        if not any(_matches(name, glob) for name in (*found, *assets.sizes)):
+            raise UsageError(
+                f"{spell_option(f'--carry {glob}')} matches no file",
+                where=", ".join(map(str, roots)),
+                why=f"files that are not copied by default: {listed(natural(assets.others))}"
+                if assets.others
+                else "all files in the folder are copied by default",
+            )
+    wanted = {n: root for n, root in found.items() if any(_matches(n, glob) for glob in globs)}
+    folders = {f"{name.partition('/')[0]}/" for name in wanted}
+    stay = tuple(name for name in found if name not in wanted)
+    return replace(
+        assets,
+        roots={**assets.roots, **wanted},
+        sizes={**assets.sizes, **{n: (root / n).stat().st_size for n, root in wanted.items()}},
+        others={
+            name: why
+            for name, why in assets.others.items()
+            if name not in wanted and (name not in folders or any(n.startswith(name) for n in stay))
+        },
+    )
+
+
+def _files(root: TreePath, names: Iterable[str]) -> Iterator[str]:
+    """Yield the files among *names*, and those in the folders among them, but no links outwards."""
+    for name in names:
+        item = root / name
+        found = item.rglob("*") if name.endswith("/") and item.is_dir() else (item,)
+        for one in found:
+            if one.is_file() and not leads_outside(one, root):
+                yield str(one.relative_to(root))
+
+
+def _matches(name: str, glob: str) -> bool:
+    """Return whether *glob* matches a path, with the dots of hidden files said."""
+    return fnmatchcase(name, glob) and f"/{name}".count("/.") <= f"/{glob}".count("/.")

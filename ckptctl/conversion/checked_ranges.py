@@ -1,0 +1,184 @@
+"""Which checksums that were recorded of source files a conversion checks as it reads.
+
+Of the transfers that read a stored tensor, those that together read each element at most once take
+its checksums on the way. What nobody reads of a recorded range, or only other transfers do, is a
+gap, which is read for the checksum alone.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import TypeVar
+
+from ckptctl import dtypes
+from ckptctl.catalog import Box, Computed, TensorEntry, row_major
+from ckptctl.columns import ExtentColumns
+from ckptctl.conversion.transfers import entries_read
+from ckptctl.planner.boxes import intersect
+from ckptctl.planner.copying.blocks import BoxIndex, recorded_range, stored_boxes
+from ckptctl.planner.plan import CheckedRange, RecordedRange, Transfer
+from ckptctl.planner.strided import Part
+from ckptctl.storage.tree import TreePath
+
+Reader = TypeVar("Reader", int, str)
+Ranges = list[tuple[int, int, Reader]]
+"""Start and length of ranges, and who reads each."""
+
+
+def find_checked(
+    transfers: Sequence[Transfer], *, partly: bool = False
+) -> frozenset[tuple[int, str]]:
+    """Return the transfers, by number, whose reads of a stored tensor its checksums are taken of.
+
+    Args:
+        transfers: What is read.
+        partly: Whether the boxes that are written may not be all of a tensor. Checksums of ranges
+            that are not read completely are not compared.
+    """
+    recorded = {entry.name for entry in entries_read(transfers) if _is_recorded(entry)}
+    ranges: dict[str, Ranges[int]] = {}
+    for number, transfer in enumerate(transfers if recorded else ()):
+        parts = [part for part in transfer.tensor.parts if part.of.name in recorded]
+        if parts and _is_written_once(transfer, partly):
+            for part in parts:
+                ranges.setdefault(part.of.name, []).append((*_range(part), number))
+    return frozenset(
+        (number, name)
+        for name, some in ranges.items()
+        for number in {number for _, _, number in some} - _repeating(some)
+    )
+
+
+def _is_recorded(entry: TensorEntry) -> bool:
+    """Return whether checksums of a tensor are recorded, of bytes in the order of its elements."""
+    if isinstance(entry.extents, ExtentColumns):
+        return entry.extents.crcs is not None
+    return any(one.recorded for one in entry.extents) and not any(
+        one.strides and one.strides != row_major(one.box.sizes) for one in entry.extents
+    )
+
+
+def _is_written_once(transfer: Transfer, partly: bool) -> bool:
+    """Return whether the boxes that are written are all of a tensor, but for repeated ones."""
+    boxes = dict.fromkeys(Box(target.start, target.sizes) for target in transfer.targets)
+    if not partly and sum(box.numel for box in boxes) != math.prod(transfer.tensor.shape):
+        return False
+    distinct = list(boxes)
+    index = BoxIndex([box.offsets for box in boxes], [box.sizes for box in boxes])
+    return not any(
+        other < number and intersect(box, distinct[other])
+        for number, box in enumerate(boxes)
+        for other in index.near(box.offsets, box.sizes)
+    )
+
+
+def _repeating(ranges: Ranges[Reader]) -> set[Reader]:
+    """Return the readers without whom no element is read twice, and those of unknown ranges."""
+    found, end = set[Reader](), 0
+    for start, count, reader in sorted(ranges):
+        if reader not in found:
+            if start < end or not count:
+                found.add(reader)
+            else:
+                end = start + count
+    return found
+
+
+def _range(part: Part) -> tuple[int, int]:
+    """Return first element and length of a range of a stored tensor; 0: a part is not one."""
+    strides = row_major(part.of.shape)
+    steps = sorted((axis.stride * strides[axis.at], axis.size) for axis in part.axes)
+    count = 1
+    for step, size in steps:
+        if step != count:
+            return -1, 0
+        count *= size
+    return sum(map(math.prod, zip(part.begin, strides, strict=True))), count
+
+
+def checks_of(
+    root: TreePath, transfers: Sequence[Transfer], computed: Mapping[str, Computed]
+) -> tuple[frozenset[tuple[int, str]], tuple[CheckedRange, ...]]:
+    """Return what is checked on the way, as :func:`find_checked` does, and the ranges with gaps.
+
+    Args:
+        root: The directory of the source's files.
+        transfers: What is read.
+        computed: The virtual files that are read.
+    """
+    checked, entries = find_checked(transfers), entries_read(transfers)
+    taken, complete = _bytes_taken(entries, transfers, checked)
+    shared = {name for some in taken.values() for name in _repeating(some)}
+    checked = frozenset(pair for pair in checked if pair[1] not in shared)
+    names = {name for _, name in checked}
+    read = [(root, entry) for entry in entries]
+    read += [(one.root, one.entry) for made in computed.values() for one in made.inputs]
+    ranges: dict[tuple[TreePath, RecordedRange], str] = {}
+    for directory, entry in read:
+        is_taken = directory == root and entry.name in names
+        is_complete = is_taken and entry.name in complete
+        if isinstance(entry.extents, ExtentColumns) and (is_complete or entry.extents.crcs is None):
+            continue
+        for extent in entry.extents:
+            found = recorded_range(extent, entry.name)
+            if found is None or (is_complete and found.name):
+                continue
+            found = found if is_taken else found._replace(name="")
+            ranges.setdefault((directory, found), entry.name)
+    checks: list[CheckedRange] = []
+    for (directory, recorded), name in ranges.items():
+        some = taken.get(recorded, ()) if directory == root else ()
+        gaps = tuple(_gaps(recorded, (one for one in some if one[2] in names)))
+        if gaps or not recorded.name:
+            checks.append(CheckedRange(directory, recorded, name, gaps))
+    return checked, tuple(checks)
+
+
+def _bytes_taken(
+    entries: Iterable[TensorEntry],
+    transfers: Sequence[Transfer],
+    checked: Iterable[tuple[int, str]],
+) -> tuple[dict[RecordedRange, Ranges[str]], set[str]]:
+    """Return the bytes of recorded ranges that are checked on the way, by the tensor they are of.
+
+    Tensors that are checked completely are returned by name; of their ranges, only those that
+    other tensors may have parts of are.
+    """
+    parts: dict[str, list[Part]] = {}
+    for number, name in checked:
+        own = (part for part in transfers[number].tensor.parts if part.of.name == name)
+        parts.setdefault(name, []).extend(own)
+    taken: dict[RecordedRange, Ranges[str]] = {}
+    complete = set[str]()
+    for entry in entries:
+        some = parts.get(entry.name, ())
+        if not some:
+            continue
+        if sum(math.prod(axis.size for axis in part.axes) for part in some) == entry.numel:
+            complete.add(entry.name)
+            for extent in () if isinstance(entry.extents, ExtentColumns) else entry.extents:
+                found = recorded_range(extent, entry.name)
+                if found and not found.name:
+                    one = (extent.offset, extent.nbytes, entry.name)
+                    taken.setdefault(found, []).append(one)
+            continue
+        stored, item = stored_boxes(entry), dtypes.itemsize(entry.dtype)
+        for number, first, count in (range_ for part in some for range_ in stored.ranges(part)):
+            if found := stored.recorded(number):
+                one = (stored.starts[number] + first * item, count * item, entry.name)
+                taken.setdefault(found, []).append(one)
+    return taken, complete
+
+
+def _gaps(
+    recorded: RecordedRange, taken: Iterable[tuple[int, int, str]]
+) -> Iterator[tuple[int, int]]:
+    """Yield the bytes of a range that lie between those of tensors: position and length."""
+    end = recorded.offset
+    for offset, nbytes, _ in sorted(taken):
+        if offset > end:
+            yield end - recorded.offset, offset - end
+        end = offset + nbytes
+    if left := recorded.offset + recorded.nbytes - end:
+        yield end - recorded.offset, left

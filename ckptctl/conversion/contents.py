@@ -1,0 +1,299 @@
+"""What the selected part of a checkpoint becomes: names, dtypes, and which tensors share memory."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
+
+from ckptctl import dtypes, formats
+from ckptctl.catalog import Catalog, Path, TensorEntry
+from ckptctl.conversion.checks import require_scaled
+from ckptctl.conversion.draft import Draft
+from ckptctl.conversion.leaves import Parts, container, inside, inside_model, unpacked, unrooted
+from ckptctl.conversion.recognition.layout_change import LayoutRequest, apply_change, change_layout
+from ckptctl.conversion.recognition.model import require_one_model, root_hint
+from ckptctl.conversion.selection import skip_parts
+from ckptctl.conversion.sources import located
+from ckptctl.conversion.training import Rest, follow
+from ckptctl.errors import MappingError, UnsupportedError, listed, spell_option
+from ckptctl.formats.base import OutputTensor
+from ckptctl.formats.shared.leaves import require_known
+from ckptctl.planner.config_facts import tying
+from ckptctl.planner.layouts import HF
+from ckptctl.planner.mapping.mapped import ComposedTensor, SourceTensor
+
+
+def layout_request(draft: Draft) -> LayoutRequest:
+    """Return what options and the target ask of the layout of the output."""
+    options, target, root = draft.options, draft.target, draft.model.root
+    # To copy what is tied is content where nothing is.
+    shared = any(entry.alias_of for entry in draft.catalog.tensors.values())
+    known = draft.model.exact and draft.model.model_type is not None
+    return LayoutRequest(
+        draft.layout,
+        described=target.parallel or target.described,
+        untie=options.untie or (options.tied == "copy" and (shared or known)),
+        partial=bool(options.include or options.exclude or draft.missing),
+        vocab=options.vocab_size,
+        pads=target.pads,
+        whole=draft.expected_names,
+        missing={name.removeprefix(root) for name in draft.missing},
+        trust_assets=options.trust_assets,
+    )
+
+
+def plan_layout_change(draft: Draft) -> Draft:
+    """Say what the model's tensors become, and what a user should know of it."""
+    if draft.model.inside and not draft.includes_training_state:
+        require_one_model(draft.model)
+    change = change_layout(draft.model, draft.selection.tensors, layout_request(draft))
+    draft.notes.extend(change.notes)
+    draft = replace(draft, change=change)
+    # Names become Hugging Face's only in that they are in its files.
+    cut = bool(draft.model.root) and not draft.includes_training_state
+    new = draft.target.layout == HF and (cut or formats.get(draft.catalog.format).layout != HF)
+    if new and not (change.family or draft.model.candidates or draft.is_adapter):
+        hint = root_hint(draft.model)
+        draft.notes.add(f"unknown model type; keys are copied unchanged ({hint})", kind="warning")
+    return draft
+
+
+def list_output_tensors(draft: Draft) -> Draft:
+    """Say what becomes of the selected part, and find its bytes, whose coverage is proven."""
+    if draft.change.left_out or draft.missing:
+        draft = skip_parts(draft, draft.change.left_out)
+    root, target, notes, change = draft.model.root, draft.target, draft.notes, draft.change
+    apart = notes.reasons("skipped").keys() | draft.missing.keys()
+    catalog, parts = _with_values(draft, apart) if draft.catalog.blobs else (draft.catalog, {})
+    outside = dict.fromkeys(leaf for n in draft.selection.rest for leaf in parts.get(n, (n,)))
+    rest = (
+        follow(catalog, tuple(outside), root, change) if draft.includes_training_state else Rest()
+    )
+    homeless: list[str] = []
+    packed = (
+        inside_model(catalog, parts, outside, root, draft.includes_training_state) if parts else ()
+    )
+    for item, path in packed:
+        if change.identity or draft.includes_training_state:
+            rest.tensors[item.key], rest.paths[item.key] = item, path
+        else:
+            homeless += item.keys
+    catalog, model = apply_change(catalog, change, root, draft.output_root)
+    catalog = rest.add_virtual_tensors(catalog)
+    mapped = {**model, **rest.tensors}
+    redundant = (*(one.under(root) for one in change.redundant), *rest.redundant)
+    read = {key for composed in mapped.values() for key in composed.keys}
+    taken = {name: origin for name, origin in draft.filled_from.items() if name in read}
+    read.update(*(one.keys for one in redundant))
+    bytes_of = located(catalog, [name for name in catalog.tensors if name in read])
+    catalog = replace(catalog, tensors=bytes_of.tensors)
+    aliases = _shares_memory(draft, catalog, model)
+    tensors = _tensors(draft, catalog, model, rest, aliases)
+    tied = [one for one in tensors if one.alias_of and draft.options.tied == "drop"]
+    why = "it shares memory with `{}`, which is written"
+    notes.explain("dropped", {one.name: why.format(one.alias_of) for one in tied})
+    if tied and not target.records_ties:
+        tensors = tuple(tensor for tensor in tensors if not tensor.alias_of)
+    blobs = list(rest.blobs)
+    for name, blob in catalog.blobs.items():
+        if name in apart or name in outside or not name.startswith(root):
+            continue
+        if not target.nested:
+            notes.explain("skipped", {name: f"{target.name} stores only tensors"})
+        elif not change.identity and not draft.includes_training_state:
+            homeless.append(name)
+        else:
+            blobs.append(blob if draft.includes_training_state else unrooted(blob, root))
+    no_place = f"layout {change.target_layout} cannot store it"
+    notes.explain("skipped", dict.fromkeys(homeless, no_place))
+    return replace(
+        draft,
+        inputs=catalog,
+        mapped=mapped,
+        tensors=tensors,
+        blobs=blobs,
+        redundant=redundant,
+        filled_from=taken,
+    )
+
+
+def _with_values(draft: Draft, apart: Collection[str]) -> tuple[Catalog, Parts]:
+    """Read the leaves that are not tensors and that are converted; refuses hostile ones."""
+    catalog, target = draft.catalog, draft.target
+    wanted = {n: blob for n, blob in catalog.blobs.items() if target.nested and n not in apart}
+    read = formats.resolve(replace(catalog, tensors={}, blobs=wanted)).blobs
+    catalog = replace(catalog, blobs={**catalog.blobs, **read})
+    parts: Parts = {}
+    if not target.verbatim:
+        catalog, parts = unpacked(catalog, read)
+    names = (part for name in read for part in parts.get(name, (name,)))
+    leaves = (catalog.blobs[name] for name in names if name in catalog.blobs)
+    require_known(leaves, verbatim=target.verbatim)
+    return catalog, parts
+
+
+def _tensors(
+    draft: Draft,
+    catalog: Catalog,
+    model: Mapping[str, ComposedTensor],
+    rest: Rest,
+    aliases: bool,
+) -> tuple[OutputTensor, ...]:
+    entries, family = catalog.tensors, draft.change.family
+    own = output_tensors(
+        model,
+        entries,
+        _paths(draft, model, entries),
+        dtype=draft.options.dtype,
+        pinned=family.pinned if family else (),
+        aliases=aliases,
+    )
+    require_scaled(draft.options, model, catalog, own)
+    others = output_tensors(
+        rest.tensors, entries, rest.paths, dtype=None, pinned=(), aliases=aliases
+    )
+    return (*own, *others)
+
+
+def _paths(
+    draft: Draft, mapped: Mapping[str, ComposedTensor], entries: Mapping[str, TensorEntry]
+) -> dict[str, Path]:
+    """The key path of each of the model's target tensors.
+
+    A model that keeps its names keeps its nesting; one that changes them becomes a flat state
+    dict, inside the container it was found in where that is kept.
+    """
+    placed: dict[str, Path] = {}
+    read: set[str] = set()
+    for key, composed in mapped.items():
+        first = composed.sources[0].key
+        copied = first in read
+        read.add(first)
+        entry = entries[first]
+        old = entry.path
+        if not old:
+            raise UnsupportedError(
+                "this is a single tensor, not a state dict",
+                where=f"{draft.catalog.root}/{entry.extents[0].file}",
+                why="tensors in a checkpoint must have names",
+            )
+        if draft.change.identity and not copied:
+            placed[key] = old if draft.includes_training_state else inside(old, draft.model.root)
+        elif draft.includes_training_state:
+            head, prefix = container(old, draft.model.root) if draft.model.root else ((), "")
+            placed[key] = (*head, key.removeprefix(prefix))
+        else:
+            placed[key] = (key,)
+    return placed
+
+
+def output_tensors(
+    mapped: Mapping[str, ComposedTensor],
+    entries: Mapping[str, TensorEntry],
+    placed: Mapping[str, Path],
+    *,
+    dtype: str | None,
+    pinned: Collection[str],
+    aliases: bool,
+) -> tuple[OutputTensor, ...]:
+    """Return what is to be laid out, in order."""
+    first: dict[object, str] = {}
+    tensors = []
+    for key, composed in mapped.items():
+        original = first.setdefault(_memory(composed, entries), key)
+        logical = composed.logical
+        gradient = any(
+            all(entries[source.key].requires_grad for source in sources)
+            for sources in logical.values()
+        )
+        tensors.append(
+            OutputTensor(
+                name=key,
+                dtype=_dtype(key, logical, entries, dtype, pinned),
+                shape=composed.shape,
+                path=placed[key],
+                alias_of=original if aliases and original != key else None,
+                requires_grad=gradient,
+            )
+        )
+    return tuple(tensors)
+
+
+def _memory(composed: ComposedTensor, entries: Mapping[str, TensorEntry]) -> object:
+    """Return what is the same for tensors that are the same memory's copies."""
+    if not composed.tensor.parts and not composed.renames:
+        return composed.key
+    read = (entries[source.key] for source in composed.sources)
+    return tuple([entry.alias_of or entry.name for entry in read]), composed.place
+
+
+def _dtype(
+    key: str,
+    logical: Mapping[str, Sequence[SourceTensor]],
+    entries: Mapping[str, TensorEntry],
+    dtype: str | None,
+    pinned: Collection[str],
+) -> str:
+    """The element type that a tensor gets; the logical tensors that it holds have to agree."""
+    made = ""
+    for name, sources in logical.items():
+        stored = entries[sources[0].key].dtype
+        for source in sources:
+            other = entries[source.key].dtype
+            if other != stored:
+                hint = (
+                    f"first convert with {spell_option('--dtype')} in the same layout, then "
+                    "convert the result"
+                )
+                raise _mixed(key, stored, other, source.key, hint)
+        kept = name.partition(".")[0] in pinned
+        kind = stored if kept or dtype is None else cast_to(stored, dtype)
+        made = made or kind
+        if kind != made:
+            hint = f"pass {spell_option('--dtype')} to cast all of them to one dtype"
+            raise _mixed(key, made, kind, entries[sources[0].key].name, hint)
+    return made
+
+
+def _mixed(target: str, one: str, other: str, source: str, hint: str) -> MappingError:
+    return MappingError(
+        f"parts of one tensor have different dtypes: {one} and {other}",
+        where=f"tensor `{source}`",
+        why=f"they are merged into one tensor, `{target}`",
+        hint=hint,
+    )
+
+
+def cast_to(source: str, dtype: str | None) -> str:
+    """Return what ``--dtype`` makes of a tensor's dtype: only floating ones change."""
+    return dtype if dtype and dtypes.BY_NAME[source].floating else source
+
+
+def main_dtype(tensors: Iterable[OutputTensor | TensorEntry]) -> str | None:
+    """Return the floating dtype that has the most bytes."""
+    total: dict[str, int] = {}
+    for tensor in tensors:
+        if dtypes.BY_NAME[tensor.dtype].floating:
+            total[tensor.dtype] = total.get(tensor.dtype, 0) + tensor.nbytes
+    return max(total, key=lambda name: total[name], default=None)
+
+
+def _shares_memory(draft: Draft, catalog: Catalog, mapped: Mapping[str, ComposedTensor]) -> bool:
+    """Return whether tensors that share memory go on doing so; note where they do not.
+
+    A reader of `hf` would miss one of them, unless the configuration says that they are tied; what
+    a known family ties is left out before. Factors of an adapter are trained one by one.
+    """
+    options, target, family = draft.options, draft.target, draft.change.family
+    factors = target.adapters or (family is not None and family.partial)
+    if options.untie or options.tied == "copy" or factors:
+        return False
+    may_tie = family is None or not target.records_ties
+    if options.tied == "drop" or target.nested or (may_tie and tying(draft.model.config)):
+        return True
+    entries = catalog.tensors
+    names = [n for n, one in mapped.items() if any(entries[key].alias_of for key in one.keys)]
+    if names:
+        separate = "tensors that share memory are written as separate copies"
+        draft.notes.add(f"{separate}: {listed(names)}")
+    return False

@@ -1,0 +1,348 @@
+"""What a conversion, a merge or a consolidation is asked to do."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from ckptctl.conversion import option_checks as checks
+from ckptctl.conversion import shared_options as opt
+from ckptctl.errors import UsageError, spell_option
+from ckptctl.options import Argument, Excludes, Option, Options, declared, group
+from ckptctl.units import parse_bytes, parse_file_size
+
+if TYPE_CHECKING:
+    from ckptctl.storage.execution.execution_options import ExecutionOptions
+
+
+@group
+class _From(Options):
+    """What a checkpoint that is converted is."""
+
+    from_format: opt.From = None
+
+
+@group
+class _To(Options):
+    """What is written."""
+
+    to: opt.To
+
+
+@dataclass(frozen=True, kw_only=True)
+class WriteOptions(opt.ModelOptions, opt.SourceOptions, _From):
+    """What everything that writes a checkpoint takes, beside the format."""
+
+    sizes: opt.Sizes = None
+    from_layout: opt.FromLayout = None
+    to_layout: opt.ToLayout = None
+    dtype: opt.DType = None
+    dequantize: opt.Dequantize = None
+    quantize: opt.Quantize = None
+    quantize_also: opt.QuantizeAlso = ()
+    quantize_not: opt.QuantizeNot = ()
+    include: opt.Include = ()
+    exclude: opt.Exclude = ()
+    only: Annotated[
+        opt.Part,
+        Option(
+            "Part to write: model, or all (with optimizer state).",
+            metavar="PART",
+            panel="Select",
+            brief=True,
+        ),
+    ] = "model"
+    root: opt.Prefix = None
+    max_shard_size: Annotated[
+        int | str | None,
+        Option(
+            "Maximum size of the tensors in a file, e.g. 5GB. Applies to hf, mistral, dcp and "
+            "mcore.  [default: 1/16 of the total size, but 256MB to 5GB]",
+            metavar="SIZE",
+            check=parse_file_size,
+            panel="Output",
+            brief=True,
+        ),
+    ] = None
+    mp: Annotated[
+        int,
+        Option(
+            "Number of model-parallel files. Applies to meta and deepseek.",
+            metavar="N",
+            check=checks.positive,
+            panel="Output",
+        ),
+    ] = 1
+    assets: opt.Assets = None
+    trust_assets: Annotated[bool, opt.trust_assets(requires="assets")] = False
+    fill_from: Annotated[
+        checks.AnyPath | None,
+        Option(
+            "Fill missing tensors from a base checkpoint of the same model.",
+            metavar="BASE",
+            check=checks.place,
+            panel="Output",
+            excludes=(
+                Excludes("allow_missing", "it needs an otherwise complete source"),
+                Excludes("only=all", "the base has no training state for filled tensors"),
+            ),
+        ),
+    ] = None
+    carry: Annotated[
+        Sequence[str],
+        Option(
+            "Copy additional files from the folder of the source. Repeatable.",
+            metavar="GLOB",
+            check=checks.globs,
+            panel="Output",
+        ),
+    ] = ()
+    like: Annotated[
+        checks.AnyPath | None,
+        Option(
+            "Place each key in the same file as in this checkpoint.",
+            metavar="DIR",
+            check=checks.place,
+            panel="Output",
+            excludes=(
+                Excludes("mp", "both set the number of shards"),
+                Excludes("max_shard_size", "both determine the files"),
+            ),
+        ),
+    ] = None
+    untie: Annotated[
+        bool,
+        Option(
+            "Write both tensors of a tied pair, e.g. embeddings and lm_head.",
+            panel="Format and model",
+            excludes=(Excludes("tied=drop"),),
+        ),
+    ] = False
+    tied: Annotated[
+        Literal["drop", "copy"] | None,
+        Option(
+            "Tensors that share memory: drop (write only one) or copy (write each in full).",
+            metavar="HOW",
+            panel="Format and model",
+        ),
+    ] = None
+    vocab_size: Annotated[
+        int | None,
+        Option(
+            "Pad the vocabulary with zeros, or truncate it, to N rows.",
+            metavar="N",
+            check=checks.positive,
+            panel="Format and model",
+            python="Pad the vocabulary with zeros, or truncate it, to this number of rows.",
+        ),
+    ] = None
+    stack_layers: Annotated[
+        bool,
+        Option(
+            "Stack corresponding tensors of layers, for older loaders. Applies to mcore.",
+            panel="Advanced",
+        ),
+    ] = False
+    lora_alpha: Annotated[
+        float | None,
+        Option(
+            "LoRA alpha, if no adapter_config.json sets it.",
+            metavar="NUMBER",
+            check=checks.factor,
+            panel="Format and model",
+            excludes=(Excludes("scaling", "both set the scale"),),
+        ),
+    ] = None
+    step: Annotated[
+        Sequence[str],
+        Option(
+            "Apply a step that an installed package adds. Repeatable.",
+            metavar="NAME[=VALUE]",
+            check=checks.steps,
+            offers=checks.added_steps,
+            panel="Advanced",
+        ),
+    ] = ()
+    allow_overflow: opt.AllowOverflow = False
+    allow_missing: Annotated[
+        bool,
+        Option(
+            "Write the available tensors, list the missing ones and exit with code 7.",
+            python="Write the available tensors. ``missing`` of plan and result lists the others.",
+            panel="Safety",
+        ),
+    ] = False
+    verify_replicas: Annotated[
+        bool, Option("Compare all copies of the same elements before writing.", panel="Safety")
+    ] = False
+    overwrite: Annotated[
+        bool, Option("Replace the destination if it is a checkpoint.", panel="Safety", brief=True)
+    ] = False
+    resume: Annotated[
+        bool,
+        Option(
+            "Resume an interrupted run.",
+            panel="Safety",
+            brief=True,
+            excludes=(Excludes("restart"),),
+        ),
+    ] = False
+    restart: Annotated[
+        bool,
+        Option("Discard partial output from an interrupted run and start over.", panel="Safety"),
+    ] = False
+    verify: Annotated[
+        bool,
+        Option(
+            "Read the result back and compare its checksums.",
+            panel="Safety",
+            brief=True,
+            excludes=(Excludes("checksum", "it compares checksums"),),
+        ),
+    ] = False
+    checksum: Annotated[
+        bool,
+        Option(
+            "Do not compute checksums. This may be faster.",
+            flags="--no-checksum",
+            python="Compute checksums while writing.",
+            panel="Performance",
+        ),
+    ] = True
+    jobs: opt.Jobs = None
+    memory: Annotated[
+        int | str | None,
+        Option(
+            "Memory for buffers, e.g. 256MiB.  [default: 64MiB]",
+            metavar="SIZE",
+            check=parse_bytes,
+            panel="Performance",
+        ),
+    ] = None
+
+    def to_format(self, to: str, **changed: Any) -> ConversionOptions:
+        """Return the options of a conversion to a format, otherwise alike."""
+        same = {one.name: getattr(self, one.name) for one in fields(WriteOptions)}
+        return ConversionOptions(**{**same, **changed}, to=to)
+
+    @property
+    def format(self) -> str | None:
+        """Return the format of the source; None: detect it."""
+        return self.from_format
+
+    def execution(self) -> ExecutionOptions:
+        """Return how the plan is to be carried out."""
+        from ckptctl.storage.execution.execution_options import ExecutionOptions
+
+        default = ExecutionOptions()
+        return ExecutionOptions(
+            jobs=self.jobs or default.jobs,
+            memory=parse_bytes(self.memory) if self.memory else default.memory,
+            checksum=self.checksum,
+            resume=self.resume,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConversionOptions(WriteOptions, _To):
+    """What a conversion is asked to do; see ``ckptctl convert --help``."""
+
+    experts: Annotated[
+        Literal["apart", "stacked"] | None,
+        Option(
+            "Layout of the LoRA factors of experts: apart (vLLM, transformers 4) or stacked "
+            "(transformers 5). Applies to peft.",
+            metavar="HOW",
+            panel="Format and model",
+        ),
+    ] = None
+
+
+@group
+class _MergedTo(Options):
+    """What is written, and how strongly the adapter counts."""
+
+    to: Annotated[
+        str | None, opt.target_format(f"Format to write: {opt.FORMATS}.  [default: format of BASE]")
+    ] = None
+    scaling: Annotated[
+        float | None,
+        Option(
+            "Scale of the adapter, instead of alpha / rank.", metavar="FACTOR", check=checks.factor
+        ),
+    ] = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class MergeOptions(WriteOptions, _MergedTo):
+    """What a merge is asked to do; see ``ckptctl merge --help``."""
+
+
+@group
+class _Consolidated(Options):
+    """What is made of what ranks left."""
+
+    dst: Annotated[
+        checks.AnyPath | None,
+        Argument(
+            "Destination path or URL. Omit it with --metadata-only.",
+            python="Destination path or URL. Omit it with `metadata_only`.",
+            metavar="DST",
+            check=checks.new_place,
+        ),
+    ] = field(default=None, kw_only=False)
+    to: Annotated[
+        str | None,
+        opt.target_format(
+            f"Format to write: {opt.FORMATS}.  [default: hf, or dcp with --optimizer]",
+            python=f"Format to write: {opt.FORMATS}.  [default: hf, or dcp with `optimizer`]",
+        ),
+    ] = None
+    metadata_only: Annotated[bool, Option("Add missing .metadata without copying tensors.")] = False
+    optimizer: Annotated[
+        bool,
+        Option(
+            "Keep the optimizer state. Requires --to dcp, mcore or torch.",
+            python="Keep the optimizer state. Requires `to` dcp, mcore or torch.",
+        ),
+    ] = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConsolidationOptions(WriteOptions, _Consolidated):
+    """What a consolidation is asked to do; see ``ckptctl consolidate --help``."""
+
+    def __post_init__(self) -> None:
+        """Check all values, and that those that say how tensors are written have a meaning."""
+        super().__post_init__()
+        if self.metadata_only and self.dst is not None:
+            raise UsageError(
+                f"DST conflicts with {spell_option('--metadata-only')} (it adds a file to SRC)",
+                where=str(self.dst),
+            )
+        if not self.metadata_only and self.dst is None:
+            raise UsageError(
+                "missing argument DST (destination path or URL)",
+                hint=f"pass DST, or {spell_option('--metadata-only')} to add a file to SRC",
+            )
+        metadata_only = spell_option("--metadata-only")
+        for one in declared(type(self)) if self.metadata_only else ():
+            if one.name != "metadata_only" and getattr(self, one.name) != one.default:
+                raise UsageError(
+                    f"{spell_option(one.shown)} is not supported with {metadata_only}",
+                    why="no tensor is written",
+                )
+
+    def conversion(self) -> ConversionOptions:
+        """Return the conversion that makes one checkpoint of it."""
+        only: opt.Part = "all" if self.optimizer else "model"
+        return self.to_format(self.to or ("dcp" if self.optimizer else "hf"), only=only)
+
+
+NOT_CONSOLIDATED = (
+    *("converter", "sizes", "from_layout", "to_layout", "dequantize", "only", "mp", "like"),
+    *("quantize", "quantize_also", "quantize_not"),
+    *("untie", "vocab_size", "stack_layers", "lora_alpha", "step"),
+)
+"""Options of a conversion that a consolidation has not: names stay as the trainer wrote them."""

@@ -1,0 +1,128 @@
+"""Turn a checkpoint into another format, layout, dtype or sharding.
+
+:func:`plan_conversion` decides everything and writes nothing; :func:`run_conversion` carries out
+exactly that plan and publishes the result in one step.
+
+Stages run in this order. Between them run steps (:mod:`.steps`): those that options ask for, and
+what formats of numbers, adapters and configurations add to every conversion. Most of both take a
+:class:`~.draft.Draft` and return an updated copy.
+
+1. ``open_draft`` reads the index of the source and its configuration. Steps at ``source`` change
+   what detection sees: quantized tensors become virtual plain ones.
+2. ``understand_model`` detects model type, layout and prefix. Steps at ``model`` add or replace
+   tensors: ``--fill-from``.
+3. ``select_tensors`` applies ``--include`` and the like, and requires the model to be complete.
+   Steps at ``selection`` compare what describes the model.
+4. ``plan_layout_change`` says what tensors become. Steps at ``layout`` refuse what would lose
+   scales.
+5. ``list_output_tensors`` says which elements each tensor of the output has, and proves that
+   stored boxes cover them. Steps at ``output`` change the tensors: ``--quantize``.
+6. ``lay_out`` gives every tensor a place in files. Steps at ``files`` add config.json and others
+   next to them; ``build_plan`` freezes it.
+
+Dequantizing, casting and quantizing are planned here and computed while tensors are copied.
+Planning reads values that are no tensors and small tensors such as scales, no weights.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+
+from ckptctl import families
+from ckptctl.conversion.contents import list_output_tensors, plan_layout_change
+from ckptctl.conversion.conversion_options import ConversionOptions
+from ckptctl.conversion.executable import build_plan
+from ckptctl.conversion.laying_out import lay_out, open_reference
+from ckptctl.conversion.opening import explain_errors, open_draft, understand_model
+from ckptctl.conversion.plan import ConversionPlan, ConversionResult, describe_plan
+from ckptctl.conversion.ranks.coordinator import Alone, Coordinator
+from ckptctl.conversion.selection import select_tensors
+from ckptctl.conversion.steps import Step, apply_steps, steps_for
+from ckptctl.conversion.summary import summarize
+from ckptctl.conversion.writing import require_ready, write_output
+from ckptctl.notes import Notes
+from ckptctl.storage.threads import Advance
+from ckptctl.storage.tree import TreePath
+
+__all__ = [
+    "ConversionOptions",
+    "ConversionPlan",
+    "ConversionResult",
+    "Step",
+    "plan_conversion",
+    "plan_with_steps",
+    "run_conversion",
+]
+
+
+def plan_conversion(
+    src: str | TreePath, dst: str | TreePath, options: ConversionOptions
+) -> ConversionPlan:
+    """Decide everything about a conversion; writes nothing."""
+    with families.using(options.converter):
+        return plan_with_steps(src, dst, options)
+
+
+def plan_with_steps(
+    src: str | TreePath, dst: str | TreePath, options: ConversionOptions, *extra_steps: Step
+) -> ConversionPlan:
+    """Decide everything about a conversion, with steps besides those that options ask for.
+
+    ``merge`` and ``prune`` add theirs this way.
+    """
+    steps = [*steps_for(options), *extra_steps]
+    draft = open_draft(src, dst, options)
+    draft = apply_steps(steps, "source", draft)
+    draft = understand_model(draft)
+    with explain_errors(draft):
+        draft = apply_steps(steps, "model", draft)
+        # Notes about side files come between those so far and later ones, but are known last.
+        source_notes, draft = draft.notes, replace(draft, notes=Notes())
+        if options.like is not None:
+            draft = replace(draft, like=open_reference(options.like, draft.target))
+        draft = select_tensors(draft)
+        draft = apply_steps(steps, "selection", draft)
+        draft = plan_layout_change(draft)
+        draft = apply_steps(steps, "layout", draft)
+        draft = before_output_steps = list_output_tensors(draft)
+        draft = apply_steps(steps, "output", draft)
+        draft = lay_out(draft)
+        draft = apply_steps(steps, "files", draft)
+        plan = build_plan(draft)
+    return describe_plan(draft, plan, summarize(before_output_steps, draft), source_notes)
+
+
+def run_conversion(
+    plan: ConversionPlan, progress: Advance | None = None, ranks: Coordinator | None = None
+) -> ConversionResult:
+    """Carry out *plan* and publish the output.
+
+    ``require_ready`` reads what the plan drops as a duplicate or as zeros and proves it. Checksums
+    that the source records are compared while its bytes are copied.
+
+    Args:
+        plan: What :func:`plan_conversion` returned.
+        progress: Called with the bytes done since its last call, from this thread.
+        ranks: Ranks that carry it out together, each with the same plan, or None for this process.
+
+    Raises:
+        CkptError: The conversion failed. The source is unchanged. So is the destination, unless the
+            error says otherwise: a directory that cannot be synced, or an output that was found
+            damaged after it was published and cannot be withdrawn.
+    """
+    start = time.monotonic()
+    ranks, notes = ranks or Alone(), Notes()
+    require_ready(plan, ranks)
+    execution = write_output(plan, progress or (lambda _: None), ranks, notes)
+    return ConversionResult(
+        plan,
+        target=plan.plan.target,
+        nbytes=plan.nbytes,
+        seconds=time.monotonic() - start,
+        resumed_bytes=execution.resumed_bytes,
+        verified=plan.options.verify,
+        log=notes,
+        out_of_range=execution.lost,
+        rounded=execution.rounding,
+    )

@@ -1,0 +1,185 @@
+"""A conversion while it is planned: inputs, tensors of the output, and where they are written."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from ckptctl.catalog import Blob, Catalog
+from ckptctl.conversion.assets import Assets
+from ckptctl.conversion.conversion_options import ConversionOptions
+from ckptctl.conversion.destinations import Destination
+from ckptctl.conversion.recognition.model import Model
+from ckptctl.conversion.recognition.roots import Selection
+from ckptctl.errors import spell_option
+from ckptctl.formats.base import Output, OutputTensor, WritableFormat
+from ckptctl.notes import Notes
+from ckptctl.planner.layouts import BASE, HF, is_base
+from ckptctl.planner.mapping.mapped import ComposedTensor, RedundantData
+from ckptctl.planner.mapping.tensors import Change
+from ckptctl.planner.plan import RawCopy
+
+
+@dataclass(frozen=True, slots=True)
+class Quantization:
+    """The quantized tensors of an output.
+
+    Attributes:
+        plain: The tensors of the output before quantization.
+        parts: The plain tensor of each quantized tensor and of each of its scales, by name.
+        config: The ``quantization_config`` for config.json.
+    """
+
+    plain: tuple[OutputTensor, ...]
+    parts: Mapping[str, str]
+    config: Mapping[str, object] = field(default_factory=dict)
+
+    @property
+    def weights(self) -> tuple[str, ...]:
+        """Return the names of the plain tensors that are quantized."""
+        return tuple(dict.fromkeys(self.parts.values()))
+
+    @property
+    def unquantized(self) -> tuple[OutputTensor, ...]:
+        """Return matrices, and stacks of matrices, that are not quantized."""
+        made = set(self.weights)
+        return tuple(one for one in self.plain if one.name not in made and len(one.shape) > 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """The plan of a conversion under construction; each stage and step takes one and returns one.
+
+    Fields are grouped by the function that sets them. Until then they are empty, except *model* and
+    *inputs*, which begin as the checkpoint that was opened.
+
+    Attributes:
+        options: What is asked for. This and the next six are set by ``open_draft``.
+        target: The format that is written.
+        destination: Where the output is made.
+        source: The checkpoint as it was opened. No step changes it.
+        assets: Its configuration and side files, which ``--dequantize`` and ``--fill-from`` change.
+        model: The checkpoint as steps have changed it, and from ``understand_model`` on its model
+            type, layout and prefix.
+        inputs: The same checkpoint with the places of the bytes that are read, and with virtual
+            tensors, from ``list_output_tensors`` on.
+        notes: Collects notes for the user.
+        like: The checkpoint whose division into files is reused (``--like``), or None.
+        base: The checkpoint that missing tensors are taken from, or None. Set by ``--fill-from``,
+            as the next two.
+        filled_from: Tensors that are taken from *base*: name in the model's checkpoint to name in
+            *base*, the first if several are merged into one.
+        origins: Tensors that were renamed for it: name in the model's checkpoint to name in
+            *source*.
+        selection: Tensors and other values that are converted. Set by ``select_tensors``, as the
+            next two.
+        expected_names: Names of all tensors that the model should have, selected or not.
+        missing: Names of what cannot be converted because it is absent or incomplete, and why.
+        change: How tensors of one layout become those of another. Set by ``plan_layout_change``.
+        mapped: The tensors of the output by name, as elements of tensors of *inputs*. Set by
+            ``list_output_tensors``, as the next three.
+        tensors: The tensors of the output, in order.
+        blobs: The values of the output that are no tensors.
+        redundant: Elements of tensors of *inputs* that are dropped. Before anything is written,
+            ``run_conversion`` proves that they are zero, or the same as others.
+        quantization: The tensors that are quantized while they are copied, or None. Set by
+            ``--quantize``.
+        adapter: What adapter_config.json says of an adapter, or None. Set by a step.
+        output: Where each tensor lies in the files of the output. Set by ``lay_out``, as the next.
+        strings: Metadata strings of these files.
+        written: Side files that are written, by name. Set by steps at ``files``, as the next.
+        copies: Side files that are copied.
+    """
+
+    options: ConversionOptions
+    target: WritableFormat
+    destination: Destination
+    source: Catalog
+    assets: Assets
+    model: Model
+    inputs: Catalog
+    notes: Notes = field(default_factory=Notes)
+    like: Catalog | None = None
+    base: Catalog | None = None
+    filled_from: Mapping[str, str] = field(default_factory=dict)
+    origins: Mapping[str, str] = field(default_factory=dict)
+    selection: Selection = field(default_factory=lambda: Selection("", {}, {}, ()))
+    expected_names: tuple[str, ...] = ()
+    missing: Mapping[str, str] = field(default_factory=dict)
+    change: Change = field(default_factory=lambda: Change(None, None, None, ()))
+    mapped: Mapping[str, ComposedTensor] = field(default_factory=dict)
+    tensors: tuple[OutputTensor, ...] = ()
+    blobs: Sequence[Blob] = ()
+    redundant: tuple[RedundantData, ...] = ()
+    quantization: Quantization | None = None
+    adapter: Mapping[str, object] | None = None
+    output: Output = field(default_factory=lambda: Output((), (), {}))
+    strings: Mapping[str, str] = field(default_factory=dict)
+    written: Mapping[str, bytes] = field(default_factory=dict)
+    copies: tuple[RawCopy, ...] = ()
+
+    @property
+    def catalog(self) -> Catalog:
+        """Return the checkpoint as steps have changed it."""
+        return self.model.catalog
+
+    def with_catalog(self, catalog: Catalog) -> Draft:
+        """Return the draft with another checkpoint to convert."""
+        return replace(self, model=replace(self.model, catalog=catalog))
+
+    def argument_of(self, step: str) -> str:
+        """Return the value of ``--step NAME=VALUE``, or an empty string without one."""
+        given = (one.partition("=") for one in self.options.step)
+        return next((value for name, _, value in given if name == step), "")
+
+    @property
+    def is_adapter(self) -> bool:
+        """Whether it has low-rank factors."""
+        return self.model.is_adapter
+
+    @property
+    def includes_training_state(self) -> bool:
+        """Whether ``--only all`` was given: training state is converted, prefixes are kept."""
+        return self.options.only == "all"
+
+    @property
+    def output_root(self) -> str:
+        """Prefix of the model's names in the output."""
+        return self.model.root if self.includes_training_state else ""
+
+    @property
+    def layout(self) -> str | None:
+        """Layout to write, or None for that of the source.
+
+        A model without a head keeps its names (``layers.0``): transformers loads these, too.
+        """
+        own, adapted = self.model.layout, self.target.adapter_layouts
+        if self.options.to_layout:
+            return self.options.to_layout
+        if is_base(own) and self.target.layout == HF:
+            return BASE
+        if adapted and self.is_adapter:
+            return own if own in adapted else adapted[0]
+        return self.target.layout
+
+    @property
+    def own_tensors(self) -> tuple[OutputTensor, ...]:
+        """Tensors of the output without those that ``--tied drop`` drops."""
+        if self.options.tied != "drop":
+            return self.tensors
+        return tuple(one for one in self.tensors if one.alias_of is None)
+
+    @property
+    def ranks(self) -> int:
+        """Number of model-parallel ranks that the output is divided among."""
+        return len(self.like.files) if self.like and self.target.parallel else self.options.mp
+
+    @property
+    def keep_hint(self) -> str:
+        """Say which options keep what surrounds the model."""
+        everything = (
+            spell_option("--only all")
+            if self.target.nested
+            else spell_option("--to dcp", "--only all")
+        )
+        return f"pass {everything}, or consolidate's {spell_option('--optimizer')}, to keep it"

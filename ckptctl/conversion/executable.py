@@ -1,0 +1,256 @@
+"""What the executor does for a conversion: the files, the copies, the manifest and the digest.
+
+``ckptctl.manifest.json`` says what an output holds, with a checksum for every box of every tensor.
+Its schema is published in ``docs/reference/manifest.md``. It names no machine, user or time, so
+that equal inputs and options give equal bytes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import lru_cache
+from typing import Literal
+
+from ckptctl import dtypes
+from ckptctl.catalog import MANIFEST, Computed, made_of
+from ckptctl.columns import BoxColumns, columns_of
+from ckptctl.conversion.checked_ranges import checks_of
+from ckptctl.conversion.draft import Draft
+from ckptctl.conversion.transfers import entries_read, identities, plan_transfers, sources_of
+from ckptctl.errors import RefusedError, spell_option
+from ckptctl.formats.base import Output, OutputTensor, Place, copied, document
+from ckptctl.formats.checksums import SCHEMA
+from ckptctl.formats.sidecar_files import kind_of
+from ckptctl.planner.plan import (
+    CheckedRange,
+    CrcOf,
+    OutputFile,
+    Plan,
+    RawCopy,
+    Record,
+    Transfer,
+)
+from ckptctl.storage.tree import TreePath
+from ckptctl.version import __version__
+
+
+def build_plan(draft: Draft) -> Plan:
+    """Plan what writes an output: what its format lays out, and the files beside that."""
+    output, catalog, root = draft.output, draft.inputs, draft.inputs.root
+    checksum, single_file = draft.options.checksum, draft.target.single_file
+    beside = tuple(document(name, content) for name, content in draft.written.items())
+    beside += tuple(copied(copy.target, copy.nbytes) for copy in draft.copies)
+    _require_apart(output, beside)
+    by_name = {tensor.name: tensor.dtype for tensor in draft.tensors}
+    raw = (*output.raw_copies, *draft.copies)
+    folder = f"{output.folder}/" if output.folder else ""
+    if folder:
+        records = tuple(replace(one, file=folder + one.file) for one in output.records)
+        output = replace(output, records=records)
+        raw = tuple(replace(one, target=folder + one.target) for one in raw)
+    copies, virtual = plan_transfers(catalog, draft.mapped, output, by_name)
+    own = tuple(document(name, content) for name, content in output.contents.items())
+    files = (*output.files, *own, *beside)
+    computed, sources = sources_of(root, copies, virtual, output.raw_copies)
+    checked, checks = checks_of(root, copies, computed)
+    written = {
+        **output.contents,
+        **draft.written,
+        "__metadata__": repr(sorted(draft.strings.items())).encode(),
+        **{f"__above__/{name}": content for name, content in output.above.items()},
+    }
+    digest = digest_of(checksum, files, output.records, copies, raw, written, computed, checks)
+    if checksum and not single_file:
+        names = {copy.target: copy.nbytes for copy in draft.copies if not kind_of(copy.target)}
+        head = {"source": provenance(draft), "plan": digest}
+        head |= {"carried": names} if names else {}
+        files = (*files, manifest(head, draft.tensors, output.boxes, draft.output.records))
+    if folder:
+        files = tuple(replace(one, path=folder + one.path) for one in files)
+    files += tuple(document(name, content) for name, content in output.above.items())
+    elsewhere = [(place, file) for place, file in sorted(made_of(computed)) if place != root]
+    return Plan(
+        source_root=root,
+        sources=sources,
+        target=draft.destination.path,
+        single_file=single_file,
+        files=files,
+        records=output.records,
+        transfers=copies,
+        raw_copies=raw,
+        digest=digest,
+        computed=computed,
+        inputs={(place, file): identities(place, (file,))[file] for place, file in elsewhere},
+        checked=checked,
+        checks=checks,
+        opened=catalog.opened,
+    )
+
+
+def _require_apart(output: Output, beside: Sequence[OutputFile]) -> None:
+    """Refuse a file that is carried along under the name of one that is written."""
+    written = {MANIFEST, *(file.path for file in output.files), *output.contents}
+    twice = [file.path for file in beside if file.path in written]
+    if twice:
+        raise RefusedError(
+            "a copied sidecar file would replace an output file",
+            where=f"`{twice[0]}`",
+            hint=f"pass a narrower GLOB to {spell_option('--carry')} to skip it",
+        )
+
+
+def provenance(draft: Draft) -> dict[str, object]:
+    """Return what the manifest of the output says of where it comes from."""
+    found: dict[str, object] = {
+        "name": last_name(draft.catalog.path),
+        "format": draft.catalog.format,
+        "layout": draft.model.layout,
+        "model_type": draft.model.model_type,
+    }
+    if draft.quantization:
+        found["quantized"] = draft.options.quantize
+    if draft.missing:
+        found["missing"] = list(draft.missing)
+    if draft.base and draft.filled_from:
+        name, taken = last_name(draft.base.path), list(draft.filled_from)
+        found["filled"] = {"name": name, "format": draft.base.format, "tensors": taken}
+    return found
+
+
+def last_name(path: TreePath) -> str:
+    """Return the name of a checkpoint without its directory."""
+    return path.name.encode(errors="replace").decode()
+
+
+def digest_of(
+    checksum: bool,
+    files: Sequence[OutputFile],
+    records: Sequence[Record],
+    transfers: Sequence[Transfer],
+    raw_copies: Sequence[RawCopy],
+    contents: Mapping[str, bytes],
+    computed: Mapping[str, Computed],
+    checks: Sequence[CheckedRange] = (),
+) -> str:
+    """Hexadecimal SHA-256 of what decides an output's bytes.
+
+    The contents of the sources do not count, and neither do the directories that they lie in.
+    """
+    found = hashlib.sha256(repr(checksum).encode())
+    for file in files:
+        found.update(repr((file.path, file.size)).encode())
+    for record in records:
+        found.update(repr(record).encode())
+    for transfer in transfers:
+        found.update(repr((transfer.name, transfer.tensor, transfer.targets)).encode())
+    text_of_boxes = lru_cache(maxsize=64)(repr)  # a few such columns are those of most tensors
+    for entry in entries_read(transfers):
+        for part in (entry.name, entry.dtype, entry.shape, *columns_of(entry.extents)):
+            text = text_of_boxes(part) if isinstance(part, BoxColumns) else repr(part)
+            found.update(text.encode())
+    for raw in raw_copies:
+        place = (raw.source, raw.offset, raw.nbytes, raw.target, raw.target_offset)
+        found.update(repr(place).encode())
+    for name, content in contents.items():
+        found.update(repr((name, len(content))).encode() + content)
+    for virtual, one in computed.items():
+        inputs = [made_of.entry for made_of in one.inputs]
+        how = (virtual, one.kind, one.dtype, one.shape, inputs, one.arguments)
+        found.update(repr(how).encode())
+    for check in checks:
+        found.update(repr(check.recorded).encode())
+    return found.hexdigest()
+
+
+def manifest(
+    head: Mapping[str, object],
+    tensors: Sequence[OutputTensor],
+    boxes: Mapping[str, Sequence[Place]],
+    records: Sequence[Record],
+) -> OutputFile:
+    """Return the manifest as an output file whose checksums are filled in at the end."""
+    carried = head.get("carried")
+    for name in carried if isinstance(carried, Mapping) else ():
+        _encoded(name, "file", name)
+
+    def content(crc_of: CrcOf) -> Iterator[bytes]:
+        whole = {"schema": SCHEMA, "ckptctl": __version__, **head, "tensors": {}}
+        before, _, after = json.dumps(whole, indent=1, ensure_ascii=False).rpartition("{}")
+        listed = {t.name: t for t in tensors}.values()
+        begin = before + "{"
+        for tensor in listed:
+            found = _tensor(tensor, boxes.get(tensor.name, ()), records, crc_of)
+            yield _encoded(f"{begin}\n  {_text(tensor.name)}: {found}", "tensor", tensor.name)
+            begin = ","
+        yield (("\n }" if listed else begin + "}") + after + "\n").encode()
+
+    def frame(crc_of: CrcOf) -> Iterator[tuple[int, bytes]]:
+        yield 0, b"".join(content(crc_of))
+
+    return OutputFile(MANIFEST, sum(map(len, content(lambda _: 0))), frame)
+
+
+def _encoded(text: str, kind: Literal["file", "tensor"], name: str) -> bytes:
+    """Encode what a manifest says of a file or tensor called *name*."""
+    try:
+        return text.encode()
+    except UnicodeEncodeError:
+        other = f"{spell_option('--exclude')} to skip the tensor"
+        raise RefusedError(
+            "the name is not valid text",
+            where=f"{kind} `{name}`",
+            why="it is not valid UTF-8, which the manifest requires",
+            hint=f"pass {spell_option('--no-checksum')} to write no manifest, or "
+            f"{other if kind == 'tensor' else 'rename the file'}",
+        ) from None
+
+
+def _tensor(
+    tensor: OutputTensor,
+    boxes: Sequence[Place],
+    records: Sequence[Record],
+    crc_of: CrcOf,
+) -> str:
+    members = {
+        "dtype": _text(tensor.dtype),
+        "shape": _numbers(tensor.shape, 4),
+        **({"alias_of": _text(tensor.alias_of)} if tensor.alias_of else {}),
+    }
+    chunks = []
+    itemsize = dtypes.itemsize(tensor.dtype)
+    for place in boxes:
+        record, box = records[place.record], place.box
+        # Where a record holds several boxes, its checksum is that of none of them.
+        whole = record.nbytes == box.numel * itemsize
+        chunk = {
+            "offsets": _numbers(box.offsets, 6),
+            "sizes": _numbers(box.sizes, 6),
+            "file": _text(record.file),
+            "offset": str(record.offset + place.start * itemsize),
+            **({"crc32": f'"{crc_of(place.record):08x}"'} if whole else {}),
+        }
+        chunks.append(_indented(chunk, 5))
+    return _indented({**members, "chunks": _indented(chunks, 4)}, 3)
+
+
+_text = json.JSONEncoder(ensure_ascii=False).encode
+# The text is that of ``json.dumps(indent=1)``, which takes ten times as long.
+
+
+@lru_cache(maxsize=4096)
+def _numbers(values: tuple[int, ...], depth: int) -> str:
+    return _indented([str(value) for value in values], depth)
+
+
+def _indented(values: Mapping[str, str] | Sequence[str], depth: int) -> str:
+    """Return an object or array of *values*, which are JSON already."""
+    begin, end, items = "[", "]", values
+    if isinstance(values, Mapping):
+        begin, end, items = "{", "}", [f'"{name}": {value}' for name, value in values.items()]
+    if not items:
+        return begin + end
+    line = "\n" + " " * depth
+    return begin + line + f",{line}".join(items) + line[:-1] + end

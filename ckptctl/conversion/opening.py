@@ -1,0 +1,61 @@
+"""The source of a conversion: opened as options say, and the model that is found in it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+from ckptctl import formats
+from ckptctl.conversion.assets import assets_folder, gather
+from ckptctl.conversion.checks import existing_source, require_fitting_name, require_sense
+from ckptctl.conversion.conversion_options import ConversionOptions
+from ckptctl.conversion.destinations import replaceable, require_destination
+from ckptctl.conversion.draft import Draft
+from ckptctl.conversion.recognition.model import Model, Request, understand
+from ckptctl.conversion.recognition.roots import unwrapped
+from ckptctl.conversion.sources import open_source
+from ckptctl.conversion.steps import advised
+from ckptctl.formats.sidecar_files import documents
+from ckptctl.storage.destinations import Replaceable
+from ckptctl.storage.paths import named
+from ckptctl.storage.sources import blaming, require_unreplaced
+from ckptctl.storage.tree import TreePath
+
+
+def open_draft(src: str | TreePath, dst: str | TreePath, options: ConversionOptions) -> Draft:
+    """Check what is asked for, and read the index of the source and what describes its model."""
+    target = formats.target(options.to)
+    require_sense(options, target)
+    source = existing_source(src, dst)
+    may_go = Replaceable(replaceable, file=target.single_file)
+    destination = require_destination(source, named(dst), options.overwrite, may_go)
+    if not destination.upload:
+        require_fitting_name(destination.path, target)
+    trusted = options.assets if options.trust_assets else None
+    opened = open_source(
+        source,
+        options,
+        partial=options.allow_missing,
+        replicas=options.verify_replicas,
+        documents=documents(assets_folder(trusted)) if trusted else None,
+    )
+    opened = unwrapped(opened) if options.only == "model" else opened
+    assets = gather(opened, options.assets, options.carry)
+    asked = Request(options.model_type, options.from_layout, options.root, options.sizes)
+    model = Model(opened, asked, assets.documents)
+    return Draft(options, target, destination, opened, assets, model, opened)
+
+
+def understand_model(draft: Draft) -> Draft:
+    """Find the model in the checkpoint, as the steps at the source have made it."""
+    model = understand(draft.catalog, draft.assets.documents, draft.model.request)
+    return replace(draft, model=replace(model, described=draft.assets.described))
+
+
+@contextmanager
+def explain_errors(draft: Draft) -> Iterator[None]:
+    """Let errors say that the source was replaced while it was read, or that it is quantized."""
+    opened = draft.source.opened
+    with blaming(lambda: require_unreplaced(opened)), advised(draft.model):
+        yield

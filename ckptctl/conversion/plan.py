@@ -1,0 +1,393 @@
+"""The plan and the result of a conversion, as people and programs see them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Annotated, TypeAlias
+
+from ckptctl import formats
+from ckptctl.catalog import Catalog
+from ckptctl.conversion.assets import file_notes
+from ckptctl.conversion.conversion_options import ConversionOptions
+from ckptctl.conversion.draft import Draft, Quantization
+from ckptctl.conversion.items import replicated
+from ckptctl.conversion.recognition.model import Model
+from ckptctl.conversion.summary import Summary
+from ckptctl.formats.base import OutputTensor
+from ckptctl.notes import Notes
+from ckptctl.planner.copying.copies import permutes
+from ckptctl.planner.mapping.mapped import RedundantData
+from ckptctl.planner.mapping.tensors import Change
+from ckptctl.planner.plan import Plan
+from ckptctl.results import Inline, JsonField, Result, rounded
+from ckptctl.storage.computed import calculates
+from ckptctl.storage.outcome import EXACT, OUT_OF_RANGE, ROUNDED, OutOfRange, Rounding
+from ckptctl.storage.tree import TreePath
+from ckptctl.units import counted, format_bytes
+
+START_UP = 32 << 20
+PER_TENSOR = 7_000
+"""Bytes for each tensor that the source stores."""
+PER_TRANSFER = 3_000
+"""Bytes for each tensor that is written: 2,400 for one of 36,945 experts."""
+TORCH = 270 << 20
+QUANTIZING = 32 << 20
+"""Bytes for each thread that quantizes: half a million elements in several dtypes."""
+
+
+Reasons: TypeAlias = Mapping[str, Annotated[str, JsonField("reason")]]
+
+DRY_RUN = JsonField(
+    "whether this is a plan; if true, `seconds`, `resumed_bytes`, `verified`, "
+    "`out_of_range` and `rounding` are absent"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class OutputFile:
+    """A file of the output."""
+
+    path: Annotated[str, JsonField("path relative to the target")]
+    nbytes: Annotated[int, JsonField("size in bytes", name="bytes")]
+
+
+def output_files(files: tuple[tuple[str, int], ...]) -> list[OutputFile]:
+    """Return the files of a plan as they are printed."""
+    return [OutputFile(*one) for one in files]
+
+
+@dataclass(frozen=True)
+class ConversionPlan(
+    Result,
+    order="dry_run source target from_format to_format model_type candidates from_layout to_layout "
+    "root tensors mapped bytes free_bytes memory_bytes threads arithmetic digest files summary "
+    "dropped left_out missing base taken decided not_carried quantized notes",
+):
+    """What a conversion will do, complete before a byte moves.
+
+    Attributes:
+        source: The source's catalog, resolved.
+        recognition: What it was recognized as.
+        options: What was asked for.
+        change: How the layout changes.
+        output: The tensors that will be written, in order.
+        plan: What the executor does.
+        redundant: Elements of the source that are dropped, to be proven redundant.
+        upload: Whether its files are uploaded one by one: the destination is a URL.
+        replicated: The tensors with copies that are to be compared; None: none are.
+        log: What was said while it was made, and why something is not in the output.
+        quantization: What is quantized on the way; None: nothing is.
+    """
+
+    source: Annotated[Catalog, JsonField("absolute path", name="source", of="path")]
+    recognition: Annotated[
+        Model,
+        JsonField("matching model types", of="candidates"),
+        JsonField(
+            "prefix of the model in the source, including the dot; empty without a prefix",
+            of="root",
+        ),
+    ]
+    options: ConversionOptions
+    change: Change
+    output: tuple[OutputTensor, ...]
+    plan: Annotated[
+        Plan,
+        JsonField("absolute path", of="target"),
+        JsonField("SHA-256 of the plan; equal digests mean equal outputs", of="digest"),
+    ]
+    redundant: tuple[RedundantData, ...]
+    summary: Annotated[Summary, JsonField("tensor counts before and after")]
+    log: Notes
+    free_bytes: Annotated[int, JsonField("free bytes on the target file system")]
+    upload: bool = False
+    base: Annotated[
+        str | None,
+        JsonField("absolute path of the `--fill-from` base, or null if it supplied no tensor"),
+    ] = None
+    taken: Annotated[
+        Mapping[
+            str,
+            Annotated[
+                str, JsonField("name in the base; the first name if several tensors became one")
+            ],
+        ],
+        JsonField("tensors from `--fill-from`, by name in the layout of the source"),
+    ] = field(default_factory=dict)
+    replicated: Catalog | None = None
+    quantization: Quantization | None = None
+
+    @property
+    def dry_run(self) -> Annotated[bool, DRY_RUN]:
+        """Return that nothing was done yet."""
+        return True
+
+    @property
+    def from_format(self) -> Annotated[str, JsonField()]:
+        """[format](formats.md) of the source."""
+        return self.source.format
+
+    @property
+    def to_format(self) -> Annotated[str, JsonField()]:
+        """Format of the output."""
+        return self.options.to
+
+    @property
+    def from_layout(self) -> Annotated[str | None, JsonField()]:
+        """Layout of the source, or null if unknown."""
+        return self.change.source_layout
+
+    @property
+    def to_layout(self) -> Annotated[str | None, JsonField()]:
+        """Layout of the output."""
+        return self.change.target_layout
+
+    @property
+    def model_type(
+        self,
+    ) -> Annotated[
+        str | None,
+        JsonField(
+            "[model type](models.md) as given, or if exactly one matches; with suffix "
+            "`-lora` for adapters"
+        ),
+    ]:
+        """Return the family, if one is known."""
+        return self.change.family.name if self.change.family else self.recognition.model_type
+
+    @property
+    def tensors(self) -> Annotated[int, JsonField()]:
+        """Number of tensors in the output."""
+        return len(self.output)
+
+    @property
+    def mapped(
+        self,
+    ) -> Annotated[int, JsonField("number of tensors with a new name or axis order")]:
+        """Return how many of them have another name or axis order than in the source."""
+        made = {zeros.key for zeros in self.change.zeros}
+        first = ((one.sources[0].key, one.targets[0].key) for one in self.change.tensors)
+        return sum(source != target and source not in made for source, target in first)
+
+    @property
+    def files(self) -> Annotated[tuple[tuple[str, int], ...], JsonField(to=output_files)]:
+        """All files of the output."""
+        return tuple((file.path, file.size) for file in self.plan.files)
+
+    @property
+    def nbytes(self) -> Annotated[int, JsonField(name="bytes")]:
+        """Size of the whole output."""
+        return self.plan.nbytes
+
+    @property
+    def dropped(self) -> Annotated[Reasons, JsonField()]:
+        """Source keys dropped by a rule of the model type or by `--tied drop`."""
+        return self.log.reasons("dropped")
+
+    @property
+    def left_out(self) -> Annotated[Reasons, JsonField()]:
+        """Other source values that are not copied."""
+        return self.log.reasons("skipped")
+
+    @property
+    def missing(
+        self,
+    ) -> Annotated[
+        Reasons,
+        JsonField(
+            "incomplete tensors, values and files skipped by `--allow-missing`, by "
+            "name in the source; files are listed if their contents are unknown"
+        ),
+    ]:
+        """Return what is not written because it is not whole, and why."""
+        return self.log.reasons("missing")
+
+    @property
+    def decided(
+        self,
+    ) -> Annotated[
+        Mapping[str, Annotated[str, JsonField("value used and its source")]],
+        JsonField("contradictory facts about the model that `--trust-assets` resolved"),
+    ]:
+        """Return the facts on which descriptions differ, and what was taken of each."""
+        return self.log.reasons("decided")
+
+    @property
+    def not_carried(
+        self,
+    ) -> Annotated[
+        Reasons,
+        JsonField(
+            "files next to the weights that are not copied, by relative path; folders "
+            "end with a slash"
+        ),
+    ]:
+        """Return which files do not travel, and why."""
+        return self.log.reasons("not copied")
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Return what the user should know."""
+        return self.log.texts()
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """Return what is probably not what the user wants."""
+        return self.log.texts("warning")
+
+    @property
+    def all_notes(self) -> Annotated[tuple[str, ...], JsonField(name="notes")]:
+        """Further notes."""
+        return (*self.warnings, *self.notes)
+
+    @property
+    def quantized(self) -> Annotated[tuple[str, ...], JsonField()]:
+        """Weights quantized by `--quantize`, by unquantized name."""
+        return self.quantization.weights if self.quantization else ()
+
+    @property
+    def unquantized(self) -> Annotated[dict[str, int], JsonField()]:
+        """Matrices that `--quantize` does not quantize: bytes by name."""
+        return (
+            {one.name: one.nbytes for one in self.quantization.unquantized}
+            if self.quantization
+            else {}
+        )
+
+    @property
+    def arithmetic(self) -> Annotated[bool, JsonField("whether elements are cast")]:
+        """Return whether elements are computed, cast or transposed one by one: with torch."""
+        return calculates(self.plan) or self.permutes
+
+    @cached_property
+    def permutes(self) -> bool:
+        """Return whether elements are transposed one by one, in memory."""
+        return any(map(permutes, self.plan.transfers))
+
+    @property
+    def threads(self) -> Annotated[int, JsonField()]:
+        """Number of threads."""
+        return self.options.execution().threads
+
+    @property
+    def memory_bytes(self) -> Annotated[int, JsonField()]:
+        """Estimated peak memory."""
+        options = self.options.execution()
+        limits = options.limits()
+        each = limits.widest
+        if self.permutes:
+            # A tile of the target, and what is read for it.
+            each = 2 * limits.arithmetic
+        buffers = self.threads * (each + (QUANTIZING if self.quantization else 0))
+        transfers = PER_TRANSFER * len(self.plan.transfers)
+        index = max(PER_TENSOR * len(self.source.tensors), transfers)
+        return START_UP + index + buffers + (TORCH if self.arithmetic else 0)
+
+    @property
+    def statement(self) -> str:
+        """Return one line that says what was recognized and what becomes of it."""
+        before, after = self.change.source_layout, self.change.target_layout
+        layouts = f"{before} → {after}" if before != after else before or "keys unchanged"
+        model_type, evidence = self.model_type, self.recognition.evidence
+        if not model_type:
+            model_type = self.recognition.named
+        elif self.options.model_type:
+            model_type += " (from --model-type)"
+        elif not formats.get(self.source.format).self_described:
+            files = ("config.json", "params.json")
+            stated = (file for file in files for one in evidence if f"{file}:" in one)
+            model_type += f" (from {next(stated, 'keys')})"
+        nbytes = sum(tensor.nbytes for tensor in self.output)
+        parts = [
+            f"{self.source.format} → {self.options.to}",
+            model_type,
+            f"layout {layouts}" if before else layouts,
+            f"{counted(len(self.output), 'tensor')}, {format_bytes(nbytes)}",
+        ]
+        if self.recognition.root:
+            parts.insert(2, f"model under `{self.recognition.root.rstrip('.')}`")
+        return " · ".join(parts)
+
+
+def describe_plan(
+    draft: Draft, plan: Plan, summary: Summary, source_notes: Notes
+) -> ConversionPlan:
+    """Describe a conversion of which everything is decided, with the notes about its source."""
+    options, source = draft.options, draft.source
+    skipped = draft.notes.reasons("skipped")
+    replicas = source.replicas.keys() - draft.missing.keys() - skipped.keys()
+    notes = Notes()
+    notes.add(*draft.catalog.notes)
+    notes += source_notes
+    notes += file_notes(draft.assets, options.assets, draft.target, draft.written)
+    notes += draft.notes
+    return ConversionPlan(
+        source=draft.inputs,
+        recognition=draft.model,
+        options=options,
+        change=draft.change,
+        output=draft.tensors,
+        plan=plan,
+        redundant=draft.redundant,
+        taken=draft.filled_from,
+        base=str(draft.base.path) if draft.base and draft.filled_from else None,
+        summary=summary,
+        log=notes,
+        free_bytes=draft.destination.free_bytes(),
+        upload=draft.destination.upload,
+        replicated=replicated(source, replicas) if options.verify_replicas else None,
+        quantization=draft.quantization,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class ConversionResult(Result):
+    """What a conversion did.
+
+    Attributes:
+        target: What was published.
+        nbytes: Bytes of the output.
+        log: What was said while it was done.
+        rounded: How far quantized tensors are off, by their names in the output.
+    """
+
+    plan: Annotated[ConversionPlan, Inline()]
+    target: TreePath
+    nbytes: int
+    seconds: Annotated[float, JsonField("time for copying and publishing", to=rounded)]
+    resumed_bytes: Annotated[int, JsonField("bytes written by an earlier, resumed run")]
+    verified: Annotated[bool, JsonField("whether the result was read again and verified")]
+    log: Notes
+    out_of_range: Annotated[Mapping[str, OutOfRange], OUT_OF_RANGE] = field(default_factory=dict)
+    rounded: Mapping[str, Rounding] = field(default_factory=dict)
+
+    @property
+    def rounding(self) -> Annotated[dict[str, Rounding], ROUNDED]:
+        """Return how far quantized weights are off, by the names of the plain ones."""
+        made = self.plan.quantization
+        if made is None:
+            return {}
+        found = {made.parts[name]: one for name, one in self.rounded.items()}
+        return {name: found.get(name, EXACT) for name in made.weights}
+
+    @property
+    def dry_run(self) -> Annotated[bool, DRY_RUN]:
+        """Return that it was done."""
+        return False
+
+    @property
+    def missing(self) -> Mapping[str, str]:
+        """Return what was not written because it is not whole, and why."""
+        return self.plan.missing
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Return what the user should know of the way it was done."""
+        return self.log.texts()
+
+    @property
+    def all_notes(self) -> Annotated[tuple[str, ...], JsonField(name="notes")]:
+        """Further notes."""
+        return (*self.plan.all_notes, *self.notes)

@@ -1,0 +1,221 @@
+"""What only data can prove: before a run that nothing is lost, after it that all was written."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+
+from ckptctl.catalog import Catalog, TensorEntry
+from ckptctl.conversion.items import portion_of
+from ckptctl.conversion.items import require_equal as replicas_equal
+from ckptctl.conversion.plan import ConversionPlan
+from ckptctl.conversion.ranks import sharing
+from ckptctl.conversion.ranks.coordinator import Alone, Coordinator, together
+from ckptctl.conversion.ranks.sharing import portion
+from ckptctl.errors import CkptError, MappingError, StorageError, spell_option
+from ckptctl.planner.copying.blocks import view
+from ckptctl.planner.mapping.adapters import ADAPTER_LAYOUTS, CANONICAL
+from ckptctl.planner.mapping.mapped import RedundantData, Region
+from ckptctl.planner.plan import Plan, RawCopy
+from ckptctl.planner.strided import Strided
+from ckptctl.storage.compare import all_zero, equal
+from ckptctl.storage.computed import open_reader
+from ckptctl.storage.crc import crc_of
+from ckptctl.storage.files import Readable, SourceFiles, source_files
+from ckptctl.storage.publish import Staging
+from ckptctl.storage.tree import TreePath
+from ckptctl.units import counted
+
+
+def require_redundant(plan: ConversionPlan, ranks: Coordinator) -> None:
+    """Prove that copies of saved tensors are equal, and that dropped data is redundant."""
+    if plan.replicated is not None:
+        replicas_equal(portion_of(plan.replicated, ranks))
+    if not plan.redundant:
+        return
+    entries = plan.source.tensors
+    shares = portion(ranks, plan.redundant, lambda one: entries[one.part.key].nbytes)
+    with open_reader(plan.source) as files:
+        for lost in find_lost(files, plan.source, shares):
+            raise _lost_error(plan, lost)
+
+
+def find_lost(
+    files: Readable, catalog: Catalog, redundant: Iterable[RedundantData]
+) -> Iterator[RedundantData]:
+    """Yield what would be lost of *redundant*, because it is neither zero nor the same."""
+    for one in redundant:
+        part = _part_of(catalog, one.part)
+        if one.same_as is None:
+            is_redundant = all_zero(files, part)
+        else:
+            is_redundant = equal(files, _part_of(catalog, one.same_as), part)
+        if not is_redundant:
+            yield one
+
+
+def _part_of(catalog: Catalog, region: Region) -> TensorEntry:
+    entry = catalog.tensors[region.key]
+    if not region.sizes:
+        return entry
+    part = Strided.whole(entry)
+    for dim, (start, size) in enumerate(zip(region.origin, region.sizes, strict=True)):
+        part = part.narrow(dim, start, size)
+    return view(entry, part)
+
+
+def _lost_error(plan: ConversionPlan, lost: RedundantData) -> MappingError:
+    """Build the error for data that a conversion would lose."""
+    if lost.kind != "tensor":
+        return lost_part_error(plan.source, lost)
+    key = lost.part.key
+    name = key.removeprefix(plan.recognition.root)
+    if lost.same_as is None:
+        return MappingError(
+            f"`{name}` is not zero, and layout `{plan.to_layout}` cannot store it",
+            where=plan.source.path,
+            why="skipping it would change the model",
+            hint=f"pass {spell_option(f'--exclude {name}')} to skip it anyway",
+        )
+    if name in plan.dropped:
+        return MappingError(
+            f"`{key}` is tied to `{lost.same_as.key}` but has different values",
+            where=plan.source.path,
+            why="the configuration or the model type states that they are tied",
+            hint=f"pass {spell_option('--untie')} to keep both",
+        )
+    both = f"{plan.to_layout}{CANONICAL}"
+    return MappingError(
+        f"`{key}` and `{lost.same_as.key}` have different values",
+        where=plan.source.path,
+        why=f"layout `{plan.to_layout}` stores them as one tensor",
+        hint=f"use layout `{both}`, which stores both" if both in ADAPTER_LAYOUTS else None,
+    )
+
+
+def lost_part_error(catalog: Catalog, lost: RedundantData) -> MappingError:
+    """Build the error for a part of a tensor that an output would lose."""
+    key, origin, sizes = lost.part
+    if lost.kind == "padding":
+        (size, padding) = next((o, n) for o, n in zip(origin, sizes, strict=True) if o)
+        rows = size + padding
+        return MappingError(
+            f"rows beyond the vocabulary size of {size:,} are not zero",
+            where=f"{catalog.path}, tensor `{key}`",
+            why=f"the tensor has {counted(rows, 'row')}; no file states that the rest "
+            "is padding, and config.json may belong to another model",
+            hint=f"pass {spell_option(f'--vocab-size {size}')} to drop them anyway, or "
+            f"{spell_option(f'--vocab-size {rows}')} to keep them",
+        )
+    row, why = origin[0], "a part outside all tiles is not zero"
+    if lost.same_as is not None:
+        row, why = lost.same_as.origin[0], f"row {row} has different values"
+    return MappingError(
+        "the aspect-ratio embeddings do not form a single grid of tiles",
+        where=f"{catalog.path}, tensor `{key}`, row {row}",
+        why=f"{why}; transformers trains each row separately",
+        hint="use layout hf or hf-v5",
+    )
+
+
+WINDOW = 4 << 20
+"""Bytes that are compared at a time."""
+
+
+def require_published(plan: Plan, crcs: Sequence[int], ranks: Coordinator | None = None) -> None:
+    """Read what was published and compare every byte that was written.
+
+    Records are compared with their checksums, headers and the like with what they were made of,
+    raw copies with their sources.
+    """
+    ranks = ranks or Alone()
+    target = plan.target
+    root = target.parent if plan.single_file else target
+    records = list(zip(plan.records, crcs, strict=True))
+    with source_files(root) as files:
+        for file in plan.files:
+            _drop_cache(files, file.path)
+            if files.size(file.path) != file.size:
+                why = (
+                    f"the file has {counted(files.size(file.path), 'byte')} instead of "
+                    f"{file.size:,}"
+                )
+                raise _unlike(file.path, root / file.path, why)
+        for record, expected in portion(ranks, records, lambda pair: pair[0].nbytes):
+            if crc_of(files, record.file, record.offset, record.nbytes) != expected:
+                place = _range(record.offset, record.nbytes)
+                raise _unlike(record.name, root / record.file, place)
+        for file in portion(ranks, plan.files, lambda file: file.size):
+            for offset, data in file.frame(crcs.__getitem__):
+                if not _holds(files, file.path, offset, data):
+                    raise _unlike(file.path, root / file.path, _range(offset, len(data)))
+        for raw in portion(ranks, plan.raw_copies, lambda raw: raw.nbytes):
+            with source_files(raw.root or plan.source_root) as sources:
+                if not _copied(files, sources, raw):
+                    place = _range(raw.target_offset, raw.nbytes)
+                    raise _unlike(raw.target, root / raw.target, place)
+
+
+def _unlike(name: str, where: TreePath, why: str) -> StorageError:
+    return StorageError(
+        f"`{name}` differs from what was written when it is read back",
+        where=str(where),
+        why=why,
+        hint="convert again to another location; this storage is unreliable",
+    )
+
+
+def _range(offset: int, nbytes: int) -> str:
+    return f"bytes {offset:,} to {offset + nbytes:,} differ"
+
+
+def _holds(files: SourceFiles, name: str, offset: int, data: bytes) -> bool:
+    return all(
+        files.read(name, offset + start, len(part)) == part
+        for start in range(0, len(data), WINDOW)
+        for part in (data[start : start + WINDOW],)
+    )
+
+
+def _copied(files: SourceFiles, sources: SourceFiles, raw: RawCopy) -> bool:
+    return all(
+        files.read(raw.target, raw.target_offset + start, size)
+        == sources.read(raw.source, raw.offset + start, size)
+        for start in range(0, raw.nbytes, WINDOW)
+        for size in (min(WINDOW, raw.nbytes - start),)
+    )
+
+
+def _drop_cache(files: SourceFiles, name: str) -> None:
+    """Ask the system to forget the file's pages, so that the disk itself is read."""
+    if not files.local:
+        return
+    descriptor = files.descriptor(name)
+    try:
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+    finally:
+        os.close(descriptor)
+
+
+def require_readable(
+    plan: Plan, stage: Staging | None, crcs: Sequence[int], ranks: Coordinator
+) -> None:
+    """Read the published output again, and take it back if it is not what was written."""
+
+    def read_again() -> None:
+        sharing.wait_for(Path(plan.target))
+        require_published(plan, crcs, ranks)
+
+    try:
+        together(ranks, read_again)
+    except BaseException as error:
+        if stage is None:
+            raise
+        try:
+            outcome = stage.revert()
+        except CkptError as failure:
+            outcome = f"the output could not be rolled back ({failure.what}) and is still there"
+        if isinstance(error, CkptError):
+            error.why = "; ".join(filter(None, (error.why, outcome)))
+        raise

@@ -1,0 +1,182 @@
+"""Several ranks that carry out one plan: their shares, and where they wait for each other.
+
+All of them make the same plan from the same metadata, and prove that it is the same. Rank 0 makes
+the staging directory and the files in it, every rank fills its share, rank 0 writes what needs
+everybody's checksums and publishes. A group of one does all of it as :func:`execute` does.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from pathlib import Path
+from typing import TypeVar
+
+from ckptctl.conversion.ranks.coordinator import Coordinator, on_first, through_first, together
+from ckptctl.errors import RefusedError, StorageError, spell_option
+from ckptctl.planner.balance import assign, share_of
+from ckptctl.planner.plan import Plan
+from ckptctl.storage.execution.execution_options import Execution, ExecutionOptions
+from ckptctl.storage.execution.executor import PlanRun, execute
+from ckptctl.storage.execution.journal import Books
+from ckptctl.storage.publish import Staging
+from ckptctl.storage.sources import blaming
+from ckptctl.storage.threads import Advance
+from ckptctl.units import counted
+
+T = TypeVar("T")
+LOOK_EVERY = 0.5
+SEEN_WITHIN = 90.0
+"""Seconds for which a network file system may believe that a new file is not there."""
+
+
+def portion(ranks: Coordinator, items: Sequence[T], nbytes: Callable[[T], int]) -> Sequence[T]:
+    """Return the items that this rank takes care of: about as many bytes as any other does."""
+    if ranks.world == 1:
+        return items
+    everybody = range(ranks.world)
+    owners = assign([(nbytes(item), everybody) for item in items], ranks.world)
+    return [item for item, owner in zip(items, owners, strict=True) if owner == ranks.rank]
+
+
+def summary(values: object) -> str:
+    """Return a digest of values that are too long for a message."""
+    import hashlib  # with OpenSSL, which one process should not wait for
+
+    return hashlib.sha256(repr(values).encode()).hexdigest()
+
+
+def source_summary(plan: Plan) -> str:
+    """Return a digest of the source files, whatever machine looks at them."""
+    identities = [(name, one) for name, one in plan.sources.items()]
+    identities += [(name, one) for (_, name), one in plan.inputs.items()]
+    return summary(sorted((name, one.size, one.mtime_ns) for name, one in identities))
+
+
+@contextmanager
+def staged(
+    ranks: Coordinator, staging: Callable[[], AbstractContextManager[Staging]]
+) -> Iterator[Staging | None]:
+    """Yield the staging directory on rank 0, None on the others; when that fails, raise on all."""
+    with ExitStack() as stack:
+        yield on_first(ranks, lambda: stack.enter_context(staging()))
+
+
+def execute_together(
+    plan: Plan,
+    stage: Staging | None,
+    options: ExecutionOptions,
+    progress: Advance,
+    ranks: Coordinator,
+) -> Execution:
+    """Carry out *plan*, which is the same on all ranks, with all of them.
+
+    The staging directory is known on rank 0 alone and lies on a file system that all ranks see.
+    Each rank does about as much as any other: for *progress* the bytes of this one count for all.
+    """
+    if ranks.world == 1:
+        assert stage is not None
+        return execute(plan, stage.data, options, progress, journal=stage.journal)
+    root = Path(ranks.broadcast(str(stage.data) if stage else None))
+    share = share_of(plan, options.checksum, ranks.rank, ranks.world)
+    with ExitStack() as stack:
+
+        def begin() -> PlanRun:
+            run = PlanRun(plan, root, options, stack, share=share)
+            run.sources.check()
+            return run
+
+        run = together(ranks, begin)
+        on_first(ranks, run.output.create)
+
+        def require_seen() -> None:
+            if not run.output.intact():
+                raise _unseen(root)
+
+        together(ranks, require_seen)
+        alarm = _Alarm(root.parent / "failed")
+        everybody = alarm.watching(lambda nbytes: progress(nbytes * ranks.world))
+
+        def fill() -> Books | None:
+            with alarm, blaming(run.sources.check):
+                run.fill(everybody)
+                run.sources.check()
+            return None if alarm.heard else run.books()
+
+        def finish(books: list[Books | None]) -> list[Execution]:
+            run.finish([one for one in books[1:] if one is not None])
+            return [run.result()] * len(books)
+
+        return through_first(ranks, fill, finish)
+
+
+def require_alone(ranks: Coordinator) -> None:
+    """Refuse to resume with several ranks."""
+    if ranks.world > 1:
+        raise RefusedError(
+            f"{spell_option('--resume')} is not supported with multiple ranks",
+            why=f"{counted(ranks.world, 'rank')} write here, but a journal only covers the "
+            "output of one",
+            hint=f"omit {spell_option('--resume')}, or use a single process",
+        )
+
+
+def wait_for(path: Path) -> None:
+    """Wait until a path that another machine has published is seen here."""
+    end = time.monotonic() + SEEN_WITHIN
+    while not path.exists():
+        if time.monotonic() > end:
+            raise _unseen(path)
+        time.sleep(LOOK_EVERY)
+
+
+def _unseen(path: Path) -> StorageError:
+    return StorageError(
+        "this rank cannot see the output of rank 0",
+        where=str(path),
+        hint="use a destination on a file system that all ranks share",
+    )
+
+
+class _HeardError(Exception):
+    """Another rank failed; it will raise its own error."""
+
+
+class _Alarm:
+    """A file beside the output, by which a rank that fails stops the others at once.
+
+    Without it they would copy to the end before they learn of it. It speaks only to ranks that are
+    busy; what went wrong is told when all of them wait for each other.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._next = 0.0
+        self.heard = False
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> bool:
+        if kind is None:
+            return False
+        if issubclass(kind, _HeardError):
+            self.heard = True
+            return True
+        with suppress(OSError):
+            self._path.touch()
+        return False
+
+    def watching(self, progress: Advance) -> Advance:
+        """Return *progress* that looks for the file, too."""
+
+        def advance(nbytes: int) -> None:
+            progress(nbytes)
+            now = time.monotonic()
+            if now >= self._next:
+                self._next = now + LOOK_EVERY
+                if self._path.exists():
+                    raise _HeardError
+
+        return advance

@@ -1,0 +1,212 @@
+"""What a model lacks, and what is not known of it.
+
+What it lacks are tensors that its family's table and its configuration say it has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass, replace
+
+from ckptctl import families
+from ckptctl.conversion.recognition.model import Model
+from ckptctl.errors import listed, spell_option
+from ckptctl.numerics.quantization.survey import plain_names
+from ckptctl.planner.config_demands import demanded
+from ckptctl.planner.config_facts import does_without
+from ckptctl.planner.layouts import Family, is_base
+from ckptctl.planner.mapping.adapters import is_adapter
+from ckptctl.planner.mapping.completeness import (
+    MANY,
+    Lacking,
+    begins_only,
+    lacking,
+    require_whole,
+)
+from ckptctl.planner.mapping.detect import detect
+from ckptctl.planner.mapping.matching import Matched
+from ckptctl.units import counted
+from ckptctl.verdict import STRUCTURE_COMPLETE, UNKNOWN_MODEL, Scope
+
+UNKNOWN_ADAPTER = (
+    f"{STRUCTURE_COMPLETE}no table defines which tensors an adapter must have, so missing "
+    "tensors cannot be detected"
+)
+FEW_FAMILIES = 4
+TRANSFORMERS = "hf"
+"""How the layouts of transformers begin."""
+
+
+@dataclass(frozen=True, slots=True)
+class Lacks:
+    """What a model lacks.
+
+    Attributes:
+        names: The tensors, by their names in the model; of very many the first ones.
+        certain: Whether it is known to be such a model: a configuration or the user says so, or
+            most of it is there and nothing else. If not, it may be a part of one, or another one.
+        unknown: Why it cannot be known what is missing; empty if it can.
+        strange: Names of its tensors that such a model does not have.
+        more: How many tensors it lacks beside *names*.
+    """
+
+    names: tuple[str, ...]
+    certain: bool
+    model: Model
+    unknown: str = ""
+    strange: tuple[str, ...] = ()
+    more: int = 0
+    begins: bool = False
+
+    @property
+    def missing(self) -> dict[str, str]:
+        """Return what certainly lacks, by its name in the checkpoint, and why it is missed."""
+        names = self.names if self.certain else ()
+        one = self.model.model_type
+        who = f"`{one}`" if one else "all matching model types"
+        why = f"required by {who}"
+        return {self.model.root + name: why for name in names}
+
+    @property
+    def scope(self) -> Scope:
+        """Return what the check covers: the model, or no more than the structure."""
+        known = self.model.pairs and not self.unknown
+        return "model" if known and (self.certain or not self.names) else "structure"
+
+    @property
+    def doubts(self) -> tuple[str, ...]:
+        """Return what a reader should know of what may be missing."""
+        if self.unknown or not self.model.pairs:
+            return (self.unknown or UNKNOWN_MODEL,)
+        if self.names and self.certain and self.more:
+            more = counted(self.more, "more missing tensor is", "more missing tensors are")
+            return (f"{more} not listed",)
+        if not self.names or self.certain:
+            return ()
+        missing = listed(self.names, 1, number=len(self.names) + self.more)
+        return (f"this is a part of {self.model.named} or a different model; missing: {missing}",)
+
+    def only(self, names: Collection[str]) -> Lacks:
+        """Return the same of those alone of the tensors whose *names* are wanted."""
+        kept = tuple(name for name in self.names if name in names)
+        return replace(self, names=kept, more=self.more if kept == self.names else 0)
+
+    def require_whole(self, where: str) -> None:
+        """Refuse a model that certainly lacks something."""
+        if self.names and self.certain:
+            name, layout = self.model.pairs[0]
+            family = families.family(name)
+            hint = (
+                f"pass {spell_option('--allow-missing')} to write what is there, "
+                f"{spell_option('--include')} or {spell_option('--exclude')} to select a part, or "
+                f"{spell_option('--fill-from')} to take the rest from a base"
+            )
+            if self.begins:
+                hint = (
+                    "this looks like the first pipeline stage; to join all stages, convert each "
+                    f"with {spell_option('--to hf', '--allow-missing')}, put the files into one "
+                    "folder as `model-00001-of-0000N.safetensors`, ..., and convert that folder"
+                )
+            require_whole(
+                self.names,
+                len(self.names) + self.more,
+                family,
+                family.layout(layout),
+                tied=self.model.is_tied(family),
+                strange=self.strange,
+                where=where,
+                hint=hint,
+            )
+
+
+def lacks(model: Model, names: Collection[str], target: str | None = None) -> Lacks:
+    """Return what a model lacks; where several families fit, what it lacks by all of them.
+
+    Transformers has classes without a head; who reads another *target* layout expects one.
+
+    Raises:
+        MappingError: A configuration states what is no size.
+        UsageError: A given size has no such name, or contradicts a file.
+    """
+    if not names or is_adapter(names):
+        return Lacks((), False, model, UNKNOWN_ADAPTER if names else "")
+    if not model.exact:
+        model, names = _unquantized(model, names)
+    headless = target in (None, model.layout) or str(target).startswith(TRANSFORMERS)
+    base = is_base(model.layout)
+    if model.exact and not model.configured and not model.request.sizes and (headless or not base):
+        return Lacks((), False, model)
+    found: dict[str, None] | None = None
+    numbers: list[int] = []
+    totals: list[int] = []
+    # Of a model that many families may be nobody reads what it lacks by each of them.
+    most = MANY if len(model.pairs) > FEW_FAMILIES else None
+    certain, begins, strange = True, True, tuple[str, ...]()
+    for name, layout in model.pairs:
+        family = families.family(name)
+        matched = model.match(family, family.layout(layout), names)
+        sizes = model.sizes(family, implied=False)
+        less = lacking(
+            family,
+            family.layout(layout),
+            matched,
+            sizes,
+            tied=model.is_tied(family),
+            without=does_without(family, model.config, base=base) if headless else (),
+            demanded=demanded(family, model.config, matched),
+            most=most,
+        )
+        keys = dict.fromkeys(absent.key for absent in less.listed)
+        numbers.append(less.number - len(keys))
+        totals.append(less.number)
+        strange = strange or tuple(matched.unmatched)
+        found = keys if found is None else {key: None for key in found if key in keys}
+        if found:  # else nobody asks
+            certain = certain and _certain(family, matched, model, less)
+            begins = begins and begins_only(family, family.layout(layout), matched, keys)
+    more = min(numbers, default=0)
+    if most and more > 0:  # the lists are cut, so that they have fewer keys in common
+        more = min(totals) - len(found or ())
+    names = tuple(found or ())
+    return Lacks(names, certain, model, strange=strange, more=more, begins=begins)
+
+
+def _unquantized(model: Model, names: Collection[str]) -> tuple[Model, Collection[str]]:
+    """Return a model that is quantized in a way that no table describes as if it were not.
+
+    Its other tensors, and the layers that are quantized, are those of its family.
+    """
+    plain = plain_names(names)
+    if plain is names:
+        return model, names
+    model_type = model.request.model_type
+    types = [model_type] if model_type else families.names()
+    fitting = detect(
+        dict.fromkeys(plain, ()),
+        {name: families.family(name) for name in types},
+        model.config,
+        model.params,
+        named=bool(model_type),
+        root=model.root,
+    )
+    pairs = tuple((one.family, one.layout) for one in fitting)
+    return replace(model, pairs=pairs, exact=any(one.exact for one in fitting)), plain
+
+
+def _certain(family: Family, matched: Matched, model: Model, less: Lacking) -> bool:
+    """Whether a checkpoint is of *family* although it lacks something."""
+    config = model.config or {}
+    if matched.unmatched:
+        stated = config.get("architectures")
+        named = isinstance(stated, list) and family.architecture in stated
+        return named and "quantization_config" not in config
+    if model.request.model_type or model.configured:
+        return True
+    # Layers, and something before or after them: a head alone is no model.
+    tensors = family.tensors.values()
+    there = {bool(tensor.indices) for tensor in tensors if matched.number(tensor)}
+    return (
+        less.number <= sum(len(group.keys) for group in matched.groups)
+        and there == {bool(tensor.indices) for tensor in tensors}
+        and all(absent.shown for absent in less.listed)
+    )

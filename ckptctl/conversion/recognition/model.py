@@ -1,0 +1,569 @@
+"""The model in a checkpoint: where it lies, which family it is, which layout it has."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from ckptctl import families, formats
+from ckptctl.catalog import Blob, Catalog, Path, TensorEntry
+from ckptctl.conversion.recognition.roots import (
+    Selection,
+    checked_root,
+    containers,
+    covers,
+    roots,
+    select,
+    subtrees,
+)
+from ckptctl.errors import (
+    ALTERNATIVES,
+    HomelessError,
+    MappingError,
+    either,
+    listed,
+    nearest,
+    possible,
+    spell_option,
+)
+from ckptctl.formats.sidecar_files import DOCUMENTS
+from ckptctl.options import among
+from ckptctl.planner.config_facts import MODULES, Json, is_tied, read_lists, read_sizes
+from ckptctl.planner.families.facts import TOLD
+from ckptctl.planner.layouts import HF, Family, Layout, is_base
+from ckptctl.planner.mapping.adapters import is_adapter
+from ckptctl.planner.mapping.detect import Candidate, configured, detect, refined
+from ckptctl.planner.mapping.matching import Matched, match
+from ckptctl.storage.tree import TreePath
+from ckptctl.units import counted
+
+if TYPE_CHECKING:
+    from ckptctl.facts.recorded import Records
+
+Candidates: TypeAlias = Sequence[Candidate]
+SHOWN_CANDIDATES = 12
+
+
+CONFIG, ARGUMENTS = "config.json", "arguments"
+HYPER_PARAMETERS = "hyper_parameters"
+HOLDERS = ("config", "model_config", "model", "model_args", "cfg")
+"""What people call the part of a module's arguments that describes the model."""
+
+
+class WrongTypeError(MappingError):
+    """The model type that the user names is not that of config.json."""
+
+
+@dataclass(frozen=True, slots=True)
+class Description:
+    """A file that describes the model.
+
+    Attributes:
+        name: ``config.json``, ``params.json``, ``arguments``, which has the facts as they are, or
+            ``megatron``, which has them in Megatron's words.
+        complete: Whether silence in a config.json means transformers' default; the arguments of a
+            training may be a part of one.
+    """
+
+    name: str
+    place: str
+    content: Json
+    assets: bool = False
+    complete: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What the user says of the model in a checkpoint; what is None is detected.
+
+    Attributes:
+        root: Prefix of the model's names in the checkpoint.
+        sizes: Axis sizes and numbers of layers that no file has to state.
+    """
+
+    model_type: str | None = None
+    layout: str | None = None
+    root: str | None = None
+    sizes: Mapping[str, int] | None = None
+
+
+DETECTED = Request()
+
+
+@dataclass(frozen=True)
+class Model:
+    """What is known of the model in a checkpoint; what costs time is found out when it is asked.
+
+    Attributes:
+        request: What the user says of it.
+        documents: The configuration that it was understood by.
+        described: All files that describe it, which have to agree where its layout changes.
+        model_type: The family, if exactly one fits.
+        layout: The layout, if exactly one fits; None for an unknown family.
+        alike: Other layouts with the same names and axis orders.
+        root: Prefix of the model's names inside the checkpoint, with its dot; ``""``: the top.
+        exact: Whether every key is known and none is missing.
+        inside: Where nothing fits at *root*: prefixes of the models that lie elsewhere in it, each
+            with the families that it may be.
+        pairs: Families and layouts that fit, the first of each that are alike.
+        matched: What the model's keys are in these layouts.
+        denied: Families that would fit if Megatron's records did not contradict them.
+    """
+
+    catalog: Catalog = field(repr=False, compare=False)
+    request: Request
+    documents: Mapping[str, Json] = field(repr=False, compare=False)
+    model_type: str | None = None
+    candidates: tuple[str, ...] = ()
+    layout: str | None = None
+    alike: tuple[str, ...] = ()
+    evidence: tuple[str, ...] = ()
+    root: str = ""
+    exact: bool = False
+    config: Json | None = None
+    params: Json | None = None
+    inside: tuple[tuple[str, tuple[str, ...]], ...] = ()
+    pairs: tuple[tuple[str, str], ...] = ()
+    matched: Mapping[Layout, Matched] = field(default_factory=dict, repr=False, compare=False)
+    denied: tuple[str, ...] = ()
+    described: tuple[Description, ...] = field(default=(), repr=False, compare=False)
+
+    @cached_property
+    def selection(self) -> Selection:
+        """Return the model's own leaves, and the names of all others."""
+        return select(self.catalog, self.root)
+
+    @cached_property
+    def is_adapter(self) -> bool:
+        """Whether it has low-rank factors."""
+        return is_adapter(self.catalog.tensors)
+
+    @property
+    def tensors(self) -> Mapping[str, TensorEntry]:
+        """Return the model's tensors by their names in it."""
+        return self.selection.tensors
+
+    def is_tied(self, family: Family) -> bool:
+        """Return whether the tensors that *family* may tie are tied."""
+        return is_tied(family, self.config, self.params)
+
+    def sizes(self, family: Family, *, implied: bool) -> dict[str, int]:
+        """Return the axis sizes that are stated and, if asked, what these imply."""
+        return read_sizes(family, self.config, self.params, self.request.sizes, implied=implied)
+
+    def lists(self, family: Family) -> dict[str, list[int]]:
+        """Return the lists of layer numbers that are stated."""
+        return read_lists(family, self.config)
+
+    def as_type(self, model_type: str) -> Model:
+        """Understand the same checkpoint as *model_type*."""
+        asked = replace(self.request, model_type=model_type)
+        return replace(understand(self.catalog, self.documents, asked), described=self.described)
+
+    def match(self, family: Family, layout: Layout, keys: Collection[str]) -> Matched:
+        """Return what *keys* are, as it was found out if they are all of the model's."""
+        matched = self.matched.get(layout)
+        if matched is not None and list(matched.order) == list(keys):
+            return matched
+        return match(family, layout, keys)
+
+    def strays(self, keys: Collection[str]) -> Sequence[str]:
+        """Return those of *keys* that the family which fits best does not have."""
+        if self.exact or not self.pairs:
+            return ()
+        name, layout = self.pairs[0]
+        family = families.family(name)
+        return self.match(family, family.layout(layout), keys).unmatched
+
+    def states_padding(self, rows: int, size: int) -> bool:
+        """Return whether Megatron's records say that of *rows* of a vocabulary *size* are used."""
+        records = _records(self.catalog)
+        return records is not None and records.state_padding(rows, size)
+
+    def by_names_alone(self, layout: str | None) -> Model:
+        """Return the same of what no table describes, and whose names are those of *layout*."""
+        return replace(self, model_type=None, candidates=(), layout=layout, pairs=(), matched={})
+
+    @property
+    def configured(self) -> bool:
+        """Return whether a file describes the model."""
+        return self.config is not None or self.params is not None
+
+    @property
+    def named(self) -> str:
+        """Return the model type as a sentence can show it."""
+        return self.model_type or possible(self.candidates) or "unknown model"
+
+
+def understand(
+    catalog: Catalog,
+    documents: Mapping[str, Json] | None = None,
+    request: Request = DETECTED,
+) -> Model:
+    """Find the model in *catalog* and say what it is, by *documents* or else the catalog's own."""
+    model_type, layout, root = request.model_type, request.layout, request.root
+    documents = catalog.documents if documents is None else documents
+    config, params = documents.get("config.json"), documents.get("params.json")
+    asked = families.family(model_type) if model_type else None
+    if asked is not None and asked.name in families.built_in() and config is not None:
+        _require_described(asked, str(model_type), config, catalog.path)
+    known = {asked.name: asked} if asked else families.families()
+    if adapter := is_adapter(catalog.tensors):
+        known = families.adapters(known.values())
+        model_type = next(iter(known), None) if model_type else None
+    if layout is not None and not is_base(layout):
+        among(layout, "layout", families.layouts(known.values()))
+    prefixes = [checked_root(catalog, root)] if root is not None else roots(catalog)
+    format = formats.get(catalog.format)
+    prefer = layout or format.layout
+    records = _records(catalog)
+    asked_records = None if config or params or model_type else records
+    named = containers(catalog)
+    tried: dict[str, Candidates] = {}
+    denied: list[Candidate] = []
+    for prefix in prefixes:
+        if prefix not in named and any(map(_exact, tried.values())):
+            break
+        shapes = {name: entry.shape for name, entry in select(catalog, prefix).tensors.items()}
+        fitting: Candidates = ()
+        if asked_records:
+            fitting = asked_records.candidates(known, shapes, prefix)
+        fitting = fitting or detect(
+            shapes, known, config, params, prefer=prefer, named=bool(model_type), root=prefix
+        )
+        if asked_records:
+            wrong = [one for one in fitting if asked_records.contradict(known[one.family])]
+            denied += wrong
+            fitting = [one for one in fitting if one not in wrong]
+        if not layout and not format.other_layouts:
+            fitting = [c for c in fitting if format.layout in (c.layout, *c.alike)] or fitting
+        tried[prefix] = fitting
+    place = prefixes[0]
+    if len(tried) > 1:
+        place = max(tried, key=lambda prefix: _rank(tried[prefix]))
+        _require_one_root(place, tried, named, catalog.path)
+    inside = {} if root is not None or tried[place] else _inside(catalog, known, tried)
+    if len(inside) == 1 and covers(catalog, next(iter(inside))):
+        place = next(iter(inside))
+    fitting = tuple({**tried, **inside}[place])
+    candidates = [c for c in fitting if layout in (None, c.layout, *c.alike)]
+    if layout is not None and not candidates:
+        raise _in_another_layout(layout, fitting, catalog.path)
+    names = _families(candidates)
+    layouts = list(dict.fromkeys(c.layout for c in candidates))
+    # Layouts that differ only in layers that are not adapted: any of them is right.
+    any_layout = _exact(fitting) and adapter
+    if layout is None and layouts and (len(layouts) == 1 or any_layout):
+        layout = layouts[0]
+    model = names[0] if len(names) == 1 else model_type if names else None
+    if records and config is None and params is None and model in known:
+        config = records.configuration(known[model])
+    found = Model(
+        catalog,
+        replace(request, model_type=model_type),
+        documents,
+        model_type=model,
+        candidates=names,
+        layout=layout,
+        alike=candidates[0].alike if candidates else (),
+        evidence=tuple(map(str, candidates)),
+        root=place,
+        exact=_exact(fitting),
+        config=config,
+        params=params,
+        inside=() if candidates else tuple((p, _families(c)) for p, c in inside.items()),
+        pairs=tuple((c.family, c.layout) for c in candidates),
+        matched={known[c.family].layout(c.layout): c.matched for c in candidates},
+        denied=_families(denied),
+    )
+    if model_type is None and config is None:
+        return _perhaps_tied(found, known)
+    return found
+
+
+def descriptions_of(
+    catalog: Catalog, roots: Mapping[str, TreePath] | None = None
+) -> Iterator[Description]:
+    """Yield all that describes the model in a checkpoint, and what the trainer was told.
+
+    Lightning keeps the arguments of a module as ``hyper_parameters``; a whole config.json may be
+    among them, or single sizes under its names.
+
+    Args:
+        catalog: The checkpoint.
+        roots: Where files lie, by name.
+    """
+    for name, content in catalog.documents.items():
+        if name in DOCUMENTS:
+            home = (roots or {}).get(name, catalog.root)
+            yield Description(name, str(home / name), content)
+    for place, stated in catalog.stated.items():
+        yield Description(ARGUMENTS, place, stated)
+    for name, records in catalog.extensions.items():
+        for file, record in records.items():
+            yield Description(name, f"{file} in {catalog.path}", record)
+    given = [blob for blob in catalog.blobs.values() if blob.path[:1] == (HYPER_PARAMETERS,)]
+    for holder in ((), *((name,) for name in HOLDERS)) if given else ():
+        path = (HYPER_PARAMETERS, *holder)
+        place, held = f"`{'.'.join(path)}` in {catalog.path}", _below(given, path)
+        if isinstance(held.get("model_type"), str):
+            yield Description(CONFIG, place, held, complete=False)
+        elif told := {
+            name: value
+            for name, value in held.items()
+            if name in TOLD and isinstance(value, (bool, int, float, str))
+        }:
+            yield Description(ARGUMENTS, place, told)
+
+
+def _below(blobs: Iterable[Blob], path: Path) -> Json:
+    """Return the dictionary of dictionaries that leaves below *path* are."""
+    held: dict[str, Any] = {}
+    for blob in blobs:
+        keys = [key for key in blob.path[len(path) :] if isinstance(key, str)]
+        if keys and blob.path == (*path, *keys):
+            inner = held
+            for key in keys[:-1]:
+                inner = inner.setdefault(key, {})
+            inner[keys[-1]] = blob.value
+    return held
+
+
+def _require_described(asked: Family, called: str, config: Json, where: TreePath) -> None:
+    """Refuse a model type that a config.json contradicts by naming another known one.
+
+    Model types that are a special case of each other, or that have the same table, stand for each
+    other; so do those of text models for the models that contain them.
+    """
+    parts = [config, *(one for name in MODULES if isinstance(one := config.get(name), Mapping))]
+    known = families.families()
+    own = {asked.name, *refined(asked, known)}
+    for part in parts:
+        for name in configured(known, part):
+            other = known[name]
+            related = {name, *refined(other, known)} & own
+            named_alike = HF in asked.layouts and HF in other.layouts
+            if related or (named_alike and asked.layout(HF).same_as(other.layout(HF))):
+                return
+    stated = configured(known, config)
+    if not stated:
+        return
+    raise WrongTypeError(
+        f"{spell_option(f'--model-type {called}')} contradicts config.json",
+        where=where,
+        why=f"config.json has `model_type` `{config.get('model_type')}`, which belongs to "
+        f"{possible(tuple(stated))}",
+        hint=f"omit {spell_option('--model-type')}",
+    )
+
+
+def _exact(fitting: Candidates) -> bool:
+    return any(candidate.exact for candidate in fitting)
+
+
+def _rank(fitting: Candidates) -> tuple[bool, float]:
+    return _exact(fitting), max((c.share for c in fitting), default=0.0)
+
+
+def _families(fitting: Candidates) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(candidate.family for candidate in fitting))
+
+
+def _records(catalog: Catalog) -> Records | None:
+    """Return what programs recorded of the model, or None if there is nothing."""
+    if not catalog.extensions:
+        return None
+    from ckptctl.facts.recorded import Records  # most checkpoints have none
+
+    return Records(catalog)
+
+
+def _inside(
+    catalog: Catalog, known: Mapping[str, Family], tried: Mapping[str, Candidates]
+) -> dict[str, Candidates]:
+    """Return the parts of *catalog* that are exactly a model of a family, by their prefixes."""
+    models: dict[str, Candidates] = {}
+    for prefix in subtrees(catalog):
+        if prefix in tried or any(prefix.startswith(outer) for outer in models):
+            continue
+        shapes = {name: entry.shape for name, entry in select(catalog, prefix).tensors.items()}
+        fitting = detect(shapes, known, least=1.0, root=prefix)
+        if _exact(fitting):
+            models[prefix] = fitting
+    return models
+
+
+def _in_another_layout(layout: str, fitting: Candidates, where: TreePath) -> MappingError:
+    names = " or ".join(map(str, fitting))
+    return MappingError(
+        f"the tensors are not in layout `{layout}`",
+        where=where,
+        why=f"their keys match {names}"
+        if names
+        else "no known model type has these keys in that layout",
+    )
+
+
+def _perhaps_tied(found: Model, known: Mapping[str, Family]) -> Model:
+    """Name the tied families, too, where nothing but equal tensors tells them apart.
+
+    Meta's files of Llama 3.2 hold the embedding twice, and params.json does not say that the two
+    are one.
+    """
+    family = known.get(found.model_type or "")
+    if family is None or family.tied or found.layout is None or not found.exact:
+        return found
+    leaves = family.layout(found.layout).leaves
+    pairs = [
+        (leaves[tie.tensor].key.text, leaves[tie.of].key.text)
+        for tie in family.ties
+        if tie.tensor in leaves and tie.of in leaves
+    ]
+    if not any(_same_crc(found.tensors, *pair) for pair in pairs):
+        return found
+    tied = [name for name, other in known.items() if other.tied and other.refines == family.name]
+    why = "because its tied tensors have the same recorded checksums"
+    evidence = (f"{name}, {why}" for name in tied)
+    return replace(
+        found,
+        model_type=None if tied else found.model_type,
+        candidates=(*found.candidates, *tied),
+        evidence=(*found.evidence, *evidence),
+    )
+
+
+def _same_crc(tensors: Mapping[str, TensorEntry], one: str, other: str) -> bool:
+    """Whether two tensors have the same recorded checksums, box by box."""
+    crcs = [
+        [(extent.box, extent.crc32) for extent in tensors[name].extents]
+        for name in (one, other)
+        if name in tensors
+    ]
+    return len(crcs) == 2 and crcs[0] == crcs[1] and all(crc is not None for _, crc in crcs[0])
+
+
+def _require_one_root(
+    place: str, tried: Mapping[str, Candidates], named: Sequence[str], where: TreePath
+) -> None:
+    best = _rank(tried[place])
+    alike = [prefix for prefix in tried if prefix in named and _rank(tried[prefix]) == best]
+    equals = [p for p in alike if not any(q != p and q.startswith(p) for q in alike)]
+    if place in equals and len(equals) > 1:
+        shown = " or ".join(f"`{prefix.rstrip('.')}`" for prefix in equals)
+        raise MappingError(
+            f"the model could be under {shown}",
+            where=where,
+            why="both match equally well",
+            hint=f"choose one with {_root_option(equals[0])}",
+        )
+
+
+def require_one_model(model: Model) -> None:
+    """Refuse a checkpoint of several models of one kind, as a student's beside its teacher's."""
+    families_of = [set(names) for _, names in model.inside]
+    if any(a & b for n, a in enumerate(families_of) for b in families_of[:n]):
+        first = model.inside[0][0].rstrip(".")
+        raise MappingError(
+            f"the checkpoint contains {counted(len(model.inside), 'model')}",
+            where=model.catalog.path,
+            why=lying(model),
+            hint=f"pass {spell_option(f'--root {first}')} to select the first, or "
+            f"{spell_option('--root .')} to select all with their prefixes",
+        )
+
+
+def lying(model: Model) -> str:
+    """Say where in a checkpoint, of which nothing is known at the top, models lie."""
+    parts = [f"`{prefix.rstrip('.')}` ({possible(names)})" for prefix, names in model.inside]
+    return f"there is a model under {either(parts, 'and')}"
+
+
+def require_one(model: Model) -> None:
+    """Raise MappingError unless family and layout are known without doubt."""
+    if not model.candidates:
+        raise HomelessError(
+            "unknown model type",
+            where=model.catalog.path,
+            why=lying(model) if model.inside else _strange(model),
+            hint=f"{root_hint(model)}, or use format hf, dcp or torch to copy keys unchanged",
+        )
+    if model.model_type is None or model.layout is None:
+        raise MappingError(
+            "the model type or layout is ambiguous",
+            where=model.catalog.path,
+            why=_possible(model),
+            hint=_decided(model),
+        )
+
+
+def _root_option(prefix: str) -> str:
+    return spell_option(f"--root {prefix.rstrip('.') or '.'}")
+
+
+def root_hint(model: Model) -> str:
+    """Return what may make a model known that is not."""
+    if model.denied:
+        return (
+            f"pass {spell_option(f'--model-type {model.denied[0]}')} to list the "
+            "contradicting facts"
+        )
+    if model.inside:
+        return f"set its prefix with {_root_option(model.inside[0][0])}"
+    if model.request.root is not None:
+        return f"omit {_root_option(model.root)} to search the entire checkpoint"
+    if model.request.model_type:
+        return f"set its prefix with {spell_option('--root PREFIX')}"
+    return (
+        f"set it with {spell_option('--model-type NAME')}, or its prefix with "
+        f"{spell_option('--root PREFIX')}"
+    )
+
+
+def _decided(model: Model) -> str:
+    """Return what says which family it is; a configuration states the sizes of axes as well."""
+    asked = _asked(model)
+    if model.config or model.params:
+        return (
+            f"choose with {asked}, or pass another config.json with {spell_option('--assets DIR')}"
+        )
+    return (
+        f"pass {spell_option('--assets DIR')} with the trained model's config.json, which also "
+        f"states the axis sizes, or choose with {asked}"
+    )
+
+
+def _asked(model: Model) -> str:
+    """Return the option that decides, with its values where they are few."""
+    names = model.candidates
+    layouts = dict.fromkeys(layout for _, layout in model.pairs)
+    if len(names) == 1 and len(layouts) > 1:
+        return either([f"{spell_option(f'--from-layout {layout}')}" for layout in layouts])
+    if len(names) > ALTERNATIVES:
+        return spell_option("--model-type")
+    return either([f"{spell_option(f'--model-type {name}')}" for name in names])
+
+
+def _strange(model: Model) -> str:
+    """Say why no family fits."""
+    if model.request.model_type:
+        return f"no layout of `{model.request.model_type}` has these keys"
+    if model.denied:
+        fitting = listed(model.denied, SHOWN_CANDIDATES)
+        return f"Megatron's records contradict every model type that has these keys: {fitting}"
+    stated = (model.config or {}).get("model_type")
+    signs = (sign for family in families.families().values() for sign in family.config_signs)
+    model_types = [str(sign["model_type"]) for sign in signs if "model_type" in sign]
+    if not isinstance(stated, str) or stated in model_types:
+        return "no known model type has these keys"
+    close = nearest(stated, model_types)
+    near = f" (did you mean `{close}`?)" if close else ""
+    return f"config.json has the unknown `model_type` `{stated}`{near}"
+
+
+def _possible(model: Model) -> str:
+    if len(model.evidence) <= ALTERNATIVES:
+        return either(model.evidence, "and")
+    described = "tensors and configuration" if model.config or model.params else "the tensors"
+    return f"{described} match {listed(model.candidates, SHOWN_CANDIDATES)}"

@@ -1,0 +1,111 @@
+"""The rows that Megatron-Core adds to a vocabulary so that tensor-parallel ranks can divide it.
+
+``args.padded_vocab_size`` is the next multiple of ``make_vocab_size_divisible_by`` (128) times the
+number of these ranks (``megatron/training/tokenizer``). A model with another number of rows loads
+such a checkpoint, too: its embedding and output layer are declared with ``allow_shape_mismatch``,
+and rows that are not there become zeros. The real number is that of config.json. Rows that no token
+means are trained all the same, as those of outputs that never come, so that they need not be zeros:
+then the trainer's own arguments have to say that they are padding.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from ckptctl.errors import MappingError, spell_option
+from ckptctl.planner.layouts import Family
+from ckptctl.planner.mapping.matching import Tensors
+from ckptctl.units import counted
+
+if TYPE_CHECKING:
+    from ckptctl.planner.mapping.tensors import Change
+
+AXIS = "v"
+"""The rows of a vocabulary."""
+PADDED_LAYOUTS = ("mcore", "mcore-local")
+"""Layouts of programs that pad a vocabulary."""
+MULTIPLE = 128
+"""What Megatron-LM and Megatron-Bridge pad a vocabulary to where nobody says otherwise."""
+READ = "they must be zero, which is checked before writing"
+
+
+def note_unstated_padding(change: Change, stated: int | None) -> None:
+    """Note that nothing states whether the tensors of a padded layout have padding."""
+    rows = change.sizes.get(AXIS)
+    if stated is not None or not rows:
+        return
+    note = (
+        f"no file states whether some of the {counted(rows, 'row')} of the vocabulary are "
+        "padding; all are kept"
+    )
+    options = f"{spell_option('--assets')} or {spell_option('--vocab-size')}"
+    change.notes.add(f"{note} (set the size with {options})")
+
+
+def vocabulary_rows(tensors: Tensors) -> int | None:
+    """Return the rows of a vocabulary that all *tensors* with such show, or None."""
+    found = {tensors.shapes[key][dim] for key, dim in tensors.dims_of(AXIS).items()}
+    return found.pop() if len(found) == 1 else None
+
+
+def rows_with_padding(tensors: Tensors, size: int | None) -> int | None:
+    """Return the rows of a vocabulary in a padded layout, or None if *size* admits no more."""
+    rows = vocabulary_rows(tensors)
+    return rows if rows is not None and size is not None and rows > size else None
+
+
+def without_padding(change: Change, tensors: Tensors, size: int, *, stated: bool) -> Change:
+    """Return *change* to a vocabulary of *size* rows; the others have to be padding."""
+    from ckptctl.planner.mapping.mapped import RedundantData, Region  # few commands map tensors
+
+    rows = change.sizes[AXIS]
+    read = {source.key for one in change.tensors for source in one.sources}
+    regions = []
+    for key, dim in tensors.dims_of(AXIS).items():
+        origin, sizes = [0] * len(tensors.shapes[key]), list(tensors.shapes[key])
+        origin[dim], sizes[dim] = size, rows - size
+        if key in read:
+            regions.append(Region(key, tuple(origin), tuple(sizes)))
+    padding = () if stated else (RedundantData(one, kind="padding") for one in regions)
+    why = "Megatron's arguments state that they are padding" if stated else READ
+    left = counted(rows - size, "row")
+    change.notes.add(f"the last {left} of the vocabulary are dropped ({why})")
+    return replace(
+        change,
+        redundant=(*padding, *change.redundant),
+        sizes={**change.sizes, AXIS: size},
+    )
+
+
+def require_own_rows(change: Change, family: Family) -> None:
+    """Refuse another size where rows that follow the vocabulary would become other tokens."""
+    layouts = (family.layout(name) for name in (change.source_layout, change.target_layout) if name)
+    leaves = (leaf for layout in layouts for leaf in layout.leaves.values())
+    fused = {
+        one.key.text for one in leaves if one.part is not None and one.dims[one.along] == (AXIS,)
+    }
+    keys = (
+        *(source.key for item in change.tensors for source in item.sources),
+        *(target.key for item in change.tensors for target in item.targets),
+    )
+    key = next((key for key in keys if key in fused), None)
+    if key is not None:
+        raise MappingError(
+            f"axis {AXIS} cannot be resized because it is fused with another axis",
+            where=f"tensor `{key}`",
+        )
+
+
+def padded_size(tensors: Tensors) -> int | None:
+    """Return the rows of a vocabulary in a padded layout, or None if no tensor has such."""
+    rows = vocabulary_rows(tensors)
+    return None if rows is None else -(-rows // MULTIPLE) * MULTIPLE
+
+
+def note_padding(change: Change, rows: int, *, is_asked: bool) -> None:
+    """Note that *change* fills up a vocabulary with zeros, and how to choose the size."""
+    other = f"pass {spell_option('--vocab-size')} for another size"
+    why = "" if is_asked else f", a multiple of {MULTIPLE} ({other})"
+    rows_before = counted(change.sizes[AXIS], "row")
+    change.notes.add(f"the vocabulary of {rows_before} is padded with zeros to {rows:,}{why}")

@@ -1,0 +1,299 @@
+"""Which part of a checkpoint is converted: what options select, and of that what is complete.
+
+What is incomplete is told by positive evidence, which ``--allow-missing`` goes by.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+from ckptctl.catalog import Box, Catalog, Finding, TensorEntry
+from ckptctl.conversion.draft import Draft
+from ckptctl.conversion.items import resolved
+from ckptctl.conversion.recognition.lacking import lacks
+from ckptctl.conversion.recognition.roots import Selection, chosen, select, wanted
+from ckptctl.conversion.training import name_parts
+from ckptctl.errors import (
+    CkptError,
+    CoverageError,
+    DamagedError,
+    MappingError,
+    UnsupportedError,
+    command,
+    spell_option,
+)
+from ckptctl.numerics.quantized import glanced
+from ckptctl.planner.boxes import check_coverage
+from ckptctl.storage.files import source_files
+from ckptctl.storage.tree import TreePath
+from ckptctl.storage.zips.zip_reader import read_archive
+from ckptctl.verdict import drop_structure_claim
+
+SETTINGS = "param_groups"
+EXTRA_STATE = "._extra_state/"
+
+
+def select_tensors(draft: Draft) -> Draft:
+    """Select what is converted, as options say, and of that what is complete."""
+    catalog, options, root, notes = draft.catalog, draft.options, draft.model.root, draft.notes
+    names, files = find_missing(draft.source) if options.allow_missing else ({}, {})
+    selection = select(catalog, root)
+    if draft.target.training:
+        selection = _with_states_of_modules(selection, catalog)
+    whole = tuple(selection.tensors)
+    if selection.rest and not draft.includes_training_state:
+        why = f"not part of the model ({draft.keep_hint})"
+        notes.explain("skipped", dict.fromkeys(selection.rest, why))
+    lost = (name for name in names if name.startswith(root) and name not in catalog.blobs)
+    there = dict.fromkeys((*whole, *(name.removeprefix(root) for name in lost)))
+    lacking = lacks(draft.model, there, draft.layout)
+    selection, unwanted = chosen(
+        selection, options.include, options.exclude, draft.includes_training_state, lacking.names
+    )
+    if unwanted:
+        chosen_by = f"{spell_option('--include')}, {spell_option('--exclude')}"
+        notes.explain("skipped", dict.fromkeys(unwanted, f"not selected ({chosen_by})"))
+    nothing = not catalog.tensors and (names or files)
+    if (
+        not selection.tensors
+        and not nothing
+        and not (draft.includes_training_state and selection.rest)
+    ):
+        raise MappingError(
+            "no tensors to convert",
+            where=catalog.path,
+            why="the checkpoint contains training state but no model" if selection.rest else None,
+            hint=draft.keep_hint if selection.rest else None,
+        )
+    missing: dict[str, str] = {}
+    if names or files:
+        unknown, incomplete = _incomplete(draft, selection, names)
+        missing = {**incomplete, **files}
+        whole += unknown
+        selection = _without(selection, missing)
+        if not selection.tensors:
+            reasons = missing or names
+            name, why = next(iter(reasons.items()))
+            raise DamagedError(
+                "no complete tensors to convert",
+                where=catalog.path,
+                why=f"`{name}`: {why} ({len(reasons):,} missing in total)",
+                hint=f"run {command('verify', catalog.path)} to list everything that is missing",
+            )
+    if lacking.names:
+        lacking = lacking.only([name for name in lacking.names if _is_wanted(draft, root + name)])
+        if not options.allow_missing:
+            lacking.require_whole(str(catalog.path))
+    whole += lacking.names if lacking.certain else ()
+    notes.add(*(drop_structure_claim(lacking.doubts) if missing else lacking.doubts))
+    missing |= lacking.missing
+    return replace(draft, selection=selection, expected_names=whole, missing=missing)
+
+
+def skip_parts(draft: Draft, parts: Mapping[str, str]) -> Draft:
+    """Skip *parts* of the model, by their names in it, and what is useless without them.
+
+    The notes say then what is missing of all that was selected.
+    """
+    root, selection = draft.model.root, draft.selection
+    gone = {**draft.missing, **{root + name: why for name, why in parts.items()}}
+    model = {root + name for name in (*selection.tensors, *parts)} | gone.keys()
+    outside = selection.rest if draft.includes_training_state else ()
+    missing = {**dependent(gone, model, outside, root), **gone}
+    draft.notes.explain("missing", missing)
+    return replace(draft, selection=_without(selection, missing), missing=missing)
+
+
+def _is_wanted(draft: Draft, name: str) -> bool:
+    """Return whether a leaf that is not there would be converted if it were."""
+    globs = draft.options.include, draft.options.exclude
+    return wanted(draft.catalog, name, draft.model.root, *globs, draft.includes_training_state)
+
+
+def _with_states_of_modules(selection: Selection, catalog: Catalog) -> Selection:
+    """Return *selection* with what modules keep beside tensors, as Transformer Engine its scales.
+
+    Only programs that write them ask for them.
+    """
+    found = {name: catalog.blobs[name] for name in selection.rest if EXTRA_STATE in name}
+    rest = tuple(name for name in selection.rest if name not in found)
+    return replace(selection, blobs={**selection.blobs, **found}, rest=rest)
+
+
+def _incomplete(
+    draft: Draft, selection: Selection, names: Mapping[str, str]
+) -> tuple[tuple[str, ...], dict[str, str]]:
+    """Return the model's tensors that only *names* tells of, and what is not written, and why."""
+    catalog, root = draft.catalog, draft.model.root
+    here = {root + name for name in (*selection.tensors, *selection.blobs)}
+    outside = selection.rest if draft.includes_training_state else ()
+    there = {*here, *outside}
+    absent = names.keys() - catalog.tensors.keys() - catalog.blobs.keys()
+    lacking = {
+        name: why
+        for name, why in names.items()
+        if name in there or (name in absent and _is_wanted(draft, name))
+    }
+    own = {name for name in absent if wanted(catalog, name, root, (), (), False)}
+    unknown = sorted(name.removeprefix(root) for name in own)
+    return tuple(unknown), {**dependent(lacking, here | own, outside, root), **lacking}
+
+
+def _without(selection: Selection, names: Collection[str]) -> Selection:
+    """Return *selection* without the leaves called *names*, as the checkpoint calls them."""
+    root = selection.root
+    return replace(
+        selection,
+        tensors={n: entry for n, entry in selection.tensors.items() if root + n not in names},
+        blobs={n: blob for n, blob in selection.blobs.items() if root + n not in names},
+        rest=tuple(name for name in selection.rest if name not in names),
+    )
+
+
+def dependent(
+    missing: Iterable[str], model: Iterable[str], outside: Sequence[str], root: str
+) -> dict[str, str]:
+    """Return the optimizer state that is nothing without what is missing, and why.
+
+    The moments of a parameter go with it, and with each other; a parameter's settings stay.
+    """
+    own = set(model)
+    missing = list(missing)
+    parameters = {name.removeprefix(root) for name in own}
+    lost = {name.removeprefix(root) for name in missing if name in own}
+    states = {_state_of(name): name for name in missing if name not in own and _is_state(name)}
+    found: dict[str, str] = {}
+    for name in outside if lost or states else ():
+        if not _is_state(name):
+            continue
+        owner = next((part for part in name_parts(name) if part in parameters), None)
+        if owner in lost:
+            found[name] = f"its parameter `{owner}` is missing"
+        elif _state_of(name) in states:
+            found[name] = f"it depends on `{states[_state_of(name)]}`, which is missing"
+    return found
+
+
+def _is_state(name: str) -> bool:
+    parts = name.split(".")
+    return "state" in parts and SETTINGS not in parts
+
+
+def _state_of(name: str) -> str:
+    return name.rpartition(".")[0]
+
+
+def find_missing(catalog: Catalog) -> tuple[dict[str, str], dict[str, str]]:
+    """Find what is incomplete in a checkpoint read with ``partial``, by the header of each item.
+
+    Returns:
+        Tensors and other leaves, by their names in the checkpoint, and why; and files that cannot
+        be used and of which nothing tells what they hold, and why.
+    """
+    _, wrong = resolved(replace(catalog, replicas={}))
+    errors = [f for f in (*catalog.findings, *wrong) if f.severity != "warning"]
+    names = {found.tensor: found.summary for found in errors if found.tensor}
+    names = _in_mixed_files(catalog, wrong) | names
+    for name, boxes in catalog.lost.items():
+        if boxes:
+            names.setdefault(name, _gone(boxes))
+    for entry in catalog.tensors.values():
+        if entry.name not in names and (why := _torn(entry)):
+            names[entry.name] = why
+    aliases = ((t.name, t.alias_of) for t in catalog.tensors.values() if t.alias_of)
+    _spread(names, aliases, "it shares memory with")
+    if names:
+        together = (
+            (weight.lead, name) for weight in glanced(catalog).weights for name in weight.names[1:]
+        )
+        _spread(names, together, "it is part of the same quantized tensor as")
+    explained = {file for boxes in catalog.lost.values() for box, file in boxes if box.numel}
+    explained |= {found.file for found in errors if found.tensor and found.file}
+    unknown = [f for f in errors if not f.tensor and f.file not in explained]
+    return names, {f.file or f.what: f.summary for f in unknown}
+
+
+def _gone(boxes: Sequence[tuple[Box, str]]) -> str:
+    """Say where what is missing is; an empty box stands for what may follow there."""
+    known = next((file for box, file in boxes if box.numel), None)
+    if known is None:
+        return f"it may continue in `{boxes[0][1]}`, which cannot be used"
+    return f"a part of it is in `{known}`, which cannot be used"
+
+
+def _torn(entry: TensorEntry) -> str | None:
+    try:
+        check_coverage(entry)
+    except (CoverageError, UnsupportedError) as error:
+        return error.why or error.what
+    return None
+
+
+def _spread(names: dict[str, str], couples: Iterable[tuple[str, str]], why: str) -> None:
+    """Add what goes with what is missing, in either direction."""
+    couples = list(couples)
+    grown = True
+    while grown:
+        grown = False
+        for one, other in (*couples, *((b, a) for a, b in couples)):
+            if one in names and other not in names:
+                names[other] = f"{why} `{one}`"
+                grown = True
+
+
+class _StoredItem(NamedTuple):
+    name: str
+    file: str
+    offset: int
+    nbytes: int
+
+
+def _in_mixed_files(catalog: Catalog, wrong: Sequence[Finding]) -> dict[str, str]:
+    """All that lies in files nothing of which can be trusted, and why.
+
+    A file of another rank or another save holds some items of the right dtype and shape by
+    chance, with other values. One item that cannot be read is a damaged item; several, or one that
+    is sound but another than it should be, or one in a file of another length, are another file.
+    """
+    bad: dict[str, list[str]] = defaultdict(list)
+    for finding in wrong:
+        if finding.severity == "error" and finding.file and finding.tensor in catalog.tensors:
+            bad[finding.file].append(finding.tensor or "")
+    stored: dict[str, list[_StoredItem]] = defaultdict(list)
+    for item in _items(catalog):
+        if item.file in bad:
+            stored[item.file].append(item)
+    reasons: dict[str, str] = {}
+    for file, items in stored.items():
+        first, *others = bad[file]
+        if (
+            others
+            or catalog.files.get(file) != max(item.offset + item.nbytes for item in items)
+            or any(_sound(catalog.root, item) for item in items if item.name == first)
+        ):
+            more = f" and {len(others):,} more" if others else ""
+            why = f"its file does not match the metadata: cannot read or verify `{first}`{more}"
+            reasons |= {item.name: why for item in items}
+    return reasons
+
+
+def _items(catalog: Catalog) -> Iterator[_StoredItem]:
+    for entry in catalog.tensors.values():
+        for extent in entry.extents:
+            yield _StoredItem(entry.name, extent.file, extent.offset, extent.nbytes)
+    for blob in catalog.blobs.values():
+        if blob.file is not None:
+            yield _StoredItem(blob.name, blob.file, blob.offset, blob.nbytes)
+
+
+def _sound(root: TreePath, item: _StoredItem) -> bool:
+    """Return whether the item can be read, so that not its bytes are wrong but what it is."""
+    try:
+        with source_files(root) as files:
+            read_archive(files, item.file, item.offset, item.nbytes)
+    except CkptError:
+        return False
+    return True

@@ -1,0 +1,357 @@
+"""The options that several operations share: one spelling, one meaning, one check each."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Annotated, Literal
+
+from ckptctl.conversion.option_checks import (
+    AnyPath,
+    axis_sizes,
+    dequantized,
+    dequantized_dtypes,
+    floating,
+    floating_dtypes,
+    globs,
+    layouts,
+    model_types,
+    new_place,
+    parse_sizes,
+    path,
+    place,
+    positive,
+    quantization_schemes,
+    readable,
+    readable_formats,
+    scheme,
+    tensors,
+    thread_count,
+    writable,
+    writable_formats,
+)
+from ckptctl.options import Argument, Excludes, Option, Options, Panel, group
+from ckptctl.storage.tree import TreePath
+
+WeightsOf = Literal["master", "module"]
+Part = Literal["model", "all"]
+
+FORMATS = "dcp, deepseek, hf, mcore, meta, mistral, peft or torch"
+WHOLE = Excludes("allow_missing", "it needs a complete source")
+LAYOUTS = (
+    "hf, meta or torchtune. Others include hf-v5, mistral and torchtitan@0.3. See `ckptctl models`."
+)
+
+
+Source = Annotated[
+    TreePath, Argument("Source checkpoint: directory, file or URL.", metavar="SRC", check=place)
+]
+Destination = Annotated[
+    TreePath, Argument("Destination path or URL.", metavar="DST", check=new_place)
+]
+Checkpoint = Annotated[
+    TreePath, Argument("Checkpoint: directory, file or URL.", metavar="PATH", check=place)
+]
+Root = Annotated[
+    TreePath, Argument("Folder of a training run's checkpoints.", metavar="ROOT", check=place)
+]
+RootOrHere = Annotated[
+    TreePath,
+    Argument(
+        "Folder of a training run's checkpoints.  [default: current directory]",
+        metavar="ROOT",
+        check=place,
+    ),
+]
+
+
+# --------------------------------------------------------------------------------- options
+
+
+def source_format(text: str, flags: str = "") -> Option:
+    """Return the option for the format of a source, with *text* as its help."""
+    return Option(
+        text,
+        flags=flags,
+        metavar="FORMAT",
+        check=readable,
+        offers=readable_formats,
+        panel="Format and model",
+    )
+
+
+def target_format(text: str, python: str = "") -> Option:
+    """Return the option for the format to write, with *text* as its help."""
+    return Option(text, metavar="FORMAT", check=writable, offers=writable_formats, python=python)
+
+
+def layout(text: str, *, panel: Panel = "Format and model", brief: bool = False) -> Option:
+    """Return an option for a layout, with *text* as its help."""
+    return Option(text, metavar="LAYOUT", offers=layouts, panel=panel, brief=brief)
+
+
+def trust_assets(requires: str = "") -> Option:
+    """Return the option to prefer the files of ``--assets``; see :attr:`Option.requires`."""
+    return Option(
+        "Prefer --assets over other files that contradict it.",
+        python="Prefer `assets` over other files that contradict it.",
+        panel="Advanced",
+        requires=requires,
+    )
+
+
+From = Annotated[
+    str | None,
+    source_format("Format of the source. See `ckptctl formats`.  [default: detected]", "--from"),
+]
+To = Annotated[str, target_format(f"Format to write: {FORMATS}.")]
+Weights = Annotated[
+    WeightsOf | None,
+    Option(
+        "Weights to read if the checkpoint has both: master (the optimizer's fp32 "
+        "copies) or module.  [default: master]",
+        metavar="KIND",
+        panel="Select",
+    ),
+]
+Tag = Annotated[
+    str | None,
+    Option(
+        "Tag of the save to read, if the folder has several.  [default: the one in `latest`]",
+        metavar="NAME",
+        panel="Select",
+    ),
+]
+Ranks = Annotated[
+    int | None,
+    Option(
+        "Number of ranks that saved the checkpoint, if its files do not record it.",
+        metavar="N",
+        check=positive,
+        panel="Advanced",
+    ),
+]
+Rules = Annotated[
+    AnyPath | None,
+    Option(
+        "Rules by which ranks split tensors, if the files do not record them: a TOML file or "
+        "megatron-core.",
+        metavar="FILE",
+        check=path,
+        panel="Advanced",
+    ),
+]
+ModelType = Annotated[
+    str | None,
+    Option(
+        "Model type. See `ckptctl models`.  [default: detected]",
+        flags="-m --model-type",
+        metavar="NAME",
+        offers=model_types,
+        panel="Format and model",
+        brief=True,
+    ),
+]
+Converter = Annotated[
+    AnyPath | None,
+    Option(
+        "Python file that defines an additional model type. The file is executed.",
+        metavar="FILE.py",
+        check=path,
+        panel="Advanced",
+    ),
+]
+Sizes = Annotated[
+    Mapping[str, int] | None,
+    Option(
+        "Model size missing from the configuration, e.g. num_attention_heads=32. Repeatable.",
+        python='Model sizes missing from the configuration, e.g. ``{"num_attention_heads": 32}``.',
+        flags="--set",
+        metavar="NAME=VALUE",
+        parse=parse_sizes,
+        check=axis_sizes,
+        panel="Format and model",
+    ),
+]
+FromLayout = Annotated[str | None, layout("Layout of the source.  [default: detected]")]
+ToLayout = Annotated[str | None, layout(f"Layout to write, e.g. {LAYOUTS}", brief=True)]
+DType = Annotated[
+    str | None,
+    Option(
+        "Cast floating-point tensors, e.g. to bf16 or fp16. Tensors that the model "
+        "pins to fp32 are not cast.",
+        metavar="DTYPE",
+        check=floating,
+        offers=floating_dtypes,
+    ),
+]
+Dequantize = Annotated[
+    str | None,
+    Option(
+        "Dequantize quantized tensors to bf16 or fp32.",
+        metavar="DTYPE",
+        check=dequantized,
+        offers=dequantized_dtypes,
+        excludes=(WHOLE,),
+    ),
+]
+Quantize = Annotated[
+    str | None,
+    Option(
+        "Quantize linear weights, e.g. to fp8-block or mxfp4. Other schemes are "
+        "fp8-channel, mxfp8 and nvfp4. Requires no calibration data. Skips norms, "
+        "embeddings, routers, gates, convolutions, vision towers and lm_head.",
+        metavar="SCHEME",
+        check=scheme,
+        offers=quantization_schemes,
+        excludes=(WHOLE,),
+    ),
+]
+QuantizeAlso = Annotated[
+    Sequence[str],
+    Option(
+        "Quantize additional weights that match, e.g. lm_head.weight. Repeatable.",
+        metavar="GLOB",
+        check=globs,
+        panel="Select",
+    ),
+]
+QuantizeNot = Annotated[
+    Sequence[str],
+    Option(
+        "Exclude matching weights from quantization. Repeatable.",
+        metavar="GLOB",
+        check=globs,
+        panel="Select",
+    ),
+]
+Include = Annotated[
+    Sequence[str],
+    Option(
+        "Include only matching tensors. Repeatable.",
+        metavar="GLOB",
+        check=globs,
+        offers=tensors,
+        panel="Select",
+        brief=True,
+    ),
+]
+Exclude = Annotated[
+    Sequence[str],
+    Option(
+        "Exclude matching tensors. Repeatable.",
+        metavar="GLOB",
+        check=globs,
+        offers=tensors,
+        panel="Select",
+    ),
+]
+Prefix = Annotated[
+    str | None,
+    Option(
+        "Prefix of the model's keys, or `.` for none.  [default: detected]",
+        metavar="PREFIX",
+        panel="Format and model",
+    ),
+]
+Assets = Annotated[
+    AnyPath | None,
+    Option(
+        "Source of config and tokenizer files. Accepts a folder, a URL or a Hub "
+        "repository (ORG/NAME).",
+        metavar="DIR",
+        check=place,
+        panel="Output",
+        brief=True,
+    ),
+]
+TrustAssets = Annotated[bool, trust_assets()]
+AllowOverflow = Annotated[
+    bool, Option("Allow elements to become infinite, NaN or saturated.", panel="Safety")
+]
+Jobs = Annotated[
+    int | None,
+    Option(
+        "Number of threads.  [default: one per core, at most 16]",
+        metavar="N",
+        check=thread_count,
+        panel="Performance",
+        brief=True,
+    ),
+]
+
+
+@group
+class ModelOptions(Options):
+    """Which model it is."""
+
+    model_type: ModelType = None
+    converter: Converter = None
+
+    def __post_init__(self) -> None:
+        """Check all values; a model type has to be known, whether or not it will be needed."""
+        super().__post_init__()
+        if self.model_type is not None:
+            from ckptctl import families
+
+            with families.using(self.converter):
+                families.family(self.model_type)
+
+
+@group
+class FormatOptions(Options):
+    """What a checkpoint is."""
+
+    format: From = None
+
+
+@group
+class SourceOptions(Options):
+    """Which of several answers a checkpoint gives."""
+
+    weights: Weights = None
+    tag: Tag = None
+    rules: Rules = None
+    ranks: Ranks = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class MapOptions(Options):
+    """Of which model a key is, and where it goes; see ``ckptctl map --help``."""
+
+    to_layout: Annotated[str, layout(f"Target layout, e.g. {LAYOUTS}", panel="Common")]
+    model_type: Annotated[
+        str | None,
+        Option(
+            "Model type. See `ckptctl models`.  [default: from --config]",
+            python="Model type. See `ckptctl models`.  [default: from `config`]",
+            flags="-m --model-type",
+            metavar="NAME",
+            offers=model_types,
+        ),
+    ] = None
+    from_layout: Annotated[
+        str | None, layout("Layout of KEY, if several layouts have this key.")
+    ] = None
+    sizes: Sizes = None
+    config: Annotated[
+        AnyPath | None,
+        Option(
+            "Path of config.json, params.json or their folder, which states the model "
+            "type and sizes.",
+            metavar="PATH",
+            check=place,
+        ),
+    ] = None
+    converter: Converter = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelsOptions(Options):
+    """Which model types are listed; see ``ckptctl models --help``."""
+
+    family: Annotated[
+        str | None, Argument("Model type to show in detail.", metavar="NAME", offers=model_types)
+    ] = field(default=None, kw_only=False)
+    layout: Annotated[str | None, layout("Show only model types and tables of this layout.")] = None
+    converter: Converter = None

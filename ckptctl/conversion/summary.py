@@ -1,0 +1,267 @@
+"""What went in, what comes out, and what became of every tensor in between, as numbers.
+
+Every tensor of the source is dropped, left out, or goes into the output; every tensor of the output
+is made of some of these, of what ``--fill-from`` takes, or of nothing: zeros.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from bisect import bisect_right
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Annotated
+
+from ckptctl.catalog import Extent, TensorEntry
+from ckptctl.columns import files_of
+from ckptctl.conversion.draft import Draft
+from ckptctl.formats.base import OutputTensor
+from ckptctl.planner.mapping.mapped import ComposedTensor
+from ckptctl.results import JsonField, Result
+from ckptctl.units import counted, format_bytes
+
+KINDS = ("made", "same", "fused", "divided", "regrouped", "repeated")
+MOST = sys.maxsize
+INTO = "number of resulting tensors"
+
+
+@dataclass(frozen=True, slots=True)
+class Amount(Result):
+    """Tensors, and their bytes."""
+
+    tensors: Annotated[int, JsonField("number of tensors, by name")] = 0
+    nbytes: Annotated[
+        int, JsonField("bytes of their elements; shared memory counts once", name="bytes")
+    ] = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Regrouped(Result):
+    """Tensors whose number changes."""
+
+    tensors: Annotated[int, JsonField("number of input tensors")] = 0
+    into: Annotated[int, JsonField(INTO)] = 0
+
+    def __bool__(self) -> bool:
+        return bool(self.tensors or self.into)
+
+
+@dataclass(frozen=True, slots=True)
+class Summary(Result):
+    """How the tensors of the output come from those of the source.
+
+    The source's, and those that are taken, are dropped, left out, fused, divided, regrouped,
+    repeated, or each become one; the output's are these, or made.
+    """
+
+    read: Annotated[Amount, JsonField("source tensors", name="in")]
+    written: Annotated[Amount, JsonField("output tensors", name="out")]
+    dropped: Annotated[int, JsonField("number of source tensors in `dropped`")]
+    left_out: Annotated[
+        int,
+        JsonField("number of source tensors in `left_out` or outside of the requested parts"),
+    ]
+    missing: Annotated[int, JsonField("number of incomplete source tensors")]
+    taken: Annotated[int, JsonField("number of tensors from `--fill-from`")]
+    made: Annotated[int, JsonField("number of output tensors created as zeros")]
+    fused: Annotated[
+        Regrouped,
+        JsonField("several tensors into one: fused, stacked, or dequantized with their scales"),
+    ]
+    divided: Annotated[Regrouped, JsonField("one tensor into several parts")]
+    regrouped: Annotated[Regrouped, JsonField("several tensors into several others")]
+    repeated: Annotated[Regrouped, JsonField("one tensor into several copies")]
+    quantized: Annotated[
+        Regrouped,
+        JsonField("one tensor into several, by `--quantize`", name="quantized"),
+    ] = Regrouped()
+
+    @property
+    def changes(self) -> tuple[str, ...]:
+        """Return what becomes of tensors that are not written one for one, as text."""
+        counts = {
+            "dropped": self.dropped,
+            "skipped": self.left_out,
+            "incomplete": self.missing,
+            "filled from the base": self.taken,
+        }
+        groups = {
+            "fused into": self.fused,
+            "split into": self.divided,
+            "regrouped into": self.regrouped,
+            "repeated as": self.repeated,
+            "quantized into": self.quantized,
+        }
+        found = [f"{count:,} {word}" for word, count in counts.items() if count]
+        found += [f"{one.tensors:,} {word} {one.into:,}" for word, one in groups.items() if one]
+        return (*found, *([f"{self.made:,} filled with zeros"] if self.made else ()))
+
+    @property
+    def sentence(self) -> str:
+        """Return it in one line, without zeros, and what stays the same only once."""
+        sides = dict.fromkeys(
+            f"{counted(side.tensors, 'tensor')}, {format_bytes(side.nbytes)}"
+            for side in (self.read, self.written)
+        )
+        changes = ", ".join(self.changes)
+        return " → ".join(sides) + (f" ({changes})" if changes else "")
+
+    @property
+    def is_plain(self) -> bool:
+        """Return whether every tensor is written once, with all its bytes."""
+        return self.read == self.written and not self.changes
+
+
+def summarize(draft: Draft, output: Draft) -> Summary:
+    """Count what becomes of the tensors of the source.
+
+    Args:
+        draft: What is converted, before output tensors are quantized.
+        output: What is written.
+    """
+    source, origins, skipped = draft.source, draft.origins, output.notes.reasons("skipped")
+    written = {one.name: one for one in draft.own_tensors}
+    groups = _Groups(_Origins(draft), written)
+    for composed in draft.mapped.values():
+        groups.add(composed)
+    used = {name for name in groups.sources if not name.startswith("/")}
+    unused = source.tensors.keys() - used
+    lost = unused & draft.missing.keys()
+    apart = {origins.get(name, name) for name in skipped}
+    left = (unused - lost) & (apart | (source.tensors.keys() - draft.catalog.tensors.keys()))
+    inside = [draft.inputs.tensors[name] for name in used - source.tensors.keys()]
+    kinds = groups.kinds()
+    made = output.quantization
+    return Summary(
+        Amount(
+            len(source.tensors) + len(inside),
+            source.nbytes + sum(entry.nbytes for entry in inside),
+        ),
+        Amount(
+            len(output.own_tensors),
+            sum(tensor.nbytes for tensor in output.tensors if tensor.alias_of is None),
+        ),
+        len(unused) - len(left) - len(lost),
+        len(left),
+        len(lost),
+        len(groups.sources - used),
+        kinds["made"].into,
+        kinds["fused"],
+        kinds["divided"],
+        kinds["regrouped"],
+        kinds["repeated"],
+        Regrouped(len(made.weights), len(made.parts)) if made else Regrouped(),
+    )
+
+
+_NOTHING = TensorEntry("", "uint8", (0,), (), ())
+
+
+class _Origins:
+    """Which tensors of the source, and of what is taken, a tensor is made of."""
+
+    def __init__(self, draft: Draft) -> None:
+        self._source, self._catalog = draft.source, draft.inputs
+        self._names, self._taken = draft.origins, draft.filled_from
+        self._known: dict[str, frozenset[str]] = {}
+
+    def of(self, key: str) -> frozenset[str]:
+        """Return their names; of what is taken with a slash before."""
+        if key in self._taken:
+            return frozenset((f"/{key}",))
+        if key not in self._known:
+            name, entry = self._names.get(key, key), self._catalog.tensors[key]
+            # A tensor of no file of its own may be computed of others, or lie in a leaf.
+            found = {name}
+            if name not in self._source.tensors:
+                computed = self._catalog.computed
+                stored = (one for one in entry.extents if one.file not in computed)
+                found = {self._holder(one) or name for one in stored}
+            if self._catalog.computed:
+                found.update(self._inside(entry))
+            self._known[key] = frozenset(found)
+        return self._known[key]
+
+    def numel(self, name: str) -> int:
+        """Return the elements of one of them."""
+        own = self._catalog.tensors.get(name.removeprefix("/"))
+        return self._source.tensors.get(name, own or _NOTHING).numel
+
+    def _holder(self, extent: Extent) -> str | None:
+        """Return the tensor of the source that has the bytes of *extent*."""
+        spans = self._spans.get(extent.file, ())
+        at = bisect_right(spans, (extent.offset, MOST)) - 1
+        return spans[at][2] if at >= 0 and extent.offset < spans[at][1] else None
+
+    @cached_property
+    def _spans(self) -> Mapping[str, Sequence[tuple[int, int, str]]]:
+        """Return where the tensors of the source lie, file by file."""
+        found: dict[str, list[tuple[int, int, str]]] = {}
+        for name, entry in self._source.tensors.items():
+            for one in entry.extents:
+                span = one.offset, one.offset + one.nbytes, name
+                found.setdefault(one.file, []).append(span)
+        return {file: sorted(spans) for file, spans in found.items()}
+
+    def _inside(self, entry: TensorEntry) -> Iterator[str]:
+        """Yield what virtual files are made of."""
+        made = map(self._catalog.computed.get, dict.fromkeys(files_of(entry.extents)))
+        for computed in filter(None, made):
+            for one in computed.inputs:
+                if one.root == self._source.root and one.entry.name in self._source.tensors:
+                    yield one.entry.name
+                yield from self._inside(one.entry)
+
+
+class _Groups:
+    """Tensors of both sides that hang together: what is made of what.
+
+    Attributes:
+        sources: The tensors that go into the output; of another checkpoint with a slash before.
+    """
+
+    def __init__(self, origins: _Origins, written: Mapping[str, OutputTensor]) -> None:
+        self._origins, self._written = origins, written
+        self._above: dict[object, object] = {}
+        self.sources: set[str] = set()
+        self._targets: set[str] = set()
+
+    def add(self, composed: ComposedTensor) -> None:
+        """Take in what a tensor of the output is made of."""
+        if composed.key not in self._written:
+            return
+        sources = {name for key in composed.keys for name in self._origins.of(key)}
+        self.sources |= sources
+        self._targets.add(composed.key)
+        for node in ((0, name) for name in sources):
+            self._above[self._top(node)] = self._top((1, composed.key))
+
+    def kinds(self) -> dict[str, Regrouped]:
+        """Return how many tensors become how many, in which way."""
+        groups: dict[object, tuple[list[str], list[str]]] = {}
+        for name in self.sources:
+            groups.setdefault(self._top((0, name)), ([], []))[0].append(name)
+        for key in self._targets:
+            groups.setdefault(self._top((1, key)), ([], []))[1].append(key)
+        counts = dict.fromkeys(KINDS, (0, 0))
+        for sources, targets in groups.values():
+            if not sources:
+                kind = "made"
+            elif len(targets) == 1:
+                kind = "same" if len(sources) == 1 else "fused"
+            elif len(sources) > 1:
+                kind = "regrouped"
+            else:
+                written = sum(math.prod(self._written[key].shape) for key in targets)
+                kind = "repeated" if written > self._origins.numel(sources[0]) else "divided"
+            before, after = counts[kind]
+            counts[kind] = before + len(sources), after + len(targets)
+        return {kind: Regrouped(*count) for kind, count in counts.items()}
+
+    def _top(self, node: object) -> object:
+        while (above := self._above.get(node, node)) != node:
+            self._above[node] = self._above.get(above, above)
+            node = above
+        return node

@@ -1,0 +1,268 @@
+"""What ``--only all`` adds: optimizer state, counters and other leaves around the model.
+
+A moment has its parameter's fully qualified name in its own (``optimizer.state.<fqn>.exp_avg``,
+``torch/distributed/checkpoint/state_dict.py``) and follows that parameter's mapping: moments are
+fused, split, stacked and permuted as the parameters are.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from ckptctl.catalog import Blob, Catalog, Path, TensorEntry
+from ckptctl.conversion.recognition.layout_change import with_sums, with_zeros
+from ckptctl.errors import RefusedError, spell_option
+from ckptctl.formats.mcore.spelling import whole_of
+from ckptctl.formats.shared.leaves import join
+from ckptctl.planner.mapping.mapped import (
+    ComposedTensor,
+    RedundantData,
+    SourceTensor,
+    Zeros,
+    compose,
+)
+from ckptctl.planner.mapping.tensors import Change
+
+COPIES = frozenset({"fp32_param", "master_param"})
+"""What optimizers call their own copies of parameters."""
+_STATISTIC = re.compile(r"avg|moment")
+"""What is in their names for what they know of gradients."""
+
+
+@dataclass(slots=True)
+class Rest:
+    """Leaves outside the model, under their names in the output.
+
+    Attributes:
+        tensors: By their names; source keys are checkpoint-wide names.
+        paths: Key path of each target.
+        blobs: The leaves that are not tensors.
+        redundant: Counters that are left out, because their parameter becomes one with others.
+        zeros: What moments have where their parameters are filled up with zeros.
+    """
+
+    tensors: dict[str, ComposedTensor] = field(default_factory=dict)
+    paths: dict[str, Path] = field(default_factory=dict)
+    blobs: list[Blob] = field(default_factory=list)
+    redundant: list[RedundantData] = field(default_factory=list)
+    zeros: list[Zeros] = field(default_factory=list)
+
+    def add_virtual_tensors(self, catalog: Catalog) -> Catalog:
+        """Return *catalog* with the zeros and sums that *tensors* are made of."""
+        return with_sums(with_zeros(catalog, self.zeros, ""), self.tensors.values())
+
+
+def follow(catalog: Catalog, names: Sequence[str], root: str, change: Change) -> Rest:
+    """Map the leaves called *names* along with the model."""
+    tensors = [catalog.tensors[name] for name in names if name in catalog.tensors]
+    blobs = [catalog.blobs[name] for name in names if name not in catalog.tensors]
+    moments = [entry.name for entry in tensors if entry.shape]
+    if change.vocab is not None and moments:
+        raise RefusedError(
+            "cannot resize optimizer state to another vocabulary size",
+            where=f"tensor `{moments[0]}`",
+            why=f"{spell_option('--vocab-size')} only pads or truncates parameters",
+            hint=f"pass {spell_option('--only model')}",
+        )
+    _require_no_parts(tensors, change)
+    if change.identity or not names:
+        same = (ComposedTensor.same(entry.name, entry.name, entry.shape) for entry in tensors)
+        return Rest(
+            {one.key: one for one in same}, {entry.name: entry.path for entry in tensors}, blobs
+        )
+    run = _Follow(catalog, root, change)
+    for entry in tensors:
+        run.tensor(entry)
+    for blob in blobs:
+        run.blob(blob)
+    run.moments()
+    return run.rest
+
+
+def _require_no_parts(tensors: Sequence[TensorEntry], change: Change) -> None:
+    """Refuse what an optimizer knows of parts of tensors that are whole here: the names differ."""
+    named = [(entry, whole) for entry in tensors if (whole := whole_of(entry.name))]
+    own = {source.key for item in change.tensors for source in item.sources} if named else {}
+    for entry, whole in named:
+        parameter = next((part for part in name_parts(whole) if part in own), None)
+        if parameter is not None:
+            raise RefusedError(
+                "cannot map optimizer state to its parameter",
+                where=f"tensor `{entry.name}`",
+                why=f"Megatron-FSDP saved it for one part of `{parameter}`, but parts are merged",
+                hint=f"pass {spell_option('--only model')}; to resume in Megatron-FSDP, load the "
+                "original save",
+            )
+
+
+class _Follow:
+    """Finds parameter names inside other names and replaces them."""
+
+    def __init__(self, catalog: Catalog, root: str, change: Change) -> None:
+        self.root, self.entries = root, catalog.tensors
+        self.zeros = {zeros.key: zeros for zeros in change.zeros if zeros.like}
+        self.rest = Rest()
+        self.targets: dict[str, list[ComposedTensor]] = {}
+        for composed in compose(change.tensors).values():
+            for key in dict.fromkeys(self._parameters_of(composed)):
+                self.targets.setdefault(key, []).append(composed)
+        self.counters: dict[str, str] = {}
+        self.leaves: dict[str, tuple[str, Blob]] = {}
+        self.alike: dict[Path, dict[str, TensorEntry]] = {}
+
+    def tensor(self, entry: TensorEntry) -> None:
+        """Take a tensor as it is, as a counter, or as a moment of a parameter."""
+        found, counter = self._parameter(entry.name), entry.shape in ((), (1,))
+        if found is None:
+            if not counter and _is_moment(entry.name):
+                raise RefusedError(
+                    "cannot map optimizer state to its parameter",
+                    where=f"tensor `{entry.name}`",
+                    why="its name contains no parameter name, or that parameter is skipped",
+                    hint=f"pass {spell_option('--only model')}, or keep the layout",
+                )
+            self._keep(entry, entry.path, entry.name)
+        elif counter:
+            for path in self._targets(entry.path, found):
+                self._keep(entry, path, join(path))
+        else:
+            self._moment(entry, found)
+
+    def _keep(self, entry: TensorEntry, path: Path, name: str) -> None:
+        first = self.counters.setdefault(name, entry.name)
+        if first == entry.name:
+            self._add(ComposedTensor.same(entry.name, name, entry.shape), path)
+        else:
+            self.rest.redundant.append(RedundantData.copy(entry.name, of=first))
+
+    def _moment(self, entry: TensorEntry, found: str) -> None:
+        shape = self.entries[self.root + found].shape
+        if shape != entry.shape:
+            raise RefusedError(
+                "optimizer state and its parameter have different shapes",
+                where=f"tensor `{entry.name}`",
+                why=f"the state is {list(entry.shape)}, but `{found}` is {list(shape)}",
+                hint=f"pass {spell_option('--only model')}, or keep the layout",
+            )
+        pattern = _replaced(entry.path, found, "")
+        self.alike.setdefault(pattern, {})[found] = entry
+
+    def moments(self) -> None:
+        """Map the moments of one kind together, as their parameters are."""
+        for moments in self.alike.values():
+            wanted = {one.key: one for name in moments for one in self.targets[name]}
+            for composed in wanted.values():
+                self._follow(composed, moments)
+
+    def _follow(self, composed: ComposedTensor, moments: Mapping[str, TensorEntry]) -> None:
+        parameters = list(self._parameters_of(composed))
+        some = next(key for key in parameters if key in moments)
+        lacking = next((key for key in parameters if key not in moments), None)
+        if lacking is not None:
+            raise RefusedError(
+                "optimizer state is missing for some parts of a tensor",
+                where=f"tensor `{moments[some].name}`",
+                why=f"`{some}` and `{lacking}` become one tensor, but `{lacking}` has no state",
+                hint=f"pass {spell_option('--only model')}, or keep the layout",
+            )
+        path = _replaced(moments[some].path, some, composed.key)
+        sources = tuple(self._moment_of(source, moments) for source in composed.sources)
+        self._add(replace(composed, key=join(path), sources=sources), path)
+
+    def _add(self, composed: ComposedTensor, path: Path) -> None:
+        known = self.rest.tensors.setdefault(composed.key, composed)
+        if known is not composed:
+            both = (next(iter(one.keys)) for one in (known, composed))
+            raise RefusedError(
+                "two tensors would have the same name in the output",
+                where=f"tensor `{composed.key}`",
+                why=" and ".join(f"`{name}`" for name in both),
+                hint=f"pass {spell_option('--only model')}, or keep the layout",
+            )
+        self.rest.paths[composed.key] = path
+
+    def _parameters_of(self, composed: ComposedTensor) -> Iterator[str]:
+        """Yield the parameters that it is made of, and those that its zeros fill up."""
+        for key in composed.keys:
+            yield self.zeros[key].like if key in self.zeros else key
+
+    def _moment_of(self, source: SourceTensor, moments: Mapping[str, TensorEntry]) -> SourceTensor:
+        """Return the moment of a parameter, or the zeros that fill up moments as they do that."""
+        zeros = self.zeros.get(source.key)
+        if zeros is None:
+            return _source_of(source, moments[source.key].name)
+        like = moments[zeros.like].name
+        self.rest.zeros.append(replace(zeros, key=f"{zeros.key}@{like}", like=like))
+        return source._replace(key=self.rest.zeros[-1].key)
+
+    def blob(self, blob: Blob) -> None:
+        """Take a leaf that is no tensor; lists of parameter names are translated."""
+        value = blob.value
+        if isinstance(value, list) and value and all(isinstance(item, str) for item in value):
+            names = list(dict.fromkeys(name for item in value for name in self._renamed(item)))
+            if names != value:
+                blob = replace(blob, value=names, file=None)
+        found = self._parameter(blob.name)
+        for path in [blob.path] if found is None else self._targets(blob.path, found):
+            self._leaf(replace(blob, name=join(path), path=path), blob.name)
+
+    def _leaf(self, blob: Blob, source: str) -> None:
+        """Add a leaf; parameters that become one have to agree on it."""
+        origin, first = self.leaves.setdefault(blob.name, (source, blob))
+        if first is blob:
+            self.rest.blobs.append(blob)
+        elif (first.value, first.file is None) != (blob.value, blob.file is None):
+            raise RefusedError(
+                "parameters that become one have different optimizer settings",
+                where=f"`{origin}` and `{source}`",
+                why=f"{first.value!r} and {blob.value!r}",
+                hint=f"pass {spell_option('--only model')}, or keep the layout",
+            )
+
+    def _renamed(self, name: str) -> list[str]:
+        """The target's names of a parameter; any other name as it is."""
+        return [one.key for one in self.targets[name]] if name in self.targets else [name]
+
+    def _parameter(self, name: str) -> str | None:
+        """The longest parameter name that stands in *name* between dots."""
+        return next((part for part in name_parts(name) if part in self.targets), None)
+
+    def _targets(self, path: Path, found: str) -> list[Path]:
+        return [_replaced(path, found, target) for target in self._renamed(found)]
+
+
+def _replaced(path: Path, found: str, target: str) -> Path:
+    """Replace the parameter's name in the one component, or the components, that spell it."""
+    for position, key in enumerate(path):
+        if isinstance(key, str) and found in name_parts(key):
+            new = f".{key}.".replace(f".{found}.", f".{target}.").strip(".")
+            return (*path[:position], new, *path[position + 1 :])
+    return (f".{join(path)}.".replace(f".{found}.", f".{target}.").strip("."),)
+
+
+def name_parts(name: str) -> Iterator[str]:
+    """Yield every run of dotted components of *name*, the longest first."""
+    pieces = name.split(".")
+    for length in range(len(pieces), 0, -1):
+        for start in range(len(pieces) - length + 1):
+            yield ".".join(pieces[start : start + length])
+
+
+def _source_of(parameter: SourceTensor, name: str) -> SourceTensor:
+    """Return what an optimizer calls *name* as it is read where *parameter* is its parameter."""
+    kinds = {part for part in name.split(".") if part in COPIES or _STATISTIC.search(part)}
+    if parameter.plus and not kinds:
+        raise RefusedError(
+            "cannot map optimizer state to its parameter",
+            where=f"tensor `{name}`",
+            why=f"the layouts store the parameter with an offset of {abs(parameter.plus)}, and it "
+            "is unknown whether this tensor is a copy",
+            hint=f"pass {spell_option('--only model')}, or keep the layout",
+        )
+    return parameter._replace(key=name, plus=parameter.plus if COPIES & kinds else 0)
+
+
+def _is_moment(name: str) -> bool:
+    return name.partition(".")[0].lower().startswith("opt") or ".state." in name

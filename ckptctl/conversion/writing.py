@@ -1,0 +1,123 @@
+"""Write the output of a plan and publish it, on this machine or behind a URL."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from dataclasses import fields
+from functools import partial
+from pathlib import Path
+
+from ckptctl.conversion.destinations import replaceable
+from ckptctl.conversion.plan import ConversionPlan
+from ckptctl.conversion.proofs import require_published, require_readable, require_redundant
+from ckptctl.conversion.ranks import sharing
+from ckptctl.conversion.ranks.coordinator import Coordinator, on_first, require_same, together
+from ckptctl.errors import UsageError, spell_option
+from ckptctl.notes import Notes
+from ckptctl.storage.computed import require_torch_for
+from ckptctl.storage.destinations import Replaceable, require_space
+from ckptctl.storage.execution.execution_options import Execution
+from ckptctl.storage.outcome import require_in_range
+from ckptctl.storage.publish import Staging, staging
+from ckptctl.storage.threads import Advance
+
+
+def require_ready(plan: ConversionPlan, ranks: Coordinator) -> None:
+    """Prove that all ranks made the same plan, and that what it drops is not lost."""
+    if ranks.world > 1:
+        _require_same(plan, ranks)
+    require_torch_for(plan.plan, "this conversion")
+    together(ranks, lambda: require_redundant(plan, ranks))
+
+
+def write_output(
+    plan: ConversionPlan, progress: Advance, ranks: Coordinator, notes: Notes
+) -> Execution:
+    """Write the output and publish it, whole or not at all: next to its destination, or to a URL.
+
+    Nothing is uploaded before it is complete.
+    """
+    if plan.upload:
+        return _upload(plan, progress, ranks, notes)
+    options, single_file = plan.options, plan.plan.single_file
+
+    def begin() -> AbstractContextManager[Staging]:
+        return staging(
+            Path(plan.plan.target),
+            overwrite=options.overwrite,
+            resume=options.resume,
+            restart=options.restart,
+            keep_on_error=options.resume,
+            keep_on_interrupt=True,
+            single_file=single_file,
+            is_checkpoint=Replaceable(replaceable, file=single_file),
+        )
+
+    with sharing.staged(ranks, begin) as stage:
+        on_first(ranks, partial(_require_room, plan, stage))
+        done = sharing.execute_together(plan.plan, stage, options.execution(), progress, ranks)
+        on_first(ranks, lambda: _require_in_range(plan, done))
+        on_first(ranks, lambda: stage and stage.publish())
+        if options.verify:
+            require_readable(plan.plan, stage, done.crcs, ranks)
+    notes.add(*(stage.notes if stage else ()))
+    return done
+
+
+def _upload(plan: ConversionPlan, progress: Advance, ranks: Coordinator, notes: Notes) -> Execution:
+    """Write the output in a scratch directory, and upload each file when it is complete."""
+    from ckptctl.conversion import upload  # which nothing on this machine needs
+
+    if ranks.world > 1:
+        raise UsageError(
+            "multiple ranks cannot write to a URL",
+            hint="write to a shared file system and copy the result, or use a single process",
+        )
+    options = plan.options
+
+    def proven(crcs: Sequence[int]) -> None:
+        if options.verify:
+            require_published(plan.plan, crcs)
+
+    done = upload.upload(
+        plan.plan,
+        options.execution(),
+        progress,
+        overwrite=options.overwrite,
+        written=partial(_require_in_range, plan),
+        proven=proven,
+    )
+    if not upload.publishes_at_once(plan.plan):
+        notes.add(upload.NOT_AT_ONCE)
+    return done
+
+
+def _require_room(plan: ConversionPlan, stage: Staging | None) -> None:
+    if stage:
+        require_space(stage.data, plan.nbytes, stage.held())
+
+
+def _require_in_range(plan: ConversionPlan, done: Execution) -> None:
+    """Refuse to publish elements that became infinite, NaN or saturated."""
+    if not plan.options.allow_overflow:
+        require_in_range(done.lost, f"pass {spell_option('--allow-overflow')} to write them anyway")
+
+
+def _require_same(plan: ConversionPlan, ranks: Coordinator) -> None:
+    """Prove that all ranks made the same plan, of the same source."""
+    options = plan.options
+    buffers = f"{spell_option('--jobs')}, {spell_option('--memory')}"
+    asked = {f"option `{one.name}`": getattr(options, one.name) for one in fields(options)}
+    require_same(
+        ranks,
+        {
+            **asked,
+            "the destination": str(plan.plan.target),
+            f"buffer sizes ({buffers})": options.execution().limits(),
+            "the source files": sharing.source_summary(plan.plan),
+            "the plan": plan.plan.digest,
+        },
+    )
+    if options.resume:
+        together(ranks, lambda: sharing.require_alone(ranks))

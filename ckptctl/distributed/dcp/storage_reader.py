@@ -1,0 +1,233 @@
+"""A storage reader for torch's own functions: of any checkpoint only the bytes that are wanted."""
+
+from __future__ import annotations
+
+import io
+import logging
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Annotated, Any
+
+import torch
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
+from torch.distributed.checkpoint.storage import StorageReader
+from torch.distributed.tensor import DTensor
+from torch.futures import Future
+
+from ckptctl.catalog import Box, Catalog
+from ckptctl.distributed.compat import ShardedTensor
+from ckptctl.distributed.dcp.metadata import CatalogMetadata, with_notes
+from ckptctl.distributed.loading.target_memory import read_into, views_of, wanted_of
+from ckptctl.distributed.positions import note_position
+from ckptctl.distributed.state import HeldShard, state_of
+from ckptctl.distributed.values import left_out_note, read_values, save_to_bytes
+from ckptctl.errors import CkptError, MappingError
+from ckptctl.keywords import keywords
+from ckptctl.options import Option
+from ckptctl.planner.boxes import check_coverage
+from ckptctl.storage.paths import is_known, named
+from ckptctl.training.loading.checks import require_nothing_lost
+from ckptctl.training.loading.identity import Fingerprint, fingerprint_of, require_same_checkpoint
+from ckptctl.training.loading.key_comparison import with_own
+from ckptctl.training.loading.load_options import LoadOptions
+from ckptctl.training.loading.reading import prepare
+from ckptctl.training.loading.state_mapping import StateMapping
+from ckptctl.training.saving.local_shards import TensorMeta
+
+_log = logging.getLogger("ckptctl")
+
+
+@dataclass(frozen=True, kw_only=True)
+class _ReaderOptions(LoadOptions):
+    state_dict: Annotated[
+        Mapping[str, Any] | None,
+        Option("State dict to load into. Required for planners that do not provide it."),
+    ] = None
+
+
+class Reader(StorageReader):
+    """For ``dcp.load(state, storage_reader=Reader(path))``.
+
+    With :class:`~ckptctl.distributed.LoadPlanner` a state of another layout than the checkpoint's
+    is found out by itself. Other planners look for the state's names at once: where the
+    checkpoint has other ones, say here what the state is. Without *allow_overflow* a load fails
+    after it has filled the tensors.
+
+    Attributes:
+        bytes_read: Bytes of tensors that this rank read in the last load, those below a URL apart.
+
+    Raises:
+        UsageError: An option makes no sense.
+    """
+
+    @keywords(_ReaderOptions)
+    def __init__(self, path: str | os.PathLike[str], options: _ReaderOptions) -> None:
+        """Read from *path*.
+
+        Args:
+            path: The checkpoint, of any format; or the URL of a DCP directory (``s3://…``).
+            options: All others.
+        """
+        super().__init__()
+        self._options = options
+        self.reset(path)
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Forget the last load; from now on read *checkpoint_id*, where one is given."""
+        if checkpoint_id is not None:
+            self.checkpoint_id = checkpoint_id
+        self._rank = 0
+        self._opened: Catalog | None = None
+        self._metadata: CatalogMetadata | None = None
+        self.bytes_read = 0
+
+    def read_metadata(self, *_: Any, **__: Any) -> Metadata:
+        """Return the metadata of the checkpoint, whatever its format.
+
+        What is wrong with it is raised later: torch's loader would replace an error here by one
+        that says nothing.
+        """
+        try:
+            self._opened = self._options.open(os.fspath(self.checkpoint_id))
+            self._metadata = CatalogMetadata(self._opened, self._options)
+            if self._options.state_dict is not None:
+                self._metadata.adapt(state_of(self._options.state_dict).meta)
+        except CkptError as error:
+            self._metadata = CatalogMetadata(None, self._options, error)
+        self._metadata.storage_meta = StorageMeta(checkpoint_id=self.checkpoint_id)
+        return self._metadata
+
+    @with_notes
+    def set_up_storage_reader(
+        self,
+        metadata: Metadata,
+        is_coordinator: bool,  # noqa: ARG002
+        *_: Any,
+        **kwargs: Any,
+    ) -> None:
+        """Take note of who this rank is; see ``torch.distributed.checkpoint.StorageReader``.
+
+        Raises:
+            CkptError: The checkpoint cannot be read.
+        """
+        if not isinstance(metadata, CatalogMetadata):
+            raise MappingError("the metadata was not read by this reader")
+        metadata.require()
+        self._metadata = metadata
+        self._rank = kwargs.get("rank") or 0
+
+    @with_notes
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        """Prove that the tensors which *plan* reads are whole; say which checkpoint this rank sees.
+
+        Raises:
+            CoverageError: One is not.
+        """
+        mapping = self._mapping()
+        for name in dict.fromkeys(item.storage_index.fqn for item in plan.items):
+            for key in mapping.tensors[name].keys if name in mapping.tensors else ():
+                check_coverage(mapping.catalog.tensors[key])
+        assert self._opened
+        return replace(plan, storage_data=fingerprint_of(self._opened))
+
+    @with_notes
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        """Prove that nothing is lost where the layout changes; on the coordinator only.
+
+        Raises:
+            MappingError: Something is.
+            RefusedError: The ranks see different checkpoints.
+        """
+        seen = [one.storage_data for one in plans if isinstance(one.storage_data, Fingerprint)]
+        require_same_checkpoint(seen, str(self.checkpoint_id))
+        mapping = self._mapping()
+        if mapping.redundant:
+            require_nothing_lost(mapping)
+        return plans
+
+    @with_notes
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Fill the tensors that *planner* has for the items of *plan*, before this returns.
+
+        Raises:
+            CkptError: A dtype would change, or a file cannot be read.
+        """
+        tensors = [item for item in plan.items if item.type != LoadItemType.BYTE_IO]
+        values = [item for item in plan.items if item.type == LoadItemType.BYTE_IO]
+        contents = self._contents(values, strict=bool(getattr(planner, "strict", True)))
+        self._fill(tensors, planner)
+        for item in values:
+            if item.storage_index.fqn in contents:
+                planner.load_bytes(item, contents[item.storage_index.fqn])
+        note_position(named(os.fspath(self.checkpoint_id)))
+        future: Future[None] = Future()
+        future.set_result(None)
+        return future
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Return whether this reader may read *checkpoint_id*."""
+        return is_known(checkpoint_id)
+
+    def _mapping(self) -> StateMapping:
+        assert self._metadata
+        return self._metadata.require()
+
+    def _fill(self, items: Sequence[ReadItem], planner: LoadPlanner) -> None:
+        found = [(item, planner.resolve_tensor(item)) for item in items]
+        shards = [_shard(item, tensor.detach()) for item, tensor in found]
+        wanted = wanted_of(_tensors(shards, self._mapping()), shards)
+        cast = self._options.cast or bool(getattr(planner, "cast", False))
+        state = getattr(planner, "state_dict", {})
+        plain = [n for n in wanted if not isinstance(state.get(n), DTensor | ShardedTensor | None)]
+        mapping = with_own(self._mapping(), plain, self._rank, state)
+        plan = prepare(mapping, wanted, cast=cast).plan(wanted)
+        done = read_into(views_of(shards), plan, self._options)
+        self.bytes_read = done.bytes_read
+        self._options.require_in_range(done.lost)
+        for item, tensor in found:
+            planner.commit_tensor(item, tensor)
+
+    def _contents(self, items: Sequence[ReadItem], *, strict: bool) -> dict[str, io.BytesIO]:
+        """Return leaves that are no tensors, pickled anew: they have been read safely."""
+        found = read_values(
+            self._mapping(),
+            [item.storage_index.fqn for item in items],
+            self._rank,
+            trusted=self._options.trusted,
+            strict=strict,
+        )
+        if found.refused:
+            _log.warning("%s", left_out_note(found.refused))
+        return {name: io.BytesIO(save_to_bytes(value)) for name, value in found.values.items()}
+
+
+def _shard(item: ReadItem, tensor: torch.Tensor) -> HeldShard:
+    """Return the memory that an item is read into."""
+    first = item.storage_index.offset or (0,) * len(item.lengths)
+    pairs = zip(first, item.storage_offsets, strict=True)
+    shard = HeldShard(
+        item.storage_index.fqn,
+        Box(tuple(low + inside for low, inside in pairs), tuple(item.lengths)),
+        tensor,
+    )
+    if tuple(tensor.shape) != shard.box.sizes:
+        raise MappingError(
+            f"the planner has shape {list(tensor.shape)} for {shard.box} of `{shard.name}`"
+        )
+    return shard
+
+
+def _tensors(shards: Sequence[HeldShard], mapping: StateMapping) -> dict[str, TensorMeta]:
+    """Return the tensors that *shards* are parts of."""
+    found: dict[str, TensorMeta] = {}
+    for one in shards:
+        dtype = str(one.tensor.dtype).removeprefix("torch.")
+        if (
+            found.setdefault(one.name, TensorMeta(dtype, mapping.tensors[one.name].shape, ())).dtype
+            != dtype
+        ):
+            raise MappingError(f"the planner has parts of `{one.name}` in several dtypes")
+    return found

@@ -1,0 +1,313 @@
+"""A storage writer for torch's own functions: DCP directories that appear when they are whole."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import os
+import uuid
+import weakref
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+)
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
+from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
+from torch.futures import Future
+
+from ckptctl import dtypes
+from ckptctl.distributed.compat import StorageInfo
+from ckptctl.distributed.dcp.metadata import encode_metadata, with_notes
+from ckptctl.distributed.dcp.save_planner import SavePlanner as OwnPlanner
+from ckptctl.distributed.dcp.save_planner import SharePlan
+from ckptctl.distributed.devices import settle
+from ckptctl.distributed.positions import note_position
+from ckptctl.distributed.saving.destination import (
+    RankFolder,
+    SaveTarget,
+    require_files,
+    target_at,
+)
+from ckptctl.distributed.saving.local_state import LocalState, steps_of
+from ckptctl.distributed.saving.save_options import WriterOptions
+from ckptctl.errors import MappingError, RefusedError, StorageError, listed
+from ckptctl.keywords import keywords
+from ckptctl.storage.paths import is_known, named
+from ckptctl.training.saving.global_plan import RankShare
+from ckptctl.training.saving.local_shards import HeldChunk, LocalShards, TensorMeta
+from ckptctl.training.saving.save_files import rank_files
+
+VERSION = "1.0.0"
+_OPEN: weakref.WeakValueDictionary[str, Writer] = weakref.WeakValueDictionary()
+"""The writers of this process that have made room and not yet published, by destination."""
+
+
+class Writer(StorageWriter):
+    """For ``dcp.save(state, storage_writer=Writer(path))``, with any save planner.
+
+    Ranks write into a staging directory; the coordinator renames it in :meth:`finish`, after it has
+    found every item of the plan in it. Below a URL (``s3://…``, ``memory://…``) there is no such
+    rename: the coordinator locks the place, files are streams, and the metadata, without which
+    there is no checkpoint, comes last.
+    """
+
+    @keywords(WriterOptions)
+    def __init__(self, path: str | os.PathLike[str], options: WriterOptions) -> None:
+        """Write to *path*.
+
+        Args:
+            path: Where the checkpoint will appear; on a file system that all ranks see, or a URL.
+            options: All others.
+        """
+        super().__init__()
+        self._options = options
+        self._stack: ExitStack | None = None
+        self._place: SaveTarget | None = None
+        self.reset(path)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return its options, with which another process can save."""
+        return self.__dict__ | {"_stack": None, "_place": None}
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Forget the last save; from now on write to *checkpoint_id*, where one is given."""
+        self._close()
+        self._rank, self._apart = 0, False
+        self._save_id = str(uuid.uuid4())
+        if checkpoint_id is not None:
+            self.checkpoint_id = checkpoint_id
+
+    @with_notes
+    def set_up_storage_writer(
+        self,
+        is_coordinator: bool,  # noqa: ARG002
+        *_: Any,
+        **kwargs: Any,
+    ) -> None:
+        """Take note of who this rank is; see ``torch.distributed.checkpoint.StorageWriter``.
+
+        Raises:
+            RefusedError: The path is no place for a checkpoint, or for one without collectives.
+        """
+        self._close()
+        self._rank = kwargs.get("rank") or 0
+        self._apart = not kwargs.get("use_collectives", True)
+        path = named(self.checkpoint_id)
+        self._place = (
+            RankFolder(path, self._rank, self._options)
+            if self._apart
+            else target_at(path, self._options)
+        )
+
+    @with_notes
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        """Say where this rank is about to write."""
+        return dataclasses.replace(plan, storage_data=self._target)
+
+    @with_notes
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """Make room for all ranks; on the coordinator only, or on each for itself.
+
+        Raises:
+            RefusedError: Something is there, or ranks mean different places.
+            StorageError: A directory cannot be made.
+        """
+        strange = [str(plan.storage_data) for plan in plans if plan.storage_data != self._target]
+        # Plans that the planner made anew carry no mark of the writer.
+        strange = [place for place in strange if place != "None"]
+        if strange:
+            raise RefusedError(
+                "the ranks have different destinations",
+                where=self._target,
+                why=f"another rank has {strange[0]}",
+                hint="pass the same absolute path on every rank",
+            )
+        self._make_room()
+        return plans
+
+    @with_notes
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Write this rank's files, before this returns.
+
+        Raises:
+            CkptError: What the planner gives is not what it planned, or a file cannot be written.
+        """
+        with self._closed_on_error():
+            # A subclass of the planner may give other data for its items.
+            if type(planner) is OwnPlanner and isinstance(plan, SharePlan) and plan.share:
+                state, share = planner.local_state, plan.share
+            else:
+                state, share = _local_state(plan.items, planner)
+            count = self._options.file_count
+            output = rank_files(self._rank, state.shards, share, state.steps, state.values, count)
+            self._place_set.fill(output.plan, state.pieces)
+            places, values = output.tensors.items.places(), output.items
+            results = [
+                WriteResult(item.index, nbytes, StorageInfo(file, offset, nbytes))
+                for item in plan.items
+                for file, offset, nbytes in [values.get(item.index.fqn) or next(places)]
+            ]
+        future: Future[list[WriteResult]] = Future()
+        future.set_result(results)
+        return future
+
+    @with_notes
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Write the metadata and publish; on the coordinator only.
+
+        Raises:
+            StorageError: An item of the plan is not there; nothing is published.
+        """
+        with self._closed_on_error():
+            stored = {one.index: one.storage_data for own in results for one in own}
+            _require_all(metadata, stored, self._target)
+            metadata.version, metadata.storage_data = VERSION, stored
+            metadata.storage_meta = self.storage_meta()
+            # Without collectives nobody tells a writer how many ranks its group has.
+            content = encode_metadata(metadata, 0 if self._apart else len(results))
+            first = self._rank if self._apart else 0
+            sizes = {rank: _sizes(own) for rank, own in enumerate(results, first)}
+            require_files(self._place_set, sizes)
+            if self._stack is None:
+                raise RefusedError("another save replaced this one", where=self._target)
+            self._place_set.publish(content)
+            note_position(named(self._target))
+            self._close()
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Return whether this writer can write to *checkpoint_id*."""
+        return is_known(checkpoint_id)
+
+    def storage_meta(self) -> StorageMeta:
+        """Return the id and the destination of this save."""
+        return StorageMeta(checkpoint_id=self.checkpoint_id, save_id=self._save_id)
+
+    @property
+    def _place_set(self) -> SaveTarget:
+        assert self._place, "torch sets up a writer first"
+        return self._place
+
+    @property
+    def _target(self) -> str:
+        return str(self._place_set.target)
+
+    def _make_room(self) -> None:
+        # A save that fails on another rank does not come back here; its place is still taken.
+        earlier = None if self._apart else _OPEN.get(self._target)
+        if earlier:
+            earlier._close()
+        with ExitStack() as stack:
+            self._place_set.make_room(stack)
+            self._stack = stack.pop_all()
+        if not self._apart:
+            _OPEN[self._target] = self
+        weakref.finalize(self, _close, self._stack)
+
+    @contextmanager
+    def _closed_on_error(self) -> Iterator[None]:
+        """Remove the staging directory and give SIGTERM back where this rank fails."""
+        try:
+            yield
+        except BaseException:
+            self._close()
+            raise
+
+    def _close(self) -> None:
+        if self._stack:
+            _close(self._stack)
+        self._stack = None
+
+
+def _close(stack: ExitStack) -> None:
+    with suppress(ValueError):  # signal handlers are given back by the main thread alone
+        stack.close()
+
+
+def _sizes(results: Iterable[WriteResult]) -> dict[str, int]:
+    """Return the sizes of the files of one rank: nothing is behind their items."""
+    sizes: dict[str, int] = {}
+    for place in (one.storage_data for one in results):
+        sizes[place.relative_path] = max(
+            place.offset + place.length, sizes.get(place.relative_path, 0)
+        )
+    return sizes
+
+
+def _require_all(metadata: Metadata, stored: Collection[MetadataIndex], where: str) -> None:
+    planned = (
+        index
+        for name, entry in metadata.state_dict_metadata.items()
+        for index in (
+            [MetadataIndex(name)]
+            if isinstance(entry, BytesStorageMetadata)
+            else [MetadataIndex(name, chunk.offsets) for chunk in entry.chunks]
+        )
+    )
+    lacking = [str(index.fqn) for index in planned if index not in stored]
+    if lacking:
+        raise StorageError(
+            f"{len(lacking):,} of the plan's items were not written",
+            where=where,
+            why=listed(lacking),
+        )
+
+
+def _local_state(items: Sequence[WriteItem], planner: SavePlanner) -> tuple[LocalState, RankShare]:
+    """Describe what any planner plans to write as a state, all of which this rank writes."""
+    tensors: dict[str, TensorMeta] = {}
+    chunks: list[HeldChunk] = []
+    pieces: list[torch.Tensor] = []
+    values: dict[str, bytes] = {}
+    for item in items:
+        name, data = item.index.fqn, item.tensor_data
+        if item.type == WriteItemType.BYTE_IO:
+            values[name] = _content(item, planner)
+            continue
+        assert data
+        dtype = str(data.properties.dtype).removeprefix("torch.")
+        if dtype not in dtypes.BY_NAME:
+            raise RefusedError(f"`{name}` has dtype {dtype}, which no supported format can store")
+        meta = TensorMeta(dtype, tuple(data.size), (name,), bool(data.properties.requires_grad))
+        if tensors.setdefault(name, meta) != meta:
+            raise MappingError(f"two boxes of `{name}` are planned as parts of different tensors")
+        chunks.append(HeldChunk(name, tuple(data.chunk.offsets), tuple(data.chunk.sizes)))
+        pieces.append(_piece(item, planner))
+    settle(pieces)
+    steps = [steps_of(piece) for piece in pieces]
+    share = RankShare(range(len(pieces)), {name: name for name in values})
+    return LocalState(LocalShards(tensors, chunks), pieces, steps, values), share
+
+
+def _piece(item: WriteItem, planner: SavePlanner) -> torch.Tensor:
+    found = planner.resolve_data(item)
+    data = item.tensor_data
+    if not isinstance(found, torch.Tensor) or data is None:
+        raise MappingError(f"`{item.index.fqn}` is planned as a tensor, but is not one")
+    piece = found.detach()
+    if piece.layout is not torch.strided or piece.is_quantized or piece.is_meta:
+        raise RefusedError(f"`{item.index.fqn}` is not a dense tensor", why=f"it is {piece.layout}")
+    planned = (data.properties.dtype, tuple(data.chunk.sizes))
+    if (piece.dtype, tuple(piece.shape)) != planned:
+        raise MappingError(
+            f"`{item.index.fqn}` does not match the plan",
+            where=f"tensor `{item.index.fqn}`",
+            why=f"it is {piece.dtype} {list(piece.shape)}, but the plan expects "
+            f"{planned[0]} {list(planned[1])}",
+            hint="create the plan from this state",
+        )
+    return piece.resolve_conj().resolve_neg()
+
+
+def _content(item: WriteItem, planner: SavePlanner) -> bytes:
+    found = planner.resolve_data(item)
+    if not isinstance(found, io.BytesIO):
+        raise MappingError(f"`{item.index.fqn}` is planned as bytes, but has none")
+    return found.getvalue()

@@ -1,0 +1,91 @@
+"""The options of a load of all ranks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Annotated, Literal
+
+import torch
+
+from ckptctl.conversion import shared_options as opt
+from ckptctl.distributed.group import ProcessGroup
+from ckptctl.errors import UsageError
+from ckptctl.options import Option
+from ckptctl.training.loading.load_options import LoadOptions, Strict
+
+Broadcast = bool | Literal["auto"]
+
+
+def _broadcast(value: Broadcast) -> Broadcast:
+    if value not in (True, False, "auto"):
+        raise UsageError("`broadcast` must be True, False or 'auto'", why=f"it is {value!r}")
+    return value
+
+
+def _strict(value: Strict) -> Strict:
+    if value not in (True, False, "model", "state"):
+        raise UsageError("`strict` must be True, False, 'model' or 'state'", why=f"it is {value!r}")
+    return value
+
+
+def _device(value: torch.device | str) -> torch.device:
+    try:
+        device = torch.device(value)
+    except (RuntimeError, TypeError) as error:
+        raise UsageError(f"{value!r} is not a device", why=f"{error}".partition("\n")[0]) from None
+    if device.type == "meta":
+        raise UsageError("loaded tensors cannot be on the meta device")
+    return device
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadCall(LoadOptions):
+    """The options of a load of all ranks."""
+
+    converter: opt.Converter = None
+    strict: Annotated[
+        Strict,
+        Option(
+            "Raise an error for missing and unexpected keys. If False, only the report lists "
+            "them. With ``state``, only missing keys are errors, so that a part of the "
+            "checkpoint can be loaded. With ``model``, only the model's keys are checked.",
+            check=_strict,
+        ),
+    ] = True
+    assign: Annotated[
+        bool,
+        Option(
+            "Replace tensors of the state by new tensors with the checkpoint's dtypes, "
+            "as in ``load_state_dict(assign=True)``. Tensors on the meta device are "
+            "always replaced and keep their dtypes."
+        ),
+    ] = False
+    device: Annotated[
+        torch.device | str | None,
+        Option(
+            "Device of new tensors. None uses the device of their mesh or of the tensor that "
+            "they replace. A new tensor that replaces one on the meta device without a mesh is "
+            "created on the device of the state's meshes.",
+            check=_device,
+        ),
+    ] = None
+    process_group: ProcessGroup = None
+    broadcast: Annotated[
+        Broadcast,
+        Option(
+            "Read data that several ranks need on only one rank, and send it to the others. "
+            "``auto`` does so if the ranks run on several machines or storage is slow.",
+            check=_broadcast,
+        ),
+    ] = "auto"
+    collectives: Annotated[
+        bool, Option("Coordinate the ranks. If False, each rank loads by itself.")
+    ] = True
+
+    def shared(self) -> dict[str, object]:
+        """Return the options that have to be the same on all ranks, by name."""
+        own = ("jobs", "process_group", "collectives", "device", "rename")
+        names = (field.name for field in fields(self) if field.name not in own)
+        shared: dict[str, object] = {name: repr(getattr(self, name)) for name in names}
+        # A function has no value to compare: what it makes of the names is compared later.
+        return shared | {"rename": "None" if self.rename is None else type(self.rename).__name__}

@@ -1,0 +1,221 @@
+"""What is told to a manager of checkpoints, and what it tells."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Annotated, Any, Literal
+
+from ckptctl.conversion import option_checks as checks
+from ckptctl.conversion import shared_options as opt
+from ckptctl.conversion.conversion_options import ConversionOptions, WriteOptions
+from ckptctl.distributed.background.async_save import Mode, WhenBusy
+from ckptctl.distributed.group import ProcessGroup
+from ckptctl.distributed.run.keeper import Hook
+from ckptctl.distributed.run.preemption import PreemptionOptions
+from ckptctl.distributed.run.schedule import SaveRules
+from ckptctl.distributed.saving.save_options import SaveOptions
+from ckptctl.errors import RefusedError, UsageError
+from ckptctl.options import Option, declared
+from ckptctl.planner.retention import Policy, Retainable
+from ckptctl.runs.run_options import KeepOptions
+from ckptctl.storage.tree import TreePath
+from ckptctl.training.loading.load_options import LoadReport
+
+Wanted = Callable[[Retainable], object]
+MAX_FAILURES = 2
+ONLY_WITH = {
+    "fast": ("fast_keep", "copy_every", "copy_rate"),
+    "async_": ("mode", "when_busy", "max_failures"),
+}
+"""Options that say something only where another one is given."""
+
+
+@dataclass(frozen=True, slots=True)
+class Resumed:
+    """From where training goes on.
+
+    Attributes:
+        path: The checkpoint that was loaded.
+        step: The number in its name: its step, or its epoch.
+        skipped: Newer ones that are not complete, with the reason.
+        report: What was loaded.
+        doubts: Where the highest step is not the last save: both, and which of them was loaded.
+    """
+
+    path: TreePath
+    step: int
+    skipped: Mapping[str, str]
+    report: LoadReport
+    doubts: tuple[str, ...] = ()
+
+
+def _named(given: str | TreePath) -> str | TreePath:
+    checks.path(given)
+    return given
+
+
+def _hooks(given: Any) -> tuple[Hook, ...]:
+    several = (given,) if callable(given) else given
+    if not isinstance(several, Sequence) or not all(map(callable, several)):
+        raise UsageError(f"{given!r} is neither a function nor a list of them")
+    return tuple(several)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ManagerOptions(PreemptionOptions, opt.ModelOptions, SaveOptions, KeepOptions, SaveRules):
+    """How a run is saved, and what is kept of it."""
+
+    keep_last: Annotated[
+        int | None,
+        Option(
+            "Number of newest checkpoints to keep. With 0, all are kept until "
+            ":meth:`save_final` has published the model, and none afterwards. With None and no "
+            "other rule, all are kept.",
+            check=checks.at_least(0),
+        ),
+    ] = None
+    keep_if: Annotated[
+        Wanted | None,
+        Option(
+            "Function called on rank 0 with each complete checkpoint, which is kept if "
+            "the result is true. Checkpoints have ``name``, ``step``, ``time`` (seconds "
+            "since the epoch) and ``metrics``. An exception is logged, and nothing is "
+            "removed."
+        ),
+    ] = None
+    final_format: Annotated[
+        str | None,
+        Option("Format of :meth:`save_final`. None uses ``hf``.", check=checks.writable),
+    ] = None
+    model_type: Annotated[
+        str | None, Option("Model type for :meth:`save_final`. Detected if None.")
+    ] = None
+    async_: Annotated[
+        bool,
+        Option("Return from :meth:`save` after the state is copied, and write in the background."),
+    ] = True
+    mode: Annotated[Mode, Option("Mode of background saves. See :class:`AsyncSaver`.")] = "thread"
+    when_busy: Annotated[
+        WhenBusy, Option("Action if the previous save is still running. See :class:`AsyncSaver`.")
+    ] = "wait"
+    max_failures: Annotated[
+        int,
+        Option(
+            "Number of consecutive background saves that may fail. Each failure is "
+            "logged as an error, and training continues. A further failure is raised "
+            "after the next save has started.",
+            check=checks.at_least(0),
+        ),
+    ] = MAX_FAILURES
+    make_room: Annotated[
+        Literal["after", "before"],
+        Option(
+            "Time to remove checkpoints that no rule keeps: after a newer one is published, "
+            "or also before it is written. The latter is for disks with room for only "
+            "``keep_last`` checkpoints. The newest complete one is always kept."
+        ),
+    ] = "after"
+    fast: Annotated[
+        str | TreePath | None,
+        Option(
+            "Folder of the run on a local disk of this machine. Each rank saves its part "
+            "there first, and some saves are copied to the run in the background.",
+            check=_named,
+        ),
+    ] = None
+    fast_keep: Annotated[
+        int,
+        Option(
+            "Number of saves to keep in *fast*: the newest ones that are complete on all ranks.",
+            check=checks.at_least(1),
+        ),
+    ] = 2
+    copy_every: Annotated[
+        int,
+        Option(
+            "Copy the first save in *fast* after each start of the run, and every Nth "
+            "save after it. If a save is due during a copy, the next save is copied "
+            "instead.",
+            check=checks.at_least(1),
+        ),
+    ] = 1
+    copy_rate: Annotated[
+        int | None,
+        Option(
+            "Maximum bytes per second at which each rank copies from *fast*. None sets "
+            "no limit. The limit does not apply while training waits for a copy.",
+            check=checks.at_least(1),
+        ),
+    ] = None
+    process_group: ProcessGroup = None
+    on_published: Annotated[
+        Hook | Sequence[Hook],
+        Option(
+            "Functions called on rank 0 with the path of each published checkpoint, e.g. "
+            "for uploads and logs. A checkpoint is not removed while they run. Their "
+            "exceptions are logged.",
+            check=_hooks,
+        ),
+    ] = ()
+
+    def __post_init__(self) -> None:
+        """Check all values, and that every rule keeps something.
+
+        Raises:
+            UsageError: One of them makes no sense; it says which.
+        """
+        super().__post_init__()
+        self._require_effect()
+        if self.fast and self.when_busy == "skip":
+            raise UsageError(
+                "`when_busy='skip'` conflicts with `fast`",
+                why="each rank would skip different saves, and none would be complete",
+            )
+        policy = replace(self.policy(), last=self.keep_last or None)
+        try:
+            if not policy.empty:
+                policy.require_rules()
+        except RefusedError as error:
+            raise UsageError(error.what, hint=error.hint) from error
+        if self.make_room == "before" and (self.policy().empty or self.keep_last == 0):
+            raise UsageError(
+                "`make_room='before'` requires a keep rule",
+                hint="pass a rule, for example `keep_last=2`",
+            )
+
+    def _require_effect(self) -> None:
+        """Refuse options that change nothing, because another one is not given."""
+        for needed, others in ONLY_WITH.items():
+            given = [one for one in declared(ManagerOptions) if one.name in others]
+            given = [one for one in given if getattr(self, one.name) != one.default]
+            if given and not getattr(self, needed):
+                where = f"without `{needed}`" if needed == "fast" else f"with `{needed}=False`"
+                names = ", ".join(f"`{one.name}`" for one in given)
+                does = "does" if len(given) == 1 else "do"
+                raise UsageError(f"{names} {does} not apply {where}")
+
+    def policy(self) -> Policy:
+        """Return what is kept."""
+        return replace(super().policy(), wanted=self.keep_if)
+
+    def final(self, options: FinalOptions) -> ConversionOptions:
+        """Return how the trained model is saved: what *options* leave open is said here."""
+        return options.to_format(
+            options.to or self.final_format or "hf",
+            model_type=options.model_type or self.model_type,
+            converter=options.converter or self.converter,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class FinalOptions(WriteOptions):
+    """How the trained model is saved."""
+
+    to: Annotated[
+        str | None, opt.target_format("Format to write. None uses the manager's format.")
+    ] = None
+
+
+OF_A_SOURCE = ("from_format", "weights", "tag", "rules", "ranks", "verify_replicas", "resume")
+"""Options of a conversion that say how a checkpoint is read: a state that is at hand is not."""

@@ -1,0 +1,99 @@
+"""How a checkpoint is written: what the functions that save have in common."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+from ckptctl.conversion.option_checks import at_least
+from ckptctl.distributed.group import threads
+from ckptctl.options import Option, Options
+from ckptctl.planner.balance import file_count
+from ckptctl.planner.copying.blocks import MIB
+from ckptctl.storage.execution.execution_options import Execution
+from ckptctl.storage.execution.executor import execute
+from ckptctl.storage.execution.streaming import stream
+
+Beside = Callable[[], Mapping[str, bytes]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class WriterOptions(Options):
+    """How the files of a checkpoint are written."""
+
+    overwrite: Annotated[
+        bool, Option("Replace an existing checkpoint of the same name atomically.")
+    ] = False
+    files: Annotated[
+        int | None,
+        Option(
+            "Number of files per rank. Threads that write separate files do not wait for "
+            "each other. None uses one file per thread, and at most one per 128 MiB.",
+            check=at_least(1),
+        ),
+    ] = None
+    jobs: Annotated[
+        int,
+        Option(
+            "Number of threads per rank. 0 uses its share of the host's cores, at most 16.",
+            check=at_least(0),
+        ),
+    ] = 0
+    memory: Annotated[
+        int,
+        Option(
+            "Size of the buffers of each rank in bytes. They are for tensors that must be "
+            "reordered or copied from a device.",
+            check=at_least(0),
+        ),
+    ] = 64 * MIB
+    sync: Annotated[
+        bool,
+        Option(
+            "Flush data to disk before the checkpoint is published. If False, a crash of "
+            "the machine can leave a published checkpoint without its data."
+        ),
+    ] = True
+    checksum: Annotated[
+        bool,
+        Option("Store CRC-32 checksums in the records, as torch does. ``verify`` requires them."),
+    ] = True
+    beside: Beside | None = None
+    """Returns files that are published with it; called on rank 0, last, and with collectives."""
+    execute: Callable[..., Execution] = execute
+    """Carries out a rank's plan; another process may."""
+    stream: Callable[..., None] = stream
+    """Carries it out for a place that takes streams."""
+
+    def file_count(self, nbytes: int) -> int:
+        """Return among how many files a rank's *nbytes* are dealt."""
+        return self.files or file_count(nbytes, threads(self.jobs))
+
+    def files_beside(self) -> Mapping[str, bytes]:
+        """Return the content of files that are published with the checkpoint, by name."""
+        return self.beside() if self.beside else {}
+
+
+@dataclass(frozen=True, kw_only=True)
+class SaveOptions(WriterOptions):
+    """How a state is saved."""
+
+    trusted: Annotated[
+        bool,
+        Option(
+            "Also save objects of classes that are not known to be harmless. Only "
+            "``load(trusted=True)`` reads them back."
+        ),
+    ] = False
+    compare_replicas: Annotated[
+        bool,
+        Option(
+            "Compare replicated tensors by CRC-32 between ranks before one copy is "
+            "written. A difference is an error. Tensors of at most 64 KiB are compared "
+            "at every save. Larger ones are compared at the first save and after the "
+            "structure of the state has changed."
+        ),
+    ] = True
+    digests: Callable[[Any], Mapping[int, int]] | None = None
+    """Returns the CRC-32 of shards that others may hold as well; None: of those in memory."""

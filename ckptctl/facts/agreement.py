@@ -1,0 +1,304 @@
+"""Whether all that describes a model says the same of it, and what ``--trust-assets`` decides."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import TypeAlias
+
+from ckptctl import families
+from ckptctl.conversion.recognition.model import (
+    ARGUMENTS,
+    CONFIG,
+    Description,
+    Model,
+    Request,
+    descriptions_of,
+    understand,
+)
+from ckptctl.conversion.recognition.vocabulary import AXIS, PADDED_LAYOUTS, rows_with_padding
+from ckptctl.errors import SHOWN, CkptError, MappingError, UsageError, spell_option
+from ckptctl.facts import MEGATRON
+from ckptctl.facts.contradictions import (
+    Contradiction,
+    Statement,
+    contradictions,
+    differences,
+    exceeded,
+    of_config,
+    of_sizes,
+    of_tensors,
+    switched,
+    unsaid,
+)
+from ckptctl.facts.layer_kinds import misfitting, misplaced, uncounted_kinds
+from ckptctl.facts.params import of_params
+from ckptctl.facts.tensor_facts import of_shapes
+from ckptctl.notes import Notes
+from ckptctl.numerics.quantized import dequantized, glanced
+from ckptctl.planner.config_facts import Json, fact_of, with_rope_type
+from ckptctl.planner.families.declarations import Signs as Sign
+from ckptctl.planner.families.declarations import holds
+from ckptctl.planner.layouts import Family
+from ckptctl.planner.mapping.detect import refined
+from ckptctl.planner.mapping.matching import Tensors
+
+Signs: TypeAlias = tuple[Sign, ...]
+
+DESCRIBED_OTHERWISE = "the descriptions of the model contradict each other"
+SHOWN_OTHERWISE = "the configuration and the tensors disagree"
+WRONG = "with a wrong configuration, the same tensors produce different outputs"
+
+
+class ContradictionError(MappingError):
+    """Files that describe one model do not say the same of it."""
+
+
+def agree(
+    family: Family | None,
+    described: Sequence[Description],
+    given: Mapping[str, int] | None = None,
+    *,
+    asked: str | None = None,
+    tensors: Tensors | None = None,
+    trust_assets: bool = False,
+) -> Notes:
+    """Compare every statement about a model with all others of the same fact.
+
+    Noted are differences that change nothing of what the tensors compute, and of facts that are
+    stated in two ways which one was taken.
+
+    Args:
+        family: The model type; None: it is not known, and params.json is not understood.
+        described: The files that describe it.
+        given: What ``--set`` says.
+        asked: The model type, where the user named it.
+        tensors: The model's tensors.
+        trust_assets: Whether ``--assets`` decides.
+
+    Raises:
+        ContradictionError: They do not say the same, or the tensors something else.
+        MappingError: What one of them says is not understood.
+        UsageError: One contradicts *given*.
+    """
+    by_file, found = _compared(family, described, given or {}, asked, tensors, trust_assets)
+    undecided = [one for one in found if not (trust_assets and one.decided)]
+    if undecided:
+        raise _contradiction(undecided, described)
+    notes = Notes()
+    notes.add(*_notes(described, by_file))
+    for one in found:
+        others = " or ".join(str(other) for other in one.statements if other != one.decided)
+        decision = f"{one.decided}, not {others}"
+        notes.explain("decided", {one.fact: decision})
+        notes.add(f"`{one.fact}`: {decision}")
+    return notes
+
+
+def _compared(
+    family: Family | None,
+    described: Sequence[Description],
+    given: Mapping[str, int],
+    asked: str | None,
+    tensors: Tensors | None,
+    trust_assets: bool = False,
+) -> tuple[Sequence[Sequence[Statement]], tuple[Contradiction, ...]]:
+    """Return what each of *described* says, and what contradicts each other."""
+    configs = [with_rope_type(one.content) for one in described if one.name == CONFIG]
+    by_file = [[*_of_file(family, one, configs, asked)] for one in described]
+    statements = [one for said in by_file for one in said]
+    if family is not None and any(one.name == MEGATRON for one in described):
+        statements += _beside_megatron(family, described)
+    if family is not None:
+        if given:
+            _require_given(family, statements, given)
+        if tensors is not None:
+            statements += _of_tensors(family, tensors, [*statements])
+    found = [*contradictions(statements)]
+    decides = trust_assets and any(one.name == CONFIG and one.assets for one in described)
+    for file in described:
+        if file.name == CONFIG and file.complete and file.assets >= decides:
+            found += exceeded(file.content, file.place)
+            found += uncounted_kinds(file.content, file.place)
+            if family is not None and tensors is not None:
+                if family.kinds:
+                    found += misplaced(family, file.content, file.place, tensors.matched)
+                if family.layer_sizes:
+                    found += misfitting(family, file.content, file.place, tensors)
+    return by_file, tuple(found)
+
+
+def contradictions_in(known: Model, files: Collection[str] = ()) -> tuple[Contradiction, ...]:
+    """Return the facts of a checkpoint's model that are stated in two ways.
+
+    Every command asks this, or has :func:`agree` raise the same. *files* are the names of those
+    that are read; empty: all.
+
+    Raises:
+        MappingError: What a file says is not understood.
+    """
+    every = descriptions_of(known.catalog)
+    described = tuple(one for one in every if not files or one.name in files)
+    family, tensors = tensors_compared(known)
+    return _compared(family, described, {}, known.request.model_type, tensors)[1]
+
+
+def tensors_compared(known: Model) -> tuple[Family | None, Tensors | None]:
+    """Return the model type and the tensors to compare; None: no table describes them.
+
+    Quantized tensors that no table describes are those that they stand for.
+    """
+    if not known.exact and glanced(known.catalog).weights:
+        documents = {CONFIG: known.config, "params.json": known.params}
+        stated = {name: one for name, one in documents.items() if one is not None}
+        try:
+            plain = dequantized(known.catalog, "bfloat16")
+            asked = Request(known.request.model_type, root=known.root)
+            known = understand(plain, stated, asked)
+        except CkptError:  # what is wrong with it is found elsewhere
+            return None, None
+    if known.model_type is None or not known.pairs:
+        return None, None
+    family = families.family(known.pairs[0][0])
+    layout = family.layout(known.pairs[0][1])
+    shapes = {name: one.shape for name, one in known.tensors.items()}
+    return family, Tensors(layout, known.match(family, layout, shapes), shapes)
+
+
+def disagreements(family: Family, described: Sequence[Description]) -> tuple[Contradiction, ...]:
+    """Return the facts on which *described* files, of a model or of two of a kind, differ."""
+    configs = [with_rope_type(one.content) for one in described if one.name == CONFIG]
+    by_file = (_of_file(family, one, configs, family.name) for one in described)
+    return contradictions(said for file in by_file for said in file)
+
+
+def _beside_megatron(family: Family, described: Sequence[Description]) -> Iterator[Statement]:
+    """Yield what a config.json means beside records of Megatron's programs."""
+    from ckptctl.facts.megatron import fixed, silent
+
+    for file in (one for one in described if one.name == CONFIG):
+        yield from silent(family, file.content, file.place)
+        said = fixed(family, file.content, file.place)
+        yield from (replace(one, trusted=True) for one in said) if file.assets else said
+
+
+def _of_file(
+    family: Family | None, file: Description, configs: Sequence[Json], asked: str | None
+) -> Iterator[Statement]:
+    """Yield what one file says."""
+    said: Iterable[Statement] = ()
+    if file.name == CONFIG:
+        said = of_config(family, file.content, file.place)
+        said = (one for one in said if file.complete or not one.default)
+    elif file.name == ARGUMENTS:
+        said = (Statement(name, value, file.place) for name, value in file.content.items())
+    elif file.name == MEGATRON:
+        from ckptctl.facts.megatron import of_megatron
+
+        said = () if family is None else of_megatron(family, file.content, file.place)
+    elif family is not None:
+        writer = family if asked else _writer(family, with_rope_type(file.content), configs)
+        other = Statement("model_type", f"not {family.name}", file.place)
+        said = of_params(writer, file.content, file.place) if writer else (other,)
+    yield from (replace(one, trusted=True) for one in said) if file.assets else said
+
+
+def _writer(family: Family, params: Json, configs: Sequence[Json]) -> Family | None:
+    """Return the family whose params.json this is: *family*, or one that refines or is refined.
+
+    Sizes that tell a release (Llama 3.2) are believed; where they are others, a config.json tells.
+    """
+    known = families.families()
+    below = [one for one in known.values() if family.name in refined(one, known)]
+    below.sort(key=lambda one: -len(refined(one, known)))
+    above = [known[name] for name in refined(family, known)]
+    possible = [one for one in below if any(_holds(one.config_signs, file) for file in configs)]
+    orders = (
+        (one for one in below if _holds(one.params_signs, params)),
+        (one for one in (*possible, family) if _holds(_sizeless(one), params)),
+        (one for one in (family, *above) if _holds(one.params_signs, params)),
+    )
+    return next((one for order in orders for one in order), None)
+
+
+def _sizeless(family: Family) -> Signs:
+    """Return the signs of a family's params.json without sizes; those of sizes alone are none."""
+    sizes = {name for _, name in family.sizes.values()}
+    found = ({k: v for k, v in sign.items() if k not in sizes} for sign in family.params_signs)
+    return tuple(sign for sign in found if sign)
+
+
+def _holds(signs: Signs, values: Json) -> bool:
+    return any(holds(sign, values) for sign in signs)
+
+
+def _require_given(
+    family: Family, statements: Sequence[Statement], given: Mapping[str, int]
+) -> None:
+    """Refuse a ``--set`` that something else contradicts: of the user nothing is overruled."""
+    said = [*of_sizes(family, given)]
+    sources = {one.source for one in said}
+    for found in contradictions([*said, *(one for one in statements if one.stated)]):
+        options = [one for one in found.statements if one.source in sources]
+        if options:
+            other = next(one for one in found.statements if one is not options[0])
+            raise UsageError(
+                f"{options[0].source} contradicts {other.source}",
+                why=f"it states `{found.fact}` = {other.value}",
+                hint=f"use {spell_option('--set')} only for sizes that no file states",
+            )
+
+
+def _of_tensors(
+    family: Family, tensors: Tensors, statements: Sequence[Statement]
+) -> Iterator[Statement]:
+    """Yield what the tensors say of what *statements* switch on or off, and of sizes."""
+    rows = None
+    if tensors.layout.name in PADDED_LAYOUTS:
+        size = next((one.value for one in statements if one.fact == fact_of(family, AXIS)), None)
+        rows = rows_with_padding(tensors, size if isinstance(size, int) else None)
+    yield from of_shapes(family, tensors, statements, {} if rows is None else {AXIS: rows})
+    switches = switched(family)
+    if not switches.keys().isdisjoint(one.fact for one in statements):
+        yield from of_tensors(switches, {name.partition(".")[0] for name in tensors.matched.held})
+
+
+def _contradiction(
+    found: Sequence[Contradiction], described: Sequence[Description]
+) -> ContradictionError:
+    more = f" and {len(found) - SHOWN:,} more" if len(found) > SHOWN else ""
+    assets = any(file.assets for file in described)
+    sources = {said.source for one in found for said in one.statements}
+    if all(one.decided for one in found):
+        trust, given = spell_option("--trust-assets"), spell_option("--assets")
+        hint = f"pass {trust} to use the values in {given}"
+    elif assets:
+        hint = "correct the file that is wrong"
+    else:
+        trusted = spell_option("--assets DIR", "--trust-assets")
+        hint = f"pass {trusted} to use the correct files in DIR"
+    return ContradictionError(
+        SHOWN_OTHERWISE if all(one.is_shown for one in found) else DESCRIBED_OTHERWISE,
+        where=" and ".join(one.place for one in described if one.place in sources),
+        why="; ".join(map(str, found[:SHOWN])) + more + f"; {WRONG}",
+        hint=hint,
+    )
+
+
+def _notes(
+    described: Sequence[Description], by_file: Sequence[Sequence[Statement]]
+) -> Iterator[str]:
+    """Yield what two config.json differ on that changes no logits, and what only one says."""
+    configs = [pair for pair in zip(described, by_file, strict=True) if pair[0].name == CONFIG]
+    for file, said in configs:
+        for other, theirs in configs:
+            if file.assets or not other.assets:
+                continue
+            differ = differences(file.content, other.content)
+            for fact, (one, two) in differ.items():
+                yield f"`{fact}` is {one!r} in {file.place} and {two!r} in {other.place}"
+            alone = unsaid(said, theirs)
+            if alone:
+                shown = ", ".join(f"`{one.fact}` ({one.value!r})" for one in alone[:SHOWN])
+                more = f" and {len(alone) - SHOWN:,} more" if len(alone) > SHOWN else ""
+                yield f"{file.place} states {shown}{more}, but {other.place} does not"

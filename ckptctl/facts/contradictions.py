@@ -1,0 +1,362 @@
+"""Statements of the same fact, whoever makes them, and where they contradict each other.
+
+Facts have the names that config.json gives them; what describes the rotary frequencies is found
+under ``rope.`` whichever way it is spelled. A config.json states all that it holds but for the keys
+of ``IGNORED``; the keys of ``NOTED`` say nothing of what the tensors compute.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from ckptctl.errors import listed, spell_option
+from ckptctl.facts.fact_names import (
+    IGNORED,
+    NOTED,
+    PLACED,
+    RENAMED,
+    SAME_WORDS,
+    SILENT,
+    is_module,
+    walked,
+)
+from ckptctl.planner.config_facts import (
+    MODULES,
+    ROPE,
+    Json,
+    axis_called,
+    default_of,
+    defaults,
+    fact_of,
+    normalized,
+    read_sizes,
+)
+from ckptctl.planner.families.declarations import SWITCHES, looked_up, spellings
+from ckptctl.planner.families.facts import NEEDED
+from ckptctl.planner.layouts import Family
+
+PRECISION = 1e-6
+"""How far apart two spellings of one number may be: float32 has seven digits."""
+
+_WINDOWS = ("sliding_window", "max_window_layers")
+_SKIPPED = frozenset(key for keys in IGNORED.values() for key in keys)
+
+
+@dataclass(frozen=True, slots=True)
+class Statement:
+    """What is said of one fact in one place.
+
+    Attributes:
+        stated: Whether it is said there; else it is what silence means there.
+        said: What the fact is called there.
+        stored: What is stored there, where it is not *value*.
+        shown: What is shown of a value that is not known, only that it is another one.
+        shows: Whether the tensors say it, whom no file overrules.
+        default: Whose default it is, where it is not stated; empty: it follows from the rest.
+    """
+
+    fact: str
+    value: object
+    source: str
+    stated: bool = True
+    said: str = ""
+    trusted: bool = False
+    stored: str = ""
+    shown: str = ""
+    default: str = ""
+    shows: bool = False
+
+    def __str__(self) -> str:
+        called = f" as `{self.said}`" if self.said not in ("", self.fact) else ""
+        called += f" {self.stored}" if called and self.stored else ""
+        silent = "" if self.stated else ", which does not set it"
+        silent += f" ({self.default}' default)" if self.default else ""
+        return f"{self.shown or repr(self.value)} in {self.source}{called}{silent}"
+
+
+@dataclass(frozen=True, slots=True)
+class Contradiction:
+    """A fact that is stated in two ways.
+
+    Attributes:
+        statements: The first one of each value.
+    """
+
+    fact: str
+    statements: tuple[Statement, ...]
+
+    def __str__(self) -> str:
+        return f"`{self.fact}` is {' and '.join(map(str, self.statements))}"
+
+    @property
+    def is_shown(self) -> bool:
+        """Return whether the tensors say something else than a file."""
+        return any(one.shows for one in self.statements)
+
+    @property
+    def decided(self) -> Statement | None:
+        """Return what ``--assets`` says, where it says one thing and the tensors no other."""
+        trusted = [one for one in self.statements if one.trusted]
+        return trusted[0] if len(trusted) == 1 and not self.is_shown else None
+
+
+def contradictions(statements: Iterable[Statement]) -> tuple[Contradiction, ...]:
+    """Return the facts of which not all *statements* say the same, in the order of the first.
+
+    What is stated nowhere is no contradiction, whatever silence means.
+    """
+    by_fact: dict[str, list[Statement]] = {}
+    for one in statements:
+        by_fact.setdefault(one.fact, []).append(one)
+    found = []
+    for fact, said in by_fact.items():
+        if len(said) < 2:
+            continue
+        different: list[Statement] = []
+        for one in sorted(said, key=lambda one: (one.trusted, one.shows), reverse=True):
+            if not any(_equal(one.value, other.value) for other in different):
+                different.append(one)
+        different.sort(key=said.index)
+        if len(different) > 1 and any(one.stated for one in said):
+            found.append(Contradiction(fact, tuple(different)))
+    return tuple(found)
+
+
+def of_config(family: Family | None, config: Json, source: str) -> Iterator[Statement]:
+    """Yield what a config.json says."""
+    told = used(config)
+    values = dict(leaves(normalized(told)))
+    yield from _at_odds(told, source)
+    if family is not None:
+        named = read_sizes(family, config, implied=False)
+        silent = defaults(family, config)
+        for axis, size in read_sizes(family, config).items():
+            fact, stated = fact_of(family, axis), axis in named
+            whose = "transformers" if fact in silent and not stated else ""
+            yield Statement(fact, size, source, stated, default=whose)
+        sizes = {fact_of(family, axis) for axis in family.sizes}
+        for fact, size in silent.items():
+            if fact not in sizes:
+                yield Statement(fact, size, source, stated=False, default="transformers")
+        for names in family.sizes.values():
+            for name in spellings(names[0]):
+                values.pop(name, None)
+    yield from (Statement(name, value, source) for name, value in values.items())
+    modules: dict[str, object] = {f"{name}.": config.get(name) for name in MODULES}
+    unscaled = {
+        f"{prefix}rope.rope_type"
+        for prefix, inner in {"": config, **modules}.items()
+        if isinstance(inner, Mapping) and any(name in inner for name in ROPE)
+    }
+    for name, value in _defaults(family, config).items():
+        if name not in values:
+            yield Statement(name, value, source, stated=name in unscaled)
+
+
+def of_sizes(family: Family, given: Mapping[str, int]) -> Iterator[Statement]:
+    """Yield what ``--set`` says."""
+    for name, size in given.items():
+        axis = axis_called(family, name)
+        yield Statement(fact_of(family, axis), size, f"{spell_option(f'--set {name}={size}')}")
+
+
+def switched(family: Family) -> Mapping[str, set[str]]:
+    """Return what a config.json may switch on in *family*, and the tensors that come with it."""
+    module, dot, _ = spellings(family.sizes.get("d", ("", ""))[0])[0].rpartition(".")
+    optional = {name.partition(".")[0] for name, one in family.tensors.items() if one.optional}
+    found = {name: optional.intersection(tensors) for name, tensors in SWITCHES.items()}
+    both = {f"{prefix}{name}": one for name, one in found.items() for prefix in {"", module + dot}}
+    return {name: tensors for name, tensors in both.items() if tensors}
+
+
+def of_tensors(
+    switches: Mapping[str, Collection[str]], present: Collection[str]
+) -> Iterator[Statement]:
+    """Yield what the logical tensors that are there, by name without indices, say of switches.
+
+    Args:
+        switches: See :func:`switched`.
+        present: Names of the tensors.
+    """
+    for name, tensors in switches.items():
+        on = any(tensor in present for tensor in tensors)
+        source = f"the tensors ({'with' if on else 'without any'} {listed(sorted(tensors))})"
+        yield Statement(name, on, source, shows=True)
+
+
+def differences(one: Json, other: Json) -> dict[str, tuple[object, object]]:
+    """Return on which of the facts of :data:`NOTED` two config.json differ, and their values."""
+    first, second = (
+        {n: v for n, v in walked(file, is_module) if n.rpartition(".")[2] in NOTED}
+        for file in (one, other)
+    )
+    return {
+        name: (value, second[name])
+        for name, value in first.items()
+        if value is not None and second.get(name) not in (None, value)
+    }
+
+
+def unsaid(statements: Iterable[Statement], other: Iterable[Statement]) -> list[Statement]:
+    """Return what *statements* say and the *other* ones do not, but for what is empty."""
+    known = {one.fact for one in other}
+    return [
+        one
+        for one in statements
+        if one.stated and one.value not in (None, "", [], {}) and one.fact not in known
+    ]
+
+
+# -------------------------------------- what counts of one config.json admit of each other
+
+EXPERTS = ("n_routed_experts", "num_experts", "num_local_experts")
+
+
+@dataclass(frozen=True, slots=True)
+class Limit:
+    """What a count may be, beside another one.
+
+    Attributes:
+        of: The names of the other one; the first that is stated counts.
+        kind: ``at most``: not more than the other; ``a divisor of``: it divides the other.
+        defaults: Whether it is compared where only one of the two is stated.
+    """
+
+    name: str
+    of: tuple[str, ...]
+    kind: Literal["at most", "a divisor of"]
+    defaults: bool = True
+
+
+LIMITS = (
+    Limit("num_key_value_heads", ("num_attention_heads",), "a divisor of", defaults=False),
+    Limit("num_experts_per_tok", EXPERTS, "at most"),
+    Limit("n_group", EXPERTS, "a divisor of"),
+    Limit("topk_group", ("n_group",), "at most"),
+)
+LIMITED = frozenset(name for one in LIMITS for name in (one.name, *one.of))
+"""The facts that take part."""
+
+
+def exceeded(config: Json, source: str, prefix: str = "") -> Iterator[Contradiction]:
+    """Yield the counts in a config.json, and in the objects in it, that others do not admit."""
+    for limit in LIMITS:
+        value, stated = _count(config, limit.name)
+        for name in limit.of:
+            other, other_stated = _count(config, name)
+            if not other:
+                continue
+            said = stated or other_stated if limit.defaults else stated and other_stated
+            if value is None or not said:
+                break
+            at_most = limit.kind == "at most"
+            if value > other if at_most else value <= 0 or other % value:
+                own = Statement(prefix + limit.name, value, source, stated)
+                shown = f"must be {limit.kind} {other} (`{prefix}{name}`)"
+                theirs = Statement(prefix + limit.name, None, source, other_stated, shown=shown)
+                yield Contradiction(prefix + limit.name, (own, theirs))
+            break
+    for key, inner in config.items():
+        if isinstance(inner, Mapping):
+            yield from exceeded(inner, source, f"{prefix}{key}.")
+
+
+def _count(config: Json, name: str) -> tuple[int | None, bool]:
+    """Return a count, or its default where it is not stated, and whether it is stated."""
+    value = config.get(name) if name in config else default_of(config, name)
+    known = isinstance(value, int) and not isinstance(value, bool) and value >= 0
+    return (int(str(value)) if known else None), name in config
+
+
+# ------------------------------------------------------------- the names of what is stated
+
+
+def _at_odds(config: Json, source: str, prefix: str = "") -> Iterator[Statement]:
+    """Yield what two spellings of the rotary frequencies in one config.json say in two ways."""
+    spelled = [("rope_theta", "rope_theta", config.get("rope_theta"))]
+    for holder in sorted(ROPE):
+        if isinstance(value := config.get(holder), Mapping):
+            for name, one in leaves(normalized({holder: value})):
+                spelled.append((name, f"{holder}.{name.removeprefix('rope.')}", one))
+    known = {fact: value for fact, _, value in spelled if value is not None}
+    odd = {
+        fact
+        for fact, _, value in spelled
+        if value is not None and not _equal(respell(value), respell(known[fact]))
+    }
+    for fact, said, value in spelled:
+        if fact in odd and value is not None:
+            yield Statement(_renamed(prefix + fact), respell(value), source, said=prefix + said)
+    for module in MODULES:
+        if isinstance(inner := config.get(module), Mapping):
+            yield from _at_odds(inner, source, f"{module}.")
+
+
+def used(config: Json) -> Json:
+    """Return *config* without windows that it does not use."""
+    unused = () if config.get("use_sliding_window") is not False else _WINDOWS
+    inner = {key: used(one) for key in MODULES if isinstance(one := config.get(key), Mapping)}
+    return {key: value for key, value in config.items() if key not in unused} | inner
+
+
+def leaves(values: Json, prefix: str = "") -> Iterator[tuple[str, object]]:
+    """Yield the facts that a config.json states, in its order, under their canonical names."""
+    placed = looked_up(values, "rope.rope_type") in PLACED or prefix.endswith("rope.")
+    for key, value in values.items():
+        if key in _SKIPPED or key.startswith("_") or key in ROPE:
+            continue
+        if key in NOTED and not (placed and key == "max_position_embeddings"):
+            continue
+        name = prefix + key
+        if isinstance(value, Mapping):
+            if key == "quantization_config":
+                yield name, value.get("quant_method")
+            yield from leaves(value, f"{name}.")
+        elif value is not None or key == "sliding_window":
+            yield _renamed(name), respell(value)
+
+
+def _renamed(name: str) -> str:
+    module, dot, inner = name.partition(".")
+    if module in MODULES:
+        return module + dot + RENAMED.get(inner, inner)
+    return RENAMED.get(name, name)
+
+
+def respell(value: object) -> object:
+    """Return the word that others are versions of, where *value* is one of those."""
+    return SAME_WORDS.get(value, value) if isinstance(value, str) else value
+
+
+def _defaults(family: Family | None, config: Json) -> dict[str, object]:
+    """Return what a config.json means that does not say it."""
+    modules = ("", *(f"{name}." for name in MODULES[:1] if isinstance(config.get(name), Mapping)))
+    found = {module + name: value for module in modules for name, value in SILENT.items()}
+    if family is not None and family.params_signs and family.params.translated:
+        known = ((name, fact.default) for name, fact in family.params.facts)
+        found |= {n: v for n, v in known if v is not NEEDED and n.rpartition(".")[2] not in NOTED}
+    return found
+
+
+def _equal(one: object, other: object) -> bool:
+    """Return whether two values are the same, whatever a number is spelled like."""
+    one, other = (_number(value) if isinstance(value, str) else value for value in (one, other))
+    if isinstance(one, bool) or isinstance(other, bool):
+        return one is other
+    if isinstance(one, (int, float)) and isinstance(other, (int, float)):
+        floats = all(abs(number) <= sys.float_info.max for number in (one, other))
+        return one == other or (floats and math.isclose(one, other, rel_tol=PRECISION))
+    return one == other
+
+
+def _number(text: str) -> object:
+    """Return the number that a text spells, as YAML reads ``1e-05``; else the text itself."""
+    try:
+        number = float(text)
+    except ValueError:
+        return text
+    return number if math.isfinite(number) else text

@@ -1,0 +1,213 @@
+"""config.json out of the metadata of a GGUF file.
+
+What llama.cpp has in its code instead of the metadata stands here as well: how Gemma scales its
+scores, that Qwen 3's router norms what it chose.
+
+Sources: ``gguf/constants.py`` (0.19) for the keys; llama.cpp's ``llama-model.cpp`` and
+``convert_hf_to_gguf.py``; transformers' ``integrations/ggml.py`` (5.23).
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from ckptctl.catalog import TensorEntry
+from ckptctl.facts.rope import rope_of_gguf
+from ckptctl.numerics.quantization.ggml import BLOCKS
+from ckptctl.planner.families.facts import FACTS, Fact, facts_called
+
+FACTORS = "rope_freqs.weight"
+"""The tensor that has what llama.cpp divides rotary frequencies by."""
+LARGEST = 3.4e38
+Json = dict[str, object]
+
+
+@dataclass(frozen=True, slots=True)
+class Architecture:
+    """What llama.cpp calls an architecture, in transformers' words.
+
+    Attributes:
+        model_type: In config.json.
+        class_name: Of the model with a head.
+        always: What its config.json always says.
+        facts: What its metadata says beside :data:`KEYS`.
+        scores: Layers of the size whose scores are divided by the root of ``hidden_size / heads``
+            instead of that of the head dimension; 0: config.json does not say.
+        head_dim: Whether transformers assumes a head dimension that is not ``hidden_size / heads``.
+    """
+
+    model_type: str
+    class_name: str
+    always: Mapping[str, object] = field(default_factory=dict)
+    facts: tuple[Fact, ...] = ()
+    scores: int = 0
+    head_dim: bool = False
+
+
+KEYS = facts_called(
+    *("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads"),
+    *("num_key_value_heads", "head_dim", "rms_norm_eps", "max_position_embeddings"),
+    *("rope_theta", "vocab_size"),
+)
+TOKENS = facts_called("bos_token_id", "eos_token_id", "pad_token_id")
+CAPS = facts_called("attn_logit_softcapping", "final_logit_softcapping")
+WINDOW = facts_called("sliding_window")
+SIZES = (
+    *("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads"),
+    *("num_key_value_heads", "head_dim", "rope_theta", "rms_norm_eps"),
+)
+"""What config.json calls the sizes that decide what tensors are and compute."""
+ASSUMED = frozenset(
+    {
+        *("num_key_value_heads", "head_dim", "rope_theta", "vocab_size"),
+        *(fact.config for fact in (*CAPS, *TOKENS)),
+    }
+)
+"""Facts that llama.cpp does without, because it assumes or counts them."""
+EMBEDDING = "token_embd.weight"
+GEMMA = {"hidden_act": "gelu_pytorch_tanh", "hidden_activation": "gelu_pytorch_tanh"}
+ARCHITECTURES: Mapping[str, Architecture] = {
+    "llama": Architecture("llama", "LlamaForCausalLM", {"hidden_act": "silu"}),
+    "llama.experts": Architecture(
+        "mixtral",
+        "MixtralForCausalLM",
+        {"hidden_act": "silu"},
+        facts_called("num_experts_per_tok", "num_local_experts"),
+    ),
+    "qwen2": Architecture("qwen2", "Qwen2ForCausalLM", {"hidden_act": "silu"}),
+    "qwen3": Architecture("qwen3", "Qwen3ForCausalLM", {"hidden_act": "silu"}, head_dim=True),
+    "qwen3moe": Architecture(
+        "qwen3_moe",
+        "Qwen3MoeForCausalLM",
+        {"hidden_act": "silu", "norm_topk_prob": True, "decoder_sparse_step": 1},
+        facts_called("num_experts_per_tok", "num_experts", "moe_intermediate_size"),
+        head_dim=True,
+    ),
+    "gemma": Architecture("gemma", "GemmaForCausalLM", GEMMA, head_dim=True),
+    "gemma2": Architecture("gemma2", "Gemma2ForCausalLM", GEMMA, WINDOW + CAPS, 46, head_dim=True),
+    "gemma3": Architecture("gemma3_text", "Gemma3ForCausalLM", GEMMA, WINDOW, 62, head_dim=True),
+}
+
+
+def described(
+    metadata: Mapping[str, object],
+    counts: Mapping[str, int],
+    tensors: Mapping[str, TensorEntry],
+    factors: Sequence[float] | None,
+) -> tuple[Json | None, tuple[str, ...]]:
+    """Return the config.json that a file's metadata amounts to, and what is to be said of it.
+
+    Args:
+        metadata: Values by key, short arrays of numbers included.
+        counts: The length of each other array.
+        tensors: Of the file, or of all files.
+        factors: The elements of :data:`FACTORS`; None: there is none.
+
+    Returns:
+        None where the architecture is not known, or something of it is not understood.
+    """
+
+    def refused(why: str) -> tuple[None, tuple[str]]:
+        return None, (f"{why}; config.json is not written",)
+
+    name = str(metadata.get("general.architecture", ""))
+    known = _architecture(name, metadata)
+    if known is None:
+        return refused(f"GGUF architecture `{name}` is not supported")
+    said = {key.removeprefix(f"{name}."): _shown(value) for key, value in metadata.items()}
+    stated = (*KEYS, *known.facts, *TOKENS)
+    config: Json = {
+        "architectures": [known.class_name],
+        "model_type": known.model_type,
+        **known.always,
+        **{fact.config: said[fact.gguf] for fact in stated if fact.gguf in said},
+        "tie_word_embeddings": not _has(tensors, "output.weight"),
+        "torch_dtype": _dtype(tensors),
+    }
+    if "vocab_size" not in config and "tokenizer.ggml.tokens" in counts:
+        config["vocab_size"] = counts["tokenizer.ggml.tokens"]
+    names = [fact.config for fact in stated]
+    silent = [name for name in names if name not in config and name not in ASSUMED]
+    if silent:
+        return refused(f"the GGUF file does not state `{silent[0]}`")
+    config = {**_assumed(config, known, tensors), **config}
+    if known.scores:
+        config["query_pre_attn_scalar"] = _scores(config, known.scores)
+    strange = [name for name in names if name in config and not _is_number(config[name])]
+    if strange:
+        value = config[strange[0]]
+        why = "differs from layer to layer" if isinstance(value, list) else f"is {value!r}"
+        return refused(f"`{strange[0]}` {why} in the GGUF file")
+    scaling = rope_of_gguf(config, said, factors)
+    if scaling is None:
+        return refused("the scaling of rotary frequencies in the GGUF file is not supported")
+    more = {"rope_scaling": scaling} if scaling else {}
+    return {**config, **more}, ("config.json is generated from the GGUF metadata",)
+
+
+def _assumed(config: Json, known: Architecture, tensors: Mapping[str, TensorEntry]) -> Json:
+    """Return what llama.cpp assumes where the metadata does not say it; transformers may not."""
+    heads, size = config["num_attention_heads"], config["hidden_size"]
+    found: Json = {"num_key_value_heads": heads, "rope_theta": FACTS["rope_theta"].default}
+    if known.head_dim and isinstance(size, int) and isinstance(heads, int) and heads:
+        found["head_dim"] = size // heads
+    rows = {one.shape[0] for name, one in tensors.items() if name.startswith(EMBEDDING)}
+    if len(rows) == 1:
+        found["vocab_size"] = rows.pop()
+    return found
+
+
+def sizes_of(config: Mapping[str, object]) -> Json:
+    """Return what a config.json that was made so says of sizes alone."""
+    return {word: config[word] for word in SIZES if word in config}
+
+
+def _is_number(value: object) -> bool:
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        return False
+    return math.isfinite(value)
+
+
+def _shown(value: object) -> object:
+    """Return a number of 32 bits as people write it: 1e-06, and not 9.999999974752427e-07."""
+    if not isinstance(value, float) or not math.isfinite(value):
+        return value
+    digits = (float(f"{value:.{count}g}") for count in range(1, 10))
+    return next((one for one in digits if _rounded(one) == _rounded(value)), value)
+
+
+def _rounded(value: float) -> bytes:
+    return struct.pack("<f", value) if abs(value) < LARGEST else struct.pack("<d", value)
+
+
+def _architecture(name: str, metadata: Mapping[str, object]) -> Architecture | None:
+    """Return what *name* stands for; Mixtral is called as Llama is, and has experts."""
+    if metadata.get(f"{name}.expert_count") and f"{name}.experts" in ARCHITECTURES:
+        name = f"{name}.experts"
+    return ARCHITECTURES.get(name)
+
+
+def _has(tensors: Collection[str], name: str) -> bool:
+    """Return whether *name* is there, quantized or not."""
+    return name in tensors or any(f"{name}.{block.name}" in tensors for block in BLOCKS.values())
+
+
+def _dtype(tensors: Mapping[str, TensorEntry]) -> str:
+    """Return the dtype of most elements; of what is quantized what it is going to be."""
+    sizes: dict[str, int] = {}
+    for one in tensors.values():
+        kind = "bfloat16" if one.dtype == "uint8" else one.dtype
+        sizes[kind] = sizes.get(kind, 0) + one.nbytes
+    return max(sizes, key=lambda kind: sizes[kind], default="bfloat16")
+
+
+def _scores(config: Json, layers: int) -> object:
+    """Return the number by whose root Gemma divides its scores."""
+    size, heads = config.get("hidden_size"), config.get("num_attention_heads")
+    largest = config.get("num_hidden_layers") == layers
+    if largest and isinstance(size, int) and isinstance(heads, int) and heads:
+        return size // heads
+    return config.get("head_dim", 256)

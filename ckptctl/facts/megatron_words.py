@@ -1,0 +1,55 @@
+"""What Megatron's programs call the facts of a model, in the words of Megatron-Core.
+
+Sources: Megatron-Core's ``transformer_config.py`` (0.16), Megatron-LM's
+``megatron/training/arguments.py`` and ``load_args_from_checkpoint``, the providers of
+Megatron-Bridge 0.3, NeMo 2's ``collections/llm/gpt/model``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+ARGUMENTS: Mapping[str, str] = {
+    "num_experts": "num_moe_experts",
+    "norm_epsilon": "layernorm_epsilon",
+    "apply_layernorm_1p": "layernorm_zero_centered_gamma",
+    "use_rope_scaling": "rope_scaling",
+}
+"""Arguments of Megatron-LM that its ``TransformerConfig`` has under another name."""
+
+TURNED: Mapping[str, str] = {
+    "untie_embeddings_and_output_weights": "share_embeddings_and_output_weights",
+    "disable_bias_linear": "add_bias_linear",
+}
+"""Arguments that say the contrary of a field."""
+
+ACTIVATIONS: Mapping[str, tuple[str, bool]] = {
+    "swiglu": ("silu", True),
+    "quick_geglu": ("quick_gelu", True),
+    "squared_relu": ("squared_relu", False),
+}
+"""Arguments that are true, the activation that they choose, and whether it is a gate."""
+
+FUNCTIONS: Mapping[str, str] = {
+    "silu": "torch.nn.functional.silu",
+    "gelu": "torch.nn.functional.gelu",
+    "quick_gelu": "megatron.core.fusions.fused_bias_geglu.quick_gelu",
+    "fast_gelu": "megatron.core.activations.fast_gelu",
+    "squared_relu": "megatron.core.activations.squared_relu",
+}
+"""Where the functions lie that ``activation_func`` may be."""
+
+SAME_FUNCTION: Mapping[str, str] = {"openai_gelu": "fast_gelu", "swish": "silu"}
+
+LINEAR = frozenset(
+    {
+        *("linear_attention_freq", "linear_conv_kernel_dim"),
+        *("linear_key_head_dim", "linear_value_head_dim"),
+        *("linear_num_key_heads", "linear_num_value_heads"),
+    }
+)
+"""Fields that mean nothing without ``experimental_attention_variant``."""
+DELTA = "gated_delta_net"
+
+LENGTHS = ("max_position_embeddings", "seq_length")
+"""Fields that say how long a text may be, the better one first."""

@@ -1,0 +1,304 @@
+"""What a checkpoint of Megatron-Core holds: the DCP directory, spelled in one way, and the rest.
+
+Trainers record the model beside it::
+
+    iter_0000010/run_config.yaml              Megatron-Bridge
+    iter_0000010/args.json, or above it       ms-swift
+    step=10-last/context/model.yaml, io.json  NeMo 2, beside weights/
+    actor/transformer_config.json             verl, beside dist_ckpt/
+
+NeMo 2's ``io.json`` is Fiddle's JSON of a ``TrainerContext``, read as data::
+
+    {"root": {"type": "ref", "key": "trainer_context_1"},
+     "objects": {"llama3_config8_b_1": {
+        "type": {"type": "pyref", "module": "fiddle._src.config", "name": "Config"},
+        "items": [["Attr(name='num_layers')", {"type": "leaf", "value": 2}], ...],
+        "metadata": {"type": "ref", "key": "buildable_traverser_metadata_1"}}, ...}}
+
+What a configuration builds is the ``fn_or_cls`` of its metadata. Only arguments that were given are
+there. Nothing is imported or called.
+
+Sources: ``megatron/bridge/training/utils/checkpoint_utils.py``; ``nemo/lightning/io/mixin.py``
+(``io_dump``); ``fiddle/_src/experimental/serialization.py`` (0.3.1);
+``verl/utils/megatron_utils.py``; ms-swift's ``megatron/arguments``.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+from ckptctl.catalog import Blob, Catalog, Finding
+from ckptctl.errors import DamagedError, UnsupportedError
+from ckptctl.facts import MEGATRON
+from ckptctl.facts.megatron import TARGET
+from ckptctl.facts.megatron_adapter import peft_words
+from ckptctl.formats.base import ReadOptions
+from ckptctl.formats.dcp.dcp_reader import catalog_of, read_metadata, with_leaves
+from ckptctl.formats.mcore.factors import in_order
+from ckptctl.formats.mcore.joining import canonical
+from ckptctl.formats.mcore.mcore_files import (
+    ACTOR,
+    COMMON,
+    COMMON_STATE,
+    MARK,
+    METADATA,
+    RUN_CONFIG,
+    names_common,
+    passed_over,
+    require_finished,
+    save_folder,
+)
+from ckptctl.formats.mcore.objects import canonical_objects, object_name
+from ckptctl.formats.peft import adapter_config
+from ckptctl.formats.shared.findings import UNUSABLE, Faults, of_error
+from ckptctl.formats.shared.leaves import require_harmless
+from ckptctl.formats.shared.stored_leaves import NO_CHECKSUMS, Leaves, leaves_in
+from ckptctl.formats.sidecar_files import ADAPTER, documents
+from ckptctl.planner.config_facts import Json
+from ckptctl.storage.files import SourceFiles, source_files
+from ckptctl.storage.json_reader import read_json
+from ckptctl.storage.paths import is_there
+from ckptctl.storage.pickles.inert import Inert
+from ckptctl.storage.schema import find, malformed, read_as
+from ckptctl.storage.tree import TreePath
+from ckptctl.storage.yaml_text import LARGEST, parsed
+from ckptctl.storage.zips.zip_reader import KEEPING_TABLE, read_archive
+from ckptctl.units import counted
+
+ARGUMENTS = "args"
+CONFIGURATION = "huggingface"
+OWN = (COMMON, MARK, RUN_CONFIG, ADAPTER)
+MAX_VALUES = 1 << 19
+"""What is not sharded has some thousand values, in a pickle of less than a megabyte."""
+
+
+def read(path: TreePath, asked: ReadOptions, name: str) -> Catalog:
+    """Return the catalog of the folder *path*; see :meth:`Format.read`."""
+    folder = save_folder(path, asked.tag)
+    with source_files(folder) as files:
+        require_finished(files)
+        faults = Faults(folder, asked.partial)
+        leaves, origin = read_metadata(files, METADATA)
+        catalog = catalog_of(files, leaves, name, faults)
+        inside = catalog.blobs.get(object_name(COMMON_STATE, (), ()))
+        common = _common(files, faults) if inside is None else _common_state(files, inside, faults)
+        place = COMMON if inside is None else COMMON_STATE
+        require_harmless(common.blobs.values(), str(folder / place))
+        arguments = trainer_arguments(common.blobs)
+        catalog = canonical(catalog, faults, arguments)
+        around = folder.parent / CONFIGURATION  # verl's
+        described = documents(around) if around.is_dir() else {}
+        others = {file: why for file, why in catalog.others.items() if file not in OWN}
+        blobs = {n: blob for n, blob in catalog.blobs.items() if blob is not inside}
+        catalog = replace(catalog, blobs=canonical_objects(blobs), others=others)
+        catalog = replace(catalog, save_id=origin.save_id, world=origin.world)
+        if inside is not None or is_there(folder / COMMON):
+            file = COMMON if inside is None else inside.file or ""
+            catalog = with_leaves(files, catalog, file, common)
+        recorded = records(folder, {place: arguments}, faults)
+        catalog = in_order(catalog, recorded)
+    other = passed_over(path, folder)
+    others_findings = tuple(_other_findings(folder, path, other, asked, name)) if other else ()
+    note = (
+        f"the checkpoint contains two models; this is the actor. Pass `{other}` for the other one"
+    )
+    documented: dict[str, Json] = {**described, **catalog.documents}
+    if stated := peft_words(recorded.get(RUN_CONFIG, {})):
+        documented[ADAPTER] = {**adapter_config(folder).get(ADAPTER, {}), **stated}
+    return replace(
+        catalog,
+        extensions={MEGATRON: recorded} if recorded else {},
+        documents=documented,
+        findings=(*faults.findings, *others_findings),
+        notes=(*catalog.notes, *((note,) * bool(other))),
+    )
+
+
+def _other_findings(
+    folder: TreePath, path: TreePath, other: str, asked: ReadOptions, name: str
+) -> Iterator[Finding]:
+    """Refuse, or note, what is wrong with the *other* model of the step *path*.
+
+    A step is whole where both models are; *folder*, whose tensors are read, may be used alone.
+    """
+    home = save_folder(path / other, None)
+    try:
+        found = read(path / other, ReadOptions(partial=asked.partial), name).findings
+    except UNUSABLE as error:
+        if not asked.partial:
+            error.hint = f"pass `{path / ACTOR}` to read only the actor"
+            raise
+        found = (of_error(error, home),)
+    for one in found:
+        place = os.path.relpath(home / (one.file or ""), folder)
+        why = f"`{one.tensor}`: {one.why}" if one.tensor else one.why
+        yield replace(one, file=place, tensor=None, why=why)
+
+
+def _common(files: SourceFiles, faults: Faults) -> Leaves:
+    """Return what is not sharded; of objects of Megatron's own classes inert records."""
+    if not is_there(files.root / COMMON):
+        if names_common(files):
+            why = f"{MARK} states that Megatron wrote it"
+            error = DamagedError(f"`{COMMON}` is missing", where=str(files.root), why=why)
+            faults.unreadable(error, COMMON)
+        return Leaves()
+    return faults.read(COMMON, lambda name: _leaves(files, (name, 0, None))) or Leaves()
+
+
+def _common_state(files: SourceFiles, blob: Blob, faults: Faults) -> Leaves:
+    """Return what is not sharded of a save that has it among its objects, as a list of one."""
+    try:
+        return _leaves(files, (blob.file or "", blob.offset, blob.nbytes), blob.name)
+    except UNUSABLE as error:
+        faults.unreadable(error, tensor=blob.name)
+        return Leaves()
+
+
+def _leaves(
+    files: SourceFiles, at: tuple[str, int, int | None], listed: str | None = None
+) -> Leaves:
+    """Return what the dictionary at a place holds; *listed* is the name of one in a list.
+
+    Raises:
+        UnsupportedError: It is none, larger than any of Megatron's, or of another kind of file.
+    """
+    where = str(files.root / at[0])
+    archive = read_archive(files, *at, unknown="inert", table=KEEPING_TABLE, most=MAX_VALUES)
+    what = f"`{listed or at[0]}` does not have the form that Megatron-Core writes"
+    with malformed(what, where):
+        root = archive.root if listed is None else read_as(tuple[object], archive.root)[0]
+        content = read_as(dict[object, object], root)
+    found = leaves_in(content, at[0])
+    found.notes[:0] = () if archive.checksums or listed else (NO_CHECKSUMS,)
+    return found
+
+
+def trainer_arguments(blobs: Mapping[str, Blob]) -> dict[str, object]:
+    """Return the trainer's arguments among the leaves of ``common.pt``, by their own names."""
+    record = blobs[ARGUMENTS].value if ARGUMENTS in blobs else None
+    state = record.state if isinstance(record, Inert) else record
+    if isinstance(state, dict):
+        return {key: value for key, value in state.items() if isinstance(key, str)}
+    below = ((blob.path, blob.value) for blob in blobs.values())
+    named = (pair for pair in below if pair[0][:1] == (ARGUMENTS,) and len(pair[0]) == 2)
+    return {str(path[1]): value for path, value in named}
+
+
+ABOVE, IO = "../", "io.json"
+LARGEST_JSON = 4 << 20
+"""So many bytes of JSON are read: ``io.json`` has each object that NeMo made."""
+FILES = (
+    RUN_CONFIG,
+    "args.json",
+    f"{ABOVE}args.json",
+    f"{ABOVE}transformer_config.json",
+    f"{ABOVE}context/model.yaml",
+    f"{ABOVE}context/{IO}",
+)
+"""As seen from the checkpoint; the last one says less than the one before it."""
+DEEPEST, MOST = 64, 100_000
+"""Levels and values of a model's configuration; references may repeat values, or go round."""
+_STEP = re.compile(r"(?:Attr\(name|Key\(key)='(.*)'\)", re.DOTALL)
+_ITSELF = "fn_or_cls"
+
+
+def records(
+    folder: TreePath, arguments: Mapping[str, Mapping[str, object]], faults: Faults
+) -> dict[str, Mapping[str, object]]:
+    """Return what is recorded of the model whose checkpoint is *folder*, by file.
+
+    *arguments* are the trainer's, likewise.
+    """
+    found = {name: told for name, told in arguments.items() if told}
+    for name in FILES:
+        file = folder.parent / name.removeprefix(ABOVE) if name.startswith(ABOVE) else folder / name
+        if is_there(file) and not (file.name == IO and FILES[-2] in found):
+            record = faults.read(file.name, _reader(file.parent))
+            if record:
+                found[name] = record
+    return found
+
+
+def _reader(home: TreePath) -> Callable[[str], Mapping[str, object]]:
+    def read(name: str) -> Mapping[str, object]:
+        with source_files(home) as files:
+            where = str(home / name)
+            if name.endswith(".json"):
+                content = read_json(files, name, LARGEST_JSON, constants=True)
+                if isinstance(content, dict):
+                    return model_in(content, where) if name == IO else content
+                raise UnsupportedError("this JSON is not a configuration", where=where)
+            size = files.size(name)
+            if size > LARGEST:
+                raise UnsupportedError(
+                    "this YAML file is too large for a configuration",
+                    where=where,
+                    why=f"it has {counted(size, 'byte')}; the limit is {LARGEST:,}",
+                )
+            return parsed(files.read(name, 0, size).decode(errors="replace"), where)
+
+    return read
+
+
+def model_in(document: Mapping[str, object], where: str) -> dict[str, object]:
+    """Return the configuration of the model, as ``model.yaml`` has it; empty: there is none.
+
+    Raises:
+        UnsupportedError: It is no configuration.
+    """
+    reader = _Reader(find(dict[str, object], document, "objects") or {})
+    try:
+        items = dict(reader.items(reader.followed(document.get("root"))))
+        model = reader.value(items.get("model"), 0)
+    except (LookupError, TypeError, ValueError) as error:
+        raise UnsupportedError(
+            "this JSON is not a configuration", where=where, why=str(error)[:200]
+        ) from error
+    return model if isinstance(model, dict) else {}
+
+
+class _Reader:
+    """Makes plain values of what the document says of objects."""
+
+    def __init__(self, objects: Mapping[str, object]) -> None:
+        self._objects, self._seen = objects, 0
+
+    def followed(self, node: object) -> object:
+        """Return what *node* refers to, or itself."""
+        refers = isinstance(node, dict) and node.get("type") == "ref"
+        return self._objects[str(node["key"])] if refers else node  # type: ignore[index]
+
+    def items(self, node: object) -> Iterator[tuple[str, object]]:
+        """Yield the parts of an object by their names; those of a list by their places."""
+        for step, part in find(list[Any], node, "items") or ():
+            named = _STEP.fullmatch(str(step))
+            yield (named[1] if named else str(step)), part
+
+    def value(self, node: object, depth: int) -> object:
+        """Return what *node* is."""
+        self._seen += 1
+        if depth > DEEPEST or self._seen > MOST:
+            raise ValueError("it contains more than a model configuration, or refers to itself")
+        node = self.followed(node)
+        if not isinstance(node, dict):
+            return node
+        if node.get("type") == "leaf":
+            return node.get("value")
+        if node.get("type") == "pyref":
+            return {TARGET: _named(node)}
+        inside = {name: self.value(part, depth + 1) for name, part in self.items(node)}
+        kind = _named(node.get("type"))
+        if kind in ("builtins.list", "builtins.tuple"):
+            return list(inside.values())
+        made = dict(self.items(self.followed(node.get("metadata")))).get(_ITSELF)
+        return inside if made is None else {TARGET: _named(made), **inside}
+
+
+def _named(node: object) -> str:
+    """Return the name of a class or function."""
+    return f"{node.get('module')}.{node.get('name')}" if isinstance(node, dict) else ""

@@ -1,0 +1,185 @@
+"""Which files of a legacy Megatron checkpoint are one save, and what the rank of each wrote.
+
+Source: ``megatron/training/checkpointing.py`` (``get_checkpoint_name``, ``read_metadata``):
+``iter_0000100/mp_rank_TT[_PPP][_EEE]/model_optim_rng.pt`` with the numbers of the tensor, pipeline
+and expert-parallel rank, the latter two only where there are several. In each
+(``generate_state_dict``): ``args`` (an ``argparse.Namespace``), ``iteration``, ``model`` or, with
+virtual pipeline stages, ``model0``, ``model1``, ... Nothing of Megatron is imported: its classes
+become inert records.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from ckptctl.catalog import Path as KeyPath
+from ckptctl.errors import FormatError, UnsupportedError, listed
+from ckptctl.formats.shared.findings import mixed_saves
+from ckptctl.formats.shared.leaves import flatten, join
+from ckptctl.storage.files import SourceFiles
+from ckptctl.storage.pickles.inert import Inert
+from ckptctl.storage.schema import malformed, read_as
+from ckptctl.storage.tree import TreePath
+
+if TYPE_CHECKING:
+    from ckptctl.storage.zips.zip_reader import StoredTensor
+
+MODEL_KEY, ARGUMENTS, ITERATION = "model", "args", "iteration"
+EXTRA = "_extra_state"
+MAX_CHUNKS = 1024
+POINTER = "latest_checkpointed_iteration.txt"
+MODEL, OPTIMIZER = "model_optim_rng.pt", "distrib_optim.pt"
+_RANK = re.compile(r"mp_rank_(\d{2,7})((?:_\d{3,7}){0,2})", re.ASCII)
+_ITERATION = re.compile(r"\d{1,15}", re.ASCII)
+Numbers = tuple[int, ...]
+"""What a folder's name says: the tensor-parallel rank, and up to two more numbers."""
+
+
+def evidence(folder: TreePath) -> str | None:
+    """Return what tells that *folder* is one save, or None."""
+    if not folder.is_dir():
+        return None
+    found = [i for i in folder.iterdir() if numbers(i.name) is not None and (i / MODEL).is_file()]
+    return f"{len(found)} of mp_rank_*/{MODEL}" if found else None
+
+
+def numbers(name: str) -> Numbers | None:
+    """Return the numbers in a folder's name, or None when it is no rank's folder."""
+    found = _RANK.fullmatch(name)
+    if found is None:
+        return None
+    return (int(found[1]), *map(int, found[2].split("_")[1:]))
+
+
+def folder_named(text: str) -> str:
+    """Return the folder that the pointer's text means: a number, or ``release``."""
+    return f"iter_{int(text):07d}" if _ITERATION.fullmatch(text) else text
+
+
+def rank_folders(root: TreePath, folder: str) -> dict[Numbers, str]:
+    """Return the folders of the ranks by their numbers, whether or not their file is there."""
+    found: dict[Numbers, str] = {}
+    items = ((item.name, numbers(item.name), item) for item in (root / folder).iterdir())
+    named = [(name, own) for name, own, item in items if own is not None and item.is_dir()]
+    for name, parsed in sorted(named):
+        if found.setdefault(parsed, name) != name:
+            raise mixed_saves(
+                root / folder, f"`{found[parsed]}` and `{name}` belong to the same rank"
+            )
+    if len({len(parsed) for parsed in found}) > 1:
+        few = {len(parsed): name for parsed, name in found.items()}
+        raise mixed_saves(root / folder, " and ".join(f"`{name}`" for name in few.values()))
+    if not found:
+        raise FormatError(
+            "no rank folder was found", where=str(root / folder), why="expected `mp_rank_00`"
+        )
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class LocalTensor:
+    """A tensor of one rank."""
+
+    path: KeyPath
+    tensor: StoredTensor
+
+
+@dataclass(frozen=True, slots=True)
+class RankState:
+    """The file of one rank.
+
+    Attributes:
+        file: Relative to the checkpoint's root.
+        arguments: What the training was started with; empty where that is not recorded.
+        iteration: As recorded.
+        chunks: The tensors of each virtual pipeline stage, by name; of one without such.
+        extra: Whether layers have kept state of their own, which is not read.
+        content: All of it.
+        checksums: Whether the file has checksums.
+    """
+
+    file: str
+    arguments: Mapping[str, object]
+    iteration: object
+    chunks: tuple[Mapping[str, LocalTensor], ...]
+    extra: bool
+    content: Mapping[str, object]
+    checksums: bool
+
+    def argument(self, name: str) -> int | None:
+        """Return an argument that is a number, None where there is none of that name."""
+        value = self.arguments.get(name)
+        return value if type(value) is int else None
+
+
+def read_state(files: SourceFiles, name: str) -> RankState:
+    """Return what one rank's file says."""
+    from ckptctl.storage.zips.zip_reader import read_archive  # which only those that read need
+
+    archive = read_archive(files, name, unknown="inert")
+    where = str(files.root / name)
+    with malformed("this is not a Megatron file", where):
+        content = read_as(dict[str, object], archive.root)
+    record = content.get(ARGUMENTS)
+    arguments = record.state if isinstance(record, Inert) else record
+    chunks = tuple(_tensors(content[key], where) for key in _models(content, where))
+    return RankState(
+        name,
+        {key: value for key, value in arguments.items() if isinstance(key, str)}
+        if isinstance(arguments, dict)
+        else {},
+        content.get(ITERATION),
+        tuple(found for found, _ in chunks),
+        any(extra for _, extra in chunks),
+        content,
+        archive.checksums,
+    )
+
+
+def _models(content: Mapping[str, object], where: str) -> tuple[str, ...]:
+    """Return the keys of the model's parts in order."""
+    if MODEL_KEY in content:
+        return (MODEL_KEY,)
+    numbers = range(min(len(content), MAX_CHUNKS))
+    found = tuple(key for number in numbers if (key := f"{MODEL_KEY}{number}") in content)
+    if not found or found[-1] != f"{MODEL_KEY}{len(found) - 1}":
+        raise UnsupportedError(
+            "this file does not contain a model",
+            where=where,
+            why=f"it contains {listed([*content])}",
+        )
+    return found
+
+
+def is_model(key: str) -> bool:
+    """Return whether a file's key is that of the model or of a part of it."""
+    return key == MODEL_KEY or (key.startswith(MODEL_KEY) and key[len(MODEL_KEY) :].isdecimal())
+
+
+def _tensors(model: object, where: str) -> tuple[dict[str, LocalTensor], bool]:
+    """Return the tensors of a state dict, and whether there is extra state as well."""
+    from ckptctl.formats.shared.stored_leaves import is_stored, refuse_hidden_tensors
+    from ckptctl.storage.zips.zip_reader import StoredTensor
+
+    found: dict[str, LocalTensor] = {}
+    extra = False
+    for path, leaf in flatten(model, is_stored, where=where):
+        name = join(path)
+        if any(part.startswith(EXTRA) for part in name.split(".")):
+            extra = extra or leaf is not None
+        elif isinstance(leaf, StoredTensor):
+            if found.setdefault(name, LocalTensor(path, leaf)).path != path:
+                raise UnsupportedError(f"two values have the name `{name}`", where=where)
+        else:
+            refuse_hidden_tensors(leaf, name, where)
+            # None stands for a tensor that a layer does without.
+            if leaf is not None and leaf != {}:
+                raise UnsupportedError(
+                    f"`{name}` is part of the model but is not a tensor",
+                    where=where,
+                    why=f"it is a {type(leaf).__name__}",
+                )
+    return found, extra

@@ -1,0 +1,399 @@
+"""Reads a snapshot: its manifest, and what that says of the objects of all ranks.
+
+The manifest has ``rank/path/of/the/leaf`` and where each leaf lies. Source: torchsnapshot 0.1.0,
+``manifest.py``, ``flatten.py``. Newer versions write JSON; the YAML of older ones is refused.
+"""
+
+from __future__ import annotations
+
+import base64
+import re
+import struct
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Annotated, NamedTuple
+from urllib.parse import unquote
+
+from ckptctl import dtypes
+from ckptctl.catalog import Box, Catalog, Finding, Index
+from ckptctl.catalog import Path as KeyPath
+from ckptctl.errors import (
+    CkptError,
+    DamagedError,
+    FormatError,
+    SourceNotFoundError,
+    UnsupportedError,
+)
+from ckptctl.formats.base import ReadOptions
+from ckptctl.formats.shared.findings import NO_TENSOR, UNUSABLE, Faults
+from ckptctl.formats.shared.indexes import ByteRange, integers, require_tiled
+from ckptctl.formats.shared.leaves import flatten, join
+from ckptctl.formats.shared.rank_archive import LocalShard, Sharded
+from ckptctl.formats.shared.rank_merge import RankMerger
+from ckptctl.formats.shared.stored_leaves import NO_CHECKSUMS, is_stored, refuse_hidden_tensors
+from ckptctl.formats.sidecar_files import beside
+from ckptctl.storage.files import SourceFiles, source_files
+from ckptctl.storage.json_reader import read_json
+from ckptctl.storage.paths import contained
+from ckptctl.storage.pickles.torch_tensors import MAX_RANK
+from ckptctl.storage.schema import (
+    MalformedError,
+    MismatchError,
+    Natural,
+    Schema,
+    malformed,
+    read_as,
+    sized,
+)
+from ckptctl.storage.tree import TreePath
+from ckptctl.storage.zips.items import read_item_tensor
+from ckptctl.storage.zips.zip_reader import StoredTensor, read_archive
+from ckptctl.units import counted
+
+METADATA = ".snapshot_metadata"
+_Sizes = Mapping[str, int]
+"""Sizes of the files that entries lie in."""
+_SHARDED = ("ShardedTensor", "DTensor")
+SHARDED = (*_SHARDED, "ChunkedTensor")
+MAX_METADATA = 1 << 30
+PRIMITIVES = ("int", "str", "bool", "bytes", "float")
+_DICTS = ("dict", "OrderedDict")
+_YAML = re.compile(rb"[a-z_]+:")
+Fields = Mapping[str, object]
+Sizes = Annotated[tuple[Natural, ...], sized(0, MAX_RANK)]
+
+
+def read(path: TreePath, asked: ReadOptions, name: str) -> Catalog:
+    """Return the catalog of the snapshot in the folder *path*."""
+    where = str(path / METADATA)
+    with source_files(path) as files:
+        merger = RankMerger(files, faults := Faults(path, asked.partial))
+        with malformed("this is not the metadata of torchsnapshot", where):
+            entries = read_manifest(files)
+            sizes = sizes_of(files, entries, where, faults)
+            for entry in entries:
+                _add(files, sizes, merger, entry)
+        joined = merger.finish()
+    around = beside(path, sizes)
+    return replace(
+        around.catalog(path, name),
+        files={file: size for file, size in sizes.items() if file not in faults.files},
+        tensors=joined.tensors,
+        blobs=joined.blobs,
+        notes=(NO_CHECKSUMS, *joined.notes),
+        findings=tuple(faults.findings),
+        lost=faults.lost,
+    )
+
+
+def _add(files: SourceFiles, sizes: _Sizes, merger: RankMerger, entry: ManifestEntry) -> None:
+    faults, name = merger.faults, join(entry.path)
+    gone = tuple((box, one.file) for box, one in entry.parts if one.file in faults.files)
+    if gone and len(gone) == len(entry.parts):
+        what, file = "a value is missing" if entry.kind == "object" else NO_TENSOR, gone[0][1]
+        why = f"it is stored in `{file}`, which cannot be used"
+        faults.findings.append(Finding(what, why, "error", file, name))
+        return
+    if gone:
+        faults.lost[name] = gone
+        entry = entry._replace(parts=[p for p in entry.parts if p[1].file not in faults.files])
+    try:
+        leaves = list(_leaves(files, sizes, entry))
+    except UNUSABLE as error:
+        faults.unreadable(error, tensor=name)
+        return
+    for file, path, leaf in leaves:
+        merger.add(entry.rank, file, [(path, leaf)])
+
+
+def _leaves(
+    files: SourceFiles, sizes: _Sizes, entry: ManifestEntry
+) -> Iterator[tuple[str, KeyPath, object]]:
+    """Yield the file, path and value of every leaf of one entry."""
+    kind, path, shape = entry.kind, entry.path, entry.shape
+    if kind in PRIMITIVES:
+        yield "", path, primitive(entry.fields)
+    elif kind == "empty":
+        yield "", path, entry.fields["value"]
+    elif kind not in ("Tensor", "object", *SHARDED):
+        raise UnsupportedError(
+            f"entries of type `{kind}` are not supported", where=f"`{join(path)}`"
+        )
+    for box, stored in entry.parts:
+        first, last = stored.span or (0, sizes[stored.file])
+        if kind == "object":
+            where = str(files.root / stored.file)
+            archive = read_archive(files, stored.file, first, last - first)
+            for below, leaf in flatten(archive.root, is_stored, where=where):
+                if not is_stored(leaf):
+                    refuse_hidden_tensors(leaf, join((*path, *below)), where)
+                yield stored.file, (*path, *below), leaf
+            continue
+        tensor = _tensor(files, stored, first, last - first, join(path))
+        if kind == "Tensor":
+            yield stored.file, path, tensor
+            continue
+        dtype = entry.parts[0][1].dtype
+        if (tensor.dtype, tensor.shape) != (dtype, box.sizes):
+            raise ValueError(f"a shard of `{join(path)}` has a different dtype or shape")
+        piece = LocalShard(box, tensor, (0,) * len(shape))
+        yield stored.file, path, Sharded(dtype, shape, (piece,), False, None, frozenset())
+
+
+def _tensor(
+    files: SourceFiles, stored: StoredRange, first: int, nbytes: int, name: str
+) -> StoredTensor:
+    if stored.serializer == "torch_save":
+        return read_item_tensor(files, stored.file, first, nbytes)
+    if stored.serializer != "buffer_protocol":
+        raise UnsupportedError(
+            f"the serializer `{stored.serializer}` is not supported", where=f"tensor `{name}`"
+        )
+    needed = Box.whole(stored.shape).numel * dtypes.itemsize(stored.dtype)
+    if needed != nbytes:
+        raise ValueError(f"`{name}` needs {counted(needed, 'byte')} but has {nbytes:,}")
+    place = f"{stored.file}:{first}"
+    return StoredTensor(stored.dtype, stored.shape, None, first, nbytes, None, place, False)
+
+
+@dataclass(frozen=True, slots=True)
+class _Manifest(Schema):
+    """The whole file."""
+
+    world_size: Natural
+    manifest: dict[str, dict[str, object]]
+
+
+@dataclass(frozen=True, slots=True)
+class _Shard(Schema):
+    """A box of a tensor, and its place."""
+
+    offsets: Sizes
+    sizes: Sizes
+    tensor: dict[str, object]
+
+
+class ManifestEntry(NamedTuple):
+    """One leaf.
+
+    Attributes:
+        rank: The rank that has it, or the lowest where several share it.
+        path: Keys from the root of that rank's state.
+        kind: Its type, or ``empty`` for a dictionary or list that nothing is in.
+        fields: What the manifest says of it.
+        parts: The boxes of a tensor, those of all ranks, or the whole of an object.
+        shape: Of all of a tensor.
+    """
+
+    rank: int
+    path: KeyPath
+    kind: str
+    fields: Fields
+    parts: list[tuple[Box, StoredRange]]
+    shape: tuple[int, ...]
+
+
+class StoredRange(NamedTuple):
+    """Where a tensor or an object lies.
+
+    Attributes:
+        file: The file.
+        span: First byte and the one after the last; None: the whole file.
+        serializer: How it was written.
+        dtype: torch's name; empty for objects.
+        shape: Sizes.
+    """
+
+    file: str
+    span: tuple[int, int] | None
+    serializer: str
+    dtype: str
+    shape: tuple[int, ...]
+
+
+def read_manifest(files: SourceFiles) -> list[ManifestEntry]:
+    """Return the leaves of all ranks, those of the lowest rank first."""
+    where = str(files.root / METADATA)
+    if _YAML.match(files.read(METADATA, 0, min(files.size(METADATA), 64))):
+        raise FormatError(
+            "the metadata is not JSON",
+            where=where,
+            why="old versions of torchsnapshot wrote YAML",
+            hint="take the snapshot again with torchsnapshot 0.1.0 or later",
+        )
+    content = read_as(_Manifest, read_json(files, METADATA, MAX_METADATA))
+    entries = content.manifest
+    ranks = {path: _rank(path, content.world_size) for path in entries}
+    children = _children(entries)
+    found: dict[KeyPath, ManifestEntry] = {}
+    plain: list[ManifestEntry] = []
+    for path in sorted(entries, key=lambda one: ranks[one]):
+        fields = entries[path]
+        kind = str(fields["type"])
+        if kind in (*_DICTS, "list"):
+            _check_keys(path, fields, children, where)
+            if path in children or fields.get("keys"):
+                continue
+            kind, fields = "empty", {"value": {} if kind in _DICTS else []}
+        entry = ManifestEntry(ranks[path], _path(path, entries), kind, fields, [], ())
+        if kind in SHARDED:
+            parts = read_as(list[_Shard], fields.get("shards", fields.get("chunks")), "shards")
+            own = [(Box(p.offsets, p.sizes), _located("Tensor", p.tensor)) for p in parts]
+            if kind in _SHARDED:
+                entry = found.setdefault(entry.path, entry)
+            else:
+                plain.append(entry)
+            entry.parts.extend(own)
+        else:
+            plain.append(entry)
+            if kind in ("Tensor", "object"):
+                stored = _located(kind, fields)
+                entry.parts.append((Box.whole(stored.shape), stored))
+    return sorted(map(_with_shape, (*plain, *found.values())), key=lambda entry: entry.rank)
+
+
+def _with_shape(entry: ManifestEntry) -> ManifestEntry:
+    """Return *entry* with its shape, which reaches to the end of the last shard if not recorded."""
+    if entry.kind not in SHARDED:
+        return entry
+    if not entry.parts:
+        raise MalformedError(f"`{join(entry.path)}` has no shards")
+    if (shape := entry.fields.get("shape")) is not None:
+        return entry._replace(shape=integers(shape))
+    boxes = (box for box, _ in entry.parts)
+    ends = zip(*(map(sum, zip(b.offsets, b.sizes, strict=True)) for b in boxes), strict=True)
+    return entry._replace(shape=tuple(map(max, ends)))
+
+
+def _rank(path: str, world: int) -> int:
+    head = path.partition("/")[0]
+    if not head.isascii() or not head.isdigit() or int(head) >= world:
+        raise MalformedError(f"`{path}` does not start with a rank below {world}")
+    return int(head)
+
+
+def _children(entries: Mapping[str, Fields]) -> dict[str, set[str]]:
+    """Return the last parts of the paths below each path, of all ranks together for keys."""
+    found: dict[str, set[str]] = {}
+    for path in entries:
+        head, _, last = path.rpartition("/")
+        found.setdefault(head, set()).add(last)
+        found.setdefault(head.partition("/")[2], set()).add(last)
+    return found
+
+
+def _check_keys(path: str, fields: Fields, children: Mapping[str, set[str]], where: str) -> None:
+    below = children.get(path, set()) | children.get(path.partition("/")[2], set())
+    keys = read_as(list[object], fields.get("keys", []), "keys")
+    names = [str(key).replace("%", "%25").replace("/", "%2F") for key in keys]
+    missing = next((name for name in names if name not in below), None)
+    if missing is not None:
+        raise UnsupportedError(
+            f"`{path}/{missing}` is not in the manifest",
+            where=where,
+            why=f"`{path}` lists this key",
+        )
+
+
+def _path(path: str, entries: Mapping[str, Fields]) -> KeyPath:
+    tokens = path.split("/")
+    keys: list[str | int] = []
+    for position in range(1, len(tokens)):
+        key, above = unquote(tokens[position]), entries.get("/".join(tokens[:position]), {})
+        known = above.get("keys")
+        if above.get("type") == "list":
+            keys.append(Index(int(key)))
+        elif isinstance(known, list) and key not in known and key.lstrip("-").isdigit():
+            keys.append(int(key))
+        else:
+            keys.append(key)
+    return tuple(keys)
+
+
+def _located(kind: str, fields: Fields) -> StoredRange:
+    """Return where a ``Tensor`` or an ``object`` lies."""
+    location = fields.get("location")
+    if not isinstance(location, str):
+        raise MismatchError("a string", location, "location")
+    dtype = str(fields.get("dtype", "")).removeprefix("torch.")
+    if kind == "Tensor" and dtype not in dtypes.BY_NAME:
+        raise UnsupportedError(f"tensors of dtype `{dtype}` are not supported", where=location)
+    recorded = fields.get("byte_range")
+    first, last = (0, 0) if recorded is None else integers(recorded)
+    if last < first:
+        raise MalformedError(f"a byte range of `{location}` ends before it starts")
+    return StoredRange(
+        contained(location, METADATA),
+        None if recorded is None else (first, last),
+        str(fields["serializer"]),
+        dtype,
+        integers(fields.get("shape", [])),
+    )
+
+
+def primitive(fields: Fields) -> object:
+    """Return the value of an ``int``, ``str``, ``bool``, ``bytes`` or ``float``."""
+    kind, text = fields["type"], str(fields["serialized_value"])
+    if kind == "int":
+        return int(text)
+    if kind == "bool":
+        return {"True": True, "False": False}[text]
+    if kind == "str":
+        return text
+    raw = base64.b64decode(text, validate=True)
+    if kind == "bytes":
+        return raw
+    if len(raw) != 8:
+        raise MalformedError("a float does not have 8 bytes")
+    value: float = struct.unpack("<d", raw)[0]
+    return value
+
+
+def sizes_of(
+    files: SourceFiles, entries: Sequence[ManifestEntry], where: str, faults: Faults
+) -> dict[str, int]:
+    """Return the sizes of the files, which have to be what the manifest says."""
+    sizes: dict[str, int] = {}
+    ranges: dict[str, list[ByteRange]] = {}
+    beyond: dict[str, tuple[int, str]] = {}
+    for entry in entries:
+        for _, stored in entry.parts:
+            file = stored.file
+            if file not in sizes:
+                size = faults.read(file, lambda file: _size(files, file), (CkptError,))
+                if size is None:
+                    continue
+                sizes[file] = size
+            first, last = stored.span or (0, sizes[file])
+            if last > sizes[file]:
+                beyond[file] = max(beyond.get(file, (0, "")), (last, join(entry.path)))
+            elif stored.serializer == "buffer_protocol":
+                one = ByteRange(file, first, last - first, join(entry.path))
+                ranges.setdefault(file, []).append(one)
+    for file, (needed, tensor) in beyond.items():
+        error = DamagedError(
+            f"`{file}` is truncated",
+            where=f"{files.root / file}, `{tensor}`",
+            why=f"{counted(needed, 'byte is', 'bytes are')} needed, but the file has "
+            f"{sizes[file]:,}",
+        )
+        faults.unreadable(error, file)
+    for file in ranges:
+        faults.read(
+            file,
+            lambda file: require_tiled(ranges[file], {file: sizes[file]}, where),
+            (CkptError,),
+        )
+    return sizes
+
+
+def _size(files: SourceFiles, file: str) -> int:
+    try:
+        return files.size(file)
+    except SourceNotFoundError:
+        raise DamagedError(
+            "a data file is missing",
+            where=str(files.root),
+            why=f"`{file}`, which {METADATA} lists",
+            hint="copy the missing file from the node of its rank",
+        ) from None

@@ -1,0 +1,30 @@
+"""A kind that has llama.cpp's own package compute what GGUF files hold.
+
+``gguf``: blocks of quantized elements, as ``gguf.quants.dequantize`` computes them in float32,
+rounded once. Input: the blocks, uint8 ``[..., blocks of a row * nbytes]``. The arguments
+are a :class:`~ckptctl.numerics.quantization.ggml.BlockType`.
+"""
+
+from __future__ import annotations
+
+from ckptctl.numerics.quantization.ggml import BlockType
+from ckptctl.storage.computed import Kind, Output
+
+
+def _blocks(out: Output) -> None:
+    import torch
+    from gguf.constants import GGMLQuantizationType
+    from gguf.quants import dequantize
+
+    block: BlockType = out.arguments
+    groups = out.groups(block.elements)
+    places = range(groups.start * block.nbytes, groups.stop * block.nbytes)
+    raw = out.inputs[0].read(out.rows, places).contiguous().numpy()
+    values = dequantize(raw, GGMLQuantizationType[block.name])
+    out.write(torch.from_numpy(values), groups.start * block.elements)
+
+
+KINDS = {
+    # Scales that are not finite show in what is computed, and are no numbers of a model.
+    "gguf": Kind(_blocks, overflows=True, package="gguf"),
+}

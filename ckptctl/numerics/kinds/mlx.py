@@ -1,0 +1,108 @@
+"""Kinds that compute what MLX quantized.
+
+Elements of a row lie in its uint32 from the lowest bits on, so in its bytes one after the other.
+
+``mlx_affine``: integers times the scale of their group, plus its bias, both rounded to the dtype of
+the scales: what ``mlx.core.dequantize`` returns (0.32.4, on the CPU) is cast. Inputs: uint32
+``[..., columns * bits / 32]``, the scales and the biases, floating ``[..., columns / group]``.
+
+``mlx_float``: E2M1 or E4M3 numbers times the scale of their group, in float32, rounded once.
+Inputs: uint32 as above, the scales, uint8. The mode ``nvfp4`` has E4M3 as scales, others have E8M0,
+whose 255 MLX takes for infinite. The arguments of both are
+:class:`~ckptctl.numerics.quantization.formulas.MlxGroups`.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import TYPE_CHECKING
+
+from ckptctl.numerics.kinds.narrow_floats import E2M1, E4M3, factors, from_bytes, nibbles
+from ckptctl.numerics.quantization.formulas import MlxGroups
+from ckptctl.storage.computed import Kind, Output
+
+if TYPE_CHECKING:
+    import torch
+
+FOUR = 4
+TOGETHER = 8
+"""So many elements of any width are whole bytes."""
+
+
+def _affine(out: Output) -> None:
+    form: MlxGroups = out.arguments
+    _, scales, biases = out.inputs
+    groups = out.groups(form.group)
+    packed, scale = _packed(out, form), scales.read(out.rows, groups)[..., None]
+    if TOGETHER % form.bits == 0:
+        numbers = _looked_up(_integers(form.bits, scale.dtype), packed)
+    else:
+        numbers = _unpacked(packed.reshape(-1, form.bits), form.bits).to(scale.dtype)
+    values = numbers.view(len(out.rows), len(groups), form.group).mul_(scale)
+    out.write(values.add_(biases.read(out.rows, groups)[..., None]), groups.start * form.group)
+
+
+def _float(out: Output) -> None:
+    import torch
+
+    form: MlxGroups = out.arguments
+    groups = out.groups(form.group)
+    packed, scale = _packed(out, form), out.inputs[1].read(out.rows, groups)
+    if form.mode == "nvfp4":
+        scale = factors(scale.view(torch.float8_e4m3fn))
+    else:
+        scale = factors(scale).nan_to_num_(nan=torch.inf)
+    if form.bits == FOUR:
+        numbers = out.scratch("numbers", "float32", 2 * packed.numel())
+        nibbles(out, packed.contiguous(), E2M1, numbers)
+    else:
+        numbers = from_bytes(packed, E4M3)
+    values = numbers.view(len(out.rows), len(groups), form.group).mul_(scale[..., None])
+    out.write(values, groups.start * form.group)
+
+
+def _packed(out: Output, form: MlxGroups) -> torch.Tensor:
+    """Return the bytes of whole groups, ``[rows, bytes]``."""
+    import torch
+
+    groups = out.groups(form.group)
+    start, stop = (group * form.group * form.bits // 8 for group in (groups.start, groups.stop))
+    return out.inputs[0].read(out.rows).view(torch.uint8)[:, start:stop]
+
+
+def _looked_up(table: torch.Tensor, packed: torch.Tensor) -> torch.Tensor:
+    """Return the row of *table* of each byte; a row of up to 8 bytes is moved as one integer."""
+    import torch
+
+    places, width = packed.reshape(-1).int(), table.shape[1] * table.element_size()
+    whole = {2: torch.int16, 4: torch.int32, 8: torch.int64}.get(width)
+    if whole is None:
+        return table.index_select(0, places)
+    return table.view(whole).view(-1).index_select(0, places).view(table.dtype)
+
+
+def _unpacked(packed: torch.Tensor, bits: int) -> torch.Tensor:
+    """Return the integers of groups of :data:`TOGETHER`: ``[n, bits]`` bytes, ``[n, 8]``."""
+    import torch
+
+    word = torch.zeros(len(packed), dtype=torch.int64)
+    for place in range(bits):
+        word |= packed[:, place].to(torch.int64) << (8 * place)
+    shifts = torch.arange(TOGETHER) * bits
+    return (word[:, None] >> shifts).bitwise_and_((1 << bits) - 1)
+
+
+@cache
+def _integers(bits: int, dtype: torch.dtype) -> torch.Tensor:
+    """Return the integers in every byte, ``[256, 8 / bits]``."""
+    import torch
+
+    every = torch.arange(256)[:, None] >> (torch.arange(8 // bits) * bits)
+    return (every & ((1 << bits) - 1)).to(dtype)
+
+
+KINDS = {
+    # Scales and biases that are not finite show in what is computed, and are no numbers of a model.
+    "mlx_affine": Kind(_affine, overflows=True),
+    "mlx_float": Kind(_float, overflows=True),
+}

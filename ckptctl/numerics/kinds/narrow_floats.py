@@ -1,0 +1,303 @@
+"""Kinds that multiply floats of 8 or 4 bits by the scales of their blocks, and round once.
+
+``block_fp8``: float8 weights times the scale of their block, in float32. Source: ``weight_dequant``
+in DeepSeek-V3's ``inference/kernel.py``. The last block of a row or column may be smaller than the
+others. Inputs: float8 ``[..., rows, columns]``, and the scales, floating or E8M0 in uint8, ``[...,
+ceil(rows / block_rows), ceil(columns / block_columns)]``, or of any shape where there is one block
+across.
+
+Of both others the low half of a byte is the earlier E2M1 number.
+
+``mxfp4``: two E2M1 numbers in a byte, one E8M0 scale for each 32 of them. Sources: OCP Microscaling
+Formats (MX) v1.0; ``convert_moe_packed_tensors`` in ``transformers/integrations/mxfp4.py``.
+Inputs: uint8 ``[..., columns / 32, 16]``, and the scales, uint8 ``[..., columns / 32]``; s stands
+for 2 to the power of s - 127. That holds for 255 too, which the specification calls NaN:
+transformers and torch take it so.
+
+``fp4_groups``: two E2M1 numbers in a byte, in float32 times a scale for each group of columns, and
+of NVFP4 another one for the whole matrix. Sources: ``nvfp4`` and ``mxfp4`` in compressed-tensors'
+``compressors``; ``NVFP4QTensor`` in ModelOpt's ``torch/quantization/qtensor``; ``Fp8Dequantize`` in
+``transformers``' ``integrations/finegrained_fp8.py``. Inputs: bytes ``[..., rows, columns / 2]``;
+the scales, floating or E8M0 in uint8, ``[..., rows, columns / group]``; and of NVFP4 the global
+scale, float32, one for each matrix or one. A scale of 255 in uint8 is NaN here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cache, lru_cache
+from typing import TYPE_CHECKING
+
+from ckptctl.numerics.quantization.formulas import Fp4Groups, ScaleBlocks
+from ckptctl.storage.computed import InputTensor, Kind, Output
+
+if TYPE_CHECKING:
+    import torch
+
+E4M3 = "float8_e4m3fn"
+NAN, NEGATIVE_NAN = 0x7F, 0xFF
+"""The only two NaN of E4M3."""
+FP8_OF_HALVES = 256.0
+LARGE = 2.0**127
+"""Scales below it are finite."""
+RANGES = 16
+"""Ranges of columns of which it is kept which blocks they are in."""
+NO_SIGN = ~0x4000
+"""All bits of a float16 but that where the sign of an int8 comes to lie a second time."""
+MX_BLOCK = 32
+TABLES = 16
+"""Tables that are kept: of each way of reading codes, and dtype."""
+FP4_OF_HALVES = 2.0**14
+APART, CODES, SEVENS, NUMBERS = (1 << 9) + (1 << 21), 0x1E001E00, 0x70007000, ~0x71FF71FF
+POWERS = ("uint8", "float8_e8m0fnu")
+"""Dtypes of scales that are powers of two."""
+# Twice the numbers, and half of every factor: 2 to the power of 128 is more than a float holds.
+E2M1 = tuple(sign * n for sign in (1, -1) for n in (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0))
+DOUBLED = tuple(2 * n for n in E2M1)
+
+
+def _block_fp8(out: Output) -> None:
+    weight, scales = out.inputs
+    blocks: ScaleBlocks = out.arguments
+    (down, across), columns = blocks, out.columns
+    raw = _bytes(weight, out.rows, columns)
+    dtype = weight.entry.dtype
+    groups = list(_groups(out.rows, out.computed.shape[-2], down))
+    first = groups[0][0]
+    scale_rows = range(first, groups[-1][0] + 1)
+    if across < out.computed.shape[-1]:
+        scale = factors(scales.read(scale_rows))
+    else:
+        scale = factors(scales.read_all()).view(-1, 1)[scale_rows.start : scale_rows.stop]
+    if down == 1 and not len(columns) % across and not columns.start % across:
+        each = scale[:, columns.start // across : columns.stop // across]
+        numbers, each = _numbers(out, raw, dtype, each)
+        numbers.view(len(out.rows), -1, across).mul_(each[..., None])
+        out.elements.copy_(numbers)
+        return
+    block, target = _blocks(columns.start, columns.stop, across), out.elements
+    for number, start, stop in groups:
+        numbers, each = _numbers(out, raw[start:stop], dtype, scale[number - first])
+        target[start:stop].copy_(numbers.mul_(each.index_select(0, block)))
+
+
+def _bytes(tensor: InputTensor, rows: range, columns: range) -> torch.Tensor:
+    """Return elements of one byte as uint8."""
+    import torch
+
+    return tensor.read(rows, columns).view(torch.uint8)
+
+
+@lru_cache(RANGES)
+def _blocks(start: int, stop: int, across: int) -> torch.Tensor:
+    """Return which block each of consecutive columns is in."""
+    import torch
+
+    return torch.arange(start, stop).div_(across, rounding_mode="floor")
+
+
+def factors(scale: torch.Tensor) -> torch.Tensor:
+    """Return scales as float32; of those in uint8, s stands for 2 to the power of s - 127."""
+    import torch
+
+    if scale.dtype == torch.uint8:
+        scale = scale.view(torch.float8_e8m0fnu)
+    if scale.dtype != torch.float8_e4m3fn or not scale.numel():
+        return scale.to(torch.float32)
+    raw = scale.view(torch.uint8)
+    if _some_nan(raw):
+        return from_bytes(raw, E4M3)
+    moved = fp8_halves(raw, torch.empty(raw.shape, dtype=torch.int16))
+    return moved.to(torch.float32).mul_(FP8_OF_HALVES)
+
+
+def _numbers(
+    out: Output, raw: torch.Tensor, dtype: str, scale: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return float8 bytes as float32, until the next call, and what they are multiplied by."""
+    if dtype != E4M3 or not raw.numel() or _some_nan(raw):
+        return from_bytes(raw, dtype), scale
+    moved = fp8_halves(raw, out.scratch("moved", "int16", raw.numel()).view(raw.shape))
+    numbers = out.scratch("numbers", "float32", raw.numel()).view(raw.shape)
+    return times(FP8_OF_HALVES, numbers.copy_(moved), scale)
+
+
+def times(
+    factor: float, numbers: torch.Tensor, scale: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return what to multiply for *factor* * *numbers* * *scale*, of which *factor* is exact.
+
+    Args:
+        factor: A power of two, at least 1.
+        numbers: float32; multiplied in place where scales are too large to be.
+        scale: float32.
+    """
+    if float(scale.abs().max()) * factor < LARGE:
+        return numbers, scale * factor
+    return numbers.mul_(factor), scale
+
+
+def fp8_halves(raw: torch.Tensor, into: torch.Tensor) -> torch.Tensor:
+    """Return bytes of E4M3 as float16 in the memory of int16, :data:`FP8_OF_HALVES` times less.
+
+    That is several times faster than torch's own conversion: exponent and mantissa are moved into
+    their places, and the exponent of a float16 counts from another number.
+    """
+    import torch
+
+    into.copy_(raw.view(torch.int8)).mul_(1 << 7).bitwise_and_(NO_SIGN)
+    return into.view(torch.float16)
+
+
+def _some_nan(raw: torch.Tensor) -> bool:
+    """Return whether one of E4M3's two NaN is there: the largest byte, and the largest int8."""
+    import torch
+
+    return int(raw.max()) == NEGATIVE_NAN or int(raw.view(torch.int8).max()) == NAN
+
+
+def from_bytes(raw: torch.Tensor, dtype: str) -> torch.Tensor:
+    """Return the float32 numbers of bytes that are elements of a dtype."""
+    return _values(dtype).index_select(0, raw.int().view(-1)).view(raw.shape)
+
+
+@cache
+def _values(dtype: str) -> torch.Tensor:
+    """Return the number of every byte."""
+    import torch
+
+    every = torch.arange(256, dtype=torch.uint8)
+    return every.view(getattr(torch, dtype)).to(torch.float32)
+
+
+def _groups(rows: range, height: int, down: int) -> Iterator[tuple[int, int, int]]:
+    """Yield ``(row of the scales, first, last)`` for rows that share scales, counted from 0."""
+    steps = -(-height // down)
+    start = rows.start
+    while start < rows.stop:
+        matrix, row = divmod(start, height)
+        step = row // down
+        stop = min(rows.stop, matrix * height + min((step + 1) * down, height))
+        yield matrix * steps + step, start - rows.start, stop - rows.start
+        start = stop
+
+
+def _mxfp4(out: Output) -> None:
+    weight, scales = out.inputs
+    dtype, rows, groups = out.computed.dtype, out.rows, out.groups(MX_BLOCK)
+    each = out.computed.shape[-1] // MX_BLOCK
+    packed = weight.read(range(rows.start * each, rows.stop * each))
+    packed = packed.view(len(rows), each, MX_BLOCK // 2)[:, groups.start : groups.stop]
+    values = out.scratch("numbers", dtype, 2 * packed.numel())
+    nibbles(out, packed.contiguous(), DOUBLED, values)
+    values = values.view(len(rows), len(groups), MX_BLOCK)
+    values.mul_(_powers(dtype)[scales.read(rows, groups)[..., None].int()])
+    out.write(values, groups.start * MX_BLOCK)
+
+
+def _fp4_groups(out: Output) -> None:
+    weight, scales, *shared = out.inputs
+    form: Fp4Groups = out.arguments
+    group, rows, groups = form.group, out.rows, out.groups(form.group)
+    packed = _bytes(weight, rows, range(groups.start * group // 2, groups.stop * group // 2))
+    scale = factors(scales.read(rows, groups))
+    powers = scales.entry.dtype in POWERS and not shared
+    # A power of two changes no digit: the product is exact in any dtype with its exponents.
+    dtype = out.computed.dtype if powers else "float32"
+    straight = len(groups) * group == len(out.columns) and dtype == out.computed.dtype
+    values = out.elements.view(-1)
+    if not straight:
+        values = out.scratch("numbers", dtype, 2 * packed.numel())
+    if powers:
+        nibbles(out, packed.contiguous(), E2M1, values)
+        scale = scale.to(values.dtype)
+    else:
+        if shared:
+            factor = _global(shared[0], rows, out.computed.shape[-2])
+            scale = scale.div_(factor) if form.divided else scale.mul_(factor)
+        values.view(len(rows), -1).copy_(_fp4_halves(out, packed))
+        values, scale = times(FP4_OF_HALVES, values, scale)
+    values.view(len(rows), len(groups), group).mul_(scale[..., None])
+    if not straight:
+        out.write(values, groups.start * group)
+
+
+def _global(scale: InputTensor, rows: range, height: int) -> torch.Tensor:
+    """Return the scale of the matrix that each row is of, ``[rows, 1]`` or ``[1, 1]``."""
+    import torch
+
+    every = scale.read_all().to(torch.float32).view(-1, 1)
+    if len(every) == 1:
+        return every
+    which = torch.arange(rows.start, rows.stop).div_(height, rounding_mode="floor")
+    return every.index_select(0, which)
+
+
+def nibbles(
+    out: Output, packed: torch.Tensor, numbers: tuple[float, ...], into: torch.Tensor
+) -> None:
+    """Put the number of each half of bytes, the low half first, into dense memory.
+
+    Args:
+        out: Has room for what is between.
+        packed: uint8, dense.
+        numbers: What each of 16 codes stands for.
+        into: bfloat16 or float32, two elements for each byte.
+    """
+    import torch
+
+    table, codes = _pairs(numbers, into.dtype), packed.view(-1)
+    if into.element_size() == 2 and not (codes.numel() % 2 or codes.data_ptr() % 2):
+        table, codes = _fours(numbers, into.dtype), codes.view(torch.uint16)
+    index = out.scratch("index", "int32", codes.numel()).copy_(codes)
+    torch.index_select(table, 0, index, out=into.view(table.dtype))
+
+
+def _fp4_halves(out: Output, packed: torch.Tensor) -> torch.Tensor:
+    """Return E2M1 numbers as float16, :data:`FP4_OF_HALVES` times less, until the next call.
+
+    The two of a byte go to the upper bits of both halves of an int32; there 7 is added to the sign,
+    which carries it to the highest bit.
+    """
+    import torch
+
+    both = out.scratch("halves", "int32", packed.numel()).view(packed.shape).copy_(packed)
+    both.mul_(APART).bitwise_and_(CODES).add_(SEVENS).bitwise_and_(NUMBERS)
+    return both.view(torch.float16)
+
+
+@lru_cache(TABLES)
+def _pairs(numbers: tuple[float, ...], dtype: torch.dtype) -> torch.Tensor:
+    """Return the two numbers of every byte, as one element twice as wide, ``[256]``."""
+    import torch
+
+    table = torch.tensor(numbers)
+    both = torch.stack((table.repeat(16), table.repeat_interleave(16)), dim=1).to(dtype)
+    return both.view({2: torch.int32, 4: torch.int64}[both.element_size()]).view(-1)
+
+
+@lru_cache(TABLES)
+def _fours(numbers: tuple[float, ...], dtype: torch.dtype) -> torch.Tensor:
+    """Return the four numbers of every two bytes, as one element, ``[65536]``."""
+    import torch
+
+    pairs = _pairs(numbers, dtype)
+    both = torch.stack((pairs.repeat(256), pairs.repeat_interleave(256)), dim=1)
+    return both.view(torch.int64).view(-1)
+
+
+@cache
+def _powers(dtype: str) -> torch.Tensor:
+    """Return half the factor of every scale, ``[256]``; exact with eight bits of exponent."""
+    import torch
+
+    return torch.pow(2.0, torch.arange(256) - 128).to(getattr(torch, dtype))
+
+
+KINDS = {
+    # A NaN among the float8 elements is the source's own, one of a scale is not.
+    "block_fp8": Kind(_block_fp8, overflows=True, keeps_infinite=True),
+    # E2M1 has neither infinities nor NaN.
+    "mxfp4": Kind(_mxfp4, overflows=True),
+    "fp4_groups": Kind(_fp4_groups, overflows=True),
+}

@@ -1,0 +1,384 @@
+"""Kinds that quantize a weight by the largest of its elements: round to nearest, without data.
+
+Each way has a kind for the quantized elements and one for their scales. Both read the plain weight
+as they go, in pieces. It is the first input: float16, bfloat16 or float32, ``[rows, columns]``;
+arithmetic is done in its dtype where the reference does so, so that all bits are the same. A stack
+of weights of whole blocks is one of more rows.
+
+``to_fp8_block``: E4M3 times the inverse scale of its block of 128 x 128, in float32; the last block
+of a row or column may be smaller. Source: ``Fp8Quantize`` in transformers'
+``integrations/finegrained_fp8.py``.
+
+``to_fp8_channel``: E4M3, a scale for each row. ``to_mxfp8``: E4M3, an E8M0 scale for each 32
+elements. ``to_mxfp4``: two E2M1 numbers in a byte, the low half first, likewise. ``to_nvfp4``: the
+same with an E4M3 scale for each 16 elements; the second input is a float32 that all scales are
+multiplied by. Sources: compressed-tensors' ``calculate_qparams``, ``generate_mx_scales``,
+``generate_gparam`` and ``pack_fp4_to_uint8``, as llm-compressor's ``model_free_ptq`` calls them.
+
+``to_nvfp4_global`` is that number, of several weights together where programs fuse them; its inputs
+are of the kind ``largest``: the largest absolute value of a weight, found once.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, TypeAlias
+
+from ckptctl.catalog import VIRTUAL
+from ckptctl.errors import RefusedError, spell_option
+from ckptctl.numerics.kinds.narrow_floats import FP8_OF_HALVES, fp8_halves
+from ckptctl.storage.computed import InputTensor, Kind, Output, SharedResults
+from ckptctl.storage.outcome import EXACT, Rounding
+
+if TYPE_CHECKING:
+    import torch
+
+    Scales: TypeAlias = Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor]
+
+PIECE = 1 << 17
+"""Elements that are quantized at a time, or the rows that share scales of one block."""
+FP8, FP4 = 448.0, 6.0
+"""The largest numbers of E4M3 and of E2M1."""
+BIAS = 127
+EXPONENT, MAGNITUDE = 0x7F800000, 0x7FFFFFFF
+"""Bits of a float32."""
+E2M1_STEP = 1.5 * 2.0**22
+"""A float32 near this many times a power of two 2 ** e has a step of 2 ** (e - 1), as E2M1 has."""
+E2M1_OF_HALVES = 2.0**-14
+"""Times this, the numbers of E2M1 are float16 with the same lowest bit of the exponent."""
+CODE_BITS = ((9, 0x7), (12, 0x8), (21, 0x70), (24, 0x80))
+"""Shifts and masks from two such float16 in an int32 to the two codes in a byte."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Scheme:
+    """How the elements of a matrix are quantized, block by block.
+
+    Attributes:
+        rows: Rows of a block.
+        columns: Columns of a block; 0: all.
+        scales: Returns what blocks are divided by, of their largest absolute values and the global
+            scale: ``[block rows, block columns]``.
+        stored: Returns these as they are stored.
+        is_float32: Whether all that is done in float32, whatever the dtype of the weight.
+        is_inverse: Whether the scales are the inverse ones: blocks are multiplied by them.
+        is_packed: Whether elements are E2M1, two in a byte, instead of E4M3.
+    """
+
+    rows: int
+    columns: int
+    scales: Scales
+    stored: Callable[[torch.Tensor], torch.Tensor]
+    is_float32: bool = False
+    is_inverse: bool = False
+    is_packed: bool = False
+
+
+def _quantize(scheme: _Scheme, out: Output) -> Rounding:
+    """Fill *out* with quantized elements and return how far they are off."""
+    weight, shape, global_scale = _inputs(out)
+    per_byte = 2 if scheme.is_packed else 1
+    columns = range(out.columns.start * per_byte, out.columns.stop * per_byte)
+    total = EXACT
+    for block_rows in _whole_blocks(out.rows, shape[0], scheme.rows, PIECE // max(shape[1], 1)):
+        matrix = weight.read(block_rows)
+        across = scheme.columns or shape[1]
+        for span in _whole_blocks(columns, shape[1], across, PIECE // len(block_rows)):
+            blocks = _Blocks(out, scheme, matrix[:, span.start : span.stop])
+            scales = _finite(weight, scheme.scales(blocks.largest(weight), global_scale))
+            codes = blocks.quantize(scales if global_scale is None else scales / global_scale)
+            part = _Part(block_rows, span, out.rows, columns)
+            total += blocks.rounding(part)
+            into = out.elements[part.rows.start - out.rows.start :][: len(part.rows)]
+            first = part.columns.start - columns.start
+            into = into[:, first // per_byte : (first + len(part.columns)) // per_byte]
+            into.copy_(part.of(codes, per_byte))
+    return total
+
+
+def _scales(scheme: _Scheme, out: Output) -> None:
+    """Fill *out* with the scales of blocks as they are stored."""
+    rows, columns, target = out.rows, out.columns, out.elements
+    weight, shape, global_scale = _inputs(out)
+    across = scheme.columns or shape[1]
+    whole = range(rows.start * scheme.rows, min(rows.stop * scheme.rows, shape[0]))
+    wanted = range(columns.start * across, min(columns.stop * across, shape[1]))
+    for block_rows in _whole_blocks(whole, shape[0], scheme.rows, PIECE // max(shape[1], 1)):
+        matrix = weight.read(block_rows)
+        for span in _whole_blocks(wanted, shape[1], across, PIECE // len(block_rows)):
+            blocks = _Blocks(out, scheme, matrix[:, span.start : span.stop])
+            scales = _finite(weight, scheme.scales(blocks.largest(weight), global_scale))
+            first = span.start // across - columns.start
+            into = target[block_rows.start // scheme.rows - rows.start :][: len(scales)]
+            into[:, first : first + scales.shape[1]].copy_(scheme.stored(scales))
+
+
+def _inputs(out: Output) -> tuple[InputTensor, tuple[int, int], torch.Tensor | None]:
+    """Return the weight, its rows, those of a stack together, and columns; and the global scale."""
+    weight, *shared = out.inputs
+    *rows, columns = weight.entry.shape
+    return weight, (math.prod(rows), columns), shared[0].read_all() if shared else None
+
+
+def _whole_blocks(wanted: range, size: int, block: int, most: int) -> Iterator[range]:
+    """Yield consecutive ranges of whole blocks that hold *wanted*, each of about *most* or one."""
+    step = max(block, most // block * block)
+    end = min(-(-wanted.stop // block) * block, size)
+    for start in range(wanted.start // block * block, end, step):
+        yield range(start, min(start + step, end))
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """The wanted part of whole blocks.
+
+    Attributes:
+        block_rows: Rows of the weight in the blocks.
+        block_columns: Columns of the weight in the blocks.
+        wanted_rows: Rows that are to be written.
+        wanted_columns: Columns that are to be written.
+    """
+
+    block_rows: range
+    block_columns: range
+    wanted_rows: range
+    wanted_columns: range
+
+    @property
+    def rows(self) -> range:
+        """Return the wanted rows among those of the blocks."""
+        return _intersect(self.block_rows, self.wanted_rows)
+
+    @property
+    def columns(self) -> range:
+        """Return the wanted columns among those of the blocks."""
+        return _intersect(self.block_columns, self.wanted_columns)
+
+    def of(self, matrix: torch.Tensor, per_element: int = 1) -> torch.Tensor:
+        """Return the wanted part of a matrix whose elements hold *per_element* columns each."""
+        row = self.rows.start - self.block_rows.start
+        column = self.columns.start - self.block_columns.start
+        stop = column + len(self.columns)
+        return matrix[row : row + len(self.rows), column // per_element : stop // per_element]
+
+
+def _intersect(first: range, second: range) -> range:
+    return range(max(first.start, second.start), min(first.stop, second.stop))
+
+
+class _Blocks:
+    """Whole blocks of a weight in float32, in memory that the next ones take.
+
+    Args:
+        out: Has room for what is between.
+        scheme: How they are quantized.
+        matrix: Elements of the weight, ``[rows, columns]``; zeros fill up smaller blocks.
+    """
+
+    def __init__(self, out: Output, scheme: _Scheme, matrix: torch.Tensor) -> None:
+        height, width = matrix.shape
+        down, across = scheme.rows, scheme.columns or width
+        rows, columns = -(-height // down), -(-width // across)
+        self._out, self._scheme = out, scheme
+        self._shape = (rows, down, columns, across)
+        self._size = rows * down * columns * across
+        self._dtype = matrix.dtype
+        self._plain = self._scratch("plain", "float32")
+        plain = self._as_matrix(self._plain)
+        if plain.shape != matrix.shape:
+            plain.zero_()
+        plain[:height, :width].copy_(matrix)
+
+    def largest(self, weight: InputTensor) -> torch.Tensor:
+        """Return the largest absolute value of each block, ``[block rows, block columns]``."""
+        import torch
+
+        bits = self._scratch("bits", "int32")
+        torch.bitwise_and(self._plain.view(torch.int32), MAGNITUDE, out=bits)
+        largest = bits.amax((1, 3)).view(torch.float32)
+        return _finite(weight, largest if self._scheme.is_float32 else largest.to(self._dtype))
+
+    def quantize(self, divisors: torch.Tensor) -> torch.Tensor:
+        """Divide blocks, or multiply them, and return their codes, ``[rows, columns or bytes]``.
+
+        The quotients are rounded to the dtype that torch's arithmetic would give them.
+        """
+        import torch
+
+        wide = divisors.float()[:, None, :, None]
+        values = self._values = self._scratch("values", "float32")
+        self._factors = 1.0 / wide if self._scheme.is_inverse else wide
+        if self._scheme.is_inverse:
+            torch.mul(self._plain, wide, out=values)
+        else:
+            torch.div(self._plain, wide, out=values)
+        dtype = torch.promote_types(self._dtype, divisors.dtype)
+        if dtype != torch.float32 and not self._scheme.is_float32:
+            values.copy_(self._scratch("narrow", str(dtype).removeprefix("torch.")).copy_(values))
+        return self._e2m1() if self._scheme.is_packed else self._e4m3()
+
+    def rounding(self, part: _Part) -> Rounding:
+        """Return how far the wanted elements are off, of those that were quantized last."""
+        import torch
+
+        off = self._values.mul_(self._factors).sub_(self._plain)
+        wanted, plain = part.of(self._as_matrix(off)), part.of(self._as_matrix(self._plain))
+        if not wanted.numel():
+            return EXACT
+        low, high = torch.aminmax(wanted)
+        norm = partial(torch.linalg.vector_norm, dtype=torch.float64)
+        return Rounding(
+            max(-float(low), float(high)), float(norm(wanted)) ** 2, float(norm(plain)) ** 2
+        )
+
+    def _e4m3(self) -> torch.Tensor:
+        """Round the quotients to E4M3 and return their bytes."""
+        values = self._values.clamp_(-FP8, FP8)
+        codes = self._scratch("codes", "float8_e4m3fn").copy_(values)
+        halves = fp8_halves(codes.view(-1), self._scratch("moved", "int16").view(-1))
+        self._factors = self._factors * FP8_OF_HALVES
+        values.copy_(halves.view(self._shape))
+        return self._as_matrix(codes)
+
+    def _e2m1(self) -> torch.Tensor:
+        """Round the quotients to E2M1 and return their codes, two in a byte, the first one low.
+
+        Adding a large number and subtracting it again rounds to multiples of its step, and to even
+        ones halfway.
+        """
+        import torch
+
+        values = self._values.clamp_(-FP4, FP4).add_(0.0)  # no -0
+        steps = self._scratch("steps", "float32")
+        torch.bitwise_and(values.view(torch.int32), EXPONENT, out=steps.view(torch.int32))
+        steps.clamp_min_(1.0).mul_(E2M1_STEP)
+        rounded = self._scratch("rounded", "float32")
+        torch.add(values, steps, out=rounded).sub_(steps)
+        values = torch.copysign(rounded, values, out=values)
+        halves = self._scratch("moved", "float16").copy_(steps.copy_(values).mul_(E2M1_OF_HALVES))
+        pairs = self._as_matrix(halves).view(torch.int32)
+        rooms = (self._scratch(use, "int32").view(-1) for use in ("bits", "pairs"))
+        bits, codes = (room[: pairs.numel()].view(pairs.shape) for room in rooms)
+        codes.zero_()
+        for shift, mask in CODE_BITS:
+            codes |= torch.bitwise_right_shift(pairs, shift, out=bits).bitwise_and_(mask)
+        return codes
+
+    def _scratch(self, use: str, dtype: str) -> torch.Tensor:
+        return self._out.scratch(f"quantize {use}", dtype, self._size).view(self._shape)
+
+    def _as_matrix(self, blocks: torch.Tensor) -> torch.Tensor:
+        rows, down, columns, across = self._shape
+        return blocks.view(rows * down, columns * across)
+
+
+def _finite(weight: InputTensor, found: torch.Tensor) -> torch.Tensor:
+    if not bool(found.isfinite().all()):
+        raise RefusedError(
+            "a weight to be quantized contains infinity, NaN or values near the dtype's maximum",
+            where=f"tensor `{weight.entry.name.removeprefix(VIRTUAL)}`",
+            why="no scale can represent them",
+            hint=f"pass {spell_option('--quantize-not GLOB')} to skip it",
+        )
+    return found
+
+
+# ------------------------------------------------------------------------------------- scales
+
+
+def _inverse(largest: torch.Tensor, _: torch.Tensor | None) -> torch.Tensor:
+    some = largest > 0
+    return (FP8 / largest.where(some, 1.0)).where(some, 1.0)
+
+
+def _of_rows(largest: torch.Tensor, _: torch.Tensor | None) -> torch.Tensor:
+    import torch
+
+    found = largest / FP8
+    return found.where(found != 0, torch.finfo(found.dtype).eps)
+
+
+def _power(largest: torch.Tensor, _: torch.Tensor | None, *, offset: int) -> torch.Tensor:
+    """Return powers of two: what rounds to more than the largest number is rounded up first."""
+    import torch
+
+    kinds = {torch.float32: (torch.int32, 23), torch.float16: (torch.int16, 10)}
+    opaque, mantissa = kinds.get(largest.dtype, (torch.int16, 7))
+    bits = largest.view(opaque) + (1 << (mantissa - 2))
+    rounded = (bits & -(1 << mantissa)).view(largest.dtype)
+    exponent = (BIAS + rounded.log2().floor() - offset).clamp(0, 255).round().to(torch.uint8)
+    found = (2.0 ** (exponent.float() - BIAS)).to(largest.dtype)
+    return found.where(found != 0, 1.0)
+
+
+def _exponents(scales: torch.Tensor) -> torch.Tensor:
+    import torch
+
+    return (BIAS + scales.log2().floor().to(torch.int32)).to(torch.uint8)
+
+
+def _under_global(largest: torch.Tensor, shared: torch.Tensor | None) -> torch.Tensor:
+    import torch
+
+    assert shared is not None
+    found = (shared * (largest / FP4)).clamp(-FP8, FP8).to(torch.float8_e4m3fn).float()
+    return found.where(found != 0, 0.125).to(largest.dtype)
+
+
+def _itself(scales: torch.Tensor) -> torch.Tensor:
+    return scales
+
+
+# ----------------------------------------------------------------------------- the whole weight
+
+
+_LARGEST = SharedResults["torch.Tensor"]()
+
+
+def _of_all(out: Output) -> None:
+    weight, (height, width), _ = _inputs(out)
+
+    def search() -> torch.Tensor:
+        import torch
+
+        rows = _whole_blocks(range(height), height, 1, PIECE // max(width, 1))
+        parts = (_finite(weight, weight.read(part).abs().amax()) for part in rows)
+        return torch.stack(list(parts)).amax()
+
+    out.elements.copy_(_LARGEST.get(weight.files, weight.entry.name, search))
+
+
+def _global(out: Output) -> None:
+    import torch
+
+    every = torch.stack([one.read_all() for one in out.inputs])
+    largest = every.amax().clamp(min=torch.finfo(every.dtype).tiny).reshape(1)
+    out.elements.copy_(torch.nan_to_num(FP8 * FP4 / largest, nan=1.0, posinf=1.0, neginf=1.0))
+
+
+MXFP8 = _Scheme(1, 32, partial(_power, offset=8), _exponents)
+MXFP4 = _Scheme(1, 32, partial(_power, offset=2), _exponents, is_packed=True)
+NVFP4 = _Scheme(1, 16, _under_global, _itself, is_packed=True)
+CHANNEL = _Scheme(1, 0, _of_rows, _itself)
+BLOCK = _Scheme(128, 128, _inverse, lambda scales: 1.0 / scales, is_float32=True, is_inverse=True)
+
+
+def _kinds(name: str, scheme: _Scheme) -> dict[str, Kind]:
+    return {
+        f"to_{name}": Kind(partial(_quantize, scheme), rows=scheme.rows),
+        f"to_{name}_scales": Kind(partial(_scales, scheme)),
+    }
+
+
+KINDS = {
+    **_kinds("fp8_block", BLOCK),
+    **_kinds("fp8_channel", CHANNEL),
+    **_kinds("mxfp8", MXFP8),
+    **_kinds("mxfp4", MXFP4),
+    **_kinds("nvfp4", NVFP4),
+    "to_nvfp4_global": Kind(_global),
+    "largest": Kind(_of_all),
+}

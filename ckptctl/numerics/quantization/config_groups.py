@@ -1,0 +1,170 @@
+"""``config_groups`` of compressed-tensors: how the weights of each layer are quantized.
+
+Which group a layer belongs to is told by its name: a target that is the name, then one that
+matches it, then one that names a class, as ``Linear``. What is quantized is told by the tensors; a
+layer that has such and is ignored is refused.
+
+Sources: ``quantization/quant_config.py``, ``quantization/quant_args.py`` and ``utils/match.py`` of
+compressed-tensors 0.20.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+
+from ckptctl.errors import MappingError
+from ckptctl.numerics.quantization.scheme import Group
+from ckptctl.numerics.quantization.statement import Json, Statement
+from ckptctl.units import counted
+
+NAME = "config_groups"
+MIXED = "mixed-precision"
+LONGEST = 300
+"""Characters of a pattern that names are matched with."""
+REPEATED = re.compile(r"\)[*+{]")
+"""What makes a pattern take longer than names are long."""
+MOST = 5
+"""Parts of a pattern that repeat: as many times as names are long, each of them once more."""
+
+
+@dataclass(frozen=True, slots=True)
+class Arguments:
+    """How the weights of a group of layers are quantized.
+
+    Attributes:
+        bits: Of an element.
+        kind: ``int`` or ``float``.
+        strategy: What has one scale: a ``tensor``, a ``channel``, a ``group`` of columns, a
+            ``block`` of rows and columns; ``tensor_group``: a group, and the tensor another one.
+        group: Columns of a group; 0: there are none.
+        block: Rows and columns of a block.
+        symmetric: Whether there are no zero points.
+        order: ``actorder``: in which order columns were quantized; empty: it is not stated.
+    """
+
+    bits: int
+    kind: str
+    strategy: str
+    group: int
+    block: tuple[int, int]
+    symmetric: bool
+    order: str
+
+
+def arguments(group: Group, formats: Mapping[str, tuple[str, ...]]) -> Arguments:
+    """Return how the weights of a layer are quantized.
+
+    Args:
+        group: Its tensors.
+        formats: The formats that are understood, and the dtypes of the weights in each.
+
+    Raises:
+        MappingError: The configuration does not say it, or contradicts itself or the tensors.
+    """
+    if isinstance(known := group.derived.get(NAME), Arguments):
+        return known
+    said = group.statement
+    found = _chosen(group)
+    form = found.get("format") or said.content.get("format")
+    if form not in (None, MIXED) and group.lead.dtype not in formats.get(str(form), ()):
+        why = f"`{group.lead.name}` is {group.lead.dtype}"
+        raise MappingError(
+            f"`format` {form!r} does not match the tensors", where=said.where, why=why
+        )
+    weights = Statement(said.method, _mapping(found.get("weights")), said.where)
+    size = weights.number("group_size", -1) or 0
+    default = "tensor" if not size else "channel" if size < 0 else "group"
+    match weights.content.get("block_structure"):
+        case [int(down), int(across)] if down > 0 and across > 0:
+            block = (down, across)
+        case _:
+            block = (0, 0)
+    symmetric = weights.flag("symmetric")
+    order = weights.content.get("actorder", "")
+    group.derived[NAME] = result = Arguments(
+        weights.number("num_bits") or 8,
+        str(weights.content.get("type") or "int"),
+        str(weights.content.get("strategy") or default),
+        max(size, 0),
+        block,
+        symmetric is not False,
+        "group" if order is True else str(order),
+    )
+    return result
+
+
+def _mapping(value: object) -> Json:
+    return value if isinstance(value, Mapping) else {}
+
+
+def _chosen(group: Group) -> Json:
+    """Return the group of ``config_groups`` that a layer belongs to."""
+    said = group.statement
+    _require_plain(said)
+    groups = [_mapping(one) for one in _mapping(said.content.get(NAME)).values()]
+    groups = [one for one in groups if isinstance(one.get("weights"), Mapping)]
+    if not groups:
+        raise group.unstated(NAME, "a group with `weights` is required")
+    if any(_matches(group.module, one, said) for one in _texts(said.content.get("ignore"))):
+        raise MappingError(
+            f"`{group.lead.name}` is quantized, but `ignore` lists its layer",
+            where=said.where,
+        )
+    if len(groups) == 1:
+        return groups[0]
+    named = [one for one in groups if group.module in _texts(one.get("targets"))]
+    matching = [
+        one
+        for one in groups
+        if any(_matches(group.module, target, said) for target in _texts(one.get("targets")))
+    ]
+    classes = [one for one in groups if any(map(_is_class, _texts(one.get("targets"))))]
+    found = named or matching or classes
+    if not found or any(one["weights"] != found[0]["weights"] for one in found):
+        raise MappingError(
+            f"{counted(len(found), 'group targets', 'groups target')} `{group.module}`",
+            why="`config_groups` must assign exactly one group to each layer",
+            where=said.where,
+        )
+    return found[0]
+
+
+def _require_plain(said: Statement) -> None:
+    """Refuse what is done to weights beside quantizing them."""
+    sparse = _mapping(said.content.get("sparsity_config")).get("format", "dense")
+    if sparse != "dense":
+        raise MappingError(
+            f"`sparsity_config` format {sparse!r} is not supported", where=said.where
+        )
+    if _mapping(said.content.get("transform_config")).get("config_groups"):
+        why = "it rotates weights and, at run time, activations"
+        raise MappingError("`transform_config` is not supported", where=said.where, why=why)
+
+
+def _texts(value: object) -> list[str]:
+    return [one for one in value if isinstance(one, str)] if isinstance(value, list) else []
+
+
+def _is_class(target: str) -> bool:
+    """Return whether a target is the name of a class, as ``Linear``, and not of a layer."""
+    return target.isidentifier() and target[0].isupper()
+
+
+def _matches(module: str, target: str, said: Statement) -> bool:
+    if not target.startswith("re:"):
+        return target == module
+    return _pattern(target.removeprefix("re:"), said.where).match(module) is not None
+
+
+@cache
+def _pattern(text: str, where: str) -> re.Pattern[str]:
+    try:
+        repeating = sum(map(text.count, "*+{"))
+        if len(text) <= LONGEST and repeating <= MOST and not REPEATED.search(text):
+            return re.compile(text)
+    except re.error:
+        pass
+    raise MappingError(f"the pattern `{text[:LONGEST]}` is not supported", where=where)

@@ -1,0 +1,125 @@
+"""Which tensors of a model are linear weights of its layers, told from the family's tables.
+
+A matrix of a layer of the language model is one, whatever it is called, unless its table says that
+it is something else: a row for each word or each expert, a single number for each head, or a layer
+without the hidden size, as in a vision tower. What else programs never read quantized is data of
+the family (``Family.unquantized``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Literal
+
+from ckptctl.numerics.quantization.recipes import WEIGHT
+from ckptctl.planner.layouts import Family, Layout, Leaf, Stored
+
+VOCABULARY, EXPERTS, HIDDEN = "v", "x", "d"
+Role = Literal["linear", "experts", "stacked", "other"]
+
+FUSED = (
+    ("gate_proj", "up_proj"),
+    ("q_proj", "k_proj", "v_proj"),
+    ("q_a_proj", "kv_a_proj_with_mqa"),
+    ("w1", "w3"),
+)
+"""Modules that vLLM makes one of: quantized are all of them or none, under one global scale.
+
+Source: ``FUSED_LAYER_NAMES`` in llm-compressor's ``observers/helpers.py``.
+"""
+
+EXPERTS_READ = {"gate_up_proj": 2, "down_proj": 1}
+"""Stacks of a module ``experts``, and which of their dimensions the hidden size is.
+
+Source: ``FP8Experts`` in transformers' ``integrations/finegrained_fp8.py``.
+"""
+
+
+class Roles:
+    """What the tensors of one layout of a family are."""
+
+    def __init__(self, family: Family, layout: Layout) -> None:
+        self._family = family
+        self._table = layout.table
+        self._leaves = leaves = layout.leaves
+        self._language = {_layer(leaf) for leaf in leaves.values() if HIDDEN in leaf.axes}
+        groups = (group for leaf in leaves.values() for group in leaf.dims)
+        self._heads = {group[0] for group in groups if len(group) > 1}
+
+    @property
+    def stacks(self) -> bool:
+        """Return whether the layout keeps experts stacked in one tensor."""
+        return any(_stacked(leaf) for leaf in self._leaves.values())
+
+    def of(self, key: str, shape: Sequence[int]) -> Role:
+        """Return what the tensor under *key* of the layout is.
+
+        Weights of stacked experts are ``experts`` where they are ``[experts, out, in]`` under a
+        name that transformers reads quantized stacks by, else ``stacked``.
+        """
+        found = self._table.find(key)
+        if found is None or not isinstance(found[0], Stored):
+            return "other"
+        return self._role(found[0], shape)
+
+    def _role(self, stored: Stored, shape: Sequence[int]) -> Role:
+        tensor, leaf = stored.parts[0]
+        stem = tensor.name.partition(".")[0]
+        quantized = tensor.scales or tensor.variant in self._family.quantized
+        known = tensor.indices and _layer(leaf) in self._language and not quantized
+        if not known or stem in self._family.unquantized:
+            return "other"
+        axes = {axis for group in leaf.dims for axis in group}
+        if _stacked(leaf):
+            read = _read_stacked(leaf) and not self._family.experts_apart
+            return "experts" if read else "stacked"
+        if len(leaf.dims) != 2 or not stored.template.text.endswith(WEIGHT) or shape[0] == 1:
+            return "other"
+        rows = leaf.dims[0]
+        gate = len(rows) == 1 and rows[0] in self._heads
+        return "other" if gate or axes & {VOCABULARY, EXPERTS} else "linear"
+
+
+def _stacked(leaf: Leaf) -> bool:
+    return len(leaf.dims) == 3 and leaf.dims[0] == (EXPERTS,)
+
+
+def _read_stacked(leaf: Leaf) -> bool:
+    """Return whether ``FP8Experts`` has a stack as this one is: the second axis is the output."""
+    module, _, name = leaf.key.text.rpartition(".")
+    hidden = EXPERTS_READ.get(name, 0)
+    simple = all(len(group) == 1 for group in leaf.dims)
+    return simple and module.endswith(".experts") and leaf.dims[hidden] == (HIDDEN,)
+
+
+def _layer(leaf: Leaf) -> str:
+    """Return what the keys of all tensors of a layer begin with, its number left out."""
+    return leaf.key.text.partition("{")[0]
+
+
+def fused(names: Collection[str]) -> Iterator[tuple[str, ...]]:
+    """Yield those of *names* that are weights of modules that programs make one of."""
+    there = set(names)
+    for name in names:
+        module = name.removesuffix(WEIGHT)
+        parent, dot, last = module.rpartition(".")
+        for group in FUSED:
+            every = tuple(f"{parent}{dot}{one}{WEIGHT}" for one in group)
+            if last == group[0] and name.endswith(WEIGHT) and there.issuperset(every):
+                yield every
+
+
+def modules_of_experts(names: Collection[str]) -> Iterator[tuple[str, ...]]:
+    """Yield those of *names* that are stacks of one module of experts."""
+    found: dict[str, list[str]] = {}
+    for name in names:
+        module, _, last = name.rpartition(".")
+        if last in EXPERTS_READ and module.endswith(".experts"):
+            found.setdefault(module, []).append(name)
+    return (tuple(group) for group in found.values())
+
+
+def together(names: Collection[str]) -> Mapping[str, tuple[str, ...]]:
+    """Return for each of *names* those that it is fused with, itself included."""
+    groups = {name: group for group in fused(names) for name in group}
+    return {name: groups.get(name, (name,)) for name in names}

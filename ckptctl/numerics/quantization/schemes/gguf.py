@@ -1,0 +1,50 @@
+"""GGUF: elements of a row in blocks, each with its scales.
+
+The reader of GGUF files gives a tensor of such a type the name that it has in the file, a dot and
+the type, and the bytes of its blocks as elements.
+
+Source: ``gguf/quants.py`` (0.19), which computes them.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+from ckptctl.numerics.quantization.ggml import BLOCKS, BlockType
+from ckptctl.numerics.quantization.scheme import Form, Group, QuantizedWeight, Scheme
+from ckptctl.units import counted
+
+BYTES = "uint8"
+
+
+def _weight(kind: BlockType, group: Group) -> QuantizedWeight:
+    *rows, width = group.lead.shape or (1,)
+    if width % kind.nbytes:
+        raise group.unfit(
+            f"the row size of {kind.name} must be a multiple of {counted(kind.nbytes, 'byte')}"
+        )
+    return group.quantized(
+        f"GGUF {kind.name}",
+        "gguf",
+        (*rows, width // kind.nbytes * kind.elements),
+        arguments=kind,
+    )
+
+
+def _scheme(name: str, *, understood: bool) -> Scheme:
+    forms = tuple(
+        Form(
+            f".{kind.name}",
+            (BYTES,),
+            {},
+            partial(_weight, kind) if understood else None,
+            plain="",
+            tells={f".{kind.name}": (BYTES,)},
+        )
+        for kind in BLOCKS.values()
+        if kind.understood == understood
+    )
+    return Scheme(name, forms, by_names=understood)
+
+
+SCHEMES = (_scheme("GGUF", understood=True), _scheme("rare GGUF types", understood=False))

@@ -1,0 +1,124 @@
+"""MLX: integers with a scale and a bias for each group of a row, or floats of 4 and 8 bits.
+
+A row of elements is a row of uint32, its first element in the lowest bits. ``quantization`` in
+config.json says how many elements are a group and how many bits an element has, for all layers and
+by path for single ones.
+
+Sources: ``mlx.core.quantize`` (0.32.4); mlx-lm's ``utils.py`` (0.32.2), ``load_model`` and
+``quantize_model``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from ckptctl.numerics.quantization.formulas import MlxGroups
+from ckptctl.numerics.quantization.scheme import Form, Group, Part, QuantizedWeight, Scheme, always
+from ckptctl.numerics.quantization.statement import Statement
+from ckptctl.units import counted
+
+FLOATS = ("float32", "bfloat16", "float16")
+GROUPS = (32, 64, 128)
+BITS = (1, 2, 3, 4, 5, 6, 8)
+FIXED = {"mxfp4": (32, 4), "mxfp8": (32, 8), "nvfp4": (16, 4)}
+"""The size of a group and the bits of an element, of each mode whose elements are floats."""
+AFFINE = "affine"
+WORD = 32
+
+
+def _weight(group: Group) -> QuantizedWeight:
+    mode, size, bits = _said(group)
+    packed, scales = group.lead, group.parts["scales"]
+    if len(packed.shape) < 2 or packed.shape[:-1] != scales.shape[:-1]:
+        raise group.unfit("expected a scale for each group of each row", "scales")
+    *lead, groups = scales.shape
+    if packed.shape[-1] * WORD != groups * size * bits:
+        raise group.unfit(
+            f"expected {counted(groups, 'group')} of {counted(size, 'element')} of {bits} bits",
+            "scales",
+        )
+    kind = "mlx_affine" if mode == AFFINE else "mlx_float"
+    _require_scales(group, mode)
+    shown = f"{bits} bits" if mode == AFFINE else mode
+    return group.quantized(
+        f"MLX {shown} with groups of {size}",
+        kind,
+        (*lead, groups * size),
+        ("scales", "biases"),
+        MlxGroups(size, bits, mode),
+    )
+
+
+def _require_scales(group: Group, mode: str) -> None:
+    """Refuse scales and biases of other dtypes or shapes than *mode* has them."""
+    scales = group.parts["scales"]
+    if mode != AFFINE:
+        if scales.dtype != "uint8":
+            raise group.unfit(f"{mode} requires one-byte scales", "scales")
+        return
+    if scales.dtype not in FLOATS:
+        raise group.unfit(f"scales must be one of {', '.join(FLOATS)}", "scales")
+    biases = group.parts["biases"]
+    if (biases.dtype, biases.shape) != (scales.dtype, scales.shape):
+        raise group.unfit("biases must match the scales in number and dtype", "biases")
+
+
+def _said(group: Group) -> tuple[str, int, int]:
+    """Return the mode, the size of a group and the bits of an element."""
+    statement = group.statement
+    own = statement.content.get(group.module)
+    if own is False:
+        raise statement.wrong(group.module, "it has scales, so it is quantized")
+    if isinstance(own, Mapping):
+        statement = Statement(statement.method, own, f"{group.module} in {statement.where}")
+        group = replace(group, statement=statement)
+    mode = statement.content.get("mode", AFFINE)
+    if isinstance(mode, str) and mode in FIXED:
+        size, bits = FIXED[mode]
+        for key, value in (("group_size", size), ("bits", bits)):
+            if statement.number(key) not in (None, value):
+                raise statement.wrong(key, f"{mode} requires {value}")
+        return mode, size, bits
+    if mode != AFFINE:
+        raise statement.wrong("mode", f"expected one of {', '.join((AFFINE, *FIXED))}")
+    found = {key: statement.number(key) for key in ("group_size", "bits")}
+    for key, known in (("group_size", GROUPS), ("bits", BITS)):
+        if found[key] not in known:
+            raise group.unstated(key, f"expected one of {', '.join(map(str, known))}")
+    return AFFINE, int(found["group_size"] or 0), int(found["bits"] or 0)
+
+
+def _of_integers(group: Group) -> str | None:
+    mode, _, _ = _said(group)
+    return f"`mode` is {mode}, which has a bias for each group" if mode == AFFINE else None
+
+
+def _of_floats(group: Group) -> str | None:
+    mode, _, _ = _said(group)
+    return f"`mode` is {mode}" if mode != AFFINE else None
+
+
+def _not_understood(_: Group) -> str:
+    return "a per-tensor scale in addition to group scales is not supported"
+
+
+SCHEMES = (
+    Scheme(
+        "MLX",
+        (
+            Form(
+                ".weight",
+                ("uint32",),
+                {
+                    "scales": Part(".scales", always),
+                    "biases": Part(".biases", _of_integers, _of_floats),
+                    "global": Part(".global_scale", forbidden=_not_understood),
+                },
+                _weight,
+                tells={".biases": (), ".weight": ("uint32",), ".scales": ("uint8",)},
+            ),
+        ),
+        methods=("mlx",),
+    ),
+)

@@ -1,0 +1,337 @@
+"""``--quantize``: linear weights of an output become quantized tensors, which are computed.
+
+They are made of the plain tensors that the output would have: in its layout and dtype, dequantized
+or merged before. These are virtual; nothing holds them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from fnmatch import fnmatchcase
+
+from ckptctl.catalog import Computed, Input, computed_name
+from ckptctl.conversion.draft import Draft, Quantization
+from ckptctl.conversion.transfers import elements_of
+from ckptctl.errors import MappingError, RefusedError, UsageError, listed, spell_option
+from ckptctl.formats.base import OutputTensor
+from ckptctl.numerics.quantization.linear_weights import (
+    Role,
+    Roles,
+    fused,
+    modules_of_experts,
+    together,
+)
+from ckptctl.numerics.quantization.recipes import WEIGHT, Recipe, StoredPart, recipes
+from ckptctl.numerics.quantized import quantized as quantized_already
+from ckptctl.planner.copying.blocks import rearranged
+from ckptctl.planner.layouts import BASE, HF, MLX, Family
+from ckptctl.planner.mapping.mapped import ComposedTensor
+from ckptctl.planner.mapping.tensors import Change
+from ckptctl.units import counted, format_bytes
+
+HEAD = "lm_head"
+PLAIN = ("float32", "bfloat16", "float16")
+"""Dtypes that can be quantized."""
+
+
+def quantize(draft: Draft) -> Draft:
+    """Put quantized tensors in the place of the weights that ``--quantize`` is about."""
+    recipe = recipes()[draft.options.quantize or ""]
+    chosen = _chosen(draft, recipe)
+    making = _Making(draft, recipe, together([tensor.name for tensor in chosen]))
+    made = {tensor.name: making.parts_of(tensor) for tensor in chosen}
+    tensors = [one for tensor in draft.tensors for one in made.get(tensor.name, (tensor,))]
+    parts = {part.name: name for name, some in made.items() for part in some}
+    mapped = {name: one for name, one in draft.mapped.items() if name not in made}
+    for part in (part for some in made.values() for part in some):
+        mapped[part.name] = ComposedTensor.same(_key(part.name), part.name, part.shape)
+    found = Quantization(draft.tensors, parts)
+    found = replace(found, config=recipe.config(_ignored_modules(found)))
+    draft.notes.add(_note(found, recipe), *_ragged(recipe, chosen), *_stacks(chosen, draft.change))
+    return replace(
+        draft,
+        inputs=making.catalog,
+        mapped=mapped,
+        tensors=tuple(tensors),
+        quantization=found,
+    )
+
+
+def _note(made: Quantization, recipe: Recipe) -> str:
+    names, nbytes = (
+        [one.name for one in made.unquantized],
+        sum(one.nbytes for one in made.unquantized),
+    )
+    kept = f"; skipped {counted(len(names), 'tensor')}, {format_bytes(nbytes)}"
+    left = f"{kept} ({listed(names)})" if names else ""
+    return f"quantized {counted(len(made.weights), 'weight')} to {recipe.title}{left}"
+
+
+def _ignored_modules(made: Quantization) -> tuple[str, ...]:
+    """Return the names of modules for the configuration's list of ignored modules.
+
+    Stacked experts are listed by their parent module. A tied lm_head has no tensor of its own
+    and is listed, too.
+    """
+    stacks = (one.name for one in made.unquantized if len(one.shape) > 2)
+    apart = {name: name.rpartition(".")[0] for name in stacks if not name.endswith(WEIGHT)}
+    named = (apart.get(one.name, one.name) for one in made.unquantized)
+    found = (name for name in named if name.endswith(WEIGHT) or name in apart.values())
+    tied = not any(one.name.endswith(f"{HEAD}{WEIGHT}") for one in made.plain)
+    return tuple(dict.fromkeys((*(n.removesuffix(WEIGHT) for n in found), *[HEAD] * tied)))
+
+
+def _ragged(recipe: Recipe, chosen: Sequence[OutputTensor]) -> Iterator[str]:
+    """Say so where a block has rows of two weights once programs fuse them."""
+    down = next((part.block[0] for part in recipe.parts if part.block and part.block[0] > 1), 1)
+    rows = {tensor.name: tensor.shape[0] for tensor in chosen}
+    cut = [name for group in fused(rows) for name in group[:-1] if rows[name] % down]
+    if cut:
+        yield (
+            "vLLM cannot load this model: it fuses weights such as q/k/v and gate/up, and "
+            f"{counted(len(cut), 'of them has', 'of them have')} a row count that is not a "
+            f"multiple of {down} ({listed(cut)})"
+        )
+
+
+def _stacks(chosen: Sequence[OutputTensor], change: Change) -> Iterator[str]:
+    """Say so where few programs read what is written."""
+    stacked = [tensor.name for tensor in chosen if len(tensor.shape) == 3]
+    if stacked:
+        told = (
+            f"{listed(stacked)}: transformers reads stacked quantized experts only on GPUs "
+            "with FP8 support, and ignores their scales where it dequantizes"
+        )
+        yield "; ".join((told, *_one_by_one(change.family)))
+
+
+# ------------------------------------------------------------------------------ which weights
+
+
+def _skip_hint() -> str:
+    return f"pass {spell_option('--quantize-not GLOB')} to skip it"
+
+
+def _chosen(draft: Draft, recipe: Recipe) -> Sequence[OutputTensor]:
+    """Return the tensors that are quantized, all of which can be."""
+    options, there = draft.options, [tensor.name for tensor in draft.tensors]
+    linear = _linear(draft)
+    also = _matching(there, options.quantize_also, "--quantize-also")
+    left = _matching([*linear, *also], options.quantize_not, "--quantize-not")
+    wanted = (linear.keys() | also) - left
+    chosen = [one for one in draft.tensors if one.name in wanted]
+    if not chosen:
+        raise UsageError("no tensors to quantize", where=draft.catalog.path)
+    for tensor in chosen:
+        _require_possible(tensor, recipe, linear.get(tensor.name, "other"), draft.change.family)
+    names = {tensor.name for tensor in chosen}
+    _require_whole(names, there)
+    pairs = [(one.name, one.alias_of) for one in draft.tensors if one.alias_of]
+    shared = dict((*pairs, *((other, name) for name, other in pairs)))
+    for name in names & shared.keys():
+        raise RefusedError(
+            f"`{name}` shares memory with `{shared[name]}`",
+            why="they would be quantized separately",
+            hint=_skip_hint(),
+        )
+    return chosen
+
+
+def _require_whole(names: set[str], there: Sequence[str]) -> None:
+    """Refuse a choice that takes apart what programs read quantized together."""
+    read = (
+        *((group, "vLLM fuses them into one weight") for group in fused(there)),
+        *((group, "they belong to one module") for group in modules_of_experts(there)),
+    )
+    for group, why in read:
+        some = names.intersection(group)
+        if some and len(some) < len(group):
+            raise UsageError(
+                f"cannot quantize only {listed(sorted(some))} of {listed(group)}",
+                why=f"{why}, so either all or none must be quantized",
+                hint=f"pass {spell_option('--quantize-also')} and "
+                f"{spell_option('--quantize-not')} with a glob that matches all of them",
+            )
+
+
+def _linear(draft: Draft) -> dict[str, Role]:
+    """Return the linear weights of layers, as the family's tables have them, and what they are."""
+    change, catalog = draft.change, draft.catalog
+    family = change.family
+    already = quantized_already(catalog)
+    if already:
+        raise UsageError(
+            f"{counted(len(already), 'tensor is', 'tensors are')} already quantized",
+            where=f"tensor `{next(iter(already))}`",
+            why=", ".join(dict.fromkeys(already.values())),
+            hint=f"pass {spell_option('--dequantize bf16')} with {spell_option('--quantize')} to "
+            "dequantize them first",
+        )
+    layout = change.target_layout or ""
+    asked = draft.options.to_layout or layout
+    if family is not None and not (_is_named_so(layout) and asked != MLX):
+        raise UsageError(
+            f"{spell_option('--quantize')} is not supported with layout {asked}",
+            why="programs that read this layout use other quantization schemes",
+        )
+    if family is None or family.partial:
+        adapter = family is not None and family.partial
+        raise MappingError(
+            f"{spell_option('--quantize')} is not supported for adapters"
+            if adapter
+            else "unknown model type",
+            where=catalog.path,
+            why="the model type determines which tensors are weights of linear layers",
+            hint=""
+            if adapter
+            else f"set it with {spell_option('--model-type')}; `ckptctl models` lists them",
+        )
+    roles = Roles(family, family.layout(layout))
+    own = {target.key for item in change.tensors for target in item.targets}
+    keys = ((one, one.name.removeprefix(draft.output_root)) for one in draft.tensors)
+    found = {one.name: roles.of(key, one.shape) for one, key in keys if key in own}
+    return {name: role for name, role in found.items() if role != "other"}
+
+
+def _matching(names: Sequence[str], globs: Sequence[str], option: str) -> set[str]:
+    for glob in globs:
+        if not any(fnmatchcase(name, glob) for name in names):
+            raise UsageError(
+                f"{spell_option(f'{option} {glob}')} matches no tensor",
+                hint="use tensor names of the output",
+            )
+    return {name for name in names for glob in globs if fnmatchcase(name, glob)}
+
+
+def _require_possible(
+    tensor: OutputTensor, recipe: Recipe, role: Role, family: Family | None
+) -> None:
+    """Refuse a tensor that cannot be quantized so, by its name."""
+    where, shape = f"tensor `{tensor.name}`", tensor.shape
+    if role in ("experts", "stacked"):
+        _require_readable(tensor, recipe, role, family)
+    elif len(shape) != 2 or not tensor.name.endswith(WEIGHT):
+        raise UsageError(
+            "the tensor is not the weight of a linear layer", where=where, hint=_skip_hint()
+        )
+    if tensor.dtype not in PLAIN:
+        raise UsageError(
+            f"cannot quantize dtype {tensor.dtype}",
+            where=where,
+            hint=f"pass {spell_option('--dtype bf16')} to cast it first",
+        )
+    if shape[-1] % recipe.columns or 0 in shape:
+        raise RefusedError(
+            f"{recipe.name} requires a number of columns that is a multiple of {recipe.columns}",
+            where=where,
+            why=f"the shape is {list(shape)}",
+            hint=_skip_hint(),
+        )
+
+
+def _require_readable(
+    tensor: OutputTensor, recipe: Recipe, role: Role, family: Family | None
+) -> None:
+    """Refuse stacked experts that no program reads so."""
+    _, rows, columns = shape = tensor.shape
+    down, across = recipe.stack or (1, 1)
+    if not recipe.stack:
+        why = f"programs that read {recipe.name} require per-expert weights"
+    elif role == "stacked":
+        why = (
+            "only transformers reads stacks, and only of shape [experts, out, in] in a "
+            "module `experts`"
+        )
+    elif rows % down or columns % across:
+        why = f"transformers requires stacks of whole {down}x{across} blocks"
+    else:
+        return
+    raise MappingError(
+        "cannot quantize stacked experts",
+        where=f"tensor `{tensor.name}`",
+        why=f"the shape is {list(shape)}; {why}",
+        hint=", or ".join((*_one_by_one(family), _skip_hint())),
+    )
+
+
+def _one_by_one(family: Family | None) -> Iterator[str]:
+    """Yield how experts come apart, if the model type has such a layout."""
+    for name in family.layouts if family else ():
+        if family and _is_named_so(name) and not Roles(family, family.layout(name)).stacks:
+            yield f"pass {spell_option(f'--to-layout {name}')} to write per-expert weights"
+            return
+
+
+def _is_named_so(layout: str) -> bool:
+    """Return whether *layout* has the names of transformers."""
+    return layout in (HF, BASE) or layout.startswith(f"{HF}-")
+
+
+# ---------------------------------------------------------------------------- what they become
+
+
+def _key(name: str) -> str:
+    """Return the name of the virtual file of the quantized tensor called *name*."""
+    return computed_name(f"{name}@quantized")
+
+
+class _Making:
+    """Quantized tensors while they are planned.
+
+    Attributes:
+        catalog: The source, with virtual tensors: quantized ones, and what these are made of.
+    """
+
+    def __init__(self, draft: Draft, recipe: Recipe, groups: Mapping[str, tuple[str, ...]]) -> None:
+        self._recipe = recipe
+        self._groups = groups
+        self._draft = draft
+        self._output = {tensor.name: tensor for tensor in draft.tensors}
+        self._entries = dict(draft.inputs.tensors)
+        self._computed = dict(draft.inputs.computed)
+        self.catalog = replace(draft.inputs, tensors=self._entries, computed=self._computed)
+        self._known: dict[str, Input] = {}
+
+    def parts_of(self, tensor: OutputTensor) -> list[OutputTensor]:
+        """Return what *tensor* is stored as, in the order of the recipe."""
+        return [self._part(tensor, part) for part in self._recipe.parts]
+
+    def _part(self, tensor: OutputTensor, part: StoredPart) -> OutputTensor:
+        shape, dtype = part.shape(tensor.shape), part.dtype or tensor.dtype
+        name = part.name(tensor.name)
+        if part is self._recipe.shared:
+            inputs = [self._largest(self._output[one]) for one in self._groups[tensor.name]]
+        else:
+            inputs = [self._plain(tensor)]
+            if self._recipe.shared:
+                self._part(tensor, self._recipe.shared)
+                key = _key(self._recipe.shared.name(tensor.name))
+                inputs.append(Input(self.catalog.root, self._entries[key]))
+        self._virtual(_key(name), Computed(part.kind, dtype, shape, tuple(inputs)))
+        return OutputTensor(name, dtype, shape, (name,), requires_grad=False)
+
+    def _largest(self, tensor: OutputTensor) -> Input:
+        key = computed_name(f"{tensor.name}@largest")
+        if key not in self._known:
+            weight = (self._plain(tensor),)
+            self._known[key] = self._virtual(key, Computed("largest", tensor.dtype, (1,), weight))
+        return self._known[key]
+
+    def _plain(self, tensor: OutputTensor) -> Input:
+        """Return the plain tensor: that of the source where it is the same, else a virtual one."""
+        key = computed_name(f"{tensor.name}@plain")
+        if key not in self._known:
+            composed = self._draft.mapped[tensor.name]
+            first = self._entries[composed.sources[0].key]
+            if composed.renames and first.dtype == tensor.dtype:
+                self._known[key] = Input(self.catalog.root, first)
+            else:
+                made = elements_of(self.catalog, composed, tensor.dtype, self._computed)
+                self._known[key] = self._virtual(key, rearranged(self.catalog.root, made))
+        return self._known[key]
+
+    def _virtual(self, key: str, made: Computed) -> Input:
+        entry = made.entry(key, (key,), key)
+        self._computed[key], self._entries[key] = made, entry
+        return Input(self.catalog.root, entry)

@@ -1,1 +1,0 @@
-"""A checkpoint turned into another format, layout, dtype or sharding."""

@@ -1,1 +1,0 @@
-"""config.json and params.json: what they state, and each made from the other."""

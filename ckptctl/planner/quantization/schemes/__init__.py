@@ -1,1 +1,0 @@
-"""The schemes: a module each, with ``SCHEMES``; see :mod:`ckptctl.planner.quantization.scheme`."""

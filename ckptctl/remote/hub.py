@@ -1,0 +1,290 @@
+"""The Hugging Face Hub as a place to read from: one listing of one commit, ranges of its files.
+
+``hf://[datasets/|spaces/]ORG/NAME[@REVISION][/PATH]``, as ``HfFileSystem`` has it. Everything goes
+through huggingface_hub, so that its token, endpoint, proxy and offline variables hold. Files that
+its cache has at the same commit are read there. What is read belongs to one commit: a push in the
+middle of a run changes nothing.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from copy import copy
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote, unquote
+
+from ckptctl.errors import CkptError, SourceNotFoundError, StorageError, UsageError
+from ckptctl.remote.retries import persistent, retried
+from ckptctl.remote.store import ITSELF, Store
+from ckptctl.storage.paths import real_path
+from ckptctl.storage.tree import TreeEntry
+from ckptctl.storage.urls import masked, normal
+
+KINDS = {"models": "model", "datasets": "dataset", "spaces": "space"}
+_WITH_SLASHES = r"refs/(?:pr/\d+|convert/[^/]+)"
+"""Revisions that stand in a URL as they are."""
+_URL = re.compile(
+    r"hf://(?:(?P<kind>models|datasets|spaces)/)?(?P<repository>[^/@]+/[^/@]+)"
+    rf"(?:@(?P<revision>{_WITH_SLASHES}|[^/]+))?(?:/(?P<path>.*))?"
+)
+CHANGED = 412
+FORM = "write hf://ORG/NAME, hf://ORG/NAME@REVISION or hf://ORG/NAME/FOLDER"
+LOGIN = "log in with `hf auth login`, or set HF_TOKEN (required for private and gated repositories)"
+
+
+@dataclass(frozen=True, slots=True)
+class HubUrl:
+    """What an ``hf://`` URL names.
+
+    Attributes:
+        kind: ``model``, ``dataset`` or ``space``.
+        repository: ``ORG/NAME``.
+        revision: Branch, tag or commit; None: the default branch.
+        path: File or folder in it; empty: all of it.
+    """
+
+    kind: str
+    repository: str
+    revision: str | None
+    path: str = ""
+
+    def __str__(self) -> str:
+        prefix = "" if self.kind == "model" else f"{self.kind}s/"
+        as_it_is = re.fullmatch(_WITH_SLASHES, self.revision or "")
+        revision = self.revision and quote(self.revision, safe="/" if as_it_is else "")
+        parts = f"hf://{prefix}{self.repository}" + (f"@{revision}" if revision else "")
+        return f"{parts}/{self.path}" if self.path else parts
+
+
+def parse(url: str) -> HubUrl:
+    """Return the parts of *url*."""
+    match = _URL.fullmatch(normal(url).rstrip("/"))
+    wrong = match and _why_none(match["repository"])
+    if match is None or wrong:
+        what = "this is not a Hub repository"
+        raise UsageError(what, where=masked(url), why=wrong, hint=FORM)
+    revision = match["revision"] and unquote(match["revision"])
+    kind = KINDS[match["kind"] or "models"]
+    return HubUrl(kind, match["repository"], revision, (match["path"] or "").strip("/"))
+
+
+def _why_none(repository: str) -> str | None:
+    """Return the client's objection to the name of a repository; None: it has none."""
+    from huggingface_hub import utils as hub  # its names are lazy: no type checker sees them
+    from huggingface_hub.errors import HFValidationError
+
+    client: Any = hub
+    try:
+        client.validate_repo_id(repository)
+    except HFValidationError as error:
+        return str(error)
+    return None
+
+
+class HubStore(Store):
+    """A folder of a repository, at the commit that the revision is at now."""
+
+    def __init__(self, url: str | HubUrl) -> None:
+        self._at = parse(url) if isinstance(url, str) else url
+        self.url = str(self._at)
+        self._commit, self._files, self._cached = look(self._at, self.url)
+        self._places: dict[str, Path | None] = {}
+
+    def members(self, folder: str) -> list[TreeEntry]:
+        """See :class:`~ckptctl.remote.store.Store`."""
+        inner = self._inner(folder)
+        if inner in self._files:
+            return [replace(self._files[inner], name=ITSELF)]
+        entries: dict[str, TreeEntry] = {}
+        prefix = f"{inner}/" if inner else ""
+        for name, entry in self._files.items():
+            if name.startswith(prefix):
+                head, deeper, _ = name[len(prefix) :].partition("/")
+                entries[head] = TreeEntry(head, True) if deeper else replace(entry, name=head)
+        return list(entries.values())
+
+    def read(self, name: str, version: str, start: int, stop: int) -> bytes | bytearray:
+        """See :class:`~ckptctl.remote.store.Store`."""
+        del version
+        inner = self._inner(name)
+        cached = self._local(inner)
+        if cached is not None:
+            with cached.open("rb") as file:
+                file.seek(start)
+                return file.read(stop - start)
+        with hub_errors(self.url, f"read `{name}`"):
+            return retried(
+                lambda found: _append(found, self._at, inner, self._commit, start, stop), self.url
+            )
+
+    def above(self) -> HubStore | None:
+        """Return the folder that it lies in, without asking again; None: it is the repository."""
+        if not self._at.path:
+            return None
+        folder = copy(self)
+        folder._at = replace(self._at, path=self._at.path.rpartition("/")[0])
+        folder.url = str(folder._at)
+        return folder
+
+    def _inner(self, name: str) -> str:
+        return "/".join(filter(None, (self._at.path, name)))
+
+    def _local(self, inner: str) -> Path | None:
+        """Return the path of a file of this commit in the cache; None: it is not there."""
+        if self._cached is not None:
+            return self._cached / inner
+        if inner not in self._places:
+            from huggingface_hub import try_to_load_from_cache
+
+            cached = try_to_load_from_cache(
+                self._at.repository, inner, revision=self._commit, repo_type=self._at.kind
+            )
+            path = Path(cached) if isinstance(cached, str) else None
+            same = path is not None and path.stat().st_size == self._files[inner].size
+            self._places[inner] = path if same else None
+        return self._places[inner]
+
+
+def look(at: HubUrl, url: str) -> tuple[str, dict[str, TreeEntry], Path | None]:
+    """Return the commit, its files, and the folder of the cache that has them when offline."""
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import OfflineModeIsEnabled
+
+    with hub_errors(url, "list the repository"):
+        try:
+            info: Any = persistent(
+                lambda: HfApi().repo_info(
+                    at.repository, revision=at.revision, repo_type=at.kind, files_metadata=True
+                ),
+                url,
+            )
+        except OfflineModeIsEnabled:
+            return _look_offline(at)
+        time = int(info.last_modified.timestamp() * 1e9) if info.last_modified else 0
+        siblings = (file for file in info.siblings or () if _inside(file.rfilename))
+        files = {file.rfilename: _stored(file, time) for file in siblings}
+        return str(info.sha), files, None
+
+
+def _look_offline(at: HubUrl) -> tuple[str, dict[str, TreeEntry], Path | None]:
+    from huggingface_hub import snapshot_download
+
+    folder = Path(
+        snapshot_download(
+            at.repository, revision=at.revision, repo_type=at.kind, local_files_only=True
+        )
+    )
+    names = (item for item in sorted(folder.rglob("*")) if item.is_file())
+    files = {}
+    for item in names:
+        name, status = str(item.relative_to(folder)), item.stat()
+        files[name] = TreeEntry(
+            name, False, status.st_size, real_path(item).name, status.st_mtime_ns
+        )
+    return folder.name, files, folder
+
+
+def _inside(name: str) -> bool:
+    """Return whether a name stays in the repository, as all names of git do."""
+    return not {"", ".", ".."} & set(name.split("/"))
+
+
+def _stored(sibling: Any, time: int) -> TreeEntry:
+    lfs = sibling.lfs
+    digest = lfs["sha256"] if lfs else sibling.blob_id
+    return TreeEntry(sibling.rfilename, False, int(sibling.size or 0), str(digest), time, digest)
+
+
+def _append(found: bytearray, at: HubUrl, name: str, commit: str, start: int, stop: int) -> None:
+    """Append what is not yet *found* of a range of a file; a server that sends all is stopped.
+
+    Raises:
+        ConnectionError: The body ended too early; what there was of it is appended.
+    """
+    from huggingface_hub import constants, hf_hub_url
+    from huggingface_hub import utils as hub  # its names are lazy: no type checker sees them
+
+    client: Any = hub
+    headers = {
+        **client.build_hf_headers(library_name="ckptctl"),
+        "Range": f"bytes={start + len(found)}-{stop - 1}",
+        "Accept-Encoding": "identity",
+    }
+    url = hf_hub_url(
+        at.repository, name, repo_type=at.kind, revision=commit, endpoint=constants.ENDPOINT
+    )
+    # It asks again by itself only where it is told when to come back.
+    only = {"retry_on_exceptions": (), "retry_on_status_codes": 429}
+    with client.http_stream_backoff("GET", url, headers=headers, **only) as response:
+        client.hf_raise_for_status(response)
+        sent = response.headers.get("Content-Range", "").removeprefix("bytes ")
+        begins = sent.partition("-")[0] if response.status_code == 206 else "0"
+        if begins != str(start + len(found)):
+            raise StorageError(
+                f"the server does not support range requests for `{name}`", where=str(at)
+            )
+        broken = _append_body(found, response, stop - start)
+    if broken:
+        raise ConnectionError(f"{type(broken).__name__}: {broken}") from broken
+
+
+def _append_body(found: bytearray, response: Any, end: int) -> Exception | None:
+    """Append a body until *end* bytes are there, and return what broke it off.
+
+    An error must not pass the client's own context, which would begin the request anew.
+    """
+    try:
+        for part in response.iter_bytes(1 << 20):
+            found += part[: end - len(found)]
+            if len(found) == end:
+                break
+    except Exception as error:
+        return error
+    return None
+
+
+@contextmanager
+def hub_errors(url: str, what: str, absent: str = LOGIN) -> Iterator[None]:
+    """Turn what huggingface_hub raises into errors of ours."""
+    try:
+        yield
+    except CkptError:
+        raise
+    except Exception as error:
+        raise _failure(error, url, what, absent) from error
+
+
+def _failure(error: Exception, url: str, what: str, absent: str = LOGIN) -> CkptError:
+    from huggingface_hub import errors as hub
+
+    why = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error) else ''}"
+    if isinstance(error, hub.GatedRepoError):
+        hint = "request access on the Hub page, then log in with `hf auth login` or set HF_TOKEN"
+        return StorageError("the repository is gated", where=url, why=why, hint=hint)
+    if isinstance(error, hub.RevisionNotFoundError):
+        hint = "write a `/` in a branch name as %2F"
+        return SourceNotFoundError(
+            "unknown revision of the repository", where=url, why=why, hint=hint
+        )
+    if isinstance(error, hub.RepositoryNotFoundError):
+        return SourceNotFoundError("no such repository", where=url, why=why, hint=absent)
+    if isinstance(error, hub.EntryNotFoundError):
+        if isinstance(error, hub.LocalEntryNotFoundError):
+            hint = "unset HF_HUB_OFFLINE, or run `hf download` first"
+            return SourceNotFoundError("not in the cache", where=url, why=why, hint=hint)
+        return SourceNotFoundError(f"cannot {what}: no such file", where=url, why=why)
+    if isinstance(error, hub.OfflineModeIsEnabled):
+        hint = "unset HF_HUB_OFFLINE"
+        return StorageError(f"cannot {what}: offline mode is on", where=url, why=why, hint=hint)
+    status = getattr(getattr(error, "response", None), "status_code", None)
+    if status == CHANGED:
+        hint = "check the new commit in the repository, then run the command again"
+        return StorageError("the repository changed in the meantime", where=url, why=why, hint=hint)
+    hint = (
+        LOGIN if status in (401, 403) else "check the network, HF_ENDPOINT and the proxy settings"
+    )
+    return StorageError(f"cannot {what}", where=url, why=why, hint=hint)

@@ -1,0 +1,171 @@
+"""The folder of a run behind a URL, of which checkpoints are removed.
+
+Nothing can be renamed there. Who removes a checkpoint takes its lock first, which says so and which
+objects those are: from then on it is no checkpoint any more, for whoever reads it here. What makes
+it one for others, its index, goes next, then all other objects, and the lock last. Whatever is
+interrupted is whole, or gone on with by the next run, which removes no object that was written
+since.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+
+from ckptctl.errors import CkptError, RefusedError, SourceNotFoundError
+from ckptctl.file_identity import FileIdentity
+from ckptctl.remote.lock import ConditionalObject, RemoteLock
+from ckptctl.remote.objects import Objects
+from ckptctl.remote.trees import store_at
+from ckptctl.storage.tree import INDEXES, UrlPath
+from ckptctl.storage.urls import HUB, WEB, scheme_of
+from ckptctl.storage.writing import GONE, NAME, Sent, removal_left_in, save_left_in
+
+LOCK = ".ckptctl-removing"
+"""The lock of a run from which checkpoints are removed."""
+BUSY = "another process is removing checkpoints here"
+
+
+class RemoteRun:
+    """See :class:`~ckptctl.runs.run_store.RunStore`."""
+
+    def __init__(self, root: UrlPath) -> None:
+        self.root = root
+
+    def require_changeable(self) -> None:
+        """See :class:`~ckptctl.runs.run_store.RunStore`."""
+        if scheme_of(str(self.root)) in (HUB, *WEB):
+            raise RefusedError(
+                "training runs are only supported on local disks and in object stores",
+                where=str(self.root),
+            )
+
+    def refresh(self) -> None:
+        """See :class:`~ckptctl.runs.run_store.RunStore`."""
+        self.root.tree.drop(self.root.url)
+        with suppress(SourceNotFoundError):
+            self.root.tree.look(self.root.url)
+
+    def is_free(self, name: str) -> bool:
+        """See :class:`~ckptctl.runs.run_store.RunStore`.
+
+        Whoever takes the lock of an unfinished save learns whether anybody holds it.
+        """
+        there = {item.name for item in (self.root / name).iterdir()}
+        return (NAME in there and not any(one.endswith(INDEXES) for one in there)) or not there
+
+    def left_saves(self) -> list[str]:
+        """See :class:`~ckptctl.runs.run_store.RunStore`."""
+        return sorted(item.name for item in self.root.iterdir() if save_left_in(item))
+
+    def leftovers(self) -> list[str]:
+        """See :class:`~ckptctl.runs.run_store.RunStore`."""
+        return sorted(self.half_removed())
+
+    def half_removed(self) -> dict[str, Mapping[str, Sent]]:
+        """Return the names of what an earlier run has begun to remove, and the objects of each."""
+        there = {item.name: removal_left_in(item) for item in self.root.iterdir()}
+        return {name: doomed for name, doomed in there.items() if doomed is not None}
+
+    def tidy(self) -> None:
+        """See :class:`~ckptctl.runs.run_store.RunStore`."""
+        if (self.root / LOCK).is_file():
+            with suppress(CkptError), self.deleting():
+                pass
+
+    def replace(self, name: str, content: bytes, *, sync: bool) -> None:
+        """See :class:`~ckptctl.runs.run_store.RunStore`."""
+        del sync  # what a store has acknowledged it has
+        store_at(self.root).write(name, content)
+
+    def create(self, name: str, content: bytes) -> None:
+        """See :class:`~ckptctl.runs.run_store.RunStore`."""
+        store = store_at(self.root)
+        with store.errors(name, "write"):
+            ConditionalObject(store, name).create(content)
+
+    @contextmanager
+    def deleting(self) -> Iterator[RemoteDeletion]:
+        """See :class:`~ckptctl.runs.run_store.RunStore`."""
+        lock = RemoteLock(store_at(self.root), LOCK, (), busy=BUSY)
+        lock.take()
+        try:
+            deletion = RemoteDeletion(self, lock)
+            deletion.sweep()
+            yield deletion
+        finally:
+            with suppress(CkptError):  # the next run takes over a lock that nobody holds
+                lock.drop()
+
+
+class RemoteDeletion:
+    """See :class:`~ckptctl.runs.run_store.Deletion`."""
+
+    def __init__(self, run: RemoteRun, lock: RemoteLock) -> None:
+        self.folder = run.root
+        self._run, self._lock = run, lock
+
+    def now(self) -> float:
+        """See :class:`~ckptctl.runs.run_store.Deletion`."""
+        return self._lock.now()
+
+    def left(self) -> list[str]:
+        """See :class:`~ckptctl.runs.run_store.Deletion`."""
+        self._run.refresh()
+        return self._run.leftovers()
+
+    def delete(
+        self, name: str, identity: FileIdentity, still: Callable[[], None] = lambda: None
+    ) -> None:
+        """See :class:`~ckptctl.runs.run_store.Deletion`."""
+        del identity  # folders have none: *still* compares what is in them
+        path = self._run.root / name
+        self._lock.require()
+        self._run.refresh()
+        if path.is_file():
+            place = Objects(store_at(path.parent), name)
+            found = place.look()
+            still()
+            place.remove(found, found, self._lock.still)
+            return
+        store = store_at(path)
+        place = Objects(store)
+        found = place.look()
+        still()
+        lock = RemoteLock(store, place.lock, (GONE,), doomed=found)
+        left = lock.take()
+        try:
+            if place.look() != found:
+                lock.leave(left) if left else lock.drop()
+                raise RefusedError("the checkpoint changed in the meantime", where=str(path))
+            self._remove(place, lock, found)
+            store.remove_folders()
+        finally:
+            lock.stop()
+            self._run.refresh()
+
+    def sweep(self) -> None:
+        """Remove what earlier runs have left, as far as it can be; :meth:`left` says what not."""
+        for name, doomed in self._run.half_removed().items():
+            store = store_at(self._run.root / name)
+            place = Objects(store)
+            lock = RemoteLock(store, place.lock, (GONE,), doomed=doomed)
+            try:
+                lock.take()
+                found = place.look()
+                same = {n: one for n, one in doomed.items() if place.is_same(n, one, found)}
+                self._remove(place, lock, same)
+                store.remove_folders()
+            except CkptError:
+                continue
+            finally:
+                lock.stop()
+        self._run.refresh()
+
+    def _remove(self, place: Objects, lock: RemoteLock, doomed: Mapping[str, Sent]) -> None:
+        """Remove *doomed*, the index first; after an error the lock says what is left to do."""
+        order = sorted(doomed, key=lambda name: not name.endswith(INDEXES))
+        place.remove(order, doomed, lock.still)
+        if not place.look():
+            place.drop_parts()
+        lock.drop()

@@ -1,0 +1,216 @@
+"""Where a finished output goes when its destination is a URL: an object store, or the Hub.
+
+There is no rename of many objects in one step. On the Hub nothing is seen until the commit, which
+is one step. Elsewhere one run at a time writes (:mod:`~ckptctl.remote.lock`). What makes
+the files a checkpoint, its index, goes last, after a look at all others; of a checkpoint that is
+replaced it is removed first, and all of that is removed before the first new file is there. So what
+lies there is, at any moment, the old one, the new one, or none that is whole. A single file is
+replaced in one step.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from contextlib import suppress
+from pathlib import Path
+
+from ckptctl.errors import CkptError, RefusedError, StorageError, UsageError, spell_option
+from ckptctl.remote.lock import RemoteLock
+from ckptctl.remote.objects import Objects, OccupiedError
+from ckptctl.remote.store import FsspecStore, system_of
+from ckptctl.storage.tree import INDEXES, UploadRequest, UrlPath
+from ckptctl.storage.writing import BUSY, Sent, Writing
+from ckptctl.units import counted
+
+
+def require_apart(store: FsspecStore, request: UploadRequest) -> None:
+    """Refuse a place that holds what is read, by whichever URL of it."""
+    target = f"{store.url}/{request.single}" if request.single else store.url
+    if ".." in target.split("/"):
+        raise UsageError("a destination URL cannot contain `..`", where=target)
+    path = store.path(request.single or "")
+    for root, names in request.read.items():
+        if not isinstance(root, UrlPath) or root.tree.atomic:  # what is read of the Hub stays
+            continue
+        other, folder = system_of(root.tree.secret_of(root.url))
+        inside = (f"{folder}/{name}/".startswith(f"{path}/") for name in names)
+        if other == store.system and any(inside):
+            what = "the source is inside the destination"
+            raise RefusedError(what, where=target, why=root.url)
+
+
+class ObjectUpload:
+    """A folder, or a file, of an object store or any other file system of fsspec."""
+
+    def __init__(self, store: FsspecStore, asked: UploadRequest) -> None:
+        require_apart(store, asked)
+        self._asked = asked
+        self._shown = f"{store.url}/{asked.single}" if asked.single else store.url
+        self._objects = objects = Objects(store, asked.single)
+        self._mutex = threading.Lock()
+        self._sent: dict[str, Sent] = {}
+        self._begun: list[str] = []
+        self._committed = self._replaces = self._ruined = False
+        self.resumed = 0
+        self._lock = RemoteLock(store, objects.lock, asked.names)
+        if not asked.overwrite and objects.look() and not objects.has_lock():
+            raise self._exists()
+        self._left = self._lock.take()
+        try:
+            self._before = objects.look()
+            self._kept = self._kept_of(self._left)
+            self._admit()
+            if self._left is not None:
+                objects.drop_parts(self._left.names)
+        except BaseException:
+            with suppress(CkptError):
+                self._let_go()
+            raise
+        self._doomed = [] if asked.single else [n for n in self._before if n not in self._kept]
+
+    def put(self, name: str, path: Path) -> None:
+        """See :class:`~ckptctl.storage.tree.Upload`."""
+        digest = ""
+        if self._asked.resume:
+            with path.open("rb") as file:
+                digest = hashlib.file_digest(file, "sha256").hexdigest()
+        kept = self._kept.pop(name, None)
+        if kept is not None and kept.digest == digest:
+            self._sent[name] = kept
+            self.resumed += kept.size
+            return
+        self._lock.require()
+        if self._make_room(self._outdated(name) if kept else []):
+            self._lock.require()
+        self._begun.append(name)
+        try:
+            found = self._objects.send(name, path, create=not (self._asked.single and self._before))
+        except OccupiedError:
+            self._begun.remove(name)  # it is not for this run to take it back
+            raise
+        self._sent[name] = sent = Sent(path.stat().st_size, found.version, digest)
+        if self._asked.resume:
+            self._lock.note(name, sent)
+
+    def require_whole(self) -> None:
+        """See :class:`~ckptctl.storage.tree.Upload`."""
+        self._lock.require()
+        found = self._objects.look()
+        others = found.keys() - self._sent.keys() - self._kept.keys()
+        if others:
+            why = f"`{min(others)}` exists and does not belong to this run"
+            raise StorageError(BUSY, where=self._shown, why=why)
+        for name, sent in self._sent.items():
+            if not self._objects.is_same(name, sent, found):
+                size = found[name].size if name in found else 0
+                why = f"{size:,} of {counted(sent.size, 'byte')} are stored"
+                raise StorageError(
+                    f"`{name}` differs from the uploaded file",
+                    where=self._shown,
+                    why=why if size != sent.size else "it was overwritten",
+                )
+
+    def commit(self) -> None:
+        """Make sure that all files are there: the last one made them a checkpoint."""
+        self._committed = True
+        self.require_whole()
+
+    def abandon(self) -> str:
+        """See :class:`~ckptctl.storage.tree.Upload`."""
+        self._objects.stop()
+        try:
+            return self._undo()
+        except CkptError as error:
+            return f"uploaded files may remain ({error.what})"
+        finally:
+            self._lock.stop()
+
+    def close(self) -> None:
+        """See :class:`~ckptctl.storage.tree.Upload`."""
+        with suppress(CkptError):  # all is there: the next run removes a lock that nobody holds
+            self._lock.drop()
+
+    def _undo(self) -> str:
+        """Take back what can be; after an error the lock is there, and says what was begun."""
+        if not self._lock.ours():
+            return "uploaded files remain, because another process now writes to this destination"
+        self._objects.drop_parts(self._begun)
+        if self._asked.resume and not self._committed and (self._begun or self._sent):
+            self._lock.leave()
+            return f"pass {spell_option('--resume')} to resume the upload"
+        self._take_back()
+        self._let_go()
+        gone = "; the previous checkpoint is lost" if self._ruined else ""
+        return f"uploaded files were deleted{gone}"
+
+    def _admit(self) -> None:
+        """Refuse a place with anything in it that is not to be replaced."""
+        unfinished = self._left is not None and self._left.explains(self._before)
+        if not self._before or unfinished or self._kept.keys() == self._before.keys():
+            return
+        if not self._asked.overwrite:
+            raise self._exists()
+        if not self._asked.is_checkpoint():
+            raise RefusedError(
+                "the destination is not a checkpoint and is not overwritten",
+                where=self._shown,
+                hint="delete it yourself, or choose another destination",
+            )
+        self._replaces = True
+
+    def _kept_of(self, left: Writing | None) -> dict[str, Sent]:
+        """Return the files of this output that an earlier run sent, if they are still the same."""
+        if left is None or not self._asked.resume:
+            return {}
+        return {
+            name: one
+            for name, one in left.sent.items()
+            if name in self._asked.names and self._objects.is_same(name, one, self._before)
+        }
+
+    def _outdated(self, name: str) -> list[str]:
+        """Return the files that go where another file *name* was sent: the index, too."""
+        last = self._asked.names[-1]
+        return [last, name] if self._kept.pop(last, None) else [name]
+
+    def _make_room(self, others: list[str]) -> bool:
+        """Remove *others*, and what was there before, if that still is; return whether any was."""
+        with self._mutex:
+            if self._doomed:
+                self._lock.note_removal(self._doomed)
+                self._ruined = self._replaces
+            order = sorted(self._doomed, key=lambda name: not name.endswith(INDEXES))
+            self._objects.remove([*order, *others], self._before, self._lock.still)
+            self._doomed = []
+        return bool(order or others)
+
+    def _take_back(self) -> None:
+        """Remove the files that this run uploaded, first of all the index.
+
+        What somebody else has written there since is left.
+        """
+        found = self._objects.look()
+        single = self._before if self._asked.single else {}
+        old = {n for n, one in single.items() if self._objects.is_same(n, one, found)}
+        other = {n for n, one in self._sent.items() if not self._objects.is_same(n, one, found)}
+        order = sorted(self._begun, key=list(self._asked.names).index, reverse=True)
+        mine = [name for name in order if name in found and name not in old | other]
+        self._objects.remove(mine, found, self._lock.still)
+        self._ruined |= self._replaces and bool(self._begun) and not old
+
+    def _let_go(self) -> None:
+        """Leave the lock as it was found, or none."""
+        left = self._left
+        if left is not None and not self._begun and left.explains(self._objects.look()):
+            self._lock.leave(left)
+        else:
+            self._lock.drop()
+
+    def _exists(self) -> RefusedError:
+        return RefusedError(
+            "the destination exists",
+            where=self._shown,
+            hint=f"choose another destination, or pass {spell_option('--overwrite')} to replace a "
+            "checkpoint",
+        )

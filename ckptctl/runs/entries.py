@@ -1,0 +1,201 @@
+"""The entries of a run folder: what is named as a checkpoint, its bytes, times and identity."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import stat
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from ckptctl import formats
+from ckptctl.catalog import MANIFEST
+from ckptctl.errors import FormatError, RefusedError, SourceNotFoundError, listed
+from ckptctl.file_identity import FileIdentity
+from ckptctl.formats.sidecar_files import SIDECAR
+from ckptctl.runs.names import Named, is_last, parse, staged
+from ckptctl.runs.notes import stated_step
+from ckptctl.storage.paths import path_hint, real_path
+from ckptctl.storage.tree import TreePath
+from ckptctl.storage.writing import NAME as LOCK
+from ckptctl.storage.writing import OBJECTS
+
+ADDED = frozenset({"SHA256SUMS", MANIFEST, SIDECAR, LOCK, OBJECTS})
+"""What is put beside a checkpoint later, or taken away."""
+STATE = (
+    *(".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".distcp", ".pkl"),
+    *(".index.json", "metadata"),
+)
+"""Ends of the names of what a trainer saves: weights, their index, optimizers, its own state."""
+STEPLESS = "release"
+"""What Megatron calls weights in a run that it begins with."""
+RUNS = 3
+"""How many runs below a folder are named."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunEntry:
+    """Something in a run whose name says that it is a checkpoint.
+
+    Attributes:
+        time: When the newest file of weights or a trainer's state was written, seconds since the
+            epoch; of other files where there are none of these.
+        touched: When the newest of all files was written, or the folder changed.
+        staging: Whether it is made here under another name and not finished.
+        shared: Bytes of those files that have another hard link, here or elsewhere.
+        newest: The name of the file that *time* is of.
+        link: Where it leads, if it is a symbolic link.
+    """
+
+    path: TreePath
+    named: Named
+    nbytes: int
+    files: int
+    time: float
+    touched: float
+    staging: bool
+    identity: FileIdentity
+    shared: int = 0
+    newest: str = ""
+    link: str = ""
+
+    @property
+    def counts(self) -> bool:
+        """Return whether rules may apply to it: it is no link, and not Lightning's last one."""
+        return not self.link and not is_last(self.path.name)
+
+    def same(self, other: RunEntry) -> bool:
+        """Return whether nothing was written, added or taken away between the two looks."""
+        return (self.identity, self.touched, self.nbytes, self.files) == (
+            other.identity,
+            other.touched,
+            other.nbytes,
+            other.files,
+        )
+
+    def require_unchanged(self) -> None:
+        """Refuse to touch what is not as it was when it was looked at."""
+        now = entry_at(self.path)
+        if now is None or not now.same(self):
+            raise RefusedError("the checkpoint changed in the meantime", where=str(self.path))
+
+
+def is_run(root: TreePath) -> bool:
+    """Return whether *root* holds something that is named as a checkpoint and not being made."""
+    if not root.is_dir():
+        return False
+    there = (entry_at(item) for item in root.iterdir())
+    return any(entry is not None and not entry.staging for entry in there)
+
+
+def entries(root: TreePath) -> list[RunEntry]:
+    """Return the entries of *root*, links included, in natural order."""
+    if not root.is_dir():
+        raise SourceNotFoundError("no such directory", where=str(root), hint=path_hint(root))
+    there = [entry for item in root.iterdir() if (entry := entry_at(item))]
+    if not there:
+        raise _no_run(root)
+    return sorted(there, key=lambda one: (one.named.series, one.named.order, one.path.name))
+
+
+def entry_at(item: TreePath) -> RunEntry | None:
+    """Return the entry at *item*; None: nothing there is named as a checkpoint."""
+    target = staged(item.name)
+    if not parse(target or item.name) and not is_last(item.name):
+        return None
+    try:
+        own = item.lstat()
+        link = str(item.readlink()) if stat.S_ISLNK(own.st_mode) else ""
+        status = item.stat() if link else own
+    except OSError:
+        return None
+    if link and _leads_to_another(item):
+        return None
+    folder = stat.S_ISDIR(status.st_mode)
+    if not folder and not (stat.S_ISREG(status.st_mode) and item.suffix == ".ckpt"):
+        return None
+    named = parse(target or item.name)
+    if named is None:  # Lightning's last one: the step is inside
+        step = stated_step(item)
+        if step is None:
+            return None
+        named = Named("last", (step,))
+    files = list(_files(item)) if folder else [(item.name, status)]
+    dated = (
+        (name.endswith(STATE), file.st_mtime, name)
+        for name, file in files
+        if name not in ADDED and stat.S_ISREG(file.st_mode)
+    )
+    _, time, newest = max([(False, 0.0, ""), *dated])
+    return RunEntry(
+        item,
+        named,
+        nbytes=sum(file.st_size for _, file in files),
+        files=len(files),
+        time=time or status.st_mtime,
+        touched=max([status.st_mtime, *(file.st_mtime for _, file in files)]),
+        staging=target is not None,
+        identity=FileIdentity.of(own),
+        shared=sum(file.st_size for _, file in files if file.st_nlink > 1),
+        newest=newest,
+        link=link,
+    )
+
+
+def _leads_to_another(link: TreePath) -> bool:
+    """Return whether *link* leads to another checkpoint of its folder, and so is none itself."""
+    target = real_path(link)
+    named = parse(target.name) is not None or is_last(target.name)
+    return named and target.parent == real_path(link.parent)
+
+
+def unstated(root: TreePath) -> tuple[str, ...]:
+    """Return the names of Lightning's last checkpoints that do not say at which step they are."""
+    lasts = (item for item in root.iterdir() if is_last(item.name) and not item.is_symlink())
+    return tuple(sorted(item.name for item in lasts if stated_step(item) is None))
+
+
+def _files(folder: TreePath) -> Iterator[tuple[str, os.stat_result]]:
+    """Yield the files below *folder*; links are not followed, what vanishes is passed over."""
+    waiting = [folder]
+    while waiting:
+        try:
+            for item in waiting.pop().iterdir():
+                status = item.lstat()
+                if stat.S_ISDIR(status.st_mode):
+                    waiting.append(item)
+                else:
+                    yield item.name, status
+        except OSError:
+            continue
+
+
+def _no_run(root: TreePath) -> FormatError:
+    folders = [item for item in sorted(root.iterdir()) if item.is_dir() and not item.is_symlink()]
+    runs = [item for item in folders if any(parse(inside.name) for inside in _inside(item))]
+    what = "this folder contains no checkpoints of a run"
+    hint = f"list its contents with `{shlex.join(['ckptctl', 'inspect', str(root)])}`"
+    if not runs and (seen := formats.sniff(root)):
+        what, real = "this is a checkpoint, not a folder of checkpoints", real_path(root)
+        why = ", ".join(f"{name}: {evidence}" for name, evidence in seen.items())
+        hint = f"did you mean the run `{real.parent}`?" if entry_at(real) else hint
+        if root / STEPLESS in folders:
+            what = f"the run has no step yet, only its initial weights in `{STEPLESS}`"
+        return FormatError(what, where=str(root), why=why, hint=hint)
+    if runs:
+        hint = f"pass a folder with checkpoints, such as {listed([str(run) for run in runs], RUNS)}"
+    why = (
+        "recognized names are step-N, checkpoint-N, iter_N, global_stepN, epoch_N, "
+        "epoch=E-step=S.ckpt, ..."
+    )
+    without_step = unstated(root)
+    if without_step:
+        why = f"{listed(without_step)} does not record the step at which it was saved; {why}"
+    return FormatError(what, where=str(root), why=why, hint=hint)
+
+
+def _inside(folder: TreePath) -> list[TreePath]:
+    try:
+        return list(folder.iterdir())
+    except OSError:
+        return []

@@ -1,0 +1,305 @@
+"""Whether a checkpoint of a run is complete, by the same readers as ``verify --level fast``.
+
+Of a damaged one only evidence of a torn write allows that it is removed or skipped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import KW_ONLY, dataclass, field, replace
+from pathlib import Path
+from typing import Annotated, TypeGuard
+
+from ckptctl import formats
+from ckptctl.errors import CkptError, MappingError, StorageError
+from ckptctl.formats.dcp import METADATA
+from ckptctl.formats.shared.findings import of_error
+from ckptctl.formats.sidecar_files import SIDECAR
+from ckptctl.planner.retention import Retainable
+from ckptctl.results import JsonField, Result, or_none
+from ckptctl.runs.entries import RunEntry
+from ckptctl.runs.notes import RunRecord, noted, run_record, trainer_state
+from ckptctl.storage import lock
+from ckptctl.storage.destinations import staging_directory
+from ckptctl.storage.paths import real_path, require_answers
+from ckptctl.storage.tree import TreePath
+from ckptctl.storage.writing import NAME as LOCK
+from ckptctl.storage.writing import OBJECTS, UnfinishedError, unfinished
+from ckptctl.units import counted, rfc3339
+from ckptctl.verbs.verification.verify import verify
+from ckptctl.verbs.verification.verify_options import VerifyOptions
+from ckptctl.verdict import Verdict, decide_verdict, shows_torn_write, worst_verdict
+
+NOTES = frozenset({SIDECAR, LOCK, OBJECTS})
+"""What is written beside a checkpoint, and may be left where it was removed."""
+BUILT_IN_RULES = Path("megatron-core")
+AT_WORK = 600.0
+"""Seconds since the last change for which an incomplete checkpoint counts as being written."""
+SHOWN_METRIC = 80
+CHECKPOINT = "path step time bytes format verdict writing problem lacks protected_by metrics link"
+"""The order of what is printed of a checkpoint."""
+
+
+@dataclass(frozen=True, slots=True)
+class Health:
+    """Whether a checkpoint is complete.
+
+    Attributes:
+        parts: Itself, or checkpoints inside of it; nothing where that is unknown.
+        verdict: ``unknown`` is also what cannot be read here: a disk that fails, permissions, a
+            link that leads out of it, a feature that ckptctl does not read.
+        torn: Whether its files show that a write did not end.
+        read_failed: Whether the operating system failed a read.
+        begun: Whether nothing in it is known to be a checkpoint's: a trainer may have just begun.
+    """
+
+    verdict: Verdict
+    problem: str = ""
+    _: KW_ONLY
+    format: str | None = None
+    parts: tuple[TreePath, ...] = ()
+    torn: bool = False
+    begun: bool = False
+    read_failed: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Checkpoint(Retainable, Result, order=CHECKPOINT):
+    """One checkpoint of a run.
+
+    Attributes:
+        record: Its ``ckptctl.run.json``.
+        parts: What it consists of: itself, or checkpoints inside of it.
+        read_failed: Whether the operating system failed a read.
+    """
+
+    entry: Annotated[
+        RunEntry,
+        JsonField("path", of="path"),
+        JsonField(
+            "modification time of the newest file of weights or trainer state, RFC 3339, UTC",
+            of="time",
+            to=rfc3339,
+        ),
+        JsonField("size of all its files", of="nbytes", name="bytes"),
+        JsonField("target, if it is a symbolic link", of="link", to=or_none),
+    ]
+    record: RunRecord = field(default_factory=RunRecord)
+    format: Annotated[str | None, JsonField("[format](formats.md), or null if unrecognized")] = None
+    parts: tuple[TreePath, ...] = ()
+    read_failed: bool = False
+
+    @classmethod
+    def of(cls, entry: RunEntry) -> Checkpoint:
+        """Return the checkpoint at *entry*, of which nothing but its record was read."""
+        record, named = run_record(entry.path), entry.named
+        return cls(
+            name=entry.path.name,
+            series=named.series,
+            order=named.order,
+            time=entry.time,
+            lineage=record.lineage,
+            entry=entry,
+            record=record,
+        )
+
+    @property
+    def path(self) -> TreePath:
+        """Return the path of the checkpoint."""
+        return self.entry.path
+
+
+def metrics(folder: TreePath, record: RunRecord | None = None) -> dict[str, float]:
+    """Return the metrics that a checkpoint states of itself; *record*: if it was read before."""
+    return {
+        key: float(value)
+        for key, value in _stated_metrics(folder, record).items()
+        if _is_number(value)
+    }
+
+
+def unread_metrics(folder: TreePath, record: RunRecord | None = None) -> dict[str, str]:
+    """Return what a checkpoint states of itself as a metric that is no number, cut short."""
+    return {
+        key: repr(value)[:SHOWN_METRIC]
+        for key, value in _stated_metrics(folder, record).items()
+        if value is not None and not _is_number(value)
+    }
+
+
+def _stated_metrics(folder: TreePath, record: RunRecord | None) -> dict[str, object]:
+    record = record or run_record(folder)
+    rated = {**noted(folder).scores, **trainer_state(folder).scores, **record.metrics}
+    rated.pop("step", None)
+    return rated
+
+
+def _is_number(value: object) -> TypeGuard[int | float]:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def health(path: TreePath, *, model: bool = True) -> Health:
+    """Judge the checkpoint at *path*: complete if every part of it is.
+
+    Without *model* the table of its model type is not asked: a training that goes on from a
+    checkpoint knows by its own state which tensors there have to be.
+    """
+    try:
+        judged = _health(path, model)
+    except OSError as error:
+        what = StorageError.from_os_error(error, "read", str(path)).what
+        return Health(Verdict.UNKNOWN, what, read_failed=True)
+    require_answers(path)
+    return judged
+
+
+def examine(entry: RunEntry, now: float, *, model: bool = True) -> Checkpoint:
+    """Examine one checkpoint by itself; *now* in seconds since the epoch, *model* of ``health``."""
+    judged = (
+        Health(Verdict.DAMAGED, "the save is unfinished", torn=True)
+        if entry.staging
+        else health(entry.path, model=model)
+    )
+    checkpoint = Checkpoint.of(entry)
+    checkpoint = replace(
+        checkpoint,
+        metrics={**entry.named.metrics, **metrics(entry.path, checkpoint.record)},
+        format=judged.format,
+        parts=judged.parts,
+        read_failed=judged.read_failed,
+        verdict=judged.verdict,
+        torn=judged.torn,
+        problem=judged.problem,
+    )
+    if checkpoint.complete:
+        return checkpoint
+    # Its age counts from the last change of anything in it.
+    checkpoint = replace(checkpoint, time=entry.touched)
+    staging = Path(entry.path) if entry.staging else staging_directory(Path(entry.path))
+    writer = lock.holder(staging) if staging.is_dir() and not staging.is_symlink() else None
+    if writer:
+        return replace(checkpoint, writing=True, problem=f"process {writer} is writing it")
+    age = now - entry.touched
+    if (judged.torn or judged.begun) and age < AT_WORK:
+        ago = f"{int(age / 60)} min" if age >= 60 else "less than a minute"
+        problem = f"{judged.problem}; modified {ago} ago"
+        return replace(checkpoint, writing=True, problem=problem)
+    return checkpoint
+
+
+def _health(path: TreePath, model: bool) -> Health:
+    for folder in (path, *(item for item in _inside(path) if item.is_dir())):
+        # what ranks save in DCP's format, without what is saved last
+        if (begun := formats.interrupted(folder)) and not formats.sniff(folder):
+            missing = (folder / METADATA).relative_to(path)
+            what = f"`{missing}` is missing"
+            return Health(Verdict.DAMAGED, what, format=begun.name, parts=(path,), torn=True)
+    problem = unfinished(path)
+    if problem is not None:
+        kind = next(iter(formats.sniff(path)), None)
+        why = f" ({problem.why})" if problem.why else ""
+        text = f"{problem.what}{why}"
+        if isinstance(problem, UnfinishedError):
+            return Health(Verdict.DAMAGED, text, format=kind, parts=(path,), torn=True)
+        failed = isinstance(problem, StorageError)
+        return Health(Verdict.UNKNOWN, text, format=kind, read_failed=failed)
+    parts = [path] if formats.sniff(path) else formats.list_run(path) or formats.below(path)
+    real = real_path(path)
+    outside = next((part for part in parts if not real_path(part).is_relative_to(real)), None)
+    if outside is not None:
+        what = f"`{outside.relative_to(path)}` is a link to a path outside the checkpoint"
+        return Health(Verdict.UNKNOWN, what)
+    sniffed = tuple((part, name) for part in parts for name in formats.sniff(part))
+    if sniffed:
+        return _of_parts(path, sniffed, model)
+    if _holds_nothing(path):
+        return Health(Verdict.DAMAGED, "it is empty", torn=True)
+    return Health(Verdict.UNKNOWN, "not a recognized checkpoint", begun=True)
+
+
+def _of_parts(path: TreePath, sniffed: tuple[tuple[TreePath, str], ...], model: bool) -> Health:
+    """Judge a checkpoint by its parts: the worst decides, evidence of a torn write first."""
+    parts = tuple(dict.fromkeys(part for part, _ in sniffed))
+    several = len(parts) != len(sniffed)
+    judged = [_unrecognized(path, part, model) for part in _other_parts(path, parts)]
+    for part, name in sniffed:
+        one = _judged(part, name if several else None, model)
+        inside = "" if part == path else f"`{part.relative_to(path)}`: "
+        judged.append(replace(one, format=name, parts=parts, problem=inside + one.problem))
+    for one in judged:
+        if one.torn:
+            return one
+    worst = worst_verdict(one.verdict for one in judged)
+    for one in judged:
+        if one.verdict is worst and worst is not Verdict.COMPLETE:
+            return replace(one, parts=())
+    models = [name for part, name in sniffed if not formats.NO_MODEL.fullmatch(part.name)]
+    return Health(Verdict.COMPLETE, format=(models or [sniffed[0][1]])[0], parts=parts)
+
+
+def _other_parts(path: TreePath, parts: Sequence[TreePath]) -> list[TreePath]:
+    """List the folders beside *parts* that are named as parts and that nothing recognizes."""
+    folders = dict.fromkeys(part.parent for part in parts if part != path)
+    beside = (item for folder in folders for item in _inside(folder) if item not in parts)
+    named = (item for item in beside if formats.PART.fullmatch(item.name))
+    return [item for item in named if item.is_dir() or (item.is_symlink() and not item.is_file())]
+
+
+def _unrecognized(path: TreePath, part: TreePath, model: bool) -> Health:
+    """Judge a folder that is named as a part; it may have been emptied on purpose."""
+    if part.is_symlink():
+        seen = Health(Verdict.UNKNOWN, "a link to an unrecognized file or folder")
+    elif _holds_nothing(part):
+        seen = Health(Verdict.UNKNOWN, "it is empty")
+    else:
+        seen = _health(part, model)
+    return replace(seen, problem=f"`{part.relative_to(path)}`: {seen.problem}")
+
+
+def _holds_nothing(path: TreePath) -> bool:
+    """Return whether a file is empty, or a folder has no files but notes on what lay there."""
+    if not path.is_dir():
+        return path.stat().st_size == 0
+    waiting = [path]
+    while waiting:
+        for item in waiting.pop().iterdir():
+            if item.is_symlink() or not (item.is_dir() or item.name in NOTES):
+                return False
+            if item.is_dir():
+                waiting.append(item)
+    return True
+
+
+def _inside(folder: TreePath) -> list[TreePath]:
+    """Return the entries of a folder, in order; none of a file, or where they cannot be listed."""
+    try:
+        return sorted(folder.iterdir())
+    except (NotADirectoryError, PermissionError):
+        return []
+
+
+def _judged(path: TreePath, name: str | None, model: bool) -> Health:
+    """Judge *path* by its index, and with *model* by the table of its model type."""
+    asked = VerifyOptions(format=name, level="fast", model=model)
+    try:
+        verified = verify(path, asked)
+    except MappingError as error:
+        # The files do not say how ranks divide tensors; whether all are there can be told.
+        try:
+            verified = verify(path, replace(asked, rules=BUILT_IN_RULES))
+        except CkptError:
+            return Health(Verdict.UNKNOWN, error.what)
+    except CkptError as error:
+        finding = of_error(error)
+        verdict, torn = decide_verdict([finding]), shows_torn_write([finding])
+        return Health(verdict, error.what, torn=torn, read_failed=finding.read_failed)
+    problem, wrong = "", (*verified.errors, *verified.unknown)
+    if wrong:
+        first, *others = wrong
+        is_named = first.where in ("", str(path.absolute())) or first.where in first.what
+        where = "" if is_named else f" ({first.where})"
+        more = f" and {counted(len(others), 'more problem')}" if others else ""
+        problem = f"{first.what}{where}{more}"
+    return Health(
+        verified.verdict, problem, torn=verified.has_torn_write, read_failed=verified.read_failed
+    )

@@ -1,0 +1,558 @@
+"""Who protects a checkpoint from being removed: one list, :data:`PROTECTIONS`, at the end.
+
+Each protection is a function that claims checkpoints of a run, with a reason. What is claimed
+*stays*, and counts for the rules of ``prune`` as before; or it is *left alone*: it stays and does
+not count. What the rules themselves keep stands in :mod:`ckptctl.planner.retention`.
+
+Many claim by a text. It may be a name, a path of this system or of Windows, a file inside of the
+checkpoint, quoted, a line among others, a value in JSON, or a number alone. A pointer of which
+nobody knows what it names protects all: see :meth:`Pointers.require_understood`.
+"""
+
+from __future__ import annotations
+
+import codecs
+import os
+import re
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cache, partial
+from itertools import chain
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+from ckptctl.errors import CkptError, RefusedError, StorageError
+from ckptctl.formats.megatron.megatron_folder import POINTER as ITERATION
+from ckptctl.formats.shared.tags import LATEST, LATEST_UNIVERSAL, pointer_content
+from ckptctl.formats.sidecar_files import SIDECAR
+from ckptctl.planner.retention import NOT_TORN, WRITING, left_in
+from ckptctl.runs.entries import entry_at
+from ckptctl.runs.health import Checkpoint, health
+from ckptctl.runs.names import is_last, parse, staged
+from ckptctl.runs.notes import LAST, TRAINER, noted, trainer_state
+from ckptctl.storage.paths import real_path
+from ckptctl.storage.tree import TreePath
+from ckptctl.storage.two_phase_delete import TRASH
+from ckptctl.storage.urls import is_url
+
+POINTERS = {
+    LATEST: "DeepSpeed",
+    LATEST_UNIVERSAL: "DeepSpeed",
+    "last_checkpoint": "detectron2",
+    ITERATION: "Megatron-LM, verl",
+}
+"""Files in a run that name one of its checkpoints, and whose trainers open that one next."""
+MAX_TEXT = 1 << 13
+SHOWN = 80
+"""How many characters of a pointer are shown."""
+AT_WORK_WITH = "the running training process"
+ENDLESS = frozenset({"release"})
+"""What Megatron writes in place of a step: the weights as they were published."""
+PARTS = 256
+"""How many parts of a text are looked up one by one."""
+HOPS = 40
+"""Most links that are followed one after the other, as in Linux (man 7 path_resolution)."""
+MAX_ENTRIES = 1_000_000
+"""How many entries of one folder of the run, however deep, are looked at."""
+_MARKS = ((codecs.BOM_UTF16_LE, "utf-16-le"), (codecs.BOM_UTF16_BE, "utf-16-be"))
+_BETWEEN = re.compile(r"[\\/\r\n]+")
+_QUOTED = re.compile(r'"([^"\r\n]*)"')
+_AROUND = " \t\"'`“”‘’«»{}[]()<>,;"
+_NUMBER = re.compile(
+    r"(?:^[^\S\n]*+|:\s*+)[\"']?(\d{1,18})[\"']?(?:[^\S\n]*+$|\s*+[,}]|\s*+\Z)",
+    re.ASCII | re.MULTILINE,
+)
+"""A line of its own, or a value in JSON."""
+_LIKE_A_STEP = re.compile(r"(?:[A-Za-z_.=+-]*+\d)++[A-Za-z_.=+-]*+", re.ASCII)
+
+Alike = Callable[[str], str | None]
+
+
+class PointerFile(NamedTuple):
+    """The content of a pointer, whether that is all of it, and why it cannot be read."""
+
+    content: str = ""
+    is_whole: bool = True
+    error: CkptError | None = None
+
+    @classmethod
+    def read(cls, root: TreePath, file: str) -> PointerFile:
+        """Read a pointer, in UTF-8 or in UTF-16 as Windows writes it; empty if there is none."""
+        try:
+            if not (root / file).is_file():
+                return cls()
+            content, is_whole = pointer_content(root, file, MAX_TEXT)
+        except CkptError as error:
+            return cls(error=error)
+        except OSError as error:
+            return cls(error=StorageError(str(error)))
+        marks = (name for mark, name in _MARKS if content.startswith(mark))
+        text = content.decode(next(marks, "utf-8"), "replace")
+        return cls(text.replace("\0", "").removeprefix("\ufeff").strip(), is_whole)
+
+    @property
+    def tells_a_step(self) -> bool:
+        """Return whether it names a checkpoint of a run, or its number, here or gone."""
+        return names_a_step(self.content) or (
+            self.content.isdecimal() and len(self.content) < SHOWN
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Pointers:
+    """The pointers of a run, each read once."""
+
+    root: TreePath
+    files: Mapping[str, PointerFile]
+
+    @classmethod
+    def read(cls, root: TreePath) -> Pointers:
+        """Read the pointers in *root*."""
+        return cls(root, {file: PointerFile.read(root, file) for file in POINTERS})
+
+    def _members(self) -> list[TreePath]:
+        named = (item for item in self.root.iterdir() if parse(item.name) or is_last(item.name))
+        return sorted(named)
+
+    def require_understood(self) -> None:
+        """Refuse a run of which a pointer cannot be read, or not be understood.
+
+        What a torn checkpoint calls the best counts only while it can be read: training does not go
+        on from it.
+        """
+        root, members = self.root, [item for item in self._members() if not item.is_symlink()]
+        names = [item.name for item in members]
+        spelt = alike(root, names)
+        for file, (text, is_whole, error) in self.files.items():
+            _require_read(root / file, error)
+            known = mentioned(text, names, spelt) or understood(text, root)
+            if not is_whole or (text and not known):
+                raise RefusedError(
+                    "a pointer has unrecognized content",
+                    where=str(root / file),
+                    why=f"it contains {text[:SHOWN]!r}; the checkpoint that it names could be "
+                    "removed",
+                    hint="write the name of a checkpoint into it, or move it away",
+                )
+        _require_read(root / TRAINER, trainer_state(root).error)
+        for path in members:
+            note, state = noted(path), trainer_state(path)
+            torn = (note.error or state.error) and health(path, model=False).torn
+            if not torn or (is_last(path.name) and isinstance(note.error, StorageError | None)):
+                _require_read(path, note.error)
+            if not torn:
+                _require_read(path / TRAINER, state.error)
+
+    def dangling(self) -> Iterator[str]:
+        """Yield what pointers say whose checkpoint is gone."""
+        names = [item.name for item in self._members()]
+        spelt = alike(self.root, names)
+        for file, pointer in self.files.items():
+            if pointer.tells_a_step and not mentioned(pointer.content, names, spelt):
+                yield f"`{file}` names checkpoint {pointer.content[:SHOWN]!r}, which does not exist"
+
+
+def _require_read(path: TreePath, error: CkptError | None) -> None:
+    if error:
+        failed = isinstance(error, StorageError)
+        raise (StorageError if failed else RefusedError)(
+            "a pointer cannot be read",
+            where=str(path),
+            why=f"{error.what}; the checkpoint that it names could be removed",
+            hint="run it as a user who can read the file"
+            if failed
+            else "restore a copy of the file, or move its checkpoint out of the run",
+        )
+
+
+class Claim(NamedTuple):
+    """A checkpoint that stays, by its name or by a *text* that may name it in many ways.
+
+    The reason of one that stays and counts is what names it.
+    """
+
+    reason: str
+    name: str = ""
+    text: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class RunView:
+    """What protections see of a run: *checkpoints*, the newest last.
+
+    Those in *in_use* a training is at work with; *branches*: what the run left behind stays.
+    """
+
+    root: TreePath
+    checkpoints: Sequence[Checkpoint]
+    pointers: Pointers
+    in_use: Collection[str] = ()
+    branches: bool = True
+
+    @property
+    def own(self) -> list[Checkpoint]:
+        """Return those that are no links."""
+        return [one for one in self.checkpoints if not one.entry.link]
+
+    @property
+    def names(self) -> list[str]:
+        """Return the names of those that are finished and no links."""
+        return [one.name for one in self.own if not one.entry.staging]
+
+    def names_where(self, holds: Callable[[Checkpoint], bool]) -> list[str]:
+        """Return the names of those of which something *holds*, and that are no links."""
+        return [one.name for one in self.own if holds(one)]
+
+
+@dataclass(frozen=True, slots=True)
+class Protection:
+    """Something because of which a checkpoint is not removed.
+
+    Attributes:
+        trainer: Who writes the file, or is known by it.
+        file: Where that stands.
+        effect: ``stays``, or ``left alone``: it does not count, either.
+    """
+
+    name: str
+    trainer: str
+    file: str
+    claims: Callable[[RunView], Iterator[Claim]]
+    effect: Literal["stays", "left alone"] = "stays"
+
+
+class Protected(NamedTuple):
+    """What protects one checkpoint: what names it, and why it is left alone (empty: it is not)."""
+
+    pinned: tuple[str, ...] = ()
+    exempt: str = ""
+
+
+def protect(view: RunView) -> dict[str, Protected]:
+    """Return the protections of each checkpoint that has any, by its name."""
+    known, names = {one.name for one in view.checkpoints}, view.names
+    spelt = alike(view.root, names)
+    found: dict[str, Protected] = {}
+    for protection in PROTECTIONS:
+        for claim in protection.claims(view):
+            named = mentioned(claim.text, names, spelt) if claim.text else (claim.name,)
+            for name in named:
+                name = name if name in known else spelt(name) or ""
+                if not name:
+                    continue
+                pinned, exempt = found.get(name, Protected())
+                if protection.effect == "left alone":
+                    exempt = exempt or claim.reason
+                elif claim.reason not in pinned:
+                    pinned = (*pinned, claim.reason)
+                found[name] = Protected(pinned, exempt)
+    return found
+
+
+# --- what names a checkpoint -------------------------------------------------------------------
+
+
+def _pointer(file: str, view: RunView) -> Iterator[Claim]:
+    """Claim what a pointer file names: its trainer opens that next."""
+    yield Claim(f"`{file}`", text=view.pointers.files[file].content)
+
+
+def _best_of_trainer(view: RunView) -> Iterator[Claim]:
+    """Claim what the Trainer holds for its best checkpoint, as of its newest states.
+
+    Of one that is cut off, what stands before the cut; then also what the newest one says that can
+    be read to its end.
+    """
+    states = {name: trainer_state(view.root / name) for name in view.names}
+    stating = [name for name in view.names if states[name].there]
+    newest = _newest(stating, view)
+    clear = _newest([name for name in stating if not states[name].error], view)
+    yield from (Claim(f"`{TRAINER}` as the best", text=t) for t in trainer_state(view.root).best)
+    for name in dict.fromkeys((*newest, *clear)):
+        cut = (one for one in newest if states[one].error and _series(one) == _series(name))
+        other = next((one for one in cut if one != name), None)
+        instead = f" of `{name}` as the best (the one of `{other}` cannot be read)"
+        reason = f"`{TRAINER}`{instead if other else ' as the best'}"
+        yield from (Claim(reason, text=text) for text in states[name].best)
+
+
+def _best_of_lightning(view: RunView) -> Iterator[Claim]:
+    """Claim what Lightning holds for best, as the newest checkpoints of each kind of name say."""
+    lasts = (name for name in view.names if is_last(name))
+    for name in dict.fromkeys((LAST, *lasts, *_newest(view.names, view))):
+        for best in noted(view.root / name).best:
+            yield Claim(f"`{name}` as the best", text=best)
+
+
+def _link_to_it(view: RunView) -> Iterator[Claim]:
+    """Claim what a link leads to, into or through: without it the link would lead nowhere."""
+    links = {one.name for one in view.checkpoints if one.entry.link}
+    for name, link in linked(view.root, view.names):
+        if name not in links:
+            yield Claim(link, name)
+
+
+def _in_use(view: RunView) -> Iterator[Claim]:
+    """Claim what a running training saved last, and what it went on from."""
+    yield from (Claim(AT_WORK_WITH, name) for name in view.in_use if name)
+
+
+# --- what a checkpoint is ----------------------------------------------------------------------
+
+
+def _left_behind(view: RunView) -> Iterator[Claim]:
+    """Claim what a run left behind when it went on from an earlier checkpoint."""
+    for name, step in left_in(view.own).items() if view.branches else ():
+        yield Claim(f"abandoned: the run resumed from step {step}", name)
+
+
+def _is_link(view: RunView) -> Iterator[Claim]:
+    """Claim links that are named as checkpoints: what they lead to is somebody else's."""
+    yield from (Claim("a symbolic link", one.name) for one in view.checkpoints if one.entry.link)
+
+
+def _is_last(view: RunView) -> Iterator[Claim]:
+    """Claim what Lightning overwrites with each save, and opens next."""
+    lasts = (one.name for one in view.checkpoints if is_last(one.name))
+    yield from (Claim("the newest according to its trainer", name) for name in lasts)
+
+
+def _unread_record(view: RunView) -> Iterator[Claim]:
+    """Claim what may be the best, or of another branch: its record cannot be read."""
+    for one in view.own:
+        if one.record.error and _may_resume(one):
+            yield Claim(f"its `{SIDECAR}` cannot be read: {one.record.error.what}", one.name)
+
+
+def _being_written(view: RunView) -> Iterator[Claim]:
+    """Claim what is locked, or is not complete and was changed of late: see ``health.examine``."""
+    yield from (Claim(WRITING, name) for name in view.names_where(lambda one: one.writing))
+
+
+def _not_torn(view: RunView) -> Iterator[Claim]:
+    """Claim what is not complete although no file shows a torn write: see ``health.health``."""
+    names = view.names_where(lambda one: not (one.complete or one.torn))
+    yield from (Claim(NOT_TORN, name) for name in names)
+
+
+def _may_resume(one: Checkpoint) -> bool:
+    """Return whether training may resume from *one*: its files show no torn write."""
+    return not (one.torn or one.writing)
+
+
+def _newest(names: Sequence[str], view: RunView) -> list[str]:
+    """Return the newest of *names* of each series, and those from which training may go on.
+
+    These are the newest that is complete, and the newest whose files show no torn write: a torn
+    one may call itself the best.
+    """
+    kinds = {name: series for name in names if (series := _series(name))}
+    bases = view.names_where(lambda one: one.complete), view.names_where(_may_resume)
+    newest = [
+        {series: name for name, series in kinds.items() if name in some}.values()
+        for some in (kinds, *bases)
+    ]
+    return list(dict.fromkeys(chain.from_iterable(newest)))
+
+
+def _series(name: str) -> str:
+    known = parse(name)
+    return known.series if known else ""
+
+
+def points_inside(root: TreePath) -> bool:
+    """Return whether a pointer or a link directly in *root*, or beside it, names an entry of it.
+
+    So does a pointer to a checkpoint that is gone: it was one of a run.
+    """
+    pointers = Pointers.read(root)
+    if any(pointer.tells_a_step for pointer in pointers.files.values()):
+        return True
+    found = (entry for item in root.iterdir() if (entry := entry_at(item)))
+    view = RunView(root, [Checkpoint.of(entry) for entry in found], pointers)
+    names = [one.name for one in view.checkpoints if one.path.is_dir()]
+    spelt = alike(root, names)
+    texts = (claim.text for protection in NAMING for claim in protection.claims(view))
+    return any(mentioned(text, names, spelt) for text in texts) or any(
+        name in names for name, _ in linked(root, names, near=True)
+    )
+
+
+# --- what a text names ---------------------------------------------------------------------------
+
+
+def mentioned(text: str, names: Sequence[str], alike: Alike) -> tuple[str, ...]:
+    """Return those of *names* that a text names anywhere, *alike* or as they are."""
+    # As words of their own: step-1 is not in step-10.
+    words = (
+        (name, rf"(?<![\w.=+-]){re.escape(name)}(?![\w=+-])") for name in names if name in text
+    )
+    found = [name for name, word in words if re.search(word, text)]
+    found += [known for part in _parts(text) if (known := alike(part))]
+    if not found:
+        steps = {int(digits) for digits in _NUMBER.findall(text)}
+        found = [name for name in names if (one := parse(name)) and one.step in steps]
+    return tuple(dict.fromkeys(found))
+
+
+def alike(root: TreePath, names: Sequence[str]) -> Alike:
+    """Return a function that finds the one of *names* that another spelling means.
+
+    A file system may fold cases or compose accents, and a hard link has two names.
+    """
+
+    @cache
+    def known() -> Mapping[tuple[int, int], str]:
+        return {place: name for name in names if (place := _place(root / name))}
+
+    def find(name: str) -> str | None:
+        place = _place(root / name) if name else None
+        return known().get(place) if place else None
+
+    return find
+
+
+def understood(text: str, root: TreePath) -> bool:
+    """Return whether a text that names no checkpoint of the run in *root* names something else.
+
+    That is one that is gone, something else in the folder, or something elsewhere that is there.
+    """
+    if text in ENDLESS or _LIKE_A_STEP.fullmatch(text) or names_a_step(text):
+        return True
+    parts = [part for part in _parts(text) if part not in (os.curdir, os.pardir)]
+    with suppress(ValueError):
+        there = [*(root / part for part in parts), *([Path(text)] if text.startswith("/") else [])]
+        return any(path.exists() if is_url(path) else os.path.lexists(path) for path in there)
+    return False
+
+
+def names_a_step(text: str) -> bool:
+    """Return whether a text names something as checkpoints of runs are named, here or gone."""
+    return any(parse(part) or staged(part) or is_last(part) for part in _parts(text))
+
+
+def _parts(text: str) -> list[str]:
+    """Return the components of the paths in a text, and what is quoted in it, without quotes."""
+    words = [text, *_QUOTED.findall(text)]
+    parts = (part.strip(_AROUND) for word in words for part in _BETWEEN.split(word))
+    return [part for part in dict.fromkeys(parts) if part][:PARTS]
+
+
+def _place(path: TreePath) -> tuple[int, int] | None:
+    with suppress(OSError, ValueError):
+        status = path.lstat()
+        return (status.st_dev, status.st_ino) if status.st_ino else None
+    return None
+
+
+# --- where links lead ----------------------------------------------------------------------------
+
+
+def linked(
+    root: TreePath, names: Sequence[str], *, near: bool = False
+) -> Iterator[tuple[str, str]]:
+    """Yield entries of *root* that links lead to, into or through, and what to call the link.
+
+    Where a folder is too full to look at all of it, that is every one of *names*, the run's
+    checkpoints; *near*: look at links directly in the run and beside it alone.
+    """
+    if is_url(root):
+        return
+    real = real_path(Path(root))
+    folders = () if near else (*names, *_others(real, names))
+    inside = ((name, link) for name in folders for link in _all(real, name))
+    items = (item for folder in (real, real.parent) for item in _listed(folder))
+    beside = (("", Path(item.path)) for item in items if item.is_symlink())
+    for folder, link in chain(beside, inside):
+        if link is None:
+            full = f"`{folder}`, which has too many entries to search for links"
+            yield from ((name, full) for name in names)
+            continue
+        with suppress(OSError, RuntimeError, ValueError):
+            # The entries without any one of which the link would lead nowhere.
+            passed = (at.relative_to(real).parts for at in _way(link) if at.is_relative_to(real))
+            for name in dict.fromkeys(parts[0] for parts in passed if parts):
+                if not link.is_relative_to(real / name):
+                    yield name, f"the link `{os.path.relpath(link, real)}`"
+
+
+def _way(link: Path) -> Iterator[Path]:
+    """Yield every path that the system looks up to follow *link*, whose folder is a real path."""
+    at, left, hops = link.parent, [link.name], 0
+    while left:
+        part = left.pop(0)
+        if part == os.pardir:
+            at = at.parent
+            continue
+        found = at / part
+        yield found
+        if not found.is_symlink():
+            at = found
+            continue
+        hops += 1
+        if hops > HOPS:
+            return
+        target = found.readlink()
+        at = Path(target.anchor) if target.is_absolute() else at
+        left = [*(word for word in target.parts if word != target.anchor), *left]
+
+
+def _others(root: Path, names: Sequence[str]) -> Iterator[str]:
+    """Yield the folders in *root* that are no checkpoints; what is removed is none of them."""
+    known = {*names, TRASH}
+    with suppress(OSError), os.scandir(root) as found:
+        for item in found:
+            if item.name not in known and item.is_dir(follow_symlinks=False):
+                yield item.name
+
+
+def _all(root: Path, name: str) -> Iterator[Path | None]:
+    """Yield the links in a folder of *root*, however deep, in order; None: there may be more."""
+    waiting = [iter(_listed(root / name))]
+    for _ in range(MAX_ENTRIES):
+        while waiting and (item := next(waiting[-1], None)) is None:
+            waiting.pop()
+        if not waiting or item is None:
+            return
+        if item.is_symlink():
+            yield Path(item.path)
+        elif item.is_dir(follow_symlinks=False):
+            waiting.append(iter(_listed(item.path)))
+    yield None
+
+
+def _listed(folder: Path | str) -> list[os.DirEntry[str]]:
+    """Return the entries of a folder, in order; none where it cannot be listed, or is a file."""
+    try:
+        with os.scandir(folder) as found:
+            return sorted(found, key=lambda item: item.name)
+    except OSError:
+        return []
+
+
+NAMING: tuple[Protection, ...] = (
+    *(
+        Protection("pointer file", POINTERS[name], name, partial(_pointer, name))
+        for name in POINTERS
+    ),
+    Protection("best checkpoint", "transformers", TRAINER, _best_of_trainer),
+    Protection("best checkpoint", "Lightning", LAST, _best_of_lightning),
+)
+"""Files that name a checkpoint."""
+
+PROTECTIONS: tuple[Protection, ...] = (
+    *NAMING,
+    Protection("link to it", "any", "any symbolic link", _link_to_it),
+    Protection("in use", "CheckpointManager", "none: the running process", _in_use),
+    Protection("abandoned branch", "CheckpointManager", SIDECAR, _left_behind, "left alone"),
+    Protection("is a link", "any", "the checkpoint itself", _is_link, "left alone"),
+    Protection("last checkpoint", "Lightning", LAST, _is_last, "left alone"),
+    Protection("unreadable record", "CheckpointManager", SIDECAR, _unread_record, "left alone"),
+    Protection("being written", "any", "a lock, or a fresh file", _being_written, "left alone"),
+    Protection("no incomplete write", "any", "any of its files", _not_torn, "left alone"),
+)
+"""All that protects a checkpoint, whatever the rules of a policy say.
+
+Of several reasons to leave one alone the first is told.
+"""

@@ -1,0 +1,504 @@
+"""Remove the checkpoints of a run that no rule keeps: plan, then execute.
+
+:func:`plan_prune` decides by the rules of a policy, :func:`plan_discard` and :func:`plan_delete` by
+given steps; they change nothing. :func:`run_prune` carries a plan out, under a lock, and leaves
+alone what has changed since. The commands and the manager of the training library both come here.
+"""
+
+from __future__ import annotations
+
+import os
+import time as clock
+from collections.abc import Callable, Collection, Iterable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Literal, NamedTuple
+
+from ckptctl import formats
+from ckptctl.errors import (
+    CkptError,
+    PartialError,
+    RefusedError,
+    SourceNotFoundError,
+    StorageError,
+    listed,
+    spell_option,
+)
+from ckptctl.planner.retention import Action, Decision, Policy, decide, disorder
+from ckptctl.results import Inline, JsonField, Result
+from ckptctl.runs.entries import entry_at, is_run
+from ckptctl.runs.health import AT_WORK, CHECKPOINT, Checkpoint, health, unread_metrics
+from ckptctl.runs.listing import RunFolder, read_run
+from ckptctl.runs.protections import Pointers, Protected, RunView, points_inside, protect
+from ckptctl.runs.run_store import run_store
+from ckptctl.runs.thinning import Thinning, plan_thinning, run_thinning
+from ckptctl.storage.file_system import mounted_in
+from ckptctl.storage.paths import named, path_hint, real_path, require_local
+from ckptctl.storage.tree import TreePath
+from ckptctl.storage.two_phase_delete import TRASH, TwoPhaseDelete
+from ckptctl.units import counted, rfc3339
+
+DRY_RUN = JsonField("whether this is a plan; if true, `done`, `failed` and `freed` are absent")
+
+
+@dataclass(frozen=True, slots=True)
+class PruneDecision(Decision[Checkpoint], Result, order=f"{CHECKPOINT} action keep reasons"):
+    """What becomes of one checkpoint.
+
+    Attributes:
+        nbytes: Bytes that are freed: those of files that have no other hard link.
+        thinning: What is left out of it, where it loses its optimizer state instead of going.
+    """
+
+    checkpoint: Annotated[Checkpoint, Inline()]
+    nbytes: Annotated[int, JsonField("bytes to free", name="freed")] = 0
+    thinning: Thinning | None = None
+
+    @property
+    def name(self) -> str:
+        """Return its name in the run."""
+        return self.checkpoint.name
+
+    @property
+    def outcome(
+        self,
+    ) -> Annotated[Literal["keep", "remove", "thin", "skip"], JsonField(name="action")]:
+        """`keep`, `remove`, `thin` or `skip` (not touched and not counted)."""
+        return "thin" if self.thinning else self.action
+
+    @property
+    def keep(self) -> Annotated[bool, JsonField()]:
+        """Whether the checkpoint still exists afterwards."""
+        return self.outcome != "remove"
+
+    @property
+    def dropped(self) -> Annotated[tuple[str, ...], JsonField()]:
+        """Names of the tensors removed by thinning."""
+        return self.thinning.dropped if self.thinning else ()
+
+
+@dataclass(frozen=True, slots=True)
+class PrunePlan(
+    Result,
+    order="dry_run thin root series decisions kept removed thinned skipped bytes leftovers others",
+):
+    """What pruning will do.
+
+    Attributes:
+        policy: What is kept.
+        run: What there is.
+    """
+
+    root: Annotated[TreePath, JsonField("absolute path")]
+    policy: Policy
+    run: Annotated[
+        RunFolder,
+        Inline("series"),
+        JsonField("names of other entries, except hidden ones; they are not touched", of="others"),
+    ]
+    decisions: Annotated[
+        tuple[PruneDecision, ...], JsonField("decision for each checkpoint, by series and step")
+    ]
+    thin: Annotated[bool, JsonField("whether only optimizer state is removed")] = False
+    leftovers: Annotated[
+        tuple[str, ...],
+        JsonField("files that an earlier run left in the trash; they are also removed"),
+    ] = ()
+
+    @property
+    def dry_run(self) -> Annotated[bool, DRY_RUN]:
+        """Return that nothing was done yet."""
+        return True
+
+    @property
+    def kept(self) -> Annotated[int, JsonField("number of kept checkpoints")]:
+        """Return the number of those that stay."""
+        return len(self.of("keep"))
+
+    @property
+    def removed(
+        self,
+    ) -> Annotated[int, JsonField("number of removed checkpoints, including thinned ones")]:
+        """Return the number of those that are removed or thinned."""
+        return len(self.of("remove"))
+
+    @property
+    def skipped(self) -> Annotated[int, JsonField("number of skipped checkpoints")]:
+        """Return the number of those that are left alone."""
+        return len(self.of("skip"))
+
+    def of(self, action: Action) -> tuple[PruneDecision, ...]:
+        """Return those of which *action* becomes."""
+        return tuple(decision for decision in self.decisions if decision.action == action)
+
+    @property
+    def nbytes(self) -> Annotated[int, JsonField(name="bytes")]:
+        """Total bytes to free."""
+        return sum(decision.nbytes for decision in self.decisions)
+
+    @property
+    def thinned(self) -> Annotated[int, JsonField()]:
+        """Number of thinned checkpoints."""
+        return sum(decision.thinning is not None for decision in self.decisions)
+
+    @property
+    def idle(self) -> bool:
+        """Return whether there is nothing to do."""
+        return not self.of("remove") and not self.leftovers
+
+
+@dataclass(frozen=True, slots=True)
+class PruneResult(Result):
+    """What pruning did."""
+
+    plan: Annotated[PrunePlan, Inline()]
+    done: Annotated[tuple[str, ...], JsonField("names of removed or thinned checkpoints")]
+    failed: Annotated[
+        Mapping[str, Annotated[CkptError, JsonField("error")]],
+        JsonField("removals that failed, by name"),
+    ]
+    freed: Annotated[int, JsonField("bytes freed")]
+
+    @property
+    def dry_run(self) -> Annotated[bool, DRY_RUN]:
+        """Return that it was done."""
+        return False
+
+    def require_all(self) -> None:
+        """Raise what the first failure is, if not everything was removed.
+
+        Raises:
+            PartialError: Some of them were.
+            StorageError: None was.
+            RefusedError: None was: it would not be safe.
+        """
+        if not self.failed:
+            return
+        name, error = next(iter(self.failed.items()))
+        kind: type[CkptError] = PartialError if self.done else StorageError
+        if not self.done and isinstance(error, RefusedError):
+            kind = RefusedError
+        raise kind(
+            f"{counted(len(self.failed), 'checkpoint')} could not be removed",
+            where=listed(list(self.failed)),
+            why=f"`{name}`: {error.what}" + (f", {error.where}" if error.where else ""),
+            hint="run the same command again to finish",
+        )
+
+    @property
+    def thinned(self) -> int:
+        """Return the number of those that kept their weights."""
+        done = {*self.done}
+        return sum(
+            decision.thinning is not None and decision.name in done
+            for decision in self.plan.decisions
+        )
+
+
+# --- plan ---------------------------------------------------------------------------------------
+
+
+class Trainer(NamedTuple):
+    """A training process that saves into a run.
+
+    Attributes:
+        series: What the names of its checkpoints have in common; None: there are no others.
+        in_use: Names of the checkpoints with which it is at work: they are kept.
+        coming: How many it is about to save.
+    """
+
+    series: str | None = None
+    in_use: Collection[str] = ()
+    coming: int = 0
+
+
+def plan_prune(
+    root: str | TreePath,
+    policy: Policy,
+    *,
+    force: bool = False,
+    thin: bool = False,
+    replaced: bool = False,
+    trainer: Trainer | None = None,
+    now: float | None = None,
+) -> PrunePlan:
+    """Decide what is removed from a run; changes nothing.
+
+    Args:
+        root: A folder of checkpoints.
+        policy: What is kept.
+        force: Go by the steps where times say otherwise, and look into a checkpoint.
+        thin: Take optimizer state away instead of removing.
+        replaced: Whether something complete elsewhere stands for all of them: none has to stay.
+        trainer: The training at work. Which tensors its checkpoints must have is its own affair,
+            not that of a table.
+        now: Seconds since the epoch; None: what the clock says.
+
+    Raises:
+        SourceNotFoundError: There is no such directory.
+        FormatError: There are no checkpoints in it.
+        RefusedError: It would not be safe.
+        UsageError: A metric is not known.
+    """
+    now = clock.time() if now is None else now
+    if not replaced:
+        policy.require_rules()
+    real = _require_root(named(root), force=force)
+    if thin:
+        require_local(
+            real,
+            f"{spell_option('--thin')} is not supported for URLs",
+            hint="use `ckptctl convert` to write only the weights",
+            error=RefusedError,
+        )
+    at_work = trainer or Trainer()
+    run = read_run(real, now, at_work.series, in_use=at_work.in_use, model=trainer is None)
+    run.pointers.require_understood()
+    if not force and (disordered := disorder(run.checkpoints)):
+        newer, older = disordered
+        raise RefusedError(
+            "step order and modification times disagree",
+            where=f"`{older.name}` and `{newer.name}`",
+            why=f"written {rfc3339(older.time)} and {rfc3339(newer.time)}; the folder may contain "
+            f"two runs, or `{newer.entry.newest}` was added to `{newer.name}` later",
+            hint=f"pass {spell_option('--force')} to use the order of the steps",
+        )
+    policy = policy.resolve(run.checkpoints)
+    if not replaced:
+        policy.require_match(run.checkpoints, growing=trainer is not None)
+    decisions = decide(run.checkpoints, policy, now, replaced=replaced, coming=at_work.coming)
+    return _plan(real, policy, run, decisions, thin)
+
+
+def plan_discard(root: TreePath, series: str, step: int, now: float | None = None) -> PrunePlan:
+    """Decide what goes so that the run goes on from *step* as if nothing had come after it.
+
+    That are checkpoints with a higher step that are complete or torn. What is protected stays, and
+    the decision says why; what the run left behind goes.
+    """
+    return _plan_removal(root, series, lambda other: other > step, f"after step {step}", (), now)
+
+
+def plan_delete(root: TreePath, series: str, step: int, in_use: Collection[str] = ()) -> PrunePlan:
+    """Plan to remove the checkpoint of *step*, whatever rules say; *in_use* as in `plan_prune`.
+
+    Raises:
+        RefusedError: It is protected, or no other one is complete.
+    """
+    plan = _plan_removal(root, series, lambda other: other == step, f"step {step}", in_use)
+    for decision in plan.of("skip"):
+        if decision.checkpoint.step == step:
+            raise RefusedError(
+                "this checkpoint cannot be removed",
+                where=str(decision.checkpoint.path),
+                why="; ".join(decision.reasons),
+            )
+    if not plan.of("keep") and any(one.checkpoint.complete for one in plan.of("remove")):
+        raise RefusedError(
+            "the newest complete checkpoint cannot be removed",
+            where=str(plan.of("remove")[0].checkpoint.path),
+            why="there is no other checkpoint to resume from",
+            hint="remove the folder yourself if you want to delete it",
+        )
+    return plan
+
+
+def _plan_removal(
+    root: TreePath,
+    series: str,
+    meant: Callable[[int], bool],
+    why: str,
+    in_use: Collection[str] = (),
+    now: float | None = None,
+) -> PrunePlan:
+    """Plan to remove those of *meant* steps that are complete or torn, and not protected."""
+    real = _require_root(root)
+    run = read_run(real, now, series, in_use=in_use, branches=False, model=False)
+    run.pointers.require_understood()
+
+    def decide_by_step(one: Checkpoint) -> Decision[Checkpoint]:
+        if not meant(one.step):
+            return Decision(one, "keep" if one.counts else "skip", (f"not {why}",))
+        if one.pinned or one.exempt:
+            pins = (f"named by {pin}" for pin in one.pinned)
+            return Decision(one, "skip", tuple(filter(None, (*pins, one.aside, one.problem))))
+        return Decision(one, "remove", (why,))
+
+    return _plan(real, Policy(), run, map(decide_by_step, run.checkpoints))
+
+
+def _require_root(root: TreePath, *, force: bool = False) -> TreePath:
+    """Resolve the folder whose entries may be removed, or refuse it.
+
+    It may not be a link, ``/``, the home directory or above it, nor, without *force*, a checkpoint;
+    and no file may be where what is removed goes.
+    """
+    store = run_store(root)
+    store.require_changeable()
+    store.refresh()
+    if root.is_symlink():
+        raise RefusedError(
+            "this is a symbolic link", where=str(root), hint=f"pass its target, `{real_path(root)}`"
+        )
+    if not root.is_dir():
+        raise SourceNotFoundError("no such directory", where=str(root), hint=path_hint(root))
+    real, homes = real_path(root), [Path("/")]
+    with suppress(RuntimeError):  # a process need not have a home directory
+        homes.append(Path.home())
+    if any(real_path(home).is_relative_to(real) for home in homes):
+        raise RefusedError(
+            "refusing to remove anything from the home directory, `/`, or a parent of them",
+            where=str(real),
+        )
+    folder = real / TRASH
+    if os.path.lexists(folder) and not folder.is_symlink() and not folder.is_dir():
+        raise RefusedError(
+            f"`{TRASH}` is not a folder",
+            where=str(folder),
+            why="removed checkpoints are first moved into a folder of that name",
+            hint="move or remove it; ckptctl did not create it",
+        )
+    sniffed = {} if force else formats.sniff(real)
+    # A pointer to an entry of it alone does not make it a checkpoint.
+    if sniffed and not points_inside(real):
+        hints = [f"did you mean the run `{real.parent}`?"] if entry_at(real) else []
+        if is_run(real):
+            hints.append(f"pass {spell_option('--force')} to remove checkpoints inside `{real}`")
+        raise RefusedError(
+            "this is a checkpoint, not a folder of checkpoints",
+            where=str(root),
+            why=", ".join(f"{name}: {evidence}" for name, evidence in sniffed.items()),
+            hint=" ".join(hints) or "pass the folder that contains the checkpoints",
+        )
+    return real
+
+
+def _plan(
+    root: TreePath,
+    policy: Policy,
+    run: RunFolder,
+    decisions: Iterable[Decision[Checkpoint]],
+    thin: bool = False,
+) -> PrunePlan:
+    """Return the plan with these decisions, if it may be carried out."""
+    priced = tuple(_priced(decision, policy, thin) for decision in decisions)
+    plan = PrunePlan(root, policy, run, priced, thin, tuple(run_store(root).leftovers()))
+    here: Path | None = None
+    with suppress(OSError):
+        here = Path.cwd()
+    for decision in plan.of("remove"):
+        path = decision.checkpoint.path
+        mounted = mounted_in(Path(path))
+        if mounted:
+            raise RefusedError(
+                "another file system is mounted inside a checkpoint",
+                where=str(mounted[0]),
+                why=f"`{path.name}` would be removed",
+                hint="unmount it, or keep that checkpoint",
+            )
+        if here and here.is_relative_to(path):
+            raise RefusedError(
+                "the working directory would be removed",
+                where=str(path),
+                hint="change to another directory first",
+            )
+    return plan
+
+
+def _priced(decision: Decision[Checkpoint], policy: Policy, thin: bool) -> PruneDecision:
+    """Return the decision with the bytes that it frees, and what thinning leaves out."""
+    checkpoint, action, reasons = decision.checkpoint, decision.action, decision.reasons
+    if action != "remove":
+        return PruneDecision(checkpoint, action, reasons)
+    unread = unread_metrics(checkpoint.path, checkpoint.record) if policy.best else {}
+    for best in policy.best:
+        if best.metric in unread and best.metric not in checkpoint.metrics:  # it may be the best
+            reason = f"its metric `{best.metric}` is not a number: {unread[best.metric]}"
+            return PruneDecision(checkpoint, "skip", (reason,))
+    if not thin or not checkpoint.complete:
+        nbytes = checkpoint.entry.nbytes - checkpoint.entry.shared
+        return PruneDecision(checkpoint, action, reasons, nbytes)
+    thinning = plan_thinning(checkpoint)
+    if isinstance(thinning, str):
+        return PruneDecision(checkpoint, "skip", (thinning,))
+    return PruneDecision(checkpoint, action, reasons, thinning.freed, thinning)
+
+
+# --- execute ------------------------------------------------------------------------------------
+
+
+def run_prune(plan: PrunePlan) -> PruneResult:
+    """Carry out *plan*, the oldest checkpoint first; of one with nothing to do, sweep the trash."""
+    done: list[str] = []
+    failed: dict[str, CkptError] = {}
+    freed = 0
+    store = run_store(plan.root)
+    if plan.idle:
+        store.tidy()
+        return PruneResult(plan, (), {}, 0)
+    store.refresh()
+    with store.deleting() as deletion:
+        _require_kept(plan)
+        pointers = Pointers.read(plan.root)
+        pointers.require_understood()
+        protected = protect(RunView(plan.root, plan.run.checkpoints, pointers))
+        for decision in plan.of("remove"):
+            path = decision.checkpoint.path
+            if not path.exists() and not path.is_symlink():
+                continue  # somebody else has removed it
+            still = partial(_require_unchanged, decision, protected.get(decision.name, Protected()))
+            try:
+                _require_old(decision, deletion.now() - max(plan.policy.min_age, AT_WORK))
+                if decision.thinning:
+                    still()
+                    assert isinstance(deletion, TwoPhaseDelete), "it is refused behind URLs"
+                    run_thinning(decision.thinning, deletion)
+                else:
+                    deletion.delete(decision.name, decision.checkpoint.entry.identity, still)
+            except CkptError as error:
+                failed[decision.name] = error
+            else:
+                done.append(decision.name)
+                freed += decision.nbytes
+        stuck = CkptError("it could not be deleted permanently", where=str(deletion.folder))
+        failed |= {name: stuck for name in deletion.left() if name not in failed}
+    return PruneResult(plan, tuple(done), failed, freed)
+
+
+def _require_kept(plan: PrunePlan) -> None:
+    """Refuse if a checkpoint because of which others may go is gone meanwhile, or torn."""
+    for decision in plan.of("keep"):
+        known = decision.checkpoint.entry
+        entry = entry_at(known.path)
+        why = ""
+        if entry is None or not entry.identity.one_with(known.identity):
+            why = "a checkpoint that should be kept no longer exists"
+        elif not entry.same(known):
+            why = health(known.path, model=False).problem
+        if why:
+            raise RefusedError(
+                "the run changed in the meantime",
+                where=str(known.path),
+                why=why,
+                hint="run it again",
+            )
+
+
+def _require_old(decision: PruneDecision, before: float) -> None:
+    """Refuse what is not complete and was changed of late, as the file system's clock has it."""
+    if not decision.checkpoint.complete and decision.checkpoint.entry.touched > before:
+        raise RefusedError(
+            "another process may still be writing the checkpoint",
+            where=str(decision.checkpoint.path),
+            why="the clock of its file system is behind the clock of this machine",
+        )
+
+
+def _require_unchanged(decision: PruneDecision, protected: Protected) -> None:
+    entry = decision.checkpoint.entry
+    entry.require_unchanged()
+    new = [pin for pin in protected.pinned if pin not in decision.checkpoint.pinned]
+    if new:
+        raise RefusedError(f"{new[0]} now names the checkpoint", where=str(entry.path))

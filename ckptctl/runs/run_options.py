@@ -1,0 +1,156 @@
+"""What pruning a run is asked to do."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Literal
+
+from ckptctl.conversion import option_checks as checks
+from ckptctl.errors import UsageError, spell_option
+from ckptctl.options import Option, Options, group
+from ckptctl.units import parse_seconds
+
+if TYPE_CHECKING:
+    from ckptctl.planner.retention import Policy
+
+
+AN_HOUR = "1h"
+
+
+def duration(value: float | str) -> float:
+    """Return the seconds that a duration means; `0` needs no unit."""
+    if isinstance(value, str):
+        return 0.0 if value.strip() == "0" else parse_seconds(value)
+    try:
+        return checks.tolerated(value)
+    except UsageError:
+        raise UsageError(f"{value!r} is not a non-negative number of seconds") from None
+
+
+def metrics(value: str | Sequence[str]) -> tuple[str, ...]:
+    """Return what names metrics, which has to say what is good."""
+    from ckptctl.planner.retention import Best
+
+    texts = checks.globs(value)
+    for text in texts:
+        Best.parse(text)
+    return texts
+
+
+@group
+class KeepOptions(Options):
+    """Which checkpoints of a run are kept; ``prune`` and the manager have the same words."""
+
+    keep_last: Annotated[
+        int | None, Option("Keep the newest N checkpoints.", metavar="N", check=checks.at_least(0))
+    ] = None
+    keep_every: Annotated[
+        int | None,
+        Option(
+            "Keep checkpoints with a step divisible by K.", metavar="K", check=checks.at_least(0)
+        ),
+    ] = None
+    keep_closest: Annotated[
+        int | None,
+        Option(
+            "Keep the step closest to each multiple of K.", metavar="K", check=checks.at_least(0)
+        ),
+    ] = None
+    keep_within: Annotated[
+        float | str | None,
+        Option(
+            "Keep checkpoints of the last TIME, e.g. 7d. The time is counted back from "
+            "the newest checkpoint.",
+            metavar="TIME",
+            check=duration,
+            python="Keep checkpoints that are at most this much older than the newest one, e.g. "
+            "``7d`` or ``12h``.",
+        ),
+    ] = None
+    keep_interval: Annotated[
+        float | str | None,
+        Option(
+            "Keep one checkpoint per TIME, e.g. 6h.",
+            python="Keep one checkpoint per interval, e.g. ``6h`` or ``1d``.",
+            metavar="TIME",
+            check=duration,
+        ),
+    ] = None
+    keep_best: Annotated[
+        str | Sequence[str],
+        Option(
+            "Keep the best by a metric, e.g. eval_loss. Use eval_loss:3 to keep the best "
+            "3, or reward:max to prefer high values. Repeatable.",
+            python='Keep the best checkpoint by a metric, e.g. ``"eval_loss"`` or '
+            '``"reward:max"``, or the best 3 with ``"eval_loss:3"``. Several metrics are '
+            "a list.",
+            metavar="METRIC[:min|max][:N]",
+            check=metrics,
+        ),
+    ] = ()
+    keep: Annotated[
+        str | Sequence[str],
+        Option(
+            "Keep checkpoints with matching names. Repeatable.", metavar="GLOB", check=checks.globs
+        ),
+    ] = ()
+
+    def policy(self) -> Policy:
+        """Return what is kept."""
+        from ckptctl.planner.retention import Best, Policy
+
+        return Policy(
+            last=self.keep_last,
+            every=self.keep_every,
+            closest=self.keep_closest,
+            within=_seconds(self.keep_within),
+            interval=_seconds(self.keep_interval),
+            best=tuple(map(Best.parse, self.keep_best)),
+            patterns=tuple(self.keep),
+        )
+
+
+def _seconds(value: float | str | None) -> float | None:
+    return None if value is None else duration(value)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PruneOptions(KeepOptions):
+    """Which checkpoints of a run are kept, and what becomes of the others."""
+
+    thin: Annotated[
+        Literal["optimizer"] | None,
+        Option("Remove only the given part: optimizer. The weights are kept.", metavar="PART"),
+    ] = None
+    include_incomplete: Annotated[
+        bool, Option("Remove damaged checkpoints as well.", panel="Select", brief=True)
+    ] = False
+    min_age: Annotated[
+        float | str,
+        Option(
+            "Remove a damaged checkpoint only if it has not changed for this long.",
+            metavar="TIME",
+            check=duration,
+            panel="Select",
+        ),
+    ] = AN_HOUR
+    force: Annotated[
+        bool, Option("Prune even if step order and modification times disagree.", panel="Safety")
+    ] = False
+
+    def __post_init__(self) -> None:
+        """Check all values; an age says something of incomplete ones alone."""
+        super().__post_init__()
+        if not self.include_incomplete and self.min_age != duration(AN_HOUR):
+            raise UsageError(
+                f"{spell_option('--min-age')} only applies to incomplete checkpoints; it requires "
+                f"{spell_option('--include-incomplete')}"
+            )
+
+    def policy(self) -> Policy:
+        """Return what is kept."""
+        from dataclasses import replace
+
+        least = duration(self.min_age)
+        return replace(super().policy(), incomplete=self.include_incomplete, min_age=least)

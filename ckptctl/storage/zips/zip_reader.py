@@ -1,0 +1,299 @@
+"""Reading ``torch.save`` zips.
+
+The layout is that of ``caffe2/serialize/inline_container.cc``. Where zip readers disagree about a
+file, it is refused: see :mod:`ckptctl.storage.zips.directory`. Legacy files (``torch<1.6``), tar
+files and bare pickles are recognized and refused with advice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from ckptctl.catalog import Checksum
+from ckptctl.errors import DamagedError, ForeignFileError, UnsupportedError
+from ckptctl.storage.files import SourceFiles
+from ckptctl.storage.pickles.inert import Builder, Global
+from ckptctl.storage.pickles.pickle_reader import Table, Unknown, loads
+from ckptctl.storage.pickles.torch_globals import TORCH_TABLE
+from ckptctl.storage.pickles.torch_tensors import (
+    REBUILDERS,
+    StorageRef,
+    TensorView,
+    UnreadError,
+    storage_id,
+)
+from ckptctl.storage.stand_ins import require_content, zeros
+from ckptctl.storage.zips.directory import Directory, FileRange, ZipRecord, read_directory
+from ckptctl.units import counted
+
+MAX_PICKLE = 1 << 30
+PER_VALUE = 16
+"""Bytes of a pickle, for each value that a file may hold of which it is known how many it has."""
+_HOME = "torch._utils"
+LEGACY = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
+"""What files of torch before 1.6 begin with."""
+_SAVE_AGAIN = "load it once with torch and save it again with `torch.save`"
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """A tensor and the bytes of the file that hold it.
+
+    Attributes:
+        dtype: torch's name.
+        shape: Sizes.
+        strides: In elements; None: row-major without gaps.
+        offset: Byte of the file where the first element lies.
+        nbytes: Bytes from the first element to the last, both included.
+        crc32: CRC-32 of these bytes, when they are a whole record in row-major order and the file
+            has checksums.
+        storage: Key of the storage; tensors over the same one share memory.
+        requires_grad: As recorded.
+        within: The checksum of the record that these bytes are a part of, when *crc32* is None and
+            the file has checksums.
+        unsupported: Why its elements cannot be read; there are no bytes then.
+        base: Where only the flags of a view are why: the tensor without them.
+        flags: Those flags, as torch calls them.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    strides: tuple[int, ...] | None
+    offset: int
+    nbytes: int
+    crc32: int | None
+    storage: str
+    requires_grad: bool
+    within: Checksum | None = None
+    unsupported: str | None = None
+    base: StoredTensor | None = None
+    flags: frozenset[str] = frozenset()
+
+
+def _keeping(build: Callable[..., object]) -> Callable[..., object]:
+    """Return *build*, but with a tensor without bytes for one that is not read."""
+
+    def keep(*args: object) -> object:
+        try:
+            return build(*args)
+        except UnreadError as error:
+            base = error.base if isinstance(error.base, StoredTensor) else None
+            grad = base is not None and base.requires_grad
+            return StoredTensor(
+                error.dtype,
+                error.shape,
+                None,
+                0,
+                0,
+                None,
+                "",
+                grad,
+                unsupported=error.unread,
+                base=base,
+                flags=error.flags,
+            )
+
+    return keep
+
+
+KEEPING_TABLE: Table = {
+    **TORCH_TABLE,
+    **{
+        (_HOME, name): Builder(_keeping(build), source=Global(_HOME, name))
+        for name, build in REBUILDERS.items()
+    },
+}
+"""As ``TORCH_TABLE``, for readers that describe tensors whose elements cannot be read."""
+
+
+@dataclass(frozen=True, slots=True)
+class TorchArchive:
+    """What one zip holds.
+
+    Attributes:
+        root: The saved object: plain values, inert records, :class:`StoredTensor` leaves. It may
+            be walked recursively (:func:`ckptctl.storage.pickles.inert.check_tree` passed it).
+        checksums: False when the writer had disabled CRCs.
+        storages: The records of storage bytes by key, whether or not a tensor uses them.
+        pickle_nbytes: Size of ``data.pkl``, a bound for the work that walking *root* may cost.
+        folder: What its entries begin with: the name, without its suffix, of the file that
+            ``torch.save`` was given, or ``archive`` where it was given an open file.
+    """
+
+    root: object
+    checksums: bool
+    storages: Mapping[str, ZipRecord]
+    pickle_nbytes: int
+    folder: str = "archive"
+
+
+def read_archive(
+    files: SourceFiles,
+    name: str,
+    offset: int = 0,
+    length: int | None = None,
+    unknown: Unknown = "refuse",
+    table: Table = TORCH_TABLE,
+    most: int | None = None,
+) -> TorchArchive:
+    """Read the directory and the pickle of one zip; no tensor data.
+
+    Args:
+        files: Files of the checkpoint.
+        name: The file.
+        offset: First byte of the zip.
+        length: Bytes of the zip; None: the file ends with it.
+        unknown: As in :func:`ckptctl.storage.pickles.pickle_reader.loads`.
+        table: Likewise; usually ``TORCH_TABLE`` with additions.
+        most: Values that it may hold, of ``PER_VALUE`` bytes of its pickle each; None: as many as
+            the pickle has room for, of any size that is read.
+
+    Raises:
+        ForeignFileError: A whole file that ``torch.save`` did not write, or uses what is
+            unsupported: compression, big endian.
+        DamagedError: It is truncated, or a checksum differs.
+        UnsupportedError: It contradicts itself, is hostile, or holds tensors that *table* does not
+            keep and that are not read: quantized or sparse ones, conjugate views.
+    """
+    span = FileRange(files, name, offset, files.size(name) - offset if length is None else length)
+    if offset == 0 and length is None:
+        _check_kind(span)
+    directory = read_directory(span)
+    storages = _Storages(directory, span)
+    pickle = pickle_of(span, directory, MAX_PICKLE if most is None else most * PER_VALUE)
+    root = loads(
+        pickle,
+        where=span.where,
+        table=table,
+        unknown=unknown,
+        persistent_load=storages.load,
+        most=most,
+    )
+    folder = directory.folder.rstrip("/")
+    return TorchArchive(root, directory.checksums, storages.records(), len(pickle), folder)
+
+
+class _Storages:
+    """Answers the persistent ids of one archive."""
+
+    __slots__ = ("directory", "known", "span")
+
+    def __init__(self, directory: Directory, span: FileRange) -> None:
+        self.directory = directory
+        self.span = span
+        self.known: dict[str, StorageRef] = {}
+
+    def load(self, pid: object) -> object:
+        """Return the storage that a persistent id names.
+
+        torch takes all empty storages for one, whatever their dtypes.
+        """
+        key, dtype, nbytes = storage_id(pid)
+        before = self.known.get(key)
+        if before is None or nbytes == before.nbytes == 0:
+            _record(key, nbytes, self.directory, self.span)
+            before = self.known[key] = StorageRef(key, dtype, nbytes, self.place)
+        if (before.dtype, before.nbytes) != (dtype, nbytes):
+            raise UnsupportedError(
+                f"storage `{key}` is declared in two different ways", where=self.span.where
+            )
+        return before
+
+    def place(self, view: TensorView) -> object:
+        """Return the tensor with its place in the file."""
+        return placed(view, self.directory, self.span)
+
+    def records(self) -> dict[str, ZipRecord]:
+        """Return the records of all storages by key."""
+        prefix = self.directory.folder + "data/"
+        return {
+            name[len(prefix) :]: record
+            for name, record in self.directory.records.items()
+            if name.startswith(prefix)
+        }
+
+
+def _record(key: str, nbytes: int, directory: Directory, span: FileRange) -> ZipRecord:
+    record = directory.records.get(f"{directory.folder}data/{key}")
+    if record is None:
+        raise DamagedError(
+            f"storage `{key[:100]}` is missing",
+            where=span.where,
+            why="the pickle refers to it, but the zip has no such record",
+        )
+    if record.nbytes != nbytes:
+        kind = DamagedError if record.nbytes < nbytes else UnsupportedError
+        raise kind(
+            f"storage `{key}` has the wrong size",
+            where=span.where,
+            why=f"the pickle declares {counted(nbytes, 'byte')}, but the record has "
+            f"{record.nbytes:,}",
+        )
+    return record
+
+
+def placed(view: TensorView, directory: Directory, span: FileRange) -> StoredTensor:
+    """Return a tensor with its place in the file."""
+    record = _record(view.storage, view.storage_nbytes, directory, span)
+    whole = view.strides is None and view.nbytes == record.nbytes
+    begin = span.base + record.offset
+    return StoredTensor(
+        view.dtype,
+        view.shape,
+        view.strides,
+        begin + view.offset,
+        view.nbytes,
+        record.crc32 if whole and directory.checksums else None,
+        view.storage,
+        view.requires_grad,
+        None if whole or not directory.checksums else Checksum(begin, record.nbytes, record.crc32),
+    )
+
+
+def pickle_of(span: FileRange, directory: Directory, limit: int = MAX_PICKLE) -> bytes:
+    """Check byte order and kind; return the pickle, of *limit* bytes at most."""
+    name = directory.folder + "data.pkl"
+    order = directory.records.get(directory.folder + "byteorder")
+    if order is not None and span.content(order, directory.checksums, limit=16) != b"little":
+        raise ForeignFileError("the file is big-endian", where=span.where, hint=_SAVE_AGAIN)
+    if directory.folder + "constants.pkl" in directory.records:
+        raise ForeignFileError(
+            "this is a TorchScript archive",
+            where=span.where,
+            hint="load it with `torch.jit.load` and save its `state_dict()`",
+        )
+    record = directory.records.get(name)
+    if record is None:
+        raise ForeignFileError(
+            "not a `torch.save` file: the zip does not contain data.pkl", where=span.where
+        )
+    return span.content(record, directory.checksums, limit=limit)
+
+
+def _check_kind(span: FileRange) -> None:
+    """Refuse whole files of another kind by name."""
+    head = span.get(0, min(span.length, 512))
+    if head.startswith(b"PK\3\4"):
+        return
+    if head.startswith(LEGACY):
+        kind = "a legacy torch file (from before torch 1.6)"
+    elif head[257:262] == b"ustar":
+        kind = "a tar archive (perhaps from before torch 0.1.10)"
+    elif len(head) > 1 and head[0] == 0x80 and head[1] in range(2, 6):
+        kind = "a bare pickle"
+    elif span.length >= 22 and span.get(span.length - 22, 4) == b"PK\5\6":
+        raise UnsupportedError(
+            "bytes before the zip", where=span.where, why="the zip must start at byte 0"
+        )
+    else:
+        require_content(span.files, span.name)
+        if b"PK\3\4".startswith(head) or not any(head):
+            why = (
+                f"the file has {counted(span.length, 'byte')}"
+                if len(head) < 4
+                else zeros(span.files, span.name)
+            )
+            raise DamagedError("the file was not written completely", where=span.where, why=why)
+        raise ForeignFileError("not a `torch.save` file", where=span.where)
+    raise ForeignFileError(f"this is {kind}", where=span.where, hint=_SAVE_AGAIN)

@@ -1,0 +1,1 @@
+"""Planning of saves and loads in training, without torch; `ckptctl.distributed` runs it."""

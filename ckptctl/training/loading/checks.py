@@ -1,0 +1,141 @@
+"""Proof that a checkpoint's tensors fit those of the state, and that none is lost."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+
+from ckptctl import dtypes
+from ckptctl.catalog import Box, Catalog, Extent, TensorEntry
+from ckptctl.conversion.proofs import find_lost, lost_part_error
+from ckptctl.conversion.sources import located
+from ckptctl.errors import MappingError, listed
+from ckptctl.numerics.quantized import quantized
+from ckptctl.planner.boxes import check_coverage, intersect
+from ckptctl.planner.mapping.mapped import ComposedTensor
+from ckptctl.storage.computed import open_reader
+from ckptctl.training.loading.state_mapping import StateMapping, Target, Wanted
+from ckptctl.units import counted
+
+
+def require_filled(tensors: Mapping[str, ComposedTensor]) -> None:
+    """Prove that the tensors of the checkpoint give *tensors* all of their elements."""
+    torn = [name for name, composed in tensors.items() if not composed.is_covered]
+    if torn:
+        raise MappingError(
+            f"{counted(len(torn), 'tensor')} would be filled only partly",
+            where=listed(torn),
+            why="the checkpoint does not contain the tensors for the rest",
+        )
+
+
+def require_boxes(entry: TensorEntry, targets: Iterable[Target]) -> None:
+    """Prove that the extents of *entry* tile each of the boxes."""
+    for target in targets:
+        inside: list[Extent] = []
+        for extent in entry.extents:
+            part = extent.box if extent.box == target.box else intersect(extent.box, target.box)
+            if part is not None:
+                pairs = zip(part.offsets, target.box.offsets, strict=True)
+                moved = Box(tuple(a - b for a, b in pairs), part.sizes)
+                inside.append(replace(extent, box=moved))
+        check_coverage(replace(entry, shape=target.box.sizes, extents=tuple(inside)))
+
+
+def require_shapes(tensors: Mapping[str, ComposedTensor], wanted: Mapping[str, Wanted]) -> None:
+    """Prove that the wanted tensors have the shapes that the checkpoint's get."""
+    wrong = [n for n, one in wanted.items() if n in tensors and tensors[n].shape != one.shape]
+    if wrong:
+        name = wrong[0]
+        raise MappingError(
+            (
+                f"{counted(len(wrong), 'tensor has', 'tensors have')} a different shape in the "
+                "checkpoint"
+            )
+            if wrong[1:]
+            else f"`{name}` has a different shape in the checkpoint",
+            where=listed(wrong),
+            why=f"`{name}` has shape {list(tensors[name].shape)} in the checkpoint, but "
+            f"{list(wanted[name].shape)} in the state",
+        )
+
+
+def casts(
+    mapping: StateMapping, wanted: Mapping[str, Wanted], allowed: bool
+) -> dict[str, tuple[str, str]]:
+    """Return the dtypes that change, old and new; refuse to change any that must not."""
+    entries = mapping.catalog.tensors
+    found: dict[str, tuple[str, str]] = {}
+    read: dict[str, str] = {}
+    for name, one in wanted.items():
+        composed = mapping.tensors.get(name)
+        for sources in composed.logical.values() if composed else ():
+            held = list(dict.fromkeys(entries[source.key].dtype for source in sources))
+            if len(held) > 1:
+                raise MappingError(
+                    "tensors that are merged or split have different dtypes",
+                    where=listed([*(source.key for source in sources), name]),
+                    why=f"{' and '.join(held)} in the checkpoint, {one.dtype} in the state",
+                )
+            if held != [one.dtype]:
+                found[name] = held[0], one.dtype
+                read |= {source.key: name for source in sources}
+    if found:
+        _require_castable(found, allowed)
+        _require_plain(mapping.catalog, read)
+    return found
+
+
+def _require_castable(found: Mapping[str, tuple[str, str]], allowed: bool) -> None:
+    wrong = [
+        name
+        for name, kinds in found.items()
+        if not (allowed and all(dtypes.BY_NAME[kind].floating for kind in kinds))
+    ]
+    if wrong:
+        name = wrong[0]
+        before, after = found[name]
+        raise MappingError(
+            (
+                f"{counted(len(wrong), 'tensor has', 'tensors have')} a different dtype in the "
+                "checkpoint"
+            )
+            if wrong[1:]
+            else f"`{name}` has a different dtype in the checkpoint",
+            where=listed(wrong),
+            why=f"`{name}` is {before} in the checkpoint, but {after} in the state",
+            hint=None if allowed else "pass `cast=True` to cast floating-point tensors",
+        )
+
+
+def _require_plain(catalog: Catalog, read: Mapping[str, str]) -> None:
+    """Refuse to cast quantized elements without regard to their scales."""
+    found = [name for name in quantized(catalog) if name in read]
+    if found:
+        raise MappingError(
+            f"{counted(len(found), 'tensor is', 'tensors are')} quantized in the checkpoint",
+            where=listed([read[name] for name in found]),
+            why="a cast would ignore their scales",
+            hint='pass `dequantize="bf16"` to dequantize them',
+        )
+
+
+def require_nothing_lost(mapping: StateMapping) -> None:
+    """Read data that the mapping drops as redundant, and prove that it is."""
+    names = dict.fromkeys(key for one in mapping.redundant for key in one.keys)
+    catalog = located(mapping.catalog, names)
+    with open_reader(catalog) as files:
+        for lost in find_lost(files, catalog, mapping.redundant):
+            if lost.kind != "tensor":
+                raise lost_part_error(catalog, lost)
+            if lost.same_as is None:
+                raise MappingError(
+                    f"`{lost.part.key}` is not zero, but the state does not contain it",
+                    where=catalog.path,
+                    why="skipping it would change the model",
+                )
+            raise MappingError(
+                f"`{lost.part.key}` and `{lost.same_as.key}` have different values",
+                where=catalog.path,
+                why="the state stores them as one tensor",
+            )

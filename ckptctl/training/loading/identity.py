@@ -1,0 +1,167 @@
+"""The identity of a checkpoint's files, and the fingerprint by which ranks compare theirs."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from ckptctl.catalog import MANIFEST, Catalog
+from ckptctl.errors import RefusedError
+from ckptctl.file_identity import FileIdentity
+from ckptctl.storage.files import SourceFiles, source_files
+from ckptctl.storage.tree import TreePath
+from ckptctl.storage.urls import is_url
+from ckptctl.training.saving.local_shards import digest
+from ckptctl.units import counted
+
+SETTLED_NS = 100_000_000
+MOST_FILES = 100_000
+Stamp = tuple[str, FileIdentity]
+SAMPLES = 16
+SAMPLE = 256
+SHOWN = 12
+"""Characters of an id in messages."""
+
+
+class _UnsettledError(Exception):
+    """There are too many files, one cannot be looked at, or one is too fresh."""
+
+
+def identity(paths: Iterable[str | TreePath | None]) -> bytes | None:
+    """Return the identity of the files below *paths*.
+
+    Nothing is opened: of every file its name, size, times, inode and device are taken. A file that
+    was written an instant ago could be written again without any of them changing (the clock of a
+    file system ticks every few milliseconds), so such a checkpoint has no identity yet; git treats
+    its index likewise (``Documentation/technical/racy-git.adoc``).
+
+    Args:
+        paths: Directories, which are looked at with all that is in them, and files, with those
+            beside them; None stands for nothing.
+
+    Returns:
+        A digest; None where none can be given (of URLs never), so that nothing may be built on it.
+    """
+    found: list[Stamp] = []
+    try:
+        for path in paths:
+            if path is not None and is_url(path):
+                return None
+            if path is not None:
+                found += sorted(_stamps(Path(path).expanduser().absolute()))
+    except (_UnsettledError, OSError):
+        return None
+    newest = max((max(one.mtime_ns, one.ctime_ns) for _, one in found), default=0)
+    return digest(found) if found and newest < time.time_ns() - SETTLED_NS else None
+
+
+def _stamps(path: Path) -> Iterator[Stamp]:
+    stamps = _below(path, set()) if path.is_dir() else _beside(path)
+    for count, stamp in enumerate(stamps):
+        if count >= MOST_FILES:
+            raise _UnsettledError
+        yield stamp
+
+
+def _below(folder: Path, seen: set[tuple[int, int]]) -> Iterator[Stamp]:
+    """Yield the stamps of all that is in *folder*, behind symbolic links, too."""
+    own = folder.stat()
+    if (own.st_dev, own.st_ino) in seen:
+        return
+    seen.add((own.st_dev, own.st_ino))
+    yield str(folder), FileIdentity.of(own)
+    with os.scandir(folder) as entries:
+        for entry in entries:
+            yield from _below(Path(entry.path), seen) if entry.is_dir() else [_stamp(entry)]
+
+
+def _beside(path: Path) -> Iterator[Stamp]:
+    """Yield the stamps of a file and of those in its directory."""
+    yield str(path), FileIdentity.of(path.stat())
+    with os.scandir(path.parent) as entries:
+        yield from (_stamp(entry) for entry in entries if not entry.is_dir())
+
+
+def _stamp(entry: os.DirEntry[str]) -> Stamp:
+    try:
+        return entry.path, FileIdentity.of(entry.stat())
+    except FileNotFoundError:  # a symbolic link that leads nowhere
+        return entry.path, FileIdentity.of(entry.stat(follow_symlinks=False))
+
+
+class Fingerprint(NamedTuple):
+    """The checkpoint that one rank sees, small enough to be compared with all others.
+
+    Ranks with disks of their own, or a mount that is stale, can see different checkpoints under one
+    path. Two copies of one checkpoint are the same, whatever their times and inodes: saves are told
+    apart by their ids, with the names and sizes of the files. Where there is none (safetensors,
+    files of ``torch.save``), the index, the manifest and some of the bytes stand for it.
+    """
+
+    digest: bytes
+    words: str
+
+
+def fingerprint_of(catalog: Catalog) -> Fingerprint:
+    """Return the fingerprint of a checkpoint."""
+    files = sorted(catalog.files.items())
+    found = digest((catalog.format, files, catalog.save_id or _content(catalog)))
+    name = (
+        f"save {catalog.save_id[:SHOWN]}" if catalog.save_id else f"content {found.hex()[:SHOWN]}"
+    )
+    return Fingerprint(
+        found,
+        f"{name} ({counted(len(files), 'file')}, {counted(sum(catalog.files.values()), 'byte')})",
+    )
+
+
+def require_same_checkpoint(seen: Sequence[Fingerprint], path: str) -> None:
+    """Make sure that all ranks see the same."""
+    ranks: dict[Fingerprint, list[int]] = {}
+    for rank, one in enumerate(seen):
+        ranks.setdefault(one, []).append(rank)
+    if len({one.digest for one in seen}) > 1:
+        raise RefusedError(
+            "the ranks see different checkpoints at the same path",
+            where=path,
+            why="; ".join(f"{_ranks(who)}: {one.words}" for one, who in ranks.items()),
+            hint="make the same files, or copies of them, visible to all ranks (check for "
+            "local disks and stale mounts)",
+        )
+
+
+def _ranks(numbers: Sequence[int]) -> str:
+    shown = ", ".join(map(str, numbers[:8])) + (", …" if len(numbers) > 8 else "")
+    return f"{'rank' if len(numbers) == 1 else 'ranks'} {shown}"
+
+
+def _content(catalog: Catalog) -> bytes:
+    """Return a digest of the index and some bytes of a checkpoint that has no id."""
+    tensors = [
+        (name, one.dtype, one.shape, [(e.box, e.file, e.offset, e.nbytes) for e in one.extents])
+        for name, one in sorted(catalog.tensors.items())
+    ]
+    values = [(name, one.file, one.offset) for name, one in sorted(catalog.blobs.items())]
+    found = hashlib.blake2b(digest((tensors, values)), digest_size=16)
+    with source_files(catalog.root) as files:
+        if files.local:
+            for name, offset, nbytes in _samples(catalog, files):
+                found.update(files.read(name, offset, nbytes))
+    return found.digest()
+
+
+def _samples(catalog: Catalog, files: SourceFiles) -> Iterator[tuple[str, int, int]]:
+    """Yield ranges of files that are compared: all of the manifest, spots of the data."""
+    if (files.root / MANIFEST).is_file():
+        yield MANIFEST, 0, files.size(MANIFEST)
+        return
+    total, start = sum(catalog.files.values()), 0
+    step = max(total // SAMPLES, 1)
+    for name, size in sorted(catalog.files.items()):
+        for place in range(-(-start // step) * step, start + size, step):
+            yield name, place - start, min(SAMPLE, start + size - place)
+        start += size

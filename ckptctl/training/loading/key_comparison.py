@@ -1,0 +1,271 @@
+"""Missing and unexpected keys: the names of a checkpoint and of a state, compared."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Mapping
+from dataclasses import replace
+
+from ckptctl.catalog import Catalog
+from ckptctl.catalog import Path as Keys
+from ckptctl.conversion.recognition.roots import containers, is_training
+from ckptctl.errors import MappingError, listed, nearest
+from ckptctl.formats.dcp.dcp_reader import COMPANION
+from ckptctl.numerics.quantized import quantized
+from ckptctl.planner.mapping.mapped import ComposedTensor
+from ckptctl.training.loading.load_options import LoadReport, Strict
+from ckptctl.training.loading.state_mapping import StateMapping, moved
+
+APART = re.compile(r"rank_(?P<rank>\d+)\.(?P<name>.+)", re.DOTALL)
+
+
+def describe_load(
+    compared: LoadReport,
+    mapping: StateMapping,
+    loaded: tuple[str, ...],
+    cast: Mapping[str, tuple[str, str]],
+) -> LoadReport:
+    """Report a load whose names were *compared* before."""
+    return replace(
+        compared,
+        loaded=loaded,
+        cast=cast,
+        notes=(*mapping.catalog.notes, *mapping.notes.texts()),
+        format=mapping.catalog.format,
+        model_type=None if mapping.layout is None else mapping.model_type,
+        from_layout=mapping.from_layout,
+        layout=mapping.layout,
+    )
+
+
+def as_strict_as(report: LoadReport, strict: Strict, mapping: StateMapping) -> LoadReport:
+    """Return of the names that differ those that *strict* is about."""
+    if strict is True or not (report.missing or report.unexpected):
+        return report
+    if not strict:
+        return replace(report, missing=(), unexpected=())
+    if strict == "state":
+        return replace(report, unexpected=())
+    root, prefix = mapping.root, mapping.prefix
+    if root == prefix == "":
+        root = prefix = next(iter(containers(mapping.catalog)), "")
+
+    def of_model(name: str, model: str) -> bool:
+        return name.startswith(model) if model else not is_training(name)
+
+    return replace(
+        report,
+        missing=tuple(name for name in report.missing if of_model(name, prefix)),
+        unexpected=tuple(name for name in report.unexpected if of_model(name, root)),
+    )
+
+
+def require_equal(report: LoadReport, mapping: StateMapping) -> None:
+    """Refuse a state that does not have the names of the checkpoint."""
+    if not report.missing and not report.unexpected:
+        return
+    sides = (
+        (report.missing, "only in the state"),
+        (report.unexpected, "only in the checkpoint"),
+    )
+    counts = [f"{len(names):,} {side}" for names, side in sides if names]
+    said = [f"{side}: {listed(names)}" for names, side in sides if names]
+    close = [nearest(name, list(mapping.tensors)) for name in report.missing[:1]]
+    hints = [f"did you mean `{close[0]}`?" if close and close[0] else ""]
+    if quantized(mapping.catalog):
+        hints.append('the checkpoint is quantized: pass `dequantize="bf16"` to dequantize it')
+    if not report.missing and all(".state." in f".{name}" for name in report.unexpected):
+        hints.append(
+            "a new optimizer has no state to load into: use `get_state_dict` of "
+            "`torch.distributed.checkpoint.state_dict`, which initializes it"
+        )
+    if not report.missing:
+        hints.append('pass `strict="state"` to load only the keys of the state')
+    hints.append("pass `strict=False` to load the common keys and report the rest")
+    hints += mapping.notes.texts()
+    raise MappingError(
+        f"the keys of the state and the checkpoint differ: {', '.join(counts)}",
+        where=mapping.catalog.path,
+        why="; ".join(said),
+        hint="; ".join(filter(None, hints)),
+    )
+
+
+def compare(
+    mapping: StateMapping, tensors: Mapping[str, Keys], values: Mapping[str, Keys]
+) -> LoadReport:
+    """Compare the names of the checkpoint with those of the state; nothing is loaded yet.
+
+    A state that has something of the trainer's, a step or an optimizer, is to resume: all that the
+    checkpoint has is expected in it. One without says nothing of the trainer's, nor of containers
+    of which it has nothing: what is unexpected in it lies next to something that it has.
+    """
+    catalog, offered = mapping.catalog, mapping.tensors
+    missing = [name for name in tensors if name not in offered]
+    missing += [name for name in values if not held_as(mapping, name, 0)]
+    paths = {name: one.path for name, one in catalog.tensors.items()}
+    paths |= {name: one.path for name, one in catalog.blobs.items()}
+    read = {key for name in tensors if name in offered for key in offered[name].keys}
+    read |= {moved(name, mapping.prefix, mapping.root) for name in values}
+    own = (*tensors.values(), *values.values())
+    containers = {_container(keys) for keys in own}
+    if mapping.root and not mapping.prefix:
+        containers.discard("")  # a flat state is what the checkpoint has below the root
+    containers |= {_container(keys) for name, keys in paths.items() if name in read}
+    heads, apart = {_head(keys) for keys in own}, kept_apart(catalog)
+    resumes = any(map(is_training, (*tensors, *values, *read)))
+
+    def excuse(name: str, keys: Keys) -> str | None:
+        """Return why a name may be left over, if it may."""
+        if name in apart:
+            return "it belongs to a single rank"
+        entry = catalog.tensors.get(name)
+        if entry and entry.alias_of in read:
+            return f"it shares memory with `{entry.alias_of}`, which is read"
+        if resumes:
+            # Lightning's `meta.pt`: its strategies read it by themselves.
+            if catalog.format == "dcp" and _is_in_companion(catalog, name):
+                return "it is stored in a file of its own, outside of the saved state"
+            return None
+        if _container(keys) not in containers:
+            return "the state has no other keys with the same parent"
+        if is_training(name) and _head(keys) not in heads:
+            return "the state contains only a model"
+        return None
+
+    unexpected: list[str] = []
+    dropped = mapping.notes.reasons("dropped")
+    left_out = {name: why for name, why in dropped.items() if name not in read}
+    for name, keys in paths.items():
+        if name in read or name in left_out or name in catalog.computed:
+            continue
+        why = excuse(name, keys)
+        if why:
+            left_out[name] = why
+        else:
+            unexpected.append(name)
+    return LoadReport(missing=tuple(missing), unexpected=tuple(unexpected), left_out=left_out)
+
+
+def _is_in_companion(catalog: Catalog, name: str) -> bool:
+    """Return whether a value of a DCP is stored in ``meta.pt``, next to what DCP stores."""
+    if blob := catalog.blobs.get(name):
+        return blob.file is None
+    files = {extent.file for extent in catalog.tensors[name].extents}
+    return bool(files) and all(file.rpartition("/")[2] == COMPANION for file in files)
+
+
+def require_kinds(mapping: StateMapping, tensors: Collection[str], values: Collection[str]) -> None:
+    """Refuse leaves that are tensors on one side and something else on the other."""
+    offered, blobs = mapping.tensors, mapping.catalog.blobs
+    here = [name for name in tensors if name not in offered and held_as(mapping, name, 0)]
+    there = [
+        name
+        for name in values
+        if name in offered and moved(name, mapping.prefix, mapping.root) not in blobs
+    ]
+    if not here and not there:
+        return
+    said = (
+        f"`{here[0]}` is a tensor in the state, but not a tensor in the checkpoint"
+        if here
+        else f"`{there[0]}` is a tensor in the checkpoint, but not a tensor in the state"
+    )
+    more = len(here) + len(there) - 1
+    raise MappingError(
+        said + (f" (and {more:,} more)" if more else ""),
+        where=listed([*here, *there]),
+        hint="use the type that was saved, or omit the name from the state",
+    )
+
+
+def held_as(
+    mapping: StateMapping,
+    name: str,
+    rank: int,
+    values: Collection[str] = (),
+    apart: Collection[str] = (),
+) -> str | None:
+    """Return the name under which the checkpoint has a leaf that is no tensor, if it has it.
+
+    Args:
+        mapping: How the checkpoint becomes the state.
+        name: The leaf in the state.
+        rank: Whose value is preferred where every rank has its own.
+        values: All leaves of the state; what it has itself is not another leaf's.
+        apart: What :func:`kept_apart` says of the checkpoint.
+    """
+    own = moved(name, mapping.prefix, mapping.root)
+    other = f"rank_{rank}.{own}"
+    if other in apart and moved(other, mapping.root, mapping.prefix) not in values:
+        return other
+    return own if own in mapping.catalog.blobs else None
+
+
+def with_own(
+    mapping: StateMapping, plain: Collection[str], rank: int, state: Collection[str]
+) -> StateMapping:
+    """Return *mapping* for one rank: of tensors of which every rank has its own it takes that.
+
+    Args:
+        mapping: How the checkpoint becomes the state.
+        plain: Tensors of the state that are not one with those of other ranks, as shards are.
+        rank: The rank.
+        state: All names of the state; what it has itself is not another tensor's.
+    """
+    apart = kept_apart(mapping.catalog) if rank else ()
+    own: dict[str, ComposedTensor] = {}
+    for name in plain if apart else ():
+        composed = mapping.tensors.get(name)
+        if composed is None or not composed.renames:
+            continue
+        other = f"rank_{rank}.{composed.sources[0].key}"
+        if other in apart and moved(other, mapping.root, mapping.prefix) not in state:
+            own[name] = ComposedTensor.same(other, name, mapping.catalog.tensors[other].shape)
+    if not own:
+        return mapping
+    return replace(mapping, tensors={**mapping.tensors, **own}, own=frozenset(own))
+
+
+def inherited(mapping: StateMapping, state: Collection[str], rank: int) -> tuple[str, ...]:
+    """Return the leaves that a rank gets of the lowest one, as it did not save itself.
+
+    Of a checkpoint that does not say how many ranks saved it, the highest with a value of its own
+    tells.
+    """
+    matched = [found for n in kept_apart(mapping.catalog) if (found := APART.fullmatch(n))]
+    world = mapping.catalog.world or 1 + max((int(one["rank"]) for one in matched), default=0)
+    differing = {one["name"] for one in matched}
+    if rank < world or not differing:
+        return ()
+    return tuple(n for n in state if moved(n, mapping.prefix, mapping.root) in differing)
+
+
+def kept_apart(catalog: Catalog) -> set[str]:
+    """Return the names under which single ranks keep their own values of a leaf.
+
+    The lowest rank's keeps its name, so there is always one, and never one of rank 0 apart. A user
+    may have a ``rank_1`` as well: all in there is the user's own as soon as anything in there can
+    not be a rank's own of something beside it.
+    """
+    matched = ((name, APART.fullmatch(name)) for name in (*catalog.blobs, *catalog.tensors))
+    inside = [(name, found["rank"], found["name"]) for name, found in matched if found]
+    users = {"0"} | {rank for name, rank, own in inside if not _alike(catalog, name, own)}
+    return {name for name, rank, _ in inside if rank not in users}
+
+
+def _alike(catalog: Catalog, name: str, own: str) -> bool:
+    """Return whether *name* can be a rank's own value of *own*."""
+    one, other = catalog.tensors.get(name), catalog.tensors.get(own)
+    if one and other:
+        return (one.dtype, one.shape) == (other.dtype, other.shape)
+    return not one and own in catalog.blobs
+
+
+def _container(keys: Keys) -> str:
+    return str(keys[0]) if len(keys) > 1 else ""
+
+
+def _head(keys: Keys) -> str:
+    """Return the first name of a path, also where dots divide names instead of dictionaries."""
+    return str(keys[0]).partition(".")[0]

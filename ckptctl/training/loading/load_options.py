@@ -1,0 +1,206 @@
+"""The options of a load, and its report."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Annotated, Literal
+
+from ckptctl.catalog import Catalog
+from ckptctl.conversion import option_checks as checks
+from ckptctl.conversion import shared_options as opt
+from ckptctl.conversion.recognition.model import Request
+from ckptctl.conversion.recognition.roots import renamed
+from ckptctl.conversion.sources import open_source
+from ckptctl.errors import MappingError, UsageError, nearest, renaming
+from ckptctl.numerics.dequantizing import quantization_in
+from ckptctl.numerics.quantized import dequantized
+from ckptctl.options import Option, Options
+from ckptctl.storage.outcome import OutOfRange, require_in_range
+from ckptctl.storage.tree import TreePath
+from ckptctl.training.loading.state_mapping import MappingRequest
+
+Strict = bool | Literal["model", "state"]
+"""Whose names have to agree: those of both sides, of neither, of the model, or all of the state."""
+Rename = Mapping[str, str] | Callable[[str], str]
+"""What names of a checkpoint are called instead."""
+
+
+def _require_rename(value: Rename) -> Rename:
+    if not isinstance(value, Mapping) and not callable(value):
+        raise UsageError(f"{value!r} is neither a dictionary of keys nor a function")
+    return value
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadOptions(Options):
+    """How a checkpoint is read into a state dict."""
+
+    model_type: Annotated[
+        str | None, Option("Model type, required only if keys or axes change. Detected if None.")
+    ] = None
+    layout: Annotated[str | None, Option("Layout of the state's keys. Detected if None.")] = None
+    from_layout: Annotated[
+        str | None, Option("Layout of the checkpoint's keys. Detected if None.")
+    ] = None
+    format: Annotated[
+        str | None, Option("Format of the checkpoint. Detected if None.", flags="--from")
+    ] = None
+    root: Annotated[
+        str | None, Option("Prefix of the model's keys in the checkpoint. Detected if None.")
+    ] = None
+    weights: opt.Weights = None
+    tag: opt.Tag = None
+    rules: opt.Rules = None
+    ranks: opt.Ranks = None
+    sizes: opt.Sizes = None
+    assets: opt.Assets = None
+    trust_assets: opt.TrustAssets = False
+    dequantize: opt.Dequantize = None
+    cast: Annotated[
+        bool,
+        Option(
+            "Allow floating-point tensors of the state to have a different dtype than in the "
+            "checkpoint."
+        ),
+    ] = False
+    allow_overflow: Annotated[
+        bool,
+        Option(
+            "Allow elements to become infinite, NaN or saturated by a cast or by "
+            "*dequantize*. Otherwise the load fails after it has filled the tensors."
+        ),
+    ] = False
+    trusted: Annotated[
+        bool,
+        Option("Allow non-tensor values to run code when they are unpickled."),
+    ] = False
+    checksum: Annotated[
+        bool, Option("Compare the recorded checksums of items that are read in full.")
+    ] = False
+    jobs: Annotated[
+        int | None,
+        Option(
+            "Number of threads per rank. None uses its share of the host's cores, at most 16.",
+            check=checks.at_least(0),
+        ),
+    ] = None
+    rename: Annotated[
+        Rename | None,
+        Option(
+            "Dictionary or function that maps keys of the checkpoint to keys of the "
+            "state. Layouts are detected from the new keys.",
+            check=_require_rename,
+        ),
+    ] = None
+    strict: Strict = True  # names that are missing or left over are errors
+
+    @property
+    def mapping(self) -> MappingRequest:
+        """Return what is asked of the names and the layout of the checkpoint and of the state."""
+        return MappingRequest(
+            source=Request(self.model_type, self.from_layout, self.root, self.sizes),
+            state=Request(layout=self.layout),
+            assets=self.assets,
+            trust_assets=self.trust_assets,
+            dequantized=bool(self.dequantize),
+            partial=False if self.strict else None,
+        )
+
+    def open(self, path: str | TreePath) -> Catalog:
+        """Return the index of the checkpoint at *path*, quantized tensors as they are wanted."""
+        catalog = open_source(path, self)
+        if self.rename is not None:
+            catalog = renamed_by(catalog, self.rename)
+        if not self.dequantize:
+            return catalog
+        with renaming({"--dtype": "cast=True"}):
+            return dequantized(catalog, self.dequantize, quantization_in(self.assets))
+
+    def require_in_range(self, found: Mapping[str, OutOfRange]) -> None:
+        """Refuse elements that became infinite, NaN or saturated, unless they are allowed."""
+        if not self.allow_overflow:
+            require_in_range(found, "pass `allow_overflow=True` to load them anyway")
+
+
+@dataclass(frozen=True, slots=True)
+class LoadReport:
+    """The report of a load on one rank.
+
+    Attributes:
+        loaded: Names of the tensors and other leaves of the state that were filled.
+        missing: Names in the state, of any rank, that the checkpoint does not have.
+        unexpected: Names in the checkpoint that no rank has, where the state has others beside.
+        left_out: Names in other parts of the checkpoint, or dropped by a rule, and why.
+        cast: Names whose elements changed their dtype, and from what to what.
+        notes: What the user should know.
+        format: Format of the checkpoint.
+        model_type: The family, where names or axes changed.
+        from_layout: Layout of the checkpoint, likewise.
+        layout: Layout of the state, likewise.
+        bytes_read: Bytes that this rank read of tensors.
+        bytes_received: Bytes that other ranks read for it.
+        out_of_range: What of that which this rank read became infinite, NaN or saturated, by the
+            name of the tensor in the state.
+        inherited: What each rank that saved has its own of, and this one got of the lowest: it did
+            not take part in the save.
+        on_meta: Tensors of modules in the state that still are on the meta device, as buffers that
+            are not saved: the checkpoint has nothing for them, so something else has to fill them.
+    """
+
+    loaded: tuple[str, ...] = ()
+    missing: tuple[str, ...] = ()
+    unexpected: tuple[str, ...] = ()
+    left_out: Mapping[str, str] = field(default_factory=dict)
+    cast: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+    format: str = ""
+    model_type: str | None = None
+    from_layout: str | None = None
+    layout: str | None = None
+    bytes_read: int = 0
+    bytes_received: int = 0
+    inherited: tuple[str, ...] = ()
+    out_of_range: Mapping[str, OutOfRange] = field(default_factory=dict)
+    on_meta: tuple[str, ...] = ()
+
+
+def renamed_by(catalog: Catalog, rename: Rename) -> Catalog:
+    """Return *catalog* with the names that the user gives its tensors and other leaves."""
+    known = (*catalog.tensors, *catalog.blobs)
+    if isinstance(rename, Mapping):
+        names = {name: rename.get(name, name) for name in known}
+        strange = next((name for name in rename if name not in names), None)
+        if strange is not None:
+            close = nearest(strange, list(known))
+            raise MappingError(
+                f"`rename` contains `{strange}`, which is not in the checkpoint",
+                where=catalog.path,
+                hint=f"did you mean `{close}`?" if close else None,
+            )
+    else:
+        names = {name: _renamed(rename, name) for name in known}
+    taken: dict[str, str] = {}
+    for name, new in names.items():
+        if not isinstance(new, str) or not new:
+            raise UsageError(
+                f"`rename` maps `{name}` to {new!r}", why="it must be a non-empty string"
+            )
+        if taken.setdefault(new, name) != name:
+            raise MappingError(
+                f"`rename` maps two keys to `{new}`",
+                where=catalog.path,
+                why=f"both `{taken[new]}` and `{name}`",
+            )
+    return renamed(catalog, names)
+
+
+def _renamed(rename: Callable[[str], str], name: str) -> str:
+    try:
+        return rename(name)
+    except Exception as error:
+        raise UsageError(
+            f"`rename` failed for `{name}`",
+            where=f"`{name}`",
+            why=f"{type(error).__name__}: {error}",
+        ) from error

@@ -1,0 +1,267 @@
+"""From a checkpoint's tensors to those of a state dict: renamed, or in another layout.
+
+Names that are equal are taken for what they say. Where they are not, a model that lies under
+another prefix is looked for; then families and layouts of both sides are recognized, and the
+mapping is that of a conversion.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import NamedTuple
+
+from ckptctl.catalog import Box, Catalog, Extent, TensorEntry
+from ckptctl.conversion.assets import gather
+from ckptctl.conversion.recognition.layout_change import LayoutRequest, apply_change
+from ckptctl.conversion.recognition.model import DETECTED, Model, Request, understand
+from ckptctl.conversion.recognition.roots import checked_root, roots, unwrapped
+from ckptctl.conversion.training import follow
+from ckptctl.errors import MappingError, MissingTensorsError, RefusedError, UsageError
+from ckptctl.facts.agreed_change import agreed_change
+from ckptctl.notes import Notes
+from ckptctl.numerics.dequantizing import describe_plain, keep_together
+from ckptctl.numerics.quantized import advised
+from ckptctl.planner.mapping.mapped import ComposedTensor, RedundantData
+from ckptctl.planner.mapping.tensors import Change
+from ckptctl.storage.tree import TreePath
+from ckptctl.training.saving.local_shards import TensorMeta
+
+STATE = "the state"
+
+
+class Target(NamedTuple):
+    """A box of a tensor in memory."""
+
+    box: Box
+    memory: str  # what the plan calls its memory
+    steps: tuple[int, ...]  # elements between neighbors along each dimension
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """A tensor that is to be filled."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    targets: tuple[Target, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class StateMapping:
+    """How a checkpoint becomes the state."""
+
+    catalog: Catalog  # the checkpoint, with tensors that are made
+    # By their names in the state; source keys are the checkpoint's.
+    tensors: Mapping[str, ComposedTensor]
+    root: str = ""  # the model's prefix in the checkpoint
+    prefix: str = ""  # the model's prefix in the state
+    redundant: tuple[RedundantData, ...] = ()  # elements that are dropped, to be proven redundant
+    # What the user should know; names in the checkpoint that have no place by a rule, and why.
+    notes: Notes = field(default_factory=Notes)
+    model_type: str | None = None  # the family, where names or axes change
+    from_layout: str | None = None
+    layout: str | None = None
+    # Tensors of the state that become what one rank has of them for itself.
+    own: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MappingRequest:
+    """What is said of a checkpoint that becomes a state.
+
+    Attributes:
+        source: What is said of the model in the checkpoint.
+        state: What is said of the model in the state.
+        assets: Folder of the configuration to use instead of the checkpoint's.
+        dequantized: Whether quantized tensors of the checkpoint stand there dequantized.
+        partial: Whether another layout may be made of a part of the model; None if it may of a
+            model that is incomplete.
+    """
+
+    source: Request = DETECTED
+    state: Request = DETECTED
+    assets: str | TreePath | None = None
+    trust_assets: bool = False
+    dequantized: bool = False
+    partial: bool | None = False
+
+
+def map_state(
+    catalog: Catalog, state: Mapping[str, TensorMeta], request: MappingRequest
+) -> StateMapping:
+    """Find out how the tensors of *catalog* become those of *state*."""
+    named = request.state.layout or request.source.layout
+    same = _keep_matching_names(catalog, state, request)
+    if not named and state.keys() <= same.tensors.keys():
+        return same
+    try:
+        changed = _change_layout(catalog, state, request)
+    except (MappingError, MissingTensorsError, RefusedError, UsageError) as error:
+        incomplete = isinstance(error, MissingTensorsError | RefusedError)
+        if incomplete and request.partial is None:
+            return map_state(catalog, state, replace(request, partial=True))
+        if named or request.source.model_type or not same.tensors:
+            raise
+        same.notes.add(f"matched by name only, because the layouts cannot be mapped: {error.what}")
+        return same
+    better = len(changed.tensors.keys() & state) > len(same.tensors.keys() & state)
+    return changed if named or better else same
+
+
+def understand_source(catalog: Catalog, request: MappingRequest) -> Model:
+    """Understand the model in a checkpoint by its configuration, or that of ``--assets``."""
+    catalog = unwrapped(catalog)
+    assets = gather(catalog, request.assets)
+    if request.dequantized:
+        assets = describe_plain(assets)
+    model = understand(catalog, assets.documents, request.source)
+    return replace(model, described=assets.described)
+
+
+def map_model(
+    model: Model, change: Change, prefix: str = "", outside: Sequence[str] = ()
+) -> StateMapping:
+    """Map the tensors of a model as *change* says, to names under *prefix*.
+
+    Leaves *outside* of the model, such as optimizer state, follow it.
+    """
+    root = model.root
+    rest = follow(model.catalog, outside, root, change)
+    catalog, mapped = apply_change(model.catalog, change, root, prefix)
+    tensors = {**mapped, **rest.tensors}
+    redundant = (*(one.under(root) for one in change.redundant), *rest.redundant)
+    read = {key for composed in tensors.values() for key in composed.keys}
+    notes = Notes()
+    notes.add(*change.notes.texts())
+    for one in redundant:
+        if one.same_as is not None and one.part.key not in read:
+            notes.explain("dropped", {one.part.key: f"the same as `{one.same_as.key}`"})
+    notes.explain("dropped", {root + name: why for name, why in change.dropped.items()})
+    return StateMapping(
+        rest.add_virtual_tensors(catalog),
+        tensors,
+        root,
+        prefix,
+        redundant,
+        notes,
+        change.family.name if change.family else model.model_type,
+        model.layout,
+        change.target_layout,
+    )
+
+
+# ------------------------------------------------------------------------- the names are the same
+
+
+def keep_names(catalog: Catalog, root: str = "", prefix: str = "") -> StateMapping:
+    """Map every tensor to its own name, those below *root* to names below *prefix*."""
+    same = (
+        ComposedTensor.same(name, moved(name, root, prefix), entry.shape)
+        for name, entry in catalog.tensors.items()
+    )
+    return StateMapping(catalog, {one.key: one for one in same}, root, prefix)
+
+
+def _keep_matching_names(
+    catalog: Catalog, state: Mapping[str, TensorMeta], request: MappingRequest
+) -> StateMapping:
+    """Choose the prefixes under which most names agree; everything outside keeps its name."""
+    sources = _prefixes(catalog, request.source.root)
+    targets = _prefixes(_catalog_of(state), request.state.root)
+    pairs = dict.fromkeys((source, target) for source in sources for target in targets)
+    return keep_names(catalog, *max(pairs, key=lambda pair: _agreement(catalog, state, *pair)))
+
+
+def _prefixes(catalog: Catalog, root: str | None) -> list[str]:
+    return ["", *roots(catalog)] if root is None else [checked_root(catalog, root)]
+
+
+def _agreement(catalog: Catalog, state: Mapping[str, TensorMeta], root: str, prefix: str) -> int:
+    """Return how many names are in the state with the model moved so, and of these, shapes."""
+    return sum(
+        1 + (state[other].shape == entry.shape)
+        for name, entry in catalog.tensors.items()
+        if (other := moved(name, root, prefix)) in state
+    )
+
+
+def moved(name: str, root: str, prefix: str) -> str:
+    """Return *name* with the model under *prefix* instead of *root*."""
+    inside = name.startswith(root) and name != root
+    return prefix + name.removeprefix(root) if inside else name
+
+
+def _catalog_of(state: Mapping[str, TensorMeta]) -> Catalog:
+    """Return the state as if it were a checkpoint, so that it can be recognized as one is."""
+    tensors = {}
+    for name, leaf in state.items():
+        whole = Extent(Box.whole(leaf.shape), STATE, 0, 0)
+        tensors[name] = TensorEntry(name, leaf.dtype, leaf.shape, (whole,), leaf.path)
+    return Catalog(Path(), Path(STATE), "dcp", {}, tensors)
+
+
+# ---------------------------------------------------------------------------- the layout is another
+
+
+def _change_layout(
+    catalog: Catalog, state: Mapping[str, TensorMeta], request: MappingRequest
+) -> StateMapping:
+    """Map the model to the layout of *state*, and what surrounds it along with it."""
+    model = understand_source(catalog, request)
+    wanted = _understand_state(state, model, request)
+    if model.model_type is None:
+        common = [name for name in model.candidates if name in wanted.candidates]
+        model = model.as_type(common[0]) if len(common) == 1 else model
+    inside = wanted.selection
+    names = {wanted.root + name for name in inside.tensors}
+    with advised(model):
+        change = _change(model, wanted, names, request)
+    held = {model.root + name for name in model.tensors}
+    keep_together(model.catalog, held, renamed=not change.identity, dtype=None)
+    outside = model.selection.rest if inside.rest else ()
+    return replace(map_model(model, change, wanted.root, outside), layout=wanted.layout)
+
+
+def _understand_state(
+    state: Mapping[str, TensorMeta], model: Model, request: MappingRequest
+) -> Model:
+    """Understand the state, as of the checkpoint's model type if that is known."""
+    held, named = _catalog_of(state), request.source.model_type
+    asked = replace(request.state, model_type=named or model.model_type)
+    try:
+        found = understand(held, request=asked)
+    except MappingError:
+        if named or not asked.model_type:
+            raise
+        found = None
+    if asked.model_type and not named and not (found and found.candidates):
+        found = understand(held, request=request.state)
+    if found is None or found.layout is None:
+        raise MappingError(
+            "unknown layout of the state",
+            where=STATE,
+            why=f"its tensors match several layouts of {found.named}"
+            if found and found.candidates
+            else "no known model type has its keys",
+            hint="set it with `layout=`, and its model type with `model_type=`",
+        )
+    return found
+
+
+def _change(
+    model: Model, wanted: Model, names: AbstractSet[str], request: MappingRequest
+) -> Change:
+    """Map the model; a tied tensor that the state has twice is written twice."""
+    asked = LayoutRequest(
+        wanted.layout, partial=bool(request.partial), trust_assets=request.trust_assets
+    )
+    change = agreed_change(model, model.tensors, asked)
+    if names <= {wanted.root + target.key for one in change.tensors for target in one.targets}:
+        return change
+    try:
+        return agreed_change(model, model.tensors, replace(asked, untie=True))
+    except UsageError:
+        return change

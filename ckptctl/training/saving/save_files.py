@@ -1,0 +1,209 @@
+"""The files of each rank in a DCP directory, and the metadata.
+
+Every rank says what it holds (:mod:`ckptctl.training.saving.local_shards`), one of them decides
+(:mod:`ckptctl.training.saving.global_plan`), each lays out and writes its own files
+(:func:`tensor_files`, :func:`with_values`), one writes the metadata (:func:`tensor_metadata`). No
+torch here: memory has names.
+"""
+
+from __future__ import annotations
+
+import math
+from array import array
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import NamedTuple
+
+from ckptctl import dtypes
+from ckptctl.catalog import Box, Extent, TensorEntry, memory_name, row_major
+from ckptctl.formats.base import OutputTensor
+from ckptctl.formats.dcp.data_files import DataFiles
+from ckptctl.formats.dcp.metadata import Item
+from ckptctl.formats.dcp.metadata_writer import Located, TensorMetadata, encode_tensors
+from ckptctl.planner.balance import assign
+from ckptctl.planner.plan import CrcOf, OutputFile, Plan, TargetBox, Transfer
+from ckptctl.planner.strided import Strided
+from ckptctl.storage.threads import no_collection
+from ckptctl.training.saving.global_plan import GlobalPlan, RankShare, output_tensor
+from ckptctl.training.saving.local_shards import HeldChunk, LocalShards
+
+FileCount = Callable[[int], int]
+"""Returns among how many files a rank's bytes are dealt."""
+
+
+@dataclass(frozen=True, slots=True)
+class RankItems:
+    """Where a rank writes its boxes, in the order of its share."""
+
+    files: tuple[str, ...]
+    file: Sequence[int]  # of each item the index into these
+    offset: Sequence[int]
+    nbytes: Sequence[int]
+
+    def places(self) -> Iterator[tuple[str, int, int]]:
+        """Yield the file, offset and size of each."""
+        return zip((self.files[n] for n in self.file), self.offset, self.nbytes, strict=True)
+
+
+@dataclass(frozen=True, slots=True)
+class TensorFiles:
+    """The tensors of one rank in its files."""
+
+    plan: Plan
+    items: RankItems
+
+
+@dataclass(frozen=True, slots=True)
+class RankOutput:
+    """The files of one rank."""
+
+    plan: Plan
+    tensors: TensorFiles
+    items: Mapping[str, Item]
+
+
+class WrittenBox(NamedTuple):
+    """A box that a rank writes as one item: a chunk, by its index, or a part of it."""
+
+    chunk: int
+    box: Box
+
+
+def tensor_files(
+    rank: int,
+    shards: LocalShards,
+    share: RankShare,
+    steps: Sequence[tuple[int, ...]],
+    file_count: FileCount = lambda _: 1,
+) -> TensorFiles:
+    """Lay out the tensors in the files of *rank*."""
+    boxes = list(boxes_of(shards, share))
+    names = [shards.chunks[index].name for index, _ in boxes]
+    tensors = [output_tensor(name, shards.tensors[name]) for name in names]
+    sizes = [
+        math.prod(box.sizes) * dtypes.itemsize(tensor.dtype)
+        for (_, box), tensor in zip(boxes, tensors, strict=True)
+    ]
+    files = file_count(sum(sizes))
+    homes = assign([(nbytes, range(files)) for nbytes in sizes], files, small=0)
+    writer = DataFiles()
+    transfers: list[Transfer] = []
+    for number in sorted(set(homes)):
+        writer.begin(data_file(rank, number))
+        for written, tensor, home in zip(boxes, tensors, homes, strict=True):
+            if home == number:
+                writer.add_tensor(tensor, written.box)
+                chunk = shards.chunks[written.chunk]
+                transfers.append(_transfer(chunk, tensor, steps[written.chunk], written, writer))
+        writer.finish()
+    plan = Plan(
+        source_root=Path("/"),
+        sources={},
+        target=Path(),
+        single_file=False,
+        files=tuple(writer.files),
+        records=tuple(writer.records),
+        transfers=tuple(transfers),
+        raw_copies=(),
+        digest="",
+    )
+    paths = tuple(file.path for file in writer.files)
+    numbers = {path: number for number, path in enumerate(paths)}
+    items = [writer.items[name, box.offsets] for name, (_, box) in zip(names, boxes, strict=True)]
+    places = RankItems(
+        paths,
+        array("H", [numbers[item.file] for item in items]),
+        array("Q", [item.offset for item in items]),
+        array("Q", [item.nbytes for item in items]),
+    )
+    return TensorFiles(plan, places)
+
+
+def data_file(rank: int, number: int) -> str:
+    """Return the name of a data file, as stock ``dcp.save`` calls it."""
+    return f"__{rank}_{number}.distcp"
+
+
+def boxes_of(shards: LocalShards, share: RankShare) -> Iterator[WrittenBox]:
+    """Yield the boxes of a rank's share, in its order."""
+    for position, index in enumerate(share.chunks):
+        chunk = shards.chunks[index]
+        yield WrittenBox(index, share.parts.get(position) or Box(chunk.offsets, chunk.sizes))
+
+
+def _transfer(
+    chunk: HeldChunk,
+    tensor: OutputTensor,
+    steps: tuple[int, ...],
+    written: WrittenBox,
+    writer: DataFiles,
+) -> Transfer:
+    sizes, size = written.box.sizes, dtypes.itemsize(tensor.dtype)
+    record = len(writer.records) - 1
+    place = writer.records[record]
+    inside = zip(written.box.offsets, chunk.offsets, steps, strict=True)
+    first = sum((low - base) * step for low, base, step in inside) * size
+    reach = sum((count - 1) * step for count, step in zip(sizes, steps, strict=True))
+    whole = Box.whole(sizes)
+    nbytes = (reach + 1) * size if whole.numel else 0
+    extent = Extent(whole, memory_name(str(written.chunk)), first, nbytes, strides=steps)
+    held = TensorEntry(chunk.name, tensor.dtype, sizes, (extent,), (chunk.name,))
+    strides = tuple(step * size for step in row_major(sizes))
+    target = TargetBox(place.file, place.offset, whole.offsets, sizes, strides, record)
+    return Transfer(chunk.name, Strided.whole(held), (target,))
+
+
+def with_values(
+    rank: int, files: TensorFiles, written: Mapping[str, str], values: Mapping[str, bytes]
+) -> RankOutput:
+    """Add the leaves that are no tensors at the end of the rank's first file."""
+    if not written:
+        return RankOutput(files.plan, files, {})
+    known = files.plan.files[0] if files.plan.files else None
+    first = known or OutputFile(data_file(rank, 0), 0, lambda _: iter(()))
+    items: dict[str, Item] = {}
+    contents: list[tuple[int, bytes]] = []
+    size = first.size
+    for name, under in written.items():
+        items[under] = Item(first.path, size, len(values[name]))
+        contents.append((size, values[name]))
+        size += len(values[name])
+
+    def frame(crc_of: CrcOf) -> Iterator[tuple[int, bytes]]:
+        yield from first.frame(crc_of)
+        yield from contents
+
+    longer = OutputFile(first.path, size, frame)
+    plan = replace(files.plan, files=(longer, *files.plan.files[1:]))
+    return RankOutput(plan, files, items)
+
+
+def rank_files(
+    rank: int,
+    shards: LocalShards,
+    share: RankShare,
+    steps: Sequence[tuple[int, ...]],
+    values: Mapping[str, bytes],
+    file_count: FileCount,
+) -> RankOutput:
+    """Lay out all files of *rank*; see :func:`tensor_files` and :func:`with_values`."""
+    files = tensor_files(rank, shards, share, steps, file_count)
+    return with_values(rank, files, share.values, values)
+
+
+def tensor_metadata(global_plan: GlobalPlan, items: Sequence[RankItems]) -> TensorMetadata:
+    """Return the global ``.metadata``, to which the leaves that are no tensors are added."""
+    tensors, boxes = global_plan.tensors, global_plan.boxes
+    places = [one.places() for one in items]
+
+    def located(boxes: Sequence[Box], writers: Sequence[int]) -> Iterator[Located]:
+        for box, rank in zip(boxes, writers, strict=True):
+            yield box.offsets, *next(places[rank])
+
+    with no_collection():
+        items_of_tensors = (
+            (tensor.name, located(own, writers))
+            for tensor, own, writers in zip(tensors, boxes, global_plan.writers, strict=True)
+        )
+        return encode_tensors(tensors, boxes, items_of_tensors)

@@ -1,0 +1,1 @@
+"""Commands that read: inspect, verify, diff, extract, map, report and doctor."""

@@ -1,0 +1,86 @@
+"""What a comparison is asked to do."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated
+
+from ckptctl.conversion import option_checks as checks
+from ckptctl.conversion import shared_options as opt
+from ckptctl.options import Excludes, Option, group
+
+_WEIGHTS = (
+    "Weights of {} to read if it has both: master (the optimizer's fp32 copies) "
+    "or module.  [default: master]"
+)
+_ROOT = "Prefix of the model's keys in {}.  [default: detected]"
+
+
+_DATA = Excludes("structure", why="{other} does not compare data", hint="omit {this}")
+
+
+def _tolerance(text: str) -> Option:
+    return Option(text, metavar="X", check=checks.tolerated, excludes=(_DATA,))
+
+
+@group
+class ComparisonOptions(opt.ModelOptions):
+    """What says how two checkpoints are compared."""
+
+    structure: Annotated[bool, Option("Compare only names, shapes and dtypes.")] = False
+    quick: Annotated[
+        bool, Option("Skip tensors with recorded checksums that match.", excludes=(_DATA,))
+    ] = False
+    atol: Annotated[float | None, _tolerance("Absolute tolerance.")] = None
+    rtol: Annotated[float | None, _tolerance("Relative tolerance.")] = None
+    ignore_dtype: Annotated[bool, Option("Treat equal numbers of different dtypes as equal.")] = (
+        False
+    )
+    dequantize: opt.Dequantize = None
+    include: opt.Include = ()
+    only: Annotated[
+        opt.Part,
+        Option("Part to compare: model or all.", metavar="PART", panel="Select", brief=True),
+    ] = "all"
+    rules: opt.Rules = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class DiffOptions(ComparisonOptions):
+    """What is compared, and how; see ``ckptctl diff --help``."""
+
+    exclude: opt.Exclude = ()
+    format_a: Annotated[str | None, opt.source_format("Format of A.  [default: detected]")] = None
+    format_b: Annotated[str | None, opt.source_format("Format of B.  [default: detected]")] = None
+    layout_a: Annotated[str | None, opt.layout("Layout of A.  [default: detected]")] = None
+    layout_b: Annotated[str | None, opt.layout("Layout of B.  [default: detected]")] = None
+    weights_a: Annotated[
+        opt.WeightsOf | None, Option(_WEIGHTS.format("A"), metavar="KIND", panel="Select")
+    ] = None
+    weights_b: Annotated[
+        opt.WeightsOf | None, Option(_WEIGHTS.format("B"), metavar="KIND", panel="Select")
+    ] = None
+    tag_a: Annotated[
+        str | None,
+        Option(
+            "Tag of the save to read from A, if it has several.  [default: the one in `latest`]",
+            metavar="NAME",
+            panel="Select",
+        ),
+    ] = None
+    tag_b: Annotated[
+        str | None,
+        Option(
+            "Tag of the save to read from B, if it has several.  [default: the one in `latest`]",
+            metavar="NAME",
+            panel="Select",
+        ),
+    ] = None
+    root_a: Annotated[
+        str | None, Option(_ROOT.format("A"), metavar="PREFIX", panel="Format and model")
+    ] = None
+    root_b: Annotated[
+        str | None, Option(_ROOT.format("B"), metavar="PREFIX", panel="Format and model")
+    ] = None
+    sizes: opt.Sizes = None
+    jobs: opt.Jobs = None

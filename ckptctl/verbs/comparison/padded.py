@@ -1,0 +1,73 @@
+"""A vocabulary that only A pads: the rows that both have are compared, if the rest is padding."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from ckptctl import families, formats
+from ckptctl.catalog import Catalog
+from ckptctl.conversion.proofs import find_lost
+from ckptctl.conversion.recognition.vocabulary import AXIS
+from ckptctl.facts.recorded import Records
+from ckptctl.formats.base import WritableFormat
+from ckptctl.planner.copying.blocks import view
+from ckptctl.planner.layouts import Stored
+from ckptctl.planner.mapping.mapped import RedundantData, Region
+from ckptctl.planner.strided import Strided
+from ckptctl.storage.computed import open_reader
+from ckptctl.training.loading.state_mapping import StateMapping
+from ckptctl.units import counted
+
+
+def without_padding(a: Catalog, mapping: StateMapping) -> tuple[Catalog, int]:
+    """Return *a* without the rows that pad its vocabulary; *mapping* then notes it.
+
+    Rows that hold something are no padding unless the trainer's arguments say so: they stay. The
+    number is that of the bytes that were read to tell.
+    """
+    longer = dict(_longer(a, mapping))
+    rows = {(a.tensors[name].shape[0], size) for name, size in longer.items()}
+    if len(rows) != 1:
+        return a, 0
+    ((before, size),) = rows
+    held = {name: a.tensors[name] for name in longer}
+    located = formats.resolve(replace(a, tensors=held, blobs={}, replicas={})).tensors
+    a = replace(a, tensors={**a.tensors, **located})
+    bytes_read = 0
+    if not Records(a).state_padding(before, size):
+        parts = (
+            Region(name, (size, *(0,) * len(shape)), (before - size, *shape))
+            for name in longer
+            for shape in [a.tensors[name].shape[1:]]
+        )
+        with open_reader(a) as files:
+            padding = (RedundantData(one, kind="padding") for one in parts)
+            used = any(find_lost(files, a, padding))
+            bytes_read = files.bytes_read
+        if used:
+            return a, bytes_read
+    cut = {
+        name: view(a.tensors[name], Strided.whole(a.tensors[name]).narrow(0, 0, size))
+        for name in longer
+    }
+    omitted = counted(before - size, "row")
+    mapping.notes.add(f"the last {omitted} of A's vocabulary are padding and were not compared")
+    return replace(a, tensors={**a.tensors, **cut}), bytes_read
+
+
+def _longer(a: Catalog, mapping: StateMapping) -> Iterator[tuple[str, int]]:
+    """Yield the vocabulary's tensors of which A has more rows than B, and how many B has."""
+    written = formats.get(a.format)
+    pads = isinstance(written, WritableFormat) and written.pads
+    if not pads or mapping.model_type is None or mapping.layout is None:
+        return
+    layout = families.family(mapping.model_type).layout(mapping.layout)
+    for name, composed in mapping.tensors.items():
+        entry, shape = a.tensors.get(name), composed.shape
+        known = layout.table.find(name.removeprefix(mapping.prefix))
+        stored = known[0] if known else None
+        if entry is None or not isinstance(stored, Stored) or stored.dim_of(AXIS) != 0:
+            continue
+        if entry.shape[1:] == shape[1:] and entry.shape[0] > shape[0]:
+            yield name, shape[0]

@@ -1,0 +1,199 @@
+"""How the values of two tensors, and other leaves, differ."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from ckptctl import dtypes
+from ckptctl.catalog import Box, Catalog, TensorEntry, row_major
+from ckptctl.errors import ChangedError
+from ckptctl.file_identity import FileIdentity
+from ckptctl.planner.plan import Plan
+from ckptctl.storage.compare import Errors, Tolerance, errors_between
+from ckptctl.storage.computed import require_torch_for
+from ckptctl.storage.pickles.inert import DictRecord, Inert
+from ckptctl.storage.tensor_reader import boxes_within
+from ckptctl.storage.threads import Advance
+from ckptctl.storage.tree import TreePath
+from ckptctl.training.loading.reading import Reading, WantedBox, fill
+from ckptctl.training.loading.state_mapping import StateMapping
+from ckptctl.verbs.comparison.diff_result import LeafDifference
+from ckptctl.verbs.comparison.pairing import Pair
+
+WINDOW = 1 << 20
+"""Elements of a window."""
+BATCH = 16 << 20
+"""Bytes that are read of each side at a time."""
+MANY = 256
+"""Windows that are read at a time."""
+Planned = tuple[Plan, list[bytearray]]
+"""A reading, and what it fills."""
+
+
+class WindowBuffers:
+    """Memory of windows, used again for those of the same size: new pages cost more than a read."""
+
+    def __init__(self) -> None:
+        self._free: dict[int, list[bytearray]] = {}
+
+    def take(self, boxes: Sequence[WantedBox]) -> list[bytearray]:
+        """Return a buffer for each of *boxes*; those that fit none are let go first."""
+        sizes = [one.box.numel * dtypes.itemsize(one.dtype) for one in boxes]
+        free, self._free = self._free, {}
+        found = [free[size].pop() if free.get(size) else None for size in sizes]
+        del free
+        return [
+            bytearray(size) if known is None else known
+            for size, known in zip(sizes, found, strict=True)
+        ]
+
+    def give_back(self, buffers: Iterable[bytearray]) -> None:
+        """Keep *buffers* for the next windows."""
+        for buffer in buffers:
+            self._free.setdefault(len(buffer), []).append(buffer)
+
+
+def same_checksums(a: TensorEntry, b: TensorEntry) -> bool:
+    """Return whether both sides record checksums of the same boxes of a tensor, and they match."""
+    one, other = _checksums(a), _checksums(b)
+    return one is not None and a.dtype == b.dtype and one == other
+
+
+def _checksums(entry: TensorEntry) -> dict[Box, int] | None:
+    found: dict[Box, int] = {}
+    for extent in entry.extents:
+        dense = extent.strides in (None, row_major(extent.box.sizes))
+        nbytes = extent.box.numel * dtypes.itemsize(entry.dtype)
+        crc = extent.crc32
+        if crc is None or not dense or extent.nbytes != nbytes:
+            return None
+        found[extent.box] = crc
+    return found
+
+
+@dataclass(slots=True)
+class Windows:
+    """Reads the same boxes of two checkpoints, both located.
+
+    Attributes:
+        a: The first one, under its own names.
+        b: The other one.
+        jobs: Threads that read; 0: this process's part of the cores.
+        bitwise: Whether elements are compared by their bits alone, without torch.
+        seen: What the files first were.
+        bytes_read: Bytes that were read from the files of the first one, and of the other one.
+    """
+
+    a: StateMapping
+    b: StateMapping
+    jobs: int = 0
+    bitwise: bool = False
+    seen: dict[tuple[TreePath, str], FileIdentity] = field(default_factory=dict)
+    bytes_read: tuple[int, int] = (0, 0)
+    _buffers: tuple[WindowBuffers, WindowBuffers] = field(
+        default_factory=lambda: (WindowBuffers(), WindowBuffers())
+    )
+
+    def errors(
+        self, pairs: Sequence[Pair], tolerance: Tolerance | None, advance: Advance | None
+    ) -> dict[str, Errors]:
+        """Compare the elements of *pairs*, which have one shape on both sides.
+
+        Returns:
+            For each name in A how its elements differ, also where they do not.
+        """
+        found = {one.entry.name: Errors() for one in pairs}
+        if self.bitwise:
+            for batch in _batches(pairs):
+                for (plan, held), buffers in zip(self._planned(batch), self._buffers, strict=True):
+                    require_torch_for(plan, "the comparison")
+                    buffers.give_back(held)
+        for batch in _batches(pairs):
+            (plan_a, a), (plan_b, b) = self._planned(batch)
+            read_a, read_b = self.bytes_read
+            self.bytes_read = read_a + self._fill(plan_a, a), read_b + self._fill(plan_b, b)
+            for (one, box), x, y in zip(batch, a, b, strict=True):
+                found[one.entry.name] += errors_between(
+                    x, y, one.entry.dtype, one.dtype, box, tolerance, bitwise=self.bitwise
+                )
+                if advance:
+                    advance(len(x))
+            self._buffers[0].give_back(a)
+            self._buffers[1].give_back(b)
+            del a, b, x, y  # else those that no next window fits live on while it is read
+        return found
+
+    def _planned(self, batch: Sequence[tuple[Pair, Box]]) -> tuple[Planned, Planned]:
+        x = [WantedBox(p.entry.name, p.entry.dtype, p.entry.shape, box) for p, box in batch]
+        y = [WantedBox(p.entry.name, p.dtype, p.entry.shape, box) for p, box in batch]
+        first, second = self._buffers
+        own, other = Reading(self.a, {}), Reading(self.b, {})
+        return (own.plan_boxes(x), first.take(x)), (other.plan_boxes(y), second.take(y))
+
+    def _fill(self, plan: Plan, buffers: list[bytearray]) -> int:
+        """Read what is planned into *buffers*; return how many bytes of files were read."""
+        for file, identity in plan.sources.items():
+            if self.seen.setdefault((plan.source_root, file), identity) != identity:
+                raise ChangedError(plan.source_root, file)
+        return fill(plan, buffers, self.jobs).bytes_read
+
+
+def _batches(pairs: Sequence[Pair]) -> Iterator[list[tuple[Pair, Box]]]:
+    batch: list[tuple[Pair, Box]] = []
+    nbytes = 0
+    for pair in pairs:
+        itemsize = max(dtypes.itemsize(pair.entry.dtype), dtypes.itemsize(pair.dtype))
+        for box in boxes_within(pair.entry.shape, WINDOW):
+            batch.append((pair, box))
+            nbytes += box.numel * itemsize
+            if nbytes >= BATCH or len(batch) >= MANY:
+                yield batch
+                batch, nbytes = [], 0
+    if batch:
+        yield batch
+
+
+SHOWN = 60
+FIELDS = ("module", "name", "args", "state", "newobj", "appended", "entries")
+
+
+def compare_leaves(
+    a: Catalog, b: Catalog, pairs: Sequence[tuple[str, str]]
+) -> tuple[LeafDifference, ...]:
+    """Return which of the leaves differ."""
+    found = []
+    for name, other in pairs:
+        x, y = a.blobs[name].value, b.blobs[other].value
+        if not same_value(x, y):
+            found.append(LeafDifference(name, _short(x), _short(y)))
+    return tuple(found)
+
+
+def same_value(a: object, b: object) -> bool:
+    """Return whether two values are of one type and equal; NaN is equal to the same NaN."""
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, float) and isinstance(b, float):
+        return struct.pack("<d", a) == struct.pack("<d", b)
+    if isinstance(a, dict) and isinstance(b, dict):
+        return (
+            _record(a) == _record(b)
+            and a.keys() == b.keys()
+            and all(same_value(value, b[key]) for key, value in a.items())
+        )
+    if isinstance(a, (list, tuple)) and isinstance(b, (list, tuple)):
+        return len(a) == len(b) and all(map(same_value, a, b))
+    if isinstance(a, Inert) and isinstance(b, Inert):
+        return all(same_value(getattr(a, field), getattr(b, field)) for field in FIELDS)
+    return a == b
+
+
+def _record(value: object) -> object:
+    return value.origin if isinstance(value, DictRecord) else None
+
+
+def _short(value: object) -> str:
+    text = f"{value!r}"
+    return text if len(text) <= SHOWN else f"{text[: SHOWN - 3]}..."

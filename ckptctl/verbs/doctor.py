@@ -1,0 +1,479 @@
+"""Look at the installation, the plug-ins, a directory and what surrounds the program.
+
+torch is not imported, nothing is changed and nothing is left behind. What is found is ``ok``;
+``warn``: something is slower, or cannot be done here; ``fail``: something is broken.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import platform
+import re
+import resource
+import shutil
+import stat
+import sys
+import time
+import zlib
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from importlib import metadata
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Annotated, Literal
+
+from ckptctl import families, formats
+from ckptctl.conversion import steps
+from ckptctl.conversion.option_checks import STEPS
+from ckptctl.errors import CkptError, SourceNotFoundError
+from ckptctl.installed import package_of
+from ckptctl.results import JsonField, Result
+from ckptctl.storage import crc, file_system
+from ckptctl.storage.destinations import require_path
+from ckptctl.storage.file_system import sync_directory
+from ckptctl.storage.paths import home_expanded, path_hint, real_path
+from ckptctl.units import counted, format_bytes, format_seconds
+from ckptctl.version import __version__
+
+Status = Literal["ok", "warn", "fail"]
+
+
+@dataclass(frozen=True, slots=True)
+class Check(Result, order="group name status found hint"):
+    """One thing that was looked at."""
+
+    name: Annotated[str, JsonField("name of the check")]
+    found: Annotated[str, JsonField("human-readable result of the check")]
+    status: Annotated[
+        Status, JsonField("`ok`, `warn` (slower, or a feature is unavailable) or `fail` (broken)")
+    ] = "ok"
+    hint: Annotated[str | None, JsonField("suggested action")] = None
+    group: Annotated[
+        str, JsonField("`installation`, `plug-ins`, `file system` or `surroundings`")
+    ] = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Diagnosis(Result, order="directory healthy warnings failures checks"):
+    """All that was looked at."""
+
+    directory: Annotated[Path, JsonField("path as given")]
+    checks: Annotated[tuple[Check, ...], JsonField("results of all checks")]
+
+    @property
+    def healthy(self) -> Annotated[bool, JsonField()]:
+        """Whether all checks passed; the exit code is 0 if true, else 1."""
+        return not self.failures
+
+    @property
+    def warnings(self) -> Annotated[int, JsonField()]:
+        """Number of warnings."""
+        return sum(one.status == "warn" for one in self.checks)
+
+    @property
+    def failures(self) -> Annotated[int, JsonField()]:
+        """Number of failed checks."""
+        return sum(one.status == "fail" for one in self.checks)
+
+
+def _judged(name: str, found: str, good: bool, hint: str, bad: Status = "warn") -> Check:
+    return Check(name, found) if good else Check(name, found, bad, hint)
+
+
+def doctor(directory: Path) -> Diagnosis:
+    """Everything that was looked at, by group; *directory* is where checkpoints are, or will be."""
+    require_path(directory)
+    place = home_expanded(directory).absolute()
+    if not place.is_dir():
+        raise SourceNotFoundError("no such directory", where=str(directory), hint=path_hint(place))
+    groups = {
+        "installation": _installation(),
+        "plug-ins": _plug_ins(),
+        "file system": _file_system(place),
+        "surroundings": _surroundings(),
+    }
+    checks = (replace(one, group=name) for name, many in groups.items() for one in many)
+    return Diagnosis(directory, tuple(checks))
+
+
+# ----------------------------------------------------------------------------------- installation
+
+NAME = "ckptctl"
+NEEDED = ("typer", "rich", "safetensors", "huggingface_hub", "fsspec", "pyyaml", "isal")
+"""What a checkout needs, which has no metadata that would say so."""
+OPTIONAL = {
+    "torch": "required for casts, dequantization, merges, transposes, statistics, `--nan` and "
+    "training: `pip install torch`",
+    "isal": None,
+}
+"""What is not broken where these are missing, and what to do about it."""
+SLOW_START = 0.5
+HEAVY = ("torch", "numpy")
+_EXTRA = re.compile(r"extra == (?!['\"]torch['\"])")
+_NEED = re.compile(r"([A-Za-z0-9._-]+)\s*(?:>=\s*([0-9.]+))?")
+
+
+def _installation() -> Iterator[Check]:
+    """What is installed, in which version, and how long the program takes to start."""
+    yield _start(time.process_time())
+    yield _itself()
+    yield Check("python", f"{platform.python_version()} at {sys.executable}")
+    for name, least in _needed():
+        yield _package(name, least)
+    fast = crc.crc32 is not zlib.crc32
+    hint = "`pip install isal` makes checksums about ten times faster"
+    yield _judged("checksums", f"computed by {'isal' if fast else 'zlib'}", fast, hint)
+
+
+def _start(seconds: float) -> Check:
+    early = [name for name in HEAVY if name in sys.modules]
+    found = f"{seconds:.2f} s of CPU time"
+    if early:
+        found += f", {' and '.join(early)} already imported"
+    hint = (
+        "list what is imported before ckptctl with `python -X importtime -m ckptctl --version`; "
+        "check *.pth files in site-packages and sitecustomize.py"
+    )
+    return _judged("start", found, seconds <= SLOW_START and not early, hint)
+
+
+def _itself() -> Check:
+    found = f"{__version__} at {Path(__file__).parents[1]}"
+    installed = _version(NAME)
+    if installed in (None, __version__):
+        return Check(NAME, found)
+    hint = "reinstall it, or run from another directory"
+    return Check(NAME, f"{found}, but {installed} is installed", "warn", hint)
+
+
+def _needed() -> list[tuple[str, str]]:
+    """Packages that ckptctl uses, with the least version that will do, or nothing."""
+    try:
+        said = metadata.requires(NAME) or []
+    except metadata.PackageNotFoundError:
+        said = [*NEEDED, "torch"]
+    plain = (_NEED.match(text) for text in said if _EXTRA.search(text) is None)
+    return [(found[1], found[2] or "") for found in plain if found]
+
+
+def _package(name: str, least: str) -> Check:
+    version = _version(name)
+    install = f"`pip install '{name}>={least}'`" if least else f"`pip install {name}`"
+    if version is None:
+        status: Status = "warn" if name in OPTIONAL else "fail"
+        return Check(name, "not installed", status, OPTIONAL.get(name) or install)
+    if least and _numbers(version) < _numbers(least):
+        return Check(name, f"{version}, older than {least}", "fail", install)
+    return Check(name, version)
+
+
+def _version(name: str) -> str | None:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _numbers(version: str) -> list[int]:
+    release = re.match(r"[0-9.]*", version)
+    return [int(part) for part in (release[0] if release else "").split(".") if part]
+
+
+# --------------------------------------------------------------------------------------- plug-ins
+
+
+def _plug_ins() -> Iterator[Check]:
+    """Look at what other packages add: whether it loads, and whether names collide."""
+    yield from _added("format", formats.ENTRY_POINTS, formats.names(), formats.load_added)
+    yield from _added("step", STEPS, (), steps.load_added)
+    yield from _added("model type", families.GROUP, families.built_in(), families.family)
+
+
+def _added(
+    kind: str, group: str, built_in: Collection[str], load: Callable[[str], object]
+) -> Iterator[Check]:
+    points = metadata.entry_points(group=group)
+    if not points and built_in:
+        yield Check(f"{kind}s", f"{len(built_in):,} built in, none added")
+    counts = Counter(point.name for point in points)
+    for point in sorted(points, key=lambda one: one.name):
+        name, found = f"{kind} {point.name}", f"added by {package_of(point)}"
+        if point.name in built_in:
+            hint = f"ignored, because ckptctl has a {kind} of that name; rename it in the package"
+            yield Check(name, found, "warn", hint)
+        elif counts[point.name] > 1:
+            hint = "another package adds the same name; uninstall one of them"
+            yield Check(name, found, "warn", hint)
+        else:
+            try:
+                load(point.name)
+                yield Check(name, found)
+            except CkptError as error:
+                why = "; ".join(filter(None, (error.why, error.hint)))
+                yield Check(name, f"{found}, cannot be loaded", "fail", why)
+
+
+# ------------------------------------------------------------------------------------ file system
+
+PREFIX = ".ckptctl-doctor-"
+LITTLE = 5 * 10**9
+SLOW_SYNC = 0.5
+SKEW = 60.0
+LARGE = 4 * 2**30 + 1
+NETWORK = frozenset(
+    ("9p", "afs", "beegfs", "ceph", "cifs", "fuse.sshfs", "glusterfs", "lustre", "nfs", "nfs4")
+)
+GONE_LATER = {
+    "overlay": "files written here are lost with the container; mount a volume",
+    "tmpfs": "files written here use memory and are lost at a restart",
+    "ramfs": "files written here use memory and are lost at a restart",
+}
+
+
+def _file_system(place: Path) -> Iterator[Check]:
+    """What the file system of a directory can do, tried out in a hidden folder that is removed."""
+    kind = file_system.type_of(real_path(place))
+    hint = GONE_LATER.get(
+        kind or "",
+        "network file system: other machines may see files late; run `verify` where files are read",
+    )
+    good = kind not in GONE_LATER and kind not in NETWORK
+    yield _judged("location", f"{place} on {kind or 'unknown'}", good, hint)
+    free = shutil.disk_usage(place).free
+    hint = "remove old checkpoints of a run with `ckptctl prune ROOT --keep-last N`"
+    yield _judged("free space", format_bytes(free), free >= LITTLE, hint)
+    try:
+        before = place.stat()
+        with TemporaryDirectory(prefix=PREFIX, dir=place) as folder:
+            yield from _probed(Path(folder))
+    except OSError as error:
+        hint = "checkpoints can be read here, but not written"
+        yield Check("writing", error.strerror or str(error), "warn", hint)
+        return
+    with suppress(OSError):
+        os.utime(place, ns=(before.st_atime_ns, before.st_mtime_ns))
+
+
+def _probed(folder: Path) -> Iterator[Check]:
+    missing = missing_renames(folder)
+    found = f"no {' and no '.join(missing)}" if missing else "no-replace and exchange"
+    hint = "outputs are published under a lock, and `--overwrite` is not supported here"
+    yield _judged("atomic rename", found, not missing, hint)
+    problem = large_file_problem(folder, LARGE)
+    found = f"not above 4 GiB: {problem}" if problem else f"above {format_bytes(LARGE - 1)}"
+    hint = "pass `--max-shard-size 4GB` to keep files below 4 GiB; check the limit with `ulimit -f`"
+    yield _judged("large files", found, problem is None, hint)
+    try:
+        seconds = sync_seconds(folder)
+        hint = "syncing is slow, and each output file is synced once; use large shards here"
+        found = f"{format_seconds(seconds)} for 1 MiB"
+        yield _judged("sync", found, seconds <= SLOW_SYNC, hint)
+    except OSError as error:
+        hint = "files may be lost in a power failure; choose another file system"
+        yield Check("sync", error.strerror or str(error), "fail", hint)
+    problem = lock_problem(folder)
+    hint = "two runs with the same destination cannot detect each other; enable file locks"
+    yield _judged("locks", problem or "yes", problem is None, hint, "fail")
+    case = tells_case(folder)
+    hint = "file names that differ only in case would collide"
+    yield _judged("names", f"case-{'sensitive' if case else 'insensitive'}", case, hint)
+    ahead = clock_ahead(folder)
+    found = f"{format_seconds(abs(ahead))} {'ahead of' if ahead > 0 else 'behind'} the local clock"
+    agrees = abs(ahead) <= SKEW
+    hint = "synchronize the clocks; `ls` and `prune` use times to detect unfinished saves"
+    yield _judged("clock", "agrees with the local clock" if agrees else found, agrees, hint)
+    yield Check("copying", way_of_copying(folder))
+    yield Check("hard links", "yes" if hard_links(folder) else "no")
+    yield Check("unnamed files", "yes" if unnamed_files(folder) else "no")
+
+
+# ------------------------------------------ what only trying tells, in a folder that is empty
+
+FICLONE = 0x40049409
+"""``FICLONE`` of ``linux/fs.h`` (man 2 ioctl_ficlone)."""
+BLOCK = 1 << 20
+
+
+def missing_renames(folder: Path) -> list[str]:
+    """Return which of the renames that publishing relies on are not there (man 2 rename)."""
+    a, b = folder / "rename-a", folder / "rename-b"
+    a.touch()
+    missing = []
+    for flags, name in (
+        (file_system.NOREPLACE, "rename without replacing"),
+        (file_system.EXCHANGE, "exchange"),
+    ):
+        try:
+            file_system.rename(a, b, flags)
+        except (file_system.UnsupportedRenameError, OSError):
+            missing.append(name)
+        a.touch()
+        b.touch()
+    return missing
+
+
+def large_file_problem(folder: Path, nbytes: int) -> str | None:
+    """Return why a file cannot have *nbytes* bytes, all of them a hole; None: it can."""
+    path = folder / "large"
+    try:
+        with path.open("wb") as file:
+            file.truncate(nbytes)
+    except OSError as error:
+        return error.strerror or str(error)
+    finally:
+        path.unlink(missing_ok=True)
+    return None
+
+
+def sync_seconds(folder: Path) -> float:
+    """Return how long a MiB takes to reach the disk."""
+    begun = time.perf_counter()
+    with (folder / "sync").open("wb") as file:
+        file.write(bytes(BLOCK))
+        file.flush()
+        os.fsync(file.fileno())
+    sync_directory(folder)
+    return time.perf_counter() - begun
+
+
+def lock_problem(folder: Path) -> str | None:
+    """Return why a file cannot be locked (man 2 flock); None: it can."""
+    try:
+        with (folder / "lock").open("wb") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        return error.strerror or str(error)
+    return None
+
+
+def tells_case(folder: Path) -> bool:
+    """Return whether names that differ in case alone are two."""
+    (folder / "case").touch()
+    return not (folder / "CASE").exists()
+
+
+def clock_ahead(folder: Path) -> float:
+    """Return by how many seconds the file system's clock is ahead of this machine's."""
+    path = folder / "clock"
+    path.touch()
+    return path.stat().st_mtime - time.time()
+
+
+def way_of_copying(folder: Path) -> str:
+    """Return how bytes get from one file to another, for people."""
+    source, target = folder / "copy-a", folder / "copy-b"
+    source.write_bytes(bytes(4096))
+    with source.open("rb") as a, target.open("wb") as b:
+        try:
+            fcntl.ioctl(b.fileno(), FICLONE, a.fileno())
+            return "by reference (reflinks)"
+        except OSError:
+            pass
+        try:
+            os.copy_file_range(a.fileno(), b.fileno(), 4096, 0, 0)
+            return "in the kernel (copy_file_range)"
+        except OSError:
+            return "through memory"
+
+
+def hard_links(folder: Path) -> bool:
+    """Return whether a file may have two names."""
+    (folder / "link-a").touch()
+    try:
+        os.link(folder / "link-a", folder / "link-b")
+    except OSError:
+        return False
+    return True
+
+
+def unnamed_files(folder: Path) -> bool:
+    """Return whether a file may have no name (``O_TMPFILE``, man 2 open)."""
+    try:
+        os.close(os.open(folder, os.O_TMPFILE | os.O_RDWR, 0o600))
+    except OSError:
+        return False
+    return True
+
+
+# ----------------------------------------------------------------------------------- surroundings
+
+MANY_FILES = 1024
+TOKENS = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")
+
+
+def _surroundings() -> Iterator[Check]:
+    """Terminal, limits, the Hub's cache."""
+    encoding = (sys.stdout.encoding or "ascii").lower()
+    hint = "other characters are escaped; `export PYTHONUTF8=1`, or set LANG to a UTF-8 locale"
+    utf8 = encoding.replace("-", "").replace("_", "") == "utf8"
+    yield _judged("encoding", encoding, utf8, hint)
+    yield _terminal()
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = "unlimited" if hard == resource.RLIM_INFINITY else hard
+    hint = f"checkpoints of many ranks have more files; raise the limit with `ulimit -n {most}`"
+    unlimited = soft == resource.RLIM_INFINITY
+    found = "no limit" if unlimited else f"up to {soft:,}"
+    yield _judged("open files", found, unlimited or soft >= MANY_FILES, hint)
+    yield _ranks()
+    yield _cache()
+    yield _token()
+
+
+def _terminal() -> Check:
+    if not sys.stdout.isatty():
+        return Check("terminal", "none (output is tab-separated)")
+    plain = os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb"
+    width = shutil.get_terminal_size().columns
+    return Check("terminal", f"{counted(width, 'column')}, {'no ' if plain else ''}color")
+
+
+def _ranks() -> Check:
+    world = os.environ.get("WORLD_SIZE", "1")
+    missing = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if not os.environ.get(name)]
+    if world in ("", "0", "1") or not missing:
+        return Check("ranks", f"{world or 1}")
+    hint = "unset WORLD_SIZE, pass `--single-process`, or start ckptctl with torchrun"
+    found = f"WORLD_SIZE is {world}, not set: {', '.join(missing)}"
+    return Check("ranks", found, "warn", hint)
+
+
+def _home() -> Path:
+    """The folder of Hugging Face's libraries, as ``huggingface_hub.constants`` finds it.
+
+    Importing that costs more than all the rest of the start.
+    """
+    cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    home = os.environ.get("HF_HOME") or f"{cache}/huggingface"
+    return Path(os.path.expandvars(home)).expanduser()
+
+
+def _cache() -> Check:
+    said = os.environ.get("HF_HUB_CACHE") or os.environ.get("HUGGINGFACE_HUB_CACHE")
+    place = Path(os.path.expandvars(said)).expanduser() if said else _home() / "hub"
+    offline = os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE")
+    found = f"{place}{', offline' if offline else ''}"
+    there = next(one for one in (place, *place.parents) if one.exists())
+    if place.exists() or os.access(there, os.W_OK):
+        return Check("Hub cache", found + ("" if place.exists() else ", does not exist yet"))
+    hint = f"{there} is not writable; set HF_HOME to another folder"
+    return Check("Hub cache", found, "warn", hint)
+
+
+def _token() -> Check:
+    """Say where the token comes from; what it is is never read."""
+    variable = next((name for name in TOKENS if os.environ.get(name)), None)
+    if variable:
+        return Check("Hub token", f"from {variable}")
+    said = os.environ.get("HF_TOKEN_PATH")
+    path = Path(os.path.expandvars(said)).expanduser() if said else _home() / "token"
+    try:
+        mode = path.stat().st_mode
+    except OSError:
+        return Check("Hub token", "none (private and gated repositories are not accessible)")
+    if mode & (stat.S_IRGRP | stat.S_IROTH):
+        hint = f"other users can read it; run `chmod 600 {path}`"
+        return Check("Hub token", f"in {path}", "warn", hint)
+    return Check("Hub token", f"in {path}")

@@ -1,0 +1,53 @@
+"""How tensors are taken out of a checkpoint, and which."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Annotated
+
+from ckptctl.conversion import option_checks as checks
+from ckptctl.conversion import shared_options as opt
+from ckptctl.options import Option
+
+
+@dataclass(frozen=True, kw_only=True)
+class OpenOptions(opt.ModelOptions, opt.SourceOptions, opt.FormatOptions):
+    """How a checkpoint is opened whose tensors are taken one by one."""
+
+    dtype: opt.DType = None
+    layout: Annotated[
+        str | None,
+        opt.layout(
+            "Layout in which tensors are named and extracted.  [default: layout of the checkpoint]"
+        ),
+    ] = None
+    from_layout: opt.FromLayout = None
+    dequantize: opt.Dequantize = None
+    sizes: opt.Sizes = None
+    root: opt.Prefix = None
+    allow_overflow: opt.AllowOverflow = False
+    jobs: opt.Jobs = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExtractOptions(OpenOptions):
+    """What is taken, and how; see ``ckptctl extract --help``."""
+
+    output: Annotated[
+        checks.AnyPath | None,
+        Option(
+            "Output file: .safetensors, .pt or .npy (one tensor).",
+            python="Output file: .safetensors, .pt or .npy (one tensor). None writes no "
+            "file and returns a preview of the values.",
+            flags="-o --output",
+            metavar="FILE",
+            check=checks.output_file,
+        ),
+    ] = field(default=None, kw_only=False)
+    slice: Annotated[str | None, Option("Slice of each tensor, e.g. [0:128].", metavar="SLICE")] = (
+        None
+    )
+    overwrite: Annotated[
+        bool,
+        Option("Replace the output file if it contains tensors.", panel="Safety"),
+    ] = False

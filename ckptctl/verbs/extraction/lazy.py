@@ -1,0 +1,252 @@
+"""A checkpoint as a lazy state dict: names at once, elements when they are asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Self
+
+from ckptctl import dtypes, families, formats
+from ckptctl.catalog import Blob, Catalog
+from ckptctl.conversion.contents import cast_to
+from ckptctl.conversion.recognition.roots import checked_root
+from ckptctl.conversion.transfers import identities
+from ckptctl.errors import MappingError, RefusedError, UnsupportedError, UsageError, listed, nearest
+from ckptctl.installed import require_torch
+from ckptctl.planner.boxes import check_coverage
+from ckptctl.planner.mapping.mapped import ComposedTensor
+from ckptctl.storage.arithmetic import import_torch, tensor
+from ckptctl.storage.outcome import require_in_range
+from ckptctl.storage.pickles.inert import Global, Inert, walk
+from ckptctl.storage.tree import TreePath
+from ckptctl.storage.zips.zip_reader import StoredTensor
+from ckptctl.training.loading.checks import casts
+from ckptctl.training.loading.reading import Reading, WantedBox, fill
+from ckptctl.training.loading.state_mapping import Wanted
+from ckptctl.units import counted
+from ckptctl.verbs.extraction.extract_options import OpenOptions
+from ckptctl.verbs.extraction.mapped_source import mapped_source
+from ckptctl.verbs.extraction.slices import Part, Slice, cut
+
+if TYPE_CHECKING:
+    from ckptctl.storage.arithmetic import Tensor
+
+
+class NoSuchNameError(MappingError, KeyError):
+    """The checkpoint has nothing of that name."""
+
+    __str__ = Exception.__str__
+
+
+class TensorHandle:
+    """Handle of a tensor in an open checkpoint. Elements are read when the handle is sliced.
+
+    ``handle[...]`` reads the whole tensor. ``handle[0:128]``, ``handle[:, 5]`` and
+    ``handle[..., -1]`` read a slice. Indices and ``start:stop`` are supported, steps are not.
+
+    Attributes:
+        name: Its name, in the requested layout.
+        dtype: Its dtype as named by torch, for example ``bfloat16``.
+        shape: Its shape.
+    """
+
+    __slots__ = ("_composed", "_state", "dtype", "name", "shape")
+
+    def __init__(
+        self, state: LazyStateDict, name: str, composed: ComposedTensor, dtype: str
+    ) -> None:
+        self._state = state
+        self._composed = composed
+        self.name = name
+        self.dtype = dtype
+        self.shape = composed.shape
+
+    @property
+    def nbytes(self) -> int:
+        """Return the bytes of all of its elements."""
+        return dtypes.itemsize(self.dtype) * cut((), self.shape, self.name).box.numel
+
+    def __getitem__(self, key: Part | tuple[Part, ...]) -> Tensor:
+        """Read a part; the result is a new tensor in host memory.
+
+        Args:
+            key: An index, a slice or ``...``, or a tuple of these.
+
+        Raises:
+            CkptError: It cannot be read, or the key is none of these. An index outside is an
+                ``IndexError``, too.
+        """
+        parts = key if isinstance(key, tuple) else (key,)
+        wrong = [part for part in parts if isinstance(part, str)]
+        if wrong:
+            raise UsageError(f"{wrong[0]!r} is not a slice", where=f"`{self.name}`")
+        return self._state._read(self, self._composed, cut(parts, self.shape, self.name))
+
+    def __repr__(self) -> str:
+        return f"TensorHandle({self.name!r}, {self.dtype}, {list(self.shape)})"
+
+
+class PlainLeaves(Mapping[str, object]):
+    """The leaves of an open checkpoint that are no tensors, each read when it is looked up."""
+
+    def __init__(self, catalog: Catalog, prefix: str, require_open: Callable[[], None]) -> None:
+        self._catalog = catalog
+        self._require_open = require_open
+        inside = {n: one for n, one in catalog.blobs.items() if n.startswith(prefix)}
+        self._blobs = {name.removeprefix(prefix): blob for name, blob in inside.items()}
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._blobs)
+
+    def __len__(self) -> int:
+        return len(self._blobs)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._blobs
+
+    def __getitem__(self, name: str) -> object:
+        if name not in self._blobs:
+            raise _missing(name, self._blobs, self._catalog.path, "leaves")
+        self._require_open()
+        blob = self._blobs[name]
+        wanted = replace(self._catalog, tensors={}, replicas={}, blobs={blob.name: blob})
+        value = formats.resolve(wanted).blobs[blob.name].value
+        _require_plain(blob, value, self._catalog.path)
+        return value
+
+
+def _require_plain(blob: Blob, value: object, where: TreePath) -> None:
+    """Refuse what plain Python has no value for."""
+    kinds = (StoredTensor, Inert, Global)
+    strange = next((one for one in walk(value) if isinstance(one, kinds)), None)
+    if strange is None:
+        return
+    if isinstance(strange, StoredTensor):
+        raise RefusedError(
+            f"`{blob.name}` is an object that contains tensors",
+            where=where,
+            hint="use `ckptctl.load` with a state that contains it",
+        )
+    raise UnsupportedError(
+        f"`{blob.name}` cannot be read as a plain value",
+        where=where,
+        why=f"it contains a `{strange.module}.{strange.name}`",
+        hint="use `ckptctl.load` with a state that contains it, if its class is allowed",
+    )
+
+
+class LazyStateDict(Mapping[str, TensorHandle]):
+    """Lazy mapping from names to tensors, returned by :func:`ckptctl.open`.
+
+    Names, shapes and dtypes come from the index and do not require torch. Elements are read when a
+    handle is sliced, and they are not cached. Several threads can read at the same time. The
+    mapping is also a context manager. After its end, elements can no longer be read.
+
+    Attributes:
+        path: The checkpoint, as given.
+        format: Name of its format, for example ``dcp``.
+        metadata: Free-form strings stored by the format.
+        leaves: Non-tensor values by name, each read on lookup. Only simple values are read, never
+            classes.
+        notes: Further notes.
+    """
+
+    def __init__(self, path: str | TreePath, options: OpenOptions) -> None:
+        source = formats.existing(path)
+        with families.using(options.converter):
+            catalog, self._mapping = mapped_source(source, options)
+        self._options = options
+        self._closed = False
+        # Whatever is read later has to come from the files that the index speaks of.
+        self._identities = identities(catalog.root, catalog.files)
+        self._prefix = ""
+        if options.root is not None and options.layout is None:
+            self._prefix = checked_root(catalog, options.root)
+        inside = (key for key in self._mapping.tensors if key.startswith(self._prefix))
+        self._tensors = {
+            key.removeprefix(self._prefix): self._mapping.tensors[key] for key in inside
+        }
+        self.path = str(path)
+        self.format = catalog.format
+        self.metadata = catalog.metadata
+        self.leaves = PlainLeaves(catalog, self._prefix, self._require_open)
+        self.notes = (*catalog.notes, *self._mapping.notes.texts())
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._tensors)
+
+    def __len__(self) -> int:
+        return len(self._tensors)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._tensors
+
+    def __getitem__(self, name: str) -> TensorHandle:
+        """Return the handle of a tensor.
+
+        Raises:
+            CkptError: There is none of that name; it is a ``KeyError``, too.
+        """
+        composed = self._tensors.get(name)
+        if composed is None:
+            kind = "this is a non-tensor value; use `leaves`" if name in self.leaves else None
+            raise _missing(name, self._tensors, self._mapping.catalog.path, "tensors", kind)
+        entry = self._mapping.catalog.tensors[composed.sources[0].key]
+        dtype = cast_to(entry.dtype, self._options.dtype)
+        return TensorHandle(self, self._prefix + name, composed, dtype)
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """Return the handle of a tensor, or *default* if the name does not exist."""
+        return self[key] if key in self._tensors else default
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the checkpoint. Names, shapes and dtypes stay available."""
+        self._closed = True
+
+    def __repr__(self) -> str:
+        counts = f"{counted(len(self), 'tensor')}, {counted(len(self.leaves), 'non-tensor value')}"
+        return f"<LazyStateDict {self.path!r}: {self.format}, {counts}>"
+
+    def _require_open(self) -> None:
+        if self._closed:
+            raise UsageError("the checkpoint is closed", where=self.path)
+
+    def _read(self, handle: TensorHandle, composed: ComposedTensor, part: Slice) -> Tensor:
+        self._require_open()
+        require_torch("a slice of a tensor", instead="`ckptctl.extract` writes files without torch")
+        import_torch()
+        return tensor(self._bytes(handle, composed, part), handle.dtype, part.shape)
+
+    def _bytes(self, handle: TensorHandle, composed: ComposedTensor, part: Slice) -> bytearray:
+        """Return the row-major elements of a part of a tensor."""
+        content = bytearray(part.box.numel * dtypes.itemsize(handle.dtype))
+        if not content:
+            return content
+        for key in composed.keys:
+            check_coverage(self._mapping.catalog.tensors[key])
+        box = WantedBox(handle.name, handle.dtype, handle.shape, part.box)
+        cast = casts(self._mapping, {box.name: Wanted(box.dtype, box.shape, ())}, True)
+        plan = Reading(self._mapping, cast).plan_boxes([box])
+        opened = {name: self._identities.get(name, one) for name, one in plan.sources.items()}
+        done = fill(replace(plan, sources=opened), [content], self._options.jobs)
+        if not self._options.allow_overflow:
+            require_in_range(done.lost, "pass `allow_overflow=True` to return them anyway")
+        return content
+
+
+def _missing(
+    name: str, names: Mapping[str, object], where: TreePath, kind: str, hint: str | None = None
+) -> NoSuchNameError:
+    close = nearest(name, list(names))
+    return NoSuchNameError(
+        f"no such key: `{name}`",
+        where=where,
+        why=f"there are {len(names):,} {kind}, such as {listed(list(names), 2)}" if names else None,
+        hint=hint or (close and f"did you mean `{close}`?"),
+    )

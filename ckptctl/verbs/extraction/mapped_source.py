@@ -1,0 +1,34 @@
+"""A checkpoint whose tensors are called, and taken, as in the layout that is meant."""
+
+from __future__ import annotations
+
+from ckptctl.catalog import Catalog
+from ckptctl.conversion.recognition.layout_change import LayoutRequest
+from ckptctl.conversion.recognition.model import Request
+from ckptctl.conversion.sources import open_source
+from ckptctl.facts.agreed_change import agreed_change
+from ckptctl.numerics.quantized import advised, dequantized
+from ckptctl.storage.tree import TreePath
+from ckptctl.training.loading.state_mapping import (
+    MappingRequest,
+    StateMapping,
+    keep_names,
+    map_model,
+    understand_source,
+)
+from ckptctl.verbs.extraction.extract_options import OpenOptions
+
+
+def mapped_source(source: TreePath, options: OpenOptions) -> tuple[Catalog, StateMapping]:
+    """Return the index of a checkpoint, and all of its tensors as they are wanted."""
+    catalog = open_source(source, options)
+    if options.dequantize:
+        catalog = dequantized(catalog, options.dequantize)
+    if options.layout is None:
+        return catalog, keep_names(catalog)
+    asked = Request(options.model_type, options.from_layout, options.root, options.sizes)
+    request = MappingRequest(source=asked, dequantized=bool(options.dequantize))
+    model = understand_source(catalog, request)
+    with advised(model):
+        change = agreed_change(model, model.tensors, LayoutRequest(options.layout))
+    return catalog, map_model(model, change)

@@ -1,0 +1,154 @@
+"""A file of tensors that were taken out of a checkpoint: its layout, its plan, its writing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from ckptctl.catalog import Box
+from ckptctl.conversion.destinations import replaceable
+from ckptctl.errors import RefusedError, UsageError, spell_option
+from ckptctl.formats.base import Output, OutputRequest, OutputTensor, Place, constant
+from ckptctl.formats.hf import FORMAT as HF
+from ckptctl.formats.hf import SafetensorsWriter
+from ckptctl.formats.torch_file import FORMAT as TORCH
+from ckptctl.planner.plan import OutputFile, Plan, Record
+from ckptctl.storage.destinations import Replaceable, require_space
+from ckptctl.storage.execution.execution_options import Execution, ExecutionOptions
+from ckptctl.storage.execution.executor import execute
+from ckptctl.storage.outcome import require_in_range
+from ckptctl.storage.publish import staging
+from ckptctl.storage.tree import TreePath
+from ckptctl.training.loading.reading import Reading
+from ckptctl.units import counted
+from ckptctl.verbs.extraction.extract_options import ExtractOptions
+from ckptctl.verbs.extraction.slices import Slice
+
+MAGIC = b"\x93NUMPY\x01\x00"
+ALIGNMENT = 64
+DESCRIPTIONS = {
+    "float64": "<f8",
+    "float32": "<f4",
+    "float16": "<f2",
+    "int64": "<i8",
+    "int32": "<i4",
+    "int16": "<i2",
+    "int8": "|i1",
+    "uint64": "<u8",
+    "uint32": "<u4",
+    "uint16": "<u2",
+    "uint8": "|u1",
+    "bool": "|b1",
+    "complex128": "<c16",
+    "complex64": "<c8",
+}
+
+
+def encode_header(dtype: str, shape: tuple[int, ...], name: str) -> bytes:
+    """Return what stands before the elements, which follow in row-major order."""
+    described = DESCRIPTIONS.get(dtype)
+    if described is None:
+        raise RefusedError(
+            f"NumPy does not support {dtype}",
+            where=f"`{name}`",
+            hint=f"cast it with {spell_option('--dtype fp32')}, or write a .safetensors or .pt "
+            "file",
+        )
+    text = f"{{'descr': {described!r}, 'fortran_order': False, 'shape': {shape!r}, }}"
+    used = len(MAGIC) + 2 + len(text) + 1
+    text += " " * (-used % ALIGNMENT) + "\n"
+    return MAGIC + len(text).to_bytes(2, "little") + text.encode("ascii")
+
+
+def is_tensor_file(path: TreePath) -> bool:
+    """Return whether *path* is a file of tensors."""
+    if not path.is_file() or path.suffix not in KINDS:
+        return False
+    with path.open("rb") as file:
+        return bool(file.read(len(MAGIC) - 2) == MAGIC[:-2]) or replaceable(path)
+
+
+OVERWRITABLE = Replaceable(is_tensor_file, "a file of tensors", file=True)
+
+
+def _safetensors(file: str, tensors: list[OutputTensor], metadata: Mapping[str, str]) -> Output:
+    HF.refuse_unheld(tensors)
+    writer = SafetensorsWriter({}, metadata)
+    writer.add(file, tensors)
+    return Output(tuple(writer.files), tuple(writer.records), writer.boxes)
+
+
+def _torch(file: str, tensors: list[OutputTensor], _: Mapping[str, str]) -> Output:
+    return TORCH.lay_out(OutputRequest(file, tensors))
+
+
+def _npy(file: str, tensors: list[OutputTensor], _: Mapping[str, str]) -> Output:
+    if len(tensors) > 1:
+        raise UsageError(
+            f"a .npy file stores one tensor, but {counted(len(tensors), 'tensor')} match",
+            hint="select one tensor, or write a .safetensors or .pt file",
+        )
+    one = tensors[0]
+    header = encode_header(one.dtype, one.shape, one.name)
+    record = Record(one.name, file, len(header), one.nbytes)
+    whole = OutputFile(file, len(header) + one.nbytes, constant(header))
+    return Output((whole,), (record,), {one.name: (Place(Box.whole(one.shape), 0),)})
+
+
+KINDS: dict[str, Callable[[str, list[OutputTensor], Mapping[str, str]], Output]] = {
+    ".safetensors": _safetensors,
+    ".pt": _torch,
+    ".npy": _npy,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Taken:
+    """One tensor that is wanted."""
+
+    name: str
+    dtype: str
+    whole: tuple[int, ...]
+    part: Slice
+
+    @property
+    def output(self) -> OutputTensor:
+        """Return what is laid out."""
+        return OutputTensor(self.name, self.dtype, self.part.shape, (self.name,))
+
+
+def plan_file(
+    reading: Reading, taken: Sequence[Taken], target: Path, metadata: Mapping[str, str]
+) -> Plan:
+    """Plan the one file that tensors go into."""
+    kind = KINDS.get(target.suffix)
+    if kind is None:
+        raise UsageError(
+            f"unknown file extension: `{target.name}`",
+            why=f"supported extensions: {', '.join(KINDS)}",
+        )
+    output = kind(target.name, [one.output for one in taken], metadata)
+    parts = {one.name: one.part.box for one in taken}
+    boxes = {
+        name: tuple(place._replace(box=parts[name]) for place in places)
+        for name, places in output.boxes.items()
+    }
+    kinds = {one.name: one.dtype for one in taken}
+    return reading.plan_file(target, replace(output, boxes=boxes), kinds)
+
+
+def write_file(plan: Plan, target: Path, options: ExtractOptions) -> Execution:
+    """Write and publish the file, whole or not at all."""
+    how = ExecutionOptions(jobs=options.jobs or 0)
+    with staging(
+        target, overwrite=options.overwrite, single_file=True, is_checkpoint=OVERWRITABLE
+    ) as stage:
+        require_space(stage.data, plan.nbytes)
+        done = execute(plan, stage.data, how, lambda _: None)
+        if not options.allow_overflow:
+            require_in_range(
+                done.lost, f"pass {spell_option('--allow-overflow')} to write them anyway"
+            )
+        stage.publish()
+    return done

@@ -1,0 +1,31 @@
+"""What an inspection is asked to say."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated
+
+from ckptctl.conversion import shared_options as opt
+from ckptctl.options import Excludes, Option
+
+
+def shown_without(other: str) -> Excludes:
+    """Return that *other* prints nothing that an option asks for."""
+    return Excludes(
+        other, why="{this} does not affect the output of {other}", hint="omit {this} or {other}"
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class InspectOptions(opt.ModelOptions, opt.SourceOptions, opt.FormatOptions):
+    """What to say of a checkpoint; see ``ckptctl inspect --help``."""
+
+    stats: Annotated[
+        bool,
+        Option(
+            "Read the data and show statistics per tensor. They are min, max, mean, std, "
+            "NaN, Inf and a histogram.",
+            excludes=(shown_without("markdown"),),
+        ),
+    ] = False
+    include: opt.Include = ()

@@ -1,0 +1,185 @@
+"""What an inspection returns: frozen, torch-free, JSON-able."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Annotated
+
+from ckptctl.catalog import Finding
+from ckptctl.results import JsonField, Result
+from ckptctl.units import natural
+from ckptctl.verbs.statistics import Statistics
+from ckptctl.verdict import COMPLETE, SCOPE, Scope, Verdict, is_complete, worst_verdict
+
+if TYPE_CHECKING:
+    from ckptctl.runs.listing import RunFolder
+
+MISSING = "lacks"
+"""The field of what a model does not have."""
+
+
+@dataclass(frozen=True, slots=True)
+class TensorInfo(Result, order="name dtype shape bytes chunks alias_of unsupported stats"):
+    """One tensor of a checkpoint."""
+
+    name: Annotated[str, JsonField("stored name")]
+    dtype: Annotated[str, JsonField("dtype as named by torch, for example `bfloat16`")]
+    shape: Annotated[tuple[int, ...], JsonField("shape, as reported by torch")]
+    nbytes: Annotated[
+        int, JsonField("size in bytes; 0 if the elements cannot be read", name="bytes")
+    ]
+    chunks: Annotated[int, JsonField("number of stored boxes")]
+    alias_of: Annotated[str | None, JsonField("tensor that shares its memory")] = None
+    statistics: Annotated[
+        Statistics | None,
+        JsonField(
+            "statistics; only with `--stats`, and only for numeric dtypes",
+            name="stats",
+            optional=True,
+        ),
+    ] = None
+    unsupported: Annotated[
+        str | None, JsonField("reason why the elements cannot be read, or null")
+    ] = None
+
+
+@dataclass(frozen=True, slots=True)
+class DTypeUse:
+    """How much of a checkpoint has one dtype; aliases have no elements of their own."""
+
+    tensors: Annotated[int, JsonField("number of tensors with this dtype")]
+    elements: Annotated[int, JsonField("number of elements with this dtype")]
+    nbytes: Annotated[int, JsonField("bytes of these elements", name="bytes")]
+
+
+@dataclass(frozen=True, slots=True)
+class FileSize:
+    """A file of a checkpoint."""
+
+    path: Annotated[str, JsonField("path relative to the checkpoint")]
+    nbytes: Annotated[int, JsonField("size in bytes", name="bytes")]
+
+
+def in_order(files: Mapping[str, int]) -> list[FileSize]:
+    """Return files in natural order."""
+    return [FileSize(name, files[name]) for name in natural(files)]
+
+
+@dataclass(frozen=True, slots=True)
+class Member(Result, order="path format tensors bytes verdict problems"):
+    """One checkpoint of a run folder.
+
+    Attributes:
+        read_failed: Whether the operating system failed a read.
+    """
+
+    path: Annotated[str, JsonField("path")]
+    format: Annotated[str | None, JsonField("format; null if it cannot be read")]
+    tensors: Annotated[int, JsonField("number of tensors")]
+    nbytes: Annotated[int, JsonField("bytes of these tensors", name="bytes")]
+    problems: Annotated[tuple[str, ...], JsonField("reasons why the checkpoint is not complete")]
+    verdict: Annotated[Verdict, JsonField("`complete`, `damaged` or `unknown`")]
+    read_failed: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Inspection(
+    Result,
+    order="path format model_type candidates layout root parameters bytes verdict complete scope "
+    f"problems {MISSING} dtypes files assets metadata notes quantized dequantizable",
+):
+    """What is known of a path.
+
+    Attributes:
+        findings: Where :attr:`problems` come from; of a folder of checkpoints none.
+        read_failed: Whether the operating system failed a read.
+        run: What ``ls`` says of a folder whose entries are named as checkpoints of a run are.
+    """
+
+    path: Annotated[str, JsonField("path as given")]
+    format: Annotated[str, JsonField("[format](formats.md), or `run` for a folder of checkpoints")]
+    model_type: Annotated[
+        str | None, JsonField("[model type](models.md) if exactly one matches, else null")
+    ] = None
+    candidates: Annotated[tuple[str, ...], JsonField("matching model types")] = ()
+    layout: Annotated[str | None, JsonField("layout of the tensors")] = None
+    root: Annotated[str, JsonField("prefix of the model's tensors, including the dot")] = ""
+    parameters: Annotated[
+        int,
+        JsonField(
+            "number of parameters: elements of the model's tensors, without optimizer "
+            "state and aliases"
+        ),
+    ] = 0
+    nbytes: Annotated[int, JsonField("bytes of all tensors; aliases count once", name="bytes")] = 0
+    dtypes: Annotated[Mapping[str, DTypeUse], JsonField("totals by dtype, most bytes first")] = (
+        field(default_factory=dict)
+    )
+    files: Annotated[Mapping[str, int], JsonField("data files, in natural order", to=in_order)] = (
+        field(default_factory=dict)
+    )
+    problems: Annotated[
+        tuple[str, ...], JsonField("reasons why the checkpoint is not complete")
+    ] = ()
+    verdict: Annotated[Verdict, JsonField("`complete`, `damaged` or `unknown`")] = Verdict.COMPLETE
+    scope: Annotated[Scope, JsonField(SCOPE)] = "structure"
+    findings: tuple[Finding, ...] = ()
+    read_failed: bool = False
+    lacks: Annotated[
+        tuple[str, ...],
+        JsonField("missing [tensors that the model type requires](../explanation/coverage.md)"),
+    ] = ()
+    tensors: Annotated[
+        tuple[TensorInfo, ...],
+        JsonField("tensors in the order of the checkpoint; with `--include`, matching tensors"),
+    ] = ()
+    blobs: Annotated[tuple[str, ...], JsonField("names of non-tensor values")] = ()
+    values: Annotated[
+        Mapping[str, Annotated[str, JsonField("value as written by Python")]],
+        JsonField(
+            "non-tensor values that are numbers or short strings; values in separate files are "
+            "only included if they are nearest to the root, and never for a URL"
+        ),
+    ] = field(default_factory=dict)
+    assets: Annotated[
+        Mapping[str, int], JsonField("sidecar files: configuration, tokenizer, ...", to=in_order)
+    ] = field(default_factory=dict)
+    metadata: Annotated[
+        Mapping[str, str],
+        JsonField("metadata of the format: `__metadata__`, `metadata` of the index"),
+    ] = field(default_factory=dict)
+    notes: Annotated[tuple[str, ...], JsonField("further notes")] = ()
+    quantized: Annotated[
+        Mapping[str, Annotated[str, JsonField("human-readable quantization scheme")]],
+        JsonField("quantized tensors, by dequantized name"),
+    ] = field(default_factory=dict)
+    dequantizable: Annotated[
+        bool, JsonField("whether tensors are quantized and `--dequantize` supports all of them")
+    ] = False
+    checkpoints: Annotated[
+        tuple[Member, ...], JsonField("checkpoints of a run folder, in natural order")
+    ] = ()
+    run: RunFolder | None = None
+
+    @classmethod
+    def of_members(
+        cls, path: str, members: tuple[Member, ...], run: RunFolder | None = None
+    ) -> Inspection:
+        """Return what is known of a folder of checkpoints."""
+        problems = tuple(f"`{one.path}`: {one.problems[0]}" for one in members if one.problems)
+        verdict = worst_verdict(member.verdict for member in members)
+        failed = any(one.read_failed for one in members)
+        return cls(
+            *(path, "run"),
+            problems=problems,
+            verdict=verdict,
+            read_failed=failed,
+            checkpoints=members,
+            run=run,
+        )
+
+    @property
+    def complete(self) -> Annotated[bool | None, JsonField(COMPLETE)]:
+        """Return whether nothing is missing; None: what could be missing is not known."""
+        return is_complete(self.verdict, self.scope)

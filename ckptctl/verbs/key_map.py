@@ -1,0 +1,150 @@
+"""Say where a key goes in another layout: from a family's tables, without a checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+from ckptctl import families, formats
+from ckptctl.conversion.recognition.model import Description
+from ckptctl.conversion.shared_options import MapOptions
+from ckptctl.errors import SourceNotFoundError, UsageError, nearest, possible, spell_option
+from ckptctl.facts.agreement import agree
+from ckptctl.formats import meta
+from ckptctl.formats.base import ReadOptions
+from ckptctl.formats.sidecar_files import DOCUMENTS, documents
+from ckptctl.planner.config_facts import Json, is_tied, read_lists, read_sizes
+from ckptctl.planner.layouts import Family
+from ckptctl.planner.mapping.completeness import near
+from ckptctl.planner.mapping.detect import configured
+from ckptctl.planner.mapping.preview import Route, Router
+from ckptctl.planner.model_parallel import possible_repeats
+from ckptctl.results import Inline, JsonField, Result
+from ckptctl.storage.paths import home_expanded, path_hint
+from ckptctl.storage.tree import TreePath
+
+
+@dataclass(frozen=True, slots=True)
+class KeyMap(Result, order="key template"):
+    """Where a key goes.
+
+    Sizes are formulas of axis names, and also numbers if all sizes in them are known.
+    """
+
+    family: Annotated[Family, JsonField("[model type](models.md)", of="name", name="model_type")]
+    from_layout: Annotated[str, JsonField("layout of the key")]
+    to_layout: Annotated[str, JsonField("target layout")]
+    sizes: Annotated[Mapping[str, int], JsonField("known sizes by axis")]
+    tied: Annotated[bool, JsonField("whether tied tensors count as one")]
+    route: Annotated[Route, Inline()]
+
+    @property
+    def model_type(self) -> str:
+        """Return the name of the family."""
+        return self.family.name
+
+
+def map_key(key: str, options: MapOptions) -> KeyMap:
+    """Where *key*, or all keys of a template as ``model.layers.{i}.mlp.up_proj.weight``, goes.
+
+    Without a model type the configuration says what model it is.
+    """
+    with families.using(options.converter):
+        return _map_key(key, options)
+
+
+def _map_key(key: str, options: MapOptions) -> KeyMap:
+    model_type, to_layout, given = options.model_type, options.to_layout, options.sizes
+    config = Path(options.config) if options.config else None
+    if not (model_type or config):
+        raise UsageError(
+            "no model type given",
+            hint=f"pass the model type, as in {spell_option('--model-type llama3')}, or its "
+            f"configuration with {spell_option('--config DIR')}",
+        )
+    read = _configuration(config) if config else {}
+    family = families.family(model_type or _configured(config, read))
+    families.require_layout(family, to_layout)
+    source = options.from_layout or _layout_of(family, key)
+    if config:
+        read = _of_ranks(config, read, family)
+    described, params = read.get("config.json"), read.get("params.json")
+    files = [Description(name, _place(config, name), one) for name, one in read.items()]
+    agree(family, files, given, asked=model_type or family.name)
+    sizes = read_sizes(family, described, params, given)
+    tied = is_tied(family, described, params)
+    lists = read_lists(family, described)
+    router = Router(family, family.layout(source), family.layout(to_layout), sizes, tied, lists)
+    return KeyMap(family, source, to_layout, sizes, tied, router.route(key))
+
+
+def _layout_of(family: Family, key: str) -> str:
+    known = [name for name in family.layouts if any(family.layout(name).meanings(key))]
+    if not known:
+        return _nearest_layout(family, key)
+    first = family.layout(known[0])
+    if all(family.layout(name).same_as(first) for name in known):
+        return first.name
+    raise UsageError(
+        f"`{key}` is a key in several layouts of `{family.name}`",
+        why=f"{', '.join(f'`{name}`' for name in known)}",
+        hint=f"choose one with {spell_option(f'--from-layout {known[0]}')}",
+    )
+
+
+def _nearest_layout(family: Family, key: str) -> str:
+    """Return the layout whose keys are most like *key*, which none of them has."""
+    layouts = {name: near(family.layout(name), key) for name in family.layouts}
+    close = nearest(key, [known for keys in layouts.values() for known in keys])
+    return next((name for name, keys in layouts.items() if close in keys), family.layouts[0])
+
+
+def _configured(place: TreePath | None, read: Mapping[str, Json]) -> str:
+    """Return the model type that the files at *place* are of."""
+    names = configured(families.families(), read.get("config.json"), read.get("params.json"))
+    if len(names) != 1:
+        raise UsageError(
+            "the configuration does not determine the model type",
+            where=str(place),
+            why=f"it matches {possible(names)}" if names else "it matches no known model type",
+            hint=f"set it with {spell_option('--model-type')}; `ckptctl models` lists all model "
+            "types",
+        )
+    return names[0]
+
+
+def _configuration(place: TreePath) -> Mapping[str, Json]:
+    named = home_expanded(place)
+    file = named.name if named.is_file() else None
+    root = named.parent if file else named
+    if not root.is_dir():
+        raise SourceNotFoundError(
+            "no such file or directory", where=str(place), hint=path_hint(named)
+        )
+    found = documents(root) if file in (None, *DOCUMENTS) else {}
+    if file:
+        found = {name: one for name, one in found.items() if name == file}
+    if not found:
+        raise SourceNotFoundError(
+            "the file is neither config.json nor params.json"
+            if file
+            else "the folder has no config.json or params.json",
+            where=str(place),
+        )
+    return found
+
+
+def _of_ranks(place: TreePath, read: Mapping[str, Json], family: Family) -> Mapping[str, Json]:
+    """Return *read*; where only shards tell heads that ranks repeat from others, what those say."""
+    root = home_expanded(place)
+    root = root.parent if root.is_file() else root
+    stated = read_sizes(family, params=read.get("params.json"))
+    if possible_repeats(stated, meta.count(root)):
+        return formats.open_checkpoint(root, "meta", ReadOptions(family.name)).documents
+    return read
+
+
+def _place(config: TreePath | None, name: str) -> str:
+    return str(config) if config and config.name == name else f"{config}/{name}"

@@ -1,0 +1,551 @@
+"""Make an adapter of two models: per linear layer the low-rank part of what differs.
+
+Both models are read tensor by tensor, under the names that PEFT knows whatever theirs are; at any
+time there is one weight of each in memory, with its decomposition.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import time
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ckptctl import families, formats
+from ckptctl.adapters.expert_stacks import STACKED, stack_keys
+from ckptctl.adapters.low_rank import Factors, Stacking, difference, factors, pieces, same
+from ckptctl.adapters.peft import (
+    FLOATING,
+    TARGETS,
+    WEIGHT,
+    as_parameter,
+    is_refused,
+    patterns,
+    target_modules,
+)
+from ckptctl.conversion.destinations import replaceable, require_destination
+from ckptctl.conversion.recognition.model import Request, require_one, understand
+from ckptctl.conversion.sources import open_source
+from ckptctl.errors import (
+    MappingError,
+    RefusedError,
+    UsageError,
+    listed,
+    spell_option,
+    storage_errors,
+)
+from ckptctl.formats.peft import CONFIG, WEIGHTS
+from ckptctl.installed import require_torch
+from ckptctl.notes import Notes
+from ckptctl.numerics.quantized import quantized
+from ckptctl.planner.layouts import HF, Family
+from ckptctl.planner.mapping.adapters import PREFIX, linear_keys
+from ckptctl.storage.arithmetic import import_torch
+from ckptctl.storage.destinations import Replaceable
+from ckptctl.storage.file_system import sync_directory
+from ckptctl.storage.paths import named
+from ckptctl.storage.publish import staging
+from ckptctl.storage.safetensors_header import encode_header
+from ckptctl.storage.threads import Advance
+from ckptctl.storage.tree import TreePath
+from ckptctl.units import counted
+from ckptctl.verbs.extraction.extract_options import OpenOptions
+from ckptctl.verbs.extraction.lazy import LazyStateDict, TensorHandle
+from ckptctl.verbs.lora_extraction.lora_options import LoraExtractionOptions
+from ckptctl.verbs.lora_extraction.lora_result import ExtractedLayer, LoraExtraction
+
+if TYPE_CHECKING:
+    from ckptctl.storage.arithmetic import Tensor
+
+ALREADY = "it is not a linear layer"
+FRESH = "hf-fresh"
+NESTED = ".base_layer"
+GENERATING = ("ForCausalLM", "ForConditionalGeneration")
+
+
+def extract_lora(
+    base: str | TreePath,
+    tuned: str | TreePath,
+    output: str | TreePath,
+    options: LoraExtractionOptions,
+    progress: Advance | None = None,
+) -> LoraExtraction:
+    """Write the adapter that makes *tuned* of *base*, as near as its rank allows.
+
+    Raises:
+        MappingError: They are not two of one model.
+        RefusedError: What is no linear layer differs, and nothing says what becomes of it.
+    """
+    return Extraction(base, tuned, output, options).run(progress or (lambda _: None))
+
+
+class Extraction:
+    """One call of :func:`extract_lora`: two models that are opened and known to fit."""
+
+    def __init__(
+        self,
+        base: str | TreePath,
+        tuned: str | TreePath,
+        output: str | TreePath,
+        options: LoraExtractionOptions,
+    ) -> None:
+        require_torch("extracting an adapter")
+        self.options = options
+        with families.using(options.converter):
+            self._open(base, tuned, output)
+
+    def _open(self, base: str | TreePath, tuned: str | TreePath, output: str | TreePath) -> None:
+        options = self.options
+        sources = [formats.existing(base), formats.existing(tuned)]
+        may_go = Replaceable(replaceable)
+        for source in sources:
+            self.target = require_destination(source, named(output), options.overwrite, may_go)
+        if self.target.upload:
+            raise UsageError("cannot write an adapter to a URL", where=str(output))
+        options.require_measure()
+        self.family, self.layout, self.tied, self.copies = _family(sources[0], options)
+        self.base, self.tuned = (self._opened(source) for source in sources)
+        self.linear = frozenset(
+            key
+            for key in linear_keys(self.family, self.layout, self.base)
+            if not is_refused(self.family.name, module_of(key)) and key not in self.copies
+        )
+        self.stacks = stack_keys(self.family, self.base)
+        self.siblings = {
+            key: [other for other in self.stacks if module_of(other) == module_of(key)]
+            for key in self.stacks
+        }
+        self._require_alike()
+
+    def _opened(self, path: TreePath) -> LazyStateDict:
+        is_quantized = bool(quantized(open_source(path, OpenOptions())))
+        asked = OpenOptions(
+            model_type=self.options.model_type or self.family.name,
+            layout=self.layout,
+            dequantize=self.options.dequantize if is_quantized else None,
+        )
+        return LazyStateDict(path, asked)
+
+    def _require_alike(self) -> None:
+        """Refuse models of which one has what the other lacks, or has it in another shape."""
+        one, other = self.base.keys() - self.tuned.keys(), self.tuned.keys() - self.base.keys()
+        differ = [
+            (
+                f"`{name}` has shape {list(self.base[name].shape)} in the base and "
+                f"{list(self.tuned[name].shape)} in the other model"
+            )
+            for name in self.base.keys() & self.tuned.keys()
+            if self.base[name].shape != self.tuned[name].shape
+        ]
+        problems = {"only in the base:": sorted(one), "only in the other model:": sorted(other)}
+        why = [f"{said} {listed(names)}" for said, names in problems.items() if names]
+        if why or differ:
+            raise MappingError(
+                "the two checkpoints are not of the same model",
+                where=f"{self.base.path} and {self.tuned.path}",
+                why="; ".join([*why, *sorted(differ)[:3]]),
+            )
+
+    @property
+    def nbytes(self) -> int:
+        """Return the bytes of both models."""
+        return sum(one.nbytes for state in (self.base, self.tuned) for one in state.values())
+
+    @property
+    def statement(self) -> str:
+        """Return one line that says what was recognized."""
+        formats_of = " and ".join(dict.fromkeys((self.base.format, self.tuned.format)))
+        kept = (
+            f"rank {self.options.rank}"
+            if self.options.rank
+            else (f"energy {self.options.energy:g}")
+        )
+        return (
+            f"{formats_of} → peft · {self.family.name} · {counted(len(self.base), 'tensor')} · "
+            f"{kept}"
+        )
+
+    def run(self, progress: Advance) -> LoraExtraction:
+        """Compare, decompose and write; *progress* is called with the bytes that are compared."""
+        start = time.monotonic()
+        import_torch()
+        self.progress = progress
+        self.layers: list[ExtractedLayer] = []
+        self.unchanged = 0
+        self.saved: dict[str, None] = {}
+        self.notes = Notes()
+        self.notes.add(*self.base.notes, *self.tuned.notes)
+        self.whole: tuple[str, ...] = ()
+        dtype = self.options.dtype or "float32"
+        names = [name for key in self.base for name in self._names(key)]
+        with staging(
+            Path(self.target.path),
+            overwrite=self.options.overwrite,
+            is_checkpoint=Replaceable(replaceable),
+        ) as stage:
+            folder = AdapterFolder(stage.data, names, dtype)
+            try:
+                low_rank = self.linear | self.stacks.keys()
+                for name in [n for n in self.base if n not in low_rank | self.copies]:
+                    self._other(name, folder)
+                self.whole = outermost(map(module_of, self.saved))
+                for name in self.base:
+                    if is_inside(name, self.whole) and name not in self.saved:
+                        self._save(name, folder)
+                    elif name in self.linear:
+                        self._take(name, folder, dtype)
+                    elif name == self.siblings.get(name, [""])[0]:
+                        self._take_stacks(self.siblings[name], folder, dtype)
+                self._require_something()
+                nbytes = folder.finish(self._config())
+            finally:
+                folder.close()
+            stage.publish()
+        self.notes.add(*stage.notes)
+        return LoraExtraction(
+            self.base.path,
+            self.tuned.path,
+            str(self.target.path),
+            self.family.name,
+            tuple(self.layers),
+            self.unchanged,
+            tuple(self.saved),
+            self.notes.reasons("skipped"),
+            nbytes,
+            time.monotonic() - start,
+            self.notes.texts(),
+        )
+
+    def _names(self, key: str) -> Iterator[str]:
+        """Yield what the adapter may have for a tensor of the model."""
+        if key in self.linear:
+            yield from (f"{PREFIX}{module_of(key)}.lora_{role}.weight" for role in "AB")
+        if key in self.stacks:
+            inside = PREFIX + module_of(key) + NESTED * self.siblings[key][::-1].index(key)
+            yield from (f"{inside}.lora_{role}.weight" for role in "AB")
+        if self.options.others == "save":
+            yield PREFIX + key
+
+    def _differing(self, name: str) -> tuple[Tensor, Tensor] | None:
+        """Return a tensor of both models; None: they have it alike, or it is not chosen."""
+        first, second = self.base[name], self.tuned[name]
+        one, other = first[...], second[...]
+        self.progress(first.nbytes + second.nbytes)
+        if same(one, other):
+            self.unchanged += 1
+            return None
+        if not self._chosen(name):
+            self.notes.explain("skipped", {name: _not_selected()})
+            return None
+        return one, other
+
+    def _take(self, name: str, folder: AdapterFolder, dtype: str) -> None:
+        """Write the factors of a linear layer, if it differs."""
+        found = self._differing(name)
+        if found is None:
+            return
+        _require_floating(name, self.base[name], self.tuned[name])
+        change = difference(*found)
+        del found  # The decomposition takes several times as much.
+        made = factors(
+            name, change, rank=self.options.rank, energy=self.options.energy, dtype=dtype
+        )
+        self._add(name, module_of(name), made, made.rank, folder)
+
+    def _take_stacks(self, names: Sequence[str], folder: AdapterFolder, dtype: str) -> None:
+        """Write the factors of the stacks of a module: PEFT wraps the first one innermost."""
+        module = module_of(names[0])
+        for name in reversed(names):
+            made = self._of_stack(name, dtype)
+            if made is not None:
+                rank = made.rank // self.base[name].shape[0]
+                self._add(name, module, made, rank, folder)
+                module += NESTED
+
+    def _of_stack(self, name: str, dtype: str) -> Factors | None:
+        """Return the factors of a stack, one expert after the other; None: it has none."""
+        first, second = self.base[name], self.tuned[name]
+        _require_floating(name, first, second)
+        made = Stacking(first.shape, self.stacks[name], dtype)
+        chosen, differs = self._chosen(name), False
+        for expert in range(first.shape[0]):
+            one, other = first[expert], second[expert]
+            self.progress((first.nbytes + second.nbytes) // first.shape[0])
+            if same(one, other):
+                made.keep(one)
+                continue
+            differs = True
+            if chosen:
+                change = difference(one, other)
+                del one, other
+                made.add(name, expert, change, self.options.rank, self.options.energy)
+        if not differs:
+            self.unchanged += 1
+        elif not chosen:
+            self.notes.explain("skipped", {name: _not_selected()})
+        return made.factors
+
+    def _add(self, name: str, module: str, made: Factors, rank: int, folder: AdapterFolder) -> None:
+        for role, factor in (("A", made.a), ("B", made.b)):
+            kind = str(factor.dtype).removeprefix("torch.")
+            folder.add(
+                f"{PREFIX}{module}.lora_{role}.weight", kind, tuple(factor.shape), pieces(factor)
+            )
+        shape = self.base[name].shape
+        self.layers.append(ExtractedLayer(name, shape, rank, made.error, made.change))
+
+    def _other(self, name: str, folder: AdapterFolder) -> None:
+        """Do what is asked for with what is no linear layer, if it differs."""
+        found = self._differing(name)
+        if found is None:
+            return
+        how = self.options.others
+        if how == "refuse":
+            raise RefusedError(
+                f"`{name}` differs, but {ALREADY}",
+                where=self.tuned.path,
+                why="low-rank factors can only change linear layers",
+                hint=f"pass {spell_option('--others save')} to store such tensors in full "
+                f"(`modules_to_save`), or {spell_option('--others leave-out')} to keep those of "
+                "the base",
+            )
+        if how == "leave-out":
+            self.notes.explain("skipped", {name: ALREADY})
+            return
+        require_module(name, self.base, self.linear, self.tied, self.tuned.path)
+        self._write(name, self.tuned[name].dtype, found[1], folder)
+
+    def _save(self, name: str, folder: AdapterFolder) -> None:
+        """Write a tensor of a module of which another one differs: PEFT saves both, or neither."""
+        if name in self.linear or name in self.stacks:
+            self._differing(name)
+        one = (self.tuned if self._chosen(name) else self.base)[name]
+        self._write(name, one.dtype, one[...], folder)
+
+    def _write(self, name: str, dtype: str, tensor: Tensor, folder: AdapterFolder) -> None:
+        folder.add(PREFIX + name, dtype, tuple(tensor.shape), pieces(tensor))
+        self.saved[name] = None
+
+    def _chosen(self, name: str) -> bool:
+        include, exclude = self.options.include, self.options.exclude
+        wanted = not include or any(fnmatchcase(name, glob) for glob in include)
+        return wanted and not any(fnmatchcase(name, glob) for glob in exclude)
+
+    def _require_something(self) -> None:
+        """Refuse to write an adapter without factors: nothing takes it for one."""
+        if not self.layers:
+            saved = f", {len(self.saved):,} are not linear layers" if self.saved else ""
+            alone = "no linear layer differs, so the adapter would have no factors"
+            raise RefusedError(
+                alone
+                if self.saved
+                else ("the models have no difference that an adapter can represent"),
+                where=f"{self.base.path} and {self.tuned.path}",
+                why=(
+                    f"{counted(self.unchanged, 'tensor is', 'tensors are')} identical, "
+                    f"{len(self.notes.reasons('skipped')):,} are skipped"
+                )
+                + saved,
+            )
+
+    def _config(self) -> Mapping[str, object]:
+        found = {layer.name: layer.rank for layer in self.layers}
+        ranks = {module_of(name): rank for name, rank in found.items() if name in self.linear}
+        stacks = {name: rank for name, rank in found.items() if name in self.stacks}
+        generates = self.family.architecture.endswith(GENERATING)
+        return adapter_config(
+            ranks, self.base, self.whole, stacks, experts=bool(self.stacks), generates=generates
+        )
+
+
+def _family(
+    path: TreePath, options: LoraExtractionOptions
+) -> tuple[Family, str, frozenset[str], frozenset[str]]:
+    """Return the model type, the layout that PEFT knows, what others are tied to, and these.
+
+    PEFT gives layers the names that transformers has in memory, where experts are stacked.
+    """
+    catalog = open_source(path, OpenOptions(model_type=options.model_type))
+    known = understand(catalog, request=Request(options.model_type))
+    require_one(known)
+    family = families.family(known.model_type or "")
+    layout = STACKED if STACKED in family.layouts else HF
+    fresh = family.layout(FRESH).leaves.values() if known.layout == FRESH else ()
+    if fresh and layout == HF and not any(leaf.spread for leaf in fresh):
+        raise RefusedError(
+            "PEFT would not find the layers of this model",
+            where=catalog.path,
+            why=f"in memory, its layers have names of layout {FRESH}; adapters use layout {HF}",
+        )
+    ties = family.ties if known.is_tied(family) else ()
+    leaves = family.layout(layout).leaves
+    tied = frozenset(leaves[tie.of].key.text for tie in ties if tie.of in leaves)
+    copies = frozenset(leaves[tie.tensor].key.text for tie in ties if tie.tensor in leaves)
+    return family, layout, tied, copies
+
+
+def _require_floating(name: str, *handles: TensorHandle) -> None:
+    odd = next((one.dtype for one in handles if one.dtype not in FLOATING), None)
+    if odd:
+        raise RefusedError(
+            f"cannot extract from a weight of dtype {odd}",
+            where=f"tensor `{name}`",
+            hint=f"pass {spell_option('--dequantize bf16')} to dequantize the models",
+        )
+
+
+def _not_selected() -> str:
+    return f"not selected ({spell_option('--include')}, {spell_option('--exclude')})"
+
+
+# ------------------------------------------------------------ the adapter in PEFT's form
+
+DIGITS = 48
+"""Characters that offsets and shapes of one tensor may need beyond those of an empty one."""
+_NUMBERED = re.compile(r"\.\d+\.")
+
+
+class AdapterFolder:
+    """The files of an adapter in the making.
+
+    The header of the weights stands before them, and gets the room that all names would need.
+    """
+
+    def __init__(self, folder: Path, names: Collection[str], dtype: str) -> None:
+        self._path = folder / WEIGHTS
+        self._folder = folder
+        empty = [(name, dtype, (0, 0)) for name in names]
+        head, _ = encode_header(empty, {"format": "pt"})
+        self._room = len(head) + DIGITS * len(empty)
+        self._room += -self._room % 8
+        self._tensors: list[tuple[str, str, tuple[int, ...]]] = []
+        self._end = self._room
+        with storage_errors("write", self._path):
+            self._file = self._path.open("w+b")
+
+    def add(self, name: str, dtype: str, shape: tuple[int, ...], content: Iterable[bytes]) -> None:
+        """Write a tensor behind those that are there."""
+        with storage_errors("write", self._path):
+            self._file.seek(self._end)
+            for piece in content:
+                self._file.write(piece)
+                self._end += len(piece)
+        self._tensors.append((name, dtype, shape))
+
+    def finish(self, config: Mapping[str, object]) -> int:
+        """Write what stands before the tensors, and the configuration; return the bytes of both."""
+        head, _ = encode_header(self._tensors, {"format": "pt"})
+        text = head[8:].ljust(self._room - 8)
+        with storage_errors("write", self._path), self._file as file:
+            file.seek(0)
+            file.write(len(text).to_bytes(8, "little") + text)
+            file.flush()
+            os.fsync(file.fileno())
+        content = (json.dumps(config, indent=2) + "\n").encode()
+        path = self._folder / CONFIG
+        with storage_errors("write", path), path.open("wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        sync_directory(self._folder)
+        return self._end + len(content)
+
+    def close(self) -> None:
+        """Let go of the file."""
+        self._file.close()
+
+
+def adapter_config(
+    ranks: Mapping[str, int],
+    keys: Collection[str],
+    saved: Sequence[str],
+    stacks: Mapping[str, int],
+    *,
+    experts: bool,
+    generates: bool,
+) -> dict[str, object]:
+    """Return the adapter_config.json of an adapter whose factors are scaled by 1.
+
+    Args:
+        ranks: By module.
+        keys: All tensors of the model.
+        saved: Modules that the adapter has as a whole.
+        stacks: The ranks of parameters that hold experts.
+        experts: Whether the model has such parameters at all.
+        generates: Whether it is one that writes text.
+    """
+    single = {module for module in ranks if experts and as_parameter(module)}
+    parameters = {**{module + WEIGHT: ranks[module] for module in single}, **stacks}
+    modules = {module: rank for module, rank in ranks.items() if module not in single}
+    of_all = {**modules, **parameters}
+    main = Counter(of_all.values()).most_common(1)[0][0] if of_all else 1
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM" if generates else None,
+        "base_model_name_or_path": None,
+        "r": main,
+        "lora_alpha": main,
+        **patterns({name: (rank, rank) for name, rank in of_all.items()}, (main, main)),
+        "target_modules": target_modules(modules, keys),
+        **({TARGETS: sorted(parameters)} if parameters else {}),
+        "modules_to_save": list(saved) or None,
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "inference_mode": True,
+        "init_lora_weights": True,
+        "lora_dropout": 0.0,
+        "use_dora": False,
+        "use_rslora": False,
+    }
+
+
+# ------------------------------------------------------- modules that PEFT saves as a whole
+#
+# PEFT looks for every tensor of such a module in the adapter, those of the modules inside of it
+# included (``AuxiliaryTrainingWrapper.adapter_state_dict_load_map``).
+
+
+def module_of(key: str) -> str:
+    """Return the module of a parameter."""
+    return key.rpartition(".")[0]
+
+
+def outermost(modules: Iterable[str]) -> tuple[str, ...]:
+    """Return those of *modules* that are in none of the others."""
+    found = dict.fromkeys(modules)
+    return tuple(one for one in found if not is_inside(one, found))
+
+
+def is_inside(key: str, modules: Collection[str]) -> bool:
+    """Return whether a tensor, or a module, is part of one of *modules*."""
+    steps = key.split(".")
+    return any(".".join(steps[:end]) in modules for end in range(1, len(steps)))
+
+
+def require_module(
+    name: str, names: Iterable[str], linear: Collection[str], tied: Collection[str], where: str
+) -> None:
+    """Refuse a tensor that PEFT cannot save: it has no module that could be saved as a whole."""
+    module = module_of(name)
+    what = f"`{name}` differs, but PEFT can only save whole modules"
+    hint = f"pass {spell_option('--others leave-out')} to keep the tensor of the base"
+    if name in tied:
+        what = f"`{name}` differs, and other tensors are tied to it"
+        why = "PEFT unties them when it saves one, and the others keep the values of the base"
+        hint = f"convert both models with {spell_option('--untie')} first, or {hint}"
+    elif not module:
+        why = "it belongs to the model itself, not to a module"
+    elif f"{module}.weight" in linear:
+        why = f"`{module}.weight` of the same module has factors"
+    elif any(
+        _NUMBERED.search(one.removeprefix(module)) for one in names if is_inside(one, {module})
+    ):
+        why = f"`{module}` contains whole layers"
+    else:
+        return
+    raise RefusedError(what, where=where, why=why, hint=hint)

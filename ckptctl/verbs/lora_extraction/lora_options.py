@@ -1,0 +1,74 @@
+"""How an adapter is made of two models."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+from ckptctl.conversion import option_checks as checks
+from ckptctl.conversion import shared_options as opt
+from ckptctl.errors import UsageError, spell_option
+from ckptctl.options import Excludes, Option
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoraExtractionOptions(opt.ModelOptions):
+    """What is asked of an extraction; see ``ckptctl extract-lora --help``."""
+
+    rank: Annotated[
+        int | None,
+        Option(
+            "Rank of the adapter in every layer.",
+            metavar="N",
+            check=checks.positive,
+            excludes=(Excludes("energy"),),
+        ),
+    ] = None
+    energy: Annotated[
+        float | None,
+        Option(
+            "Use the lowest rank that keeps this share of the squared change, e.g. 0.95.",
+            metavar="SHARE",
+            check=checks.share,
+        ),
+    ] = None
+    dtype: Annotated[
+        str | None,
+        Option(
+            "Dtype of the LoRA factors.  [default: fp32]",
+            metavar="DTYPE",
+            check=checks.floating,
+            offers=checks.floating_dtypes,
+        ),
+    ] = None
+    others: Annotated[
+        Literal["refuse", "leave-out", "save"],
+        Option(
+            "Handle changes outside of linear layers: refuse, leave-out, or save the full tensors.",
+            metavar="HOW",
+        ),
+    ] = "refuse"
+    include: Annotated[
+        Sequence[str],
+        Option(
+            "Include only layers with matching weights. Repeatable.",
+            metavar="GLOB",
+            check=checks.globs,
+        ),
+    ] = ()
+    exclude: Annotated[
+        Sequence[str],
+        Option(
+            "Exclude layers with matching weights. Repeatable.", metavar="GLOB", check=checks.globs
+        ),
+    ] = ()
+    dequantize: opt.Dequantize = None
+    overwrite: Annotated[
+        bool, Option("Replace the destination if it is a checkpoint.", panel="Safety")
+    ] = False
+
+    def require_measure(self) -> None:
+        """Refuse it unless rank or energy says how much is kept."""
+        if self.rank is None and self.energy is None:
+            raise UsageError(f"{spell_option('--rank')} or {spell_option('--energy')} is required")

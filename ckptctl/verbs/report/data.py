@@ -1,0 +1,306 @@
+"""What a report holds: frozen, torch-free, JSON-able."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from itertools import islice
+from typing import Annotated, Literal
+
+from ckptctl.catalog import Box, Finding
+from ckptctl.conversion.recognition.roots import Part
+from ckptctl.errors import CkptError
+from ckptctl.results import Inline, JsonField, Result, count
+from ckptctl.verbs.comparison.diff_result import Difference, Side
+from ckptctl.verbs.inspection.inspect_result import Inspection, TensorInfo
+from ckptctl.verbs.verification.verify_result import Verification
+
+FileState = Literal["present", "missing", "damaged", "unknown"]
+_STATES: Mapping[str, FileState] = {"error": "damaged", "unknown": "unknown"}
+"""That of a file by the gravest that is said of it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """A box of a tensor.
+
+    Attributes:
+        file: Where it lies, or should lie; None: it is computed when it is read, or, of a part
+            that is missing, no file is known to hold it.
+    """
+
+    box: Box
+    file: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkMap:
+    """Which file covers which box of a tensor.
+
+    Attributes:
+        chunks: The boxes that are there; as many as there is room for.
+        holes: Those that are not; likewise.
+        missing: Number of holes.
+        missing_bytes: Bytes of all of them.
+    """
+
+    chunks: tuple[Chunk, ...] = ()
+    holes: tuple[Chunk, ...] = ()
+    missing: int = 0
+    missing_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class TensorReport:
+    """One tensor.
+
+    Attributes:
+        info: What an inspection says of it.
+        part: What it belongs to.
+        map: Where it lies.
+    """
+
+    info: TensorInfo
+    part: Part
+    map: ChunkMap
+
+
+@dataclass(frozen=True, slots=True)
+class ListedChunk:
+    """A box of a tensor, and where its file stands in the list of files."""
+
+    file: Annotated[
+        int | None,
+        JsonField("file of the box, as an index into `files`; null if unknown or computed"),
+    ]
+    box: Annotated[Box, Inline()]
+
+
+@dataclass(frozen=True, slots=True)
+class ListedTensor:
+    """A tensor, and where its files stand in the list of files."""
+
+    info: Annotated[TensorInfo, Inline()]
+    part: Annotated[Part, JsonField("`model`, `optimizer`, `scheduler`, `loader` or `rest`")]
+    missing: Annotated[int, JsonField("number of missing boxes of the tensor")]
+    missing_bytes: Annotated[
+        int | None,
+        JsonField("bytes of the missing boxes; absent if none is missing", optional=True),
+    ]
+    map: Annotated[
+        list[ListedChunk],
+        JsonField("stored boxes; `file` is null for boxes that are computed on read"),
+    ]
+    holes: Annotated[
+        list[ListedChunk], JsonField("missing boxes; `file` is null if their file is unknown")
+    ]
+
+
+@dataclass(frozen=True, slots=True)
+class ListedFile:
+    """A data file, there or not."""
+
+    path: Annotated[str, JsonField("path relative to the checkpoint")]
+    nbytes: Annotated[
+        int | None, JsonField("size in bytes; null if it is missing or unusable", name="bytes")
+    ]
+    rank: Annotated[int | None, JsonField("rank that wrote it, if its name contains the rank")]
+    state: Annotated[FileState, JsonField("`present`, `missing`, `damaged` or `unknown`")]
+
+
+@dataclass(frozen=True, slots=True)
+class LeftOut:
+    """What a report has no room for, or was not asked for."""
+
+    tensors: Annotated[int, JsonField("number of unlisted tensors")] = 0
+    nbytes: Annotated[int, JsonField("bytes of these tensors", name="bytes")] = 0
+    chunks: Annotated[int, JsonField("number of unlisted boxes of listed tensors")] = 0
+    holes: Annotated[int, JsonField("number of unlisted missing boxes of listed tensors")] = 0
+    findings: Annotated[int, JsonField("number of unlisted findings")] = 0
+    differences: Annotated[int, JsonField("number of unlisted differences")] = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Presence:
+    """How much of a checkpoint is there."""
+
+    missing_tensors: Annotated[
+        int,
+        JsonField("number of missing tensors known only by name; all others are in `tensor_count`"),
+    ] = 0
+    present_bytes: Annotated[int, JsonField("bytes of the tensors found")] = 0
+    total_bytes: Annotated[
+        int | None, JsonField("bytes of the complete checkpoint; null if unknown")
+    ] = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointSummary(Result):
+    """What stands at the head of a page about a checkpoint.
+
+    Attributes:
+        verification: Whether it is complete, and what is wrong.
+        inspection: What it holds; None: its index cannot be read.
+        presence: How much of it is there.
+        absent: Files that parts of tensors should lie in, and that are not there.
+    """
+
+    path: Annotated[str, JsonField("path as given")]
+    verification: Annotated[
+        Verification,
+        Inline("verdict complete scope data level errors unknown warnings format"),
+        JsonField("size of all data files", of="nbytes", name="file_bytes"),
+        JsonField("number of data files found", of="files", name="file_count", to=count),
+    ]
+    inspection: Inspection | None
+    presence: Annotated[Presence, Inline()] = Presence()
+    absent: Annotated[
+        frozenset[str], JsonField("number of missing files", name="missing_files", to=count)
+    ] = frozenset()
+
+    @property
+    def readable(self) -> Annotated[bool, JsonField()]:
+        """Whether the checkpoint could be read; if false, the exit code is 4 or 9."""
+        return self.inspection is not None
+
+    @property
+    def problem(self) -> Annotated[str | None, JsonField()]:
+        """Summary of the problem in one line, or null."""
+        wrong = (*self.verification.errors, *self.verification.unknown)
+        if not wrong:
+            return None
+        first = wrong[0]
+        others = f" (and {len(wrong) - 1:,} more)" if len(wrong) > 1 else ""
+        where = "" if first.file and first.file in first.what else first.where
+        return ": ".join(filter(None, (first.what, where))) + others
+
+    @property
+    def described(
+        self,
+    ) -> Annotated[
+        Inspection,
+        Inline("model_type candidates layout root parameters bytes dtypes assets"),
+        JsonField("number of tensors, listed or not", of="tensors", name="tensor_count", to=count),
+        JsonField("number of non-tensor values", of="blobs", name="leaf_count", to=count),
+    ]:
+        """Return what it holds, as far as it can be read."""
+        return self.inspection or Inspection("", self.verification.format)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report(
+    CheckpointSummary,
+    order="path output readable verdict complete scope data problem level errors unknown warnings "
+    "findings format model_type candidates layout root parameters bytes present_bytes total_bytes "
+    "dtypes assets tensor_count missing_tensors leaf_count file_bytes file_count missing_files "
+    "notes files stats tensors left_out other other_summary difference",
+):
+    """What a page about a checkpoint shows.
+
+    Attributes:
+        tensors: The tensors that are listed.
+        findings: How many findings are listed.
+        unusable: Files that parts of tensors should lie in, and that are missing or damaged.
+        ranks: For each file of which the name says it, the rank that wrote it.
+        difference: How the two differ; None: there is no second one, or it cannot be compared.
+        differences: How many of each list of the difference are listed.
+    """
+
+    tensors: tuple[TensorReport, ...]
+    findings: int
+    left_out: Annotated[LeftOut, JsonField("counts of entries omitted for size or by options")]
+    unusable: tuple[str, ...]
+    ranks: Mapping[str, int]
+    stats: Annotated[bool, JsonField("whether values were read")] = False
+    other: Annotated[str | None, JsonField("path of the second checkpoint as given")] = None
+    other_summary: Annotated[
+        CheckpointSummary | None, JsonField("summary of the second checkpoint")
+    ] = None
+    difference: Difference | None = None
+    differences: int = 0
+    error: Annotated[
+        CkptError | None,
+        JsonField("reason they cannot be compared, or null", name="difference_error"),
+    ] = None
+    output: Annotated[str | None, JsonField("written page")] = None
+
+    @property
+    def listed_findings(self) -> Annotated[tuple[Finding, ...], JsonField(name="findings")]:
+        """Findings, errors first; at most 1,000."""
+        return self.verification.findings[: self.findings]
+
+    @property
+    def notes(self) -> Annotated[tuple[str, ...], JsonField()]:
+        """Further notes."""
+        return tuple(dict.fromkeys((*self.verification.notes, *self.described.notes)))
+
+    @property
+    def files(self) -> Annotated[tuple[ListedFile, ...], JsonField()]:
+        """All data files, including missing ones."""
+        sizes = {**self.verification.files, **dict.fromkeys(self.unusable)}
+        about = (one for one in self.verification.findings if one.basis == "files")
+        states = {one.file: one.severity for one in reversed((*about,))}
+
+        def state(file: str) -> FileState:
+            severity = states.get(file, "warning")
+            if file in self.absent:
+                return "missing"
+            return _STATES.get(severity, "present")
+
+        return tuple(
+            ListedFile(file, nbytes, self.ranks.get(file), state(file))
+            for file, nbytes in sizes.items()
+        )
+
+    @property
+    def listed_tensors(self) -> Annotated[list[ListedTensor], JsonField(name="tensors")]:
+        """Listed tensors, in the order of the checkpoint."""
+        places = {file.path: n for n, file in enumerate(self.files)}
+
+        def listed(chunks: tuple[Chunk, ...]) -> list[ListedChunk]:
+            return [
+                ListedChunk(places[chunk.file] if chunk.file else None, chunk.box)
+                for chunk in chunks
+            ]
+
+        return [
+            ListedTensor(
+                one.info,
+                one.part,
+                one.map.missing,
+                one.map.missing_bytes or None,
+                listed(one.map.chunks),
+                listed(one.map.holes),
+            )
+            for one in self.tensors
+        ]
+
+    @property
+    def listed_difference(
+        self,
+    ) -> Annotated[
+        Difference | None,
+        JsonField(
+            "differences as reported by `ckptctl diff`; null without a second "
+            "checkpoint or if they cannot be compared",
+            name="difference",
+        ),
+    ]:
+        """Return the difference with lists no longer than there is room for."""
+        found, limit = self.difference, self.differences
+        return found and replace(
+            found,
+            a=_bounded(found.a, limit),
+            b=_bounded(found.b, limit),
+            tensors=found.tensors[:limit],
+            leaves=found.leaves[:limit],
+        )
+
+
+def _bounded(side: Side, limit: int) -> Side:
+    return replace(
+        side,
+        only=side.only[:limit],
+        only_leaves=side.only_leaves[:limit],
+        left_out=dict(islice(side.left_out.items(), limit)),
+    )

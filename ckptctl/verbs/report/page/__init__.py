@@ -1,0 +1,146 @@
+"""The page of a report: one HTML file that needs nothing else, whatever a checkpoint's names are.
+
+Names come from files that others wrote. They are in the page as JSON only, in which no ``<`` is
+left, and its script shows them as text. The page's policy (CSP) lets nothing run or load but the
+one script and the one style sheet whose digests it states.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import html
+import json
+import re
+from base64 import b64encode
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from importlib.resources import files
+from pathlib import Path
+from string import Template
+from typing import TYPE_CHECKING
+
+from ckptctl import formats
+from ckptctl.conversion.destinations import require_destination
+from ckptctl.storage.destinations import Replaceable, require_space
+from ckptctl.storage.file_system import write_file
+from ckptctl.storage.publish import staging
+from ckptctl.storage.tree import TreePath
+from ckptctl.version import __version__
+
+if TYPE_CHECKING:
+    from ckptctl.verbs.report.data import Report
+
+SCHEMA = "ckptctl.report/1"
+SAFE = 2**53 - 1
+"""The largest whole number that JavaScript holds as every other one below it."""
+BIG = re.compile(r"\d{16}")
+HEAD = 1024
+"""Bytes in which an earlier page says that it is one."""
+GENERATOR = '<meta name="generator" content="ckptctl report">'
+SCRIPTS = (
+    "dom.js",
+    "numbers.js",
+    "colors.js",
+    "coloring.js",
+    "list.js",
+    "tree.js",
+    "treemap.js",
+    "projection.js",
+    "chunks.js",
+    "values.js",
+    "details.js",
+    "findings.js",
+    "sections.js",
+    "tensors.js",
+    "difference.js",
+    "main.js",
+)
+
+
+def page(document: Mapping[str, object]) -> str:
+    """Return the page that shows *document*."""
+    style = f"\n{_text('page.css')}"
+    script = "\n".join(['\n"use strict";', *map(_text, SCRIPTS)])
+    data = {"schema": SCHEMA, "ckptctl": __version__, **document}
+    return Template(_text("page.html")).substitute(
+        generator=GENERATOR,
+        policy=_policy(style, script),
+        title=html.escape(str(document.get("path", "")).encode("ascii", "replace").decode()),
+        style=style,
+        script=script,
+        data=embedded(data),
+    )
+
+
+def embedded(document: Mapping[str, object]) -> str:
+    """Return *document* as JSON that cannot end, or open, anything in an HTML page.
+
+    Whole numbers beyond :data:`SAFE` are text in it: the script has all their digits then.
+    """
+    text = _json(document)
+    if BIG.search(text):
+        text = _json(_exact(document))
+    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
+
+
+def _json(value: object) -> str:
+    return json.dumps(value, allow_nan=False, separators=(",", ":"))
+
+
+def _exact(value: object) -> object:
+    if isinstance(value, dict):
+        return {name: _exact(one) for name, one in value.items()}
+    if isinstance(value, list):
+        return [_exact(one) for one in value]
+    return str(value) if isinstance(value, int) and abs(value) > SAFE else value
+
+
+def _policy(style: str, script: str) -> str:
+    return (
+        f"default-src 'none'; style-src '{_digest(style)}'; script-src '{_digest(script)}'; "
+        "base-uri 'none'; form-action 'none'"
+    )
+
+
+def _digest(text: str) -> str:
+    """Return the digest by which a policy names an element (CSP level 3, section 2.3.1)."""
+    return f"sha256-{b64encode(hashlib.sha256(text.encode()).digest()).decode()}"
+
+
+def _text(name: str) -> str:
+    return (files(__package__) / name).read_text(encoding="utf-8")
+
+
+@contextmanager
+def written(
+    output: Path | None, sources: Sequence[str | TreePath], overwrite: bool
+) -> Iterator[Callable[[Report], None]]:
+    """Hold the place of a page outside of the *sources*; what it yields writes and publishes it."""
+    if output is None:
+        yield lambda _: None
+        return
+    target = output
+    for source in sources:
+        origin = formats.existing(source)
+        target = Path(require_destination(origin, output, overwrite, PAGE, ELSEWHERE).path)
+    with staging(target, overwrite=overwrite, single_file=True, is_checkpoint=PAGE) as stage:
+
+        def write(report: Report) -> None:
+            content = page(report.to_json()).encode()
+            require_space(stage.data, len(content))
+            write_file(stage.data / target.name, content)
+            stage.publish()
+
+        yield write
+
+
+def is_report(path: TreePath) -> bool:
+    """Return whether *path* is a page that this module wrote, the one thing that it replaces."""
+    if not path.is_file():
+        return False
+    with path.open("rb") as file:
+        return GENERATOR.encode() in file.read(HEAD)
+
+
+ELSEWHERE = "`-o FILE` writes the page outside of the checkpoint"
+PAGE = Replaceable(is_report, "a page of `ckptctl report`", file=True)

@@ -1,0 +1,224 @@
+"""Lists of digests of whole files: ``SHA256SUMS``, Meta's ``checklist.chk``, and others.
+
+The form is that of coreutils' ``sha256sum`` and ``md5sum`` (``src/cksum.c``): the digest, two
+characters, the name; a backslash before the digest where the name is escaped. Megatron-Core's
+``integrity.json`` has ``algorithm`` and ``files``
+(``megatron/core/dist_checkpointing/integrity.py``).
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ckptctl.catalog import Finding
+from ckptctl.conversion.ranks.coordinator import Coordinator, on_first, together
+from ckptctl.errors import CkptError, RefusedError, command
+from ckptctl.formats.shared.findings import of_error
+from ckptctl.storage.crc import hasher, windows
+from ckptctl.storage.file_system import write_file
+from ckptctl.storage.files import SourceFiles, source_files
+from ckptctl.storage.json_reader import read_json
+from ckptctl.storage.publish import staging
+from ckptctl.storage.threads import Advance, Watch, default_threads, thread_pool
+from ckptctl.storage.tree import TreePath
+from ckptctl.verbs.verification.structure import root_of
+from ckptctl.verdict import Severity
+
+SUMS = "SHA256SUMS"
+LISTS = {SUMS: "sha256", "checklist.chk": "md5"}
+INTEGRITY = "integrity.json"
+MAX_LIST = 100_000_000
+_LINE = re.compile(r"(\\?)([0-9a-fA-F]{32,64}) [ *](.+)")
+_SHA256 = re.compile("[0-9a-fA-F]{64}")
+_ESCAPES = {"\\\\": "\\", "\\n": "\n", "\\r": "\r"}
+
+
+@dataclass(frozen=True, slots=True)
+class FileDigest:
+    """One line of a list; *algorithm*: ``sha256``, ``md5``, or ``git-sha1``, that of a blob.
+
+    *severity* is that of a file with another digest.
+    """
+
+    list_: str
+    algorithm: str
+    file: str
+    digest: str
+    severity: Severity = "error"
+
+
+def lists_of(path: TreePath) -> dict[str, str]:
+    """Return the names of the lists for the checkpoint at *path*, with their algorithms."""
+    return {**LISTS, INTEGRITY: "sha256", target_of(path).name: "sha256"}
+
+
+def listed_digests(files: SourceFiles, path: TreePath) -> tuple[list[FileDigest], list[Finding]]:
+    """Return what the lists say of the checkpoint at *path*, and what is wrong with them.
+
+    Of a single file it is what they say of that one; others beside it are none of it.
+    """
+    found: list[FileDigest] = []
+    findings: list[Finding] = []
+    if (files.root / INTEGRITY).is_file():
+        of_megatron = _of_integrity(files)
+        found += of_megatron
+        if not of_megatron:
+            what = "not a checksum list of Megatron-Core"
+            findings.append(Finding(what, None, "warning", INTEGRITY))
+    for name, algorithm in lists_of(path).items():
+        if name != INTEGRITY and (files.root / name).is_file():
+            try:
+                text = files.read(name, 0, min(files.size(name), MAX_LIST)).decode(errors="replace")
+            except CkptError as error:
+                findings.append(of_error(error, files.root))
+                continue
+            for number, line in enumerate(text.split("\n"), 1):
+                match = _LINE.fullmatch(line)
+                if match:
+                    found.append(FileDigest(name, algorithm, _file_of(match), match[2].lower()))
+                elif line.strip():
+                    # Other programs write other forms beside single files.
+                    severity: Severity = "error" if name in LISTS else "warning"
+                    what = f"line {number} is not a checksum"
+                    findings.append(Finding(what, None, severity, name))
+    if path.is_file():
+        found = [line for line in found if line.file == path.name]
+    return found, findings
+
+
+def _of_integrity(files: SourceFiles) -> list[FileDigest]:
+    """Return what Megatron-Core says of the files of a save; nothing: it is another's file."""
+    try:
+        said = read_json(files, INTEGRITY)
+    except CkptError:
+        return []
+    listed = said.get("files") if isinstance(said, dict) else None
+    if not isinstance(listed, dict) or not isinstance(said, dict):
+        return []
+    sums = {name: sum_ for name, sum_ in listed.items() if isinstance(sum_, str)}
+    return [
+        FileDigest(INTEGRITY, "sha256", name, sum_.lower())
+        for name, sum_ in sums.items()
+        if said.get("algorithm") == "sha256" and _SHA256.fullmatch(sum_)
+    ]
+
+
+def without(text: str, gone: Callable[[str], bool]) -> str:
+    """Return what a list says of the files that are not *gone*."""
+    matched = ((line, _LINE.fullmatch(line)) for line in text.split("\n"))
+    return "\n".join(line for line, match in matched if not match or not gone(_file_of(match)))
+
+
+def _file_of(line: re.Match[str]) -> str:
+    """Return the file that a line is about."""
+    file = re.sub(r"\\[\\nr]", lambda match: _ESCAPES[match[0]], line[3]) if line[1] else line[3]
+    return file.removeprefix("./")
+
+
+def check_lists(
+    files: SourceFiles, lines: Sequence[FileDigest], jobs: int | None, advance: Advance | None
+) -> tuple[list[Finding], list[str]]:
+    """Read every file that is listed; return what differs, and the files that do not."""
+
+    def compared(line: FileDigest) -> Finding | None:
+        try:
+            found = digest(files, line.file, line.algorithm, advance)
+        except CkptError as error:
+            return of_error(error, files.root)
+        if found == line.digest:
+            return None
+        why = f"its {line.algorithm} is {found}, but {line.list_} lists {line.digest}"
+        return Finding("a file does not match its listed checksum", why, line.severity, line.file)
+
+    with thread_pool(jobs or default_threads()) as pool:
+        results = list(pool.map(compared, lines))
+    bad = {line.file for line, result in zip(lines, results, strict=True) if result}
+    return [r for r in results if r], [line.file for line in lines if line.file not in bad]
+
+
+def digest(files: SourceFiles, name: str, algorithm: str, advance: Advance | None) -> str:
+    """Return the digest of a whole file."""
+    size = files.size(name)
+    known = hasher(algorithm, size)
+    for view in windows(files, name, 0, size, advance):
+        known.update(view)
+    return known.hexdigest()
+
+
+def require_room(target: TreePath) -> None:
+    """Refuse to replace a list."""
+    if os.path.lexists(target):
+        path = target.parent if target.name == SUMS else target.with_suffix("")
+        compare = command("verify", path, options=("--level", "full"))
+        raise RefusedError(
+            f"`{target.name}` exists already",
+            where=str(target),
+            why="an existing checksum list is never replaced",
+            hint=f"compare the files with it: {compare}",
+        )
+
+
+def target_of(path: TreePath) -> TreePath:
+    """Return the list for the checkpoint at *path*: in a directory, or beside a file."""
+    return path / SUMS if path.is_dir() else path.with_name(f"{path.name}.sha256")
+
+
+def members(path: TreePath) -> list[str]:
+    """Return the names of all files of the checkpoint at *path*, below it."""
+    if path.is_file():
+        return [path.name]
+    found = (Path(folder) / name for folder, _, names in os.walk(path) for name in names)
+    return sorted(str(item.relative_to(path)) for item in found if item != path / SUMS)
+
+
+def unlistable(path: TreePath) -> list[Finding]:
+    """Return the files at *path* that no list can name: links that lead elsewhere, sockets."""
+    findings: list[Finding] = []
+    with source_files(root_of(path)) as files:
+        for name in members(path):
+            try:
+                files.size(name)
+            except CkptError as error:
+                findings.append(of_error(error, files.root))
+    return findings
+
+
+def write_list(path: TreePath, jobs: int | None, progress: Watch, ranks: Coordinator) -> str:
+    """Add the SHA-256 of every file of a checkpoint, whole or not at all; return where they are.
+
+    The ranks share the reading, and rank 0 writes.
+    """
+    # `ls` reads lists and carries out no plan.
+    from ckptctl.conversion.ranks.sharing import portion
+
+    names, target, threads = members(path), target_of(path), jobs or default_threads()
+    with source_files(root_of(path)) as files:
+        sizes = together(ranks, lambda: {name: files.size(name) for name in names})
+        mine = portion(ranks, names, sizes.__getitem__)
+
+        def digests() -> dict[str, str]:
+            with progress(sum(sizes.values())) as advance, thread_pool(threads) as pool:
+                sums = pool.map(lambda name: digest(files, name, "sha256", advance), mine)
+                return dict(zip(mine, sums, strict=True))
+
+        parts = ranks.all_gather(together(ranks, digests))
+    by_name = {name: sum_ for part in parts for name, sum_ in part.items()}
+    content = "".join(_line(by_name[name], name) for name in names)
+    on_first(ranks, lambda: _publish(target, content))
+    return str(target)
+
+
+def _publish(target: TreePath, content: str) -> None:
+    require_room(target)
+    with staging(Path(target), single_file=True) as stage:
+        write_file(stage.data / target.name, os.fsencode(content))
+        stage.publish()
+
+
+def _line(sum_: str, name: str) -> str:
+    escaped = name.replace("\\", "\\\\").replace("\n", "\\n").replace("\r", "\\r")
+    return f"{'' if escaped == name else chr(92)}{sum_}  {escaped}\n"

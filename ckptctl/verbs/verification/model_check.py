@@ -1,0 +1,112 @@
+"""What is wrong with a model: missing tensors, contradictions, and doubts.
+
+Every command that states whether a checkpoint is complete asks here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ckptctl import formats
+from ckptctl.catalog import Catalog, Finding
+from ckptctl.conversion.recognition.lacking import Lacks, lacks
+from ckptctl.conversion.recognition.model import CONFIG, Model, Request, WrongTypeError, understand
+from ckptctl.conversion.recognition.roots import unwrapped
+from ckptctl.errors import MappingError, UsageError, listed
+from ckptctl.facts.agreement import (
+    DESCRIBED_OTHERWISE,
+    SHOWN_OTHERWISE,
+    contradictions_in,
+)
+from ckptctl.notes import Notes
+from ckptctl.numerics.quantized import misfits
+from ckptctl.verdict import Scope, Severity
+
+UNCOUNTED_LAYERS = (
+    "no configuration states the number of layers, so missing layers at the end cannot be detected"
+)
+
+
+def check_model(model: Model, notes: Notes) -> tuple[list[Finding], Scope]:
+    """Compare the tensors of a model with its model type, its configuration and each other.
+
+    Returns:
+        Missing tensors (also noted), contradictions and doubts; and whether missing tensors could
+        have been detected.
+    """
+    catalog, names = model.catalog, model.tensors
+    try:
+        lack = lacks(model, names)
+    except (MappingError, UsageError) as error:
+        why = ": ".join(filter(None, (error.what, error.why)))
+        unknown = f"the configuration does not describe the model: {why}"
+        lack = Lacks((), False, model, unknown)
+    notes.explain("missing", lack.missing)
+    findings = [
+        Finding("missing tensor", why, tensor=name, basis="model")
+        for name, why in lack.missing.items()
+    ]
+    findings += misfits(catalog)
+    findings += contradiction_findings(model)
+    if "ranks" in formats.get(catalog.format).choices and model.configured:
+        findings += _cut_short(model)
+    if not names:
+        return findings, "structure"
+    notes.add(*lack.doubts)
+    if lack.scope == "model" and not model.configured:
+        notes.add(UNCOUNTED_LAYERS)
+    if strays := model.strays(names):
+        notes.add(f"keys unknown to {model.named}: {listed(strays)}")
+    return findings, lack.scope
+
+
+def recognized_check(
+    catalog: Catalog, model_type: str | None, notes: Notes
+) -> tuple[list[Finding], Scope]:
+    """Recognize the model in *catalog* and check it; several models are no model to compare."""
+    catalog = unwrapped(catalog)
+    try:
+        model = understand(catalog, request=Request(model_type))
+    except WrongTypeError:
+        raise
+    except MappingError as error:
+        notes.add(f"{error.what}, so missing tensors cannot be detected")
+        return [], "structure"
+    return check_model(model, notes)
+
+
+def contradiction_findings(model: Model) -> Iterator[Finding]:
+    """Yield the facts of a model that are stated in two ways, or that the tensors contradict."""
+    try:
+        found = contradictions_in(model)
+    except MappingError as error:
+        what = "cannot interpret the description of the model"
+        severity: Severity = "unknown" if _is_misread(model) else "warning"
+        yield Finding(what, error.summary, severity, basis="model")
+        return
+    for one in found:
+        what = SHOWN_OTHERWISE if one.is_shown else DESCRIBED_OTHERWISE
+        why = str(one).replace(f"{model.catalog.root}/", "")
+        yield Finding(what, why, "unknown", basis="model")
+
+
+def _is_misread(model: Model) -> bool:
+    """Return whether config.json is not understood, by which transformers loads the model."""
+    try:
+        contradictions_in(model, (CONFIG,))
+    except MappingError:
+        return True
+    return False
+
+
+def _cut_short(model: Model) -> Iterator[Finding]:
+    """Yield that tensors of which no file records the size contradict the configuration."""
+    # Most checkpoints do not need them, and they take a while to import.
+    from ckptctl.conversion.recognition.layout_change import LayoutRequest
+    from ckptctl.facts.agreed_change import agreed_change
+
+    try:
+        agreed_change(model, model.tensors, LayoutRequest(None, partial=True))
+    except MappingError as error:
+        what = "the last ranks' shards may be missing: a shape contradicts the configuration"
+        yield Finding(what, f"{error.where}: {error.why}", "unknown", basis="model")

@@ -1,0 +1,277 @@
+"""What lies around a checkpoint: orphans, leftovers, and what the Hugging Face Hub says of files.
+
+Source: huggingface_hub 2.4.0. ``_local_folder.py``: beside files that were downloaded to a folder,
+``.cache/huggingface/download/NAME.metadata`` has three lines: commit, ETag, time. In the cache
+(``file_download.py``) ``models--ORG--NAME/snapshots/COMMIT/NAME`` is a link to ``blobs/ETAG``,
+which ``utils/_shared_blobs.py`` may make a link in turn. The ETag is the SHA-256 of a file in LFS
+or Xet, and git's own SHA-1 of any other (``utils/_verification.py``).
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Collection, Iterator
+from dataclasses import replace
+from pathlib import Path, PurePath
+
+from ckptctl import formats
+from ckptctl.catalog import Catalog, Finding
+from ckptctl.errors import CkptError
+from ckptctl.formats.base import Listing
+from ckptctl.formats.shared.tags import LATEST, LATEST_UNIVERSAL, pointer_content
+from ckptctl.storage.compare import equal
+from ckptctl.storage.crc import algorithm_of
+from ckptctl.storage.destinations import staging_directory
+from ckptctl.storage.files import SourceFiles, source_files
+from ckptctl.storage.paths import hub_repository, real_path
+from ckptctl.storage.stand_ins import unwritten
+from ckptctl.storage.tree import TreePath
+from ckptctl.verbs.verification.digest_lists import FileDigest
+from ckptctl.verdict import Severity
+
+HF, SHARDS, SHARDED = "hf", "hf-rank-shards", "sharded"
+"""What torch's ``HuggingFaceStorageWriter`` consolidates, and the folder in which that stays."""
+OTHERS = f"the shards in `{SHARDED}` do not match this checkpoint"
+BESIDE: tuple[Severity, str] = ("warning", SHARDED)
+OWNED = (".distcp", ".safetensors")
+STATE = re.compile(
+    r"(optimizer|scheduler|scaler|rng_state|random_states|training_args)(_\d+)*\.(pt|pth|bin|pkl)",
+    re.ASCII,
+)
+"""What transformers' Trainer and accelerate write beside a model, by ``torch.save``."""
+LEFTOVER = re.compile(
+    r".*\.(tmp|temp|partial|part|incomplete|crdownload|aria2|ckptctl-staging)|tmp-.*|\.tmp.*"
+    r"|.*-tmp-\d+",
+    re.IGNORECASE,
+)
+
+
+def surroundings(
+    path: TreePath, catalog: Catalog | None, *, values: bool = False
+) -> Iterator[Finding]:
+    """Yield warnings about what lies in and beside a checkpoint; *values*: of elements, too."""
+    stage = staging_directory(Path(path))
+    if stage.is_dir():
+        why = (
+            f"`{stage.name}` next to it belongs to a command that was interrupted or is still "
+            "running"
+        )
+        yield Finding("partial output exists for this path", why, "warning", str(stage))
+    root = catalog.root if catalog else path
+    if not path.is_dir():
+        return
+    for item in unfinished(root):
+        name = str(item.relative_to(root)) if item.is_relative_to(root) else str(item)
+        yield Finding("a download is unfinished", None, "warning", name)
+    used = catalog.files if catalog else {}
+    for folder in sorted({root, *((root / name).parent for name in used)}):
+        yield from _strays(root, folder, catalog)
+    yield from _emptied(root, used)
+    if catalog and catalog.format == HF:
+        yield from _state_of_trainer(root)
+    # What is torn is not compared: what it lacks would be told again, as if the shards were wrong.
+    whole = catalog if catalog and not catalog.findings else None
+    if whole and whole.format == HF and (root / SHARDED).is_dir():
+        yield from _contradicted(root / SHARDED, whole, values=values)
+    for folder in {root, root.parent}:
+        yield from _pointers(folder)
+
+
+def _state_of_trainer(folder: TreePath) -> Iterator[Finding]:
+    """Yield the files beside a model, without which a run does not go on, that were cut off."""
+    for item in sorted(folder.iterdir()):
+        if STATE.fullmatch(item.name) and item.is_file() and (why := unwritten(item)):
+            what = "a file of the trainer's state was not completely written"
+            yield Finding(what, why, "error", item.name)
+
+
+def _contradicted(folder: TreePath, catalog: Catalog, *, values: bool) -> Iterator[Finding]:
+    """Yield what the shards that torch consolidated say otherwise than what it made of them."""
+    shards = formats.get(SHARDS)
+    if not shards.sniff(Listing(folder)):
+        return
+    try:
+        parts = shards.read(folder)
+    except CkptError as error:
+        yield Finding(f"the shards in `{SHARDED}` are incomplete", error.what, "warning", SHARDED)
+        return
+    here, there = (
+        {name: f"{one.dtype} {list(one.shape)}" for name, one in known.tensors.items()}
+        for known in (catalog, parts)
+    )
+    for name in sorted(here.keys() | there.keys()):
+        own, other = here.get(name, "missing"), there.get(name, "missing")
+        if own != other:
+            yield Finding(
+                OTHERS,
+                f"`{name}` is {other} in `{SHARDED}`, but {own} in this checkpoint",
+                *BESIDE,
+                name,
+            )
+        elif values and not _same(catalog, parts, name):
+            yield Finding(OTHERS, f"the elements of `{name}` differ", *BESIDE, name)
+
+
+def _same(catalog: Catalog, parts: Catalog, name: str) -> bool:
+    """Return whether a tensor has the same elements here and in the shards below.
+
+    Of those without dimensions torch makes 0, which a note of the format says.
+    """
+    own, other = catalog.tensors[name], parts.tensors[name]
+    if not own.shape:
+        return True
+    below = tuple(replace(one, file=f"{SHARDED}/{one.file}") for one in other.extents)
+    with source_files(catalog.root) as files:
+        return equal(files, own, replace(other, extents=below))
+
+
+def _emptied(root: TreePath, used: Collection[str]) -> Iterator[Finding]:
+    """Yield empty folders among those of parameters, as universal checkpoints have them."""
+    above = {Path(name).parent.parent for name in used} - {Path()}
+    for folder in sorted(above):
+        for item in sorted((root / folder).iterdir()):
+            if item.is_dir() and not any(item.iterdir()):
+                why = "similar folders next to it contain data"
+                yield Finding("a folder is empty", why, "error", str(item.relative_to(root)))
+
+
+def _strays(root: TreePath, folder: TreePath, catalog: Catalog | None) -> Iterator[Finding]:
+    files = catalog.files if catalog else {}
+    forms = {_form(Path(name).name) for name in files}
+    known = {*files, *(one.file for one in catalog.findings)} if catalog else set()
+    for item in sorted(folder.iterdir()) if folder.is_dir() else ():
+        name = str(item.relative_to(root))
+        if name in known:
+            continue
+        if LEFTOVER.fullmatch(item.name):
+            yield Finding("a leftover of an unfinished save", None, "warning", name)
+        elif catalog and name not in catalog.assets and _is_data(item, forms):
+            yield Finding("the index does not refer to this file", None, "warning", name)
+
+
+def _is_data(item: TreePath, forms: Collection[str]) -> bool:
+    known = item.suffix in OWNED or _form(item.name) in forms
+    return known and item.is_file() and item.stat().st_size > 0
+
+
+def _form(name: str) -> str:
+    """Return *name* with all numbers alike, as in ``rank_0.pt`` and ``rank_1.pt``."""
+    return re.sub(r"\d+", "0", name)
+
+
+def _pointers(folder: TreePath) -> Iterator[Finding]:
+    """Yield pointers to saves that are not there; they stand beside the saves."""
+    for name in (LATEST, LATEST_UNIVERSAL):
+        pointer = folder / name
+        if not pointer.is_file():
+            continue
+        try:
+            content, whole = pointer_content(folder, name)
+        except CkptError as error:
+            yield Finding("a pointer cannot be read", error.what, "warning", str(pointer))
+            continue
+        if not whole:
+            continue
+        text = content.decode(errors="replace").strip()
+        target = folder / text if text.isprintable() and "\ufffd" not in text else None
+        if not text or target is None or not target.is_dir():
+            why = f"it contains {text[:100]!r}" if text else "it is empty"
+            yield Finding(
+                "the pointer names a save that does not exist", why, "warning", str(pointer)
+            )
+
+
+DOWNLOADS = ".cache/huggingface/download"
+
+
+def unfinished(root: TreePath) -> Iterator[TreePath]:
+    """Yield the parts of files whose download to *root* was interrupted."""
+    yield from sorted((root / DOWNLOADS).rglob("*.incomplete"))
+    repository = hub_repository(real_path(root))
+    if repository is not None:
+        yield from sorted((repository / "blobs").glob("*.incomplete"))
+
+
+RECORD = ".metadata"
+"""What follows a file's name in that of its record."""
+MAX_RECORD = 4096
+
+
+def downloaded(files: SourceFiles, used: Collection[str]) -> tuple[list[FileDigest], list[Finding]]:
+    """Return the digests that the Hub has of files, and what is wrong with its records.
+
+    Files other than the data files *used* count in the same directories, and at the top.
+    """
+    folders = {Path(), *(Path(name).parent for name in used)}
+    if not files.local:
+        return [line for folder in sorted(folders) for line in _told(files, folder)], []
+    found: list[FileDigest] = []
+    findings: list[Finding] = []
+    for folder in sorted(folders):
+        found += _linked(files.root, folder)
+        for record, name in _recorded(files.root, folder):
+            line = _read(record, files.root / name, name)
+            if line is None:
+                what = "the record of a download cannot be read"
+                findings.append(Finding(what, None, "warning", str(record)))
+            else:
+                found += [line] if line.digest else []
+    return found, findings
+
+
+def _told(files: SourceFiles, folder: PurePath) -> Iterator[FileDigest]:
+    """Yield the files behind a URL whose place says what their digest is."""
+    for item in sorted((files.root / folder).iterdir()):
+        name = str(folder / item.name)
+        digest = files.digest(name) if item.is_file() else None
+        algorithm = algorithm_of(digest or "")
+        if digest and algorithm:
+            yield FileDigest("the Hub", algorithm, name, digest)
+
+
+def _linked(root: TreePath, folder: PurePath) -> Iterator[FileDigest]:
+    """Yield the files of a snapshot in the cache; the name of its blob is the ETag of a file."""
+    real = real_path(Path(root))
+    repository = hub_repository(real)
+    if repository is None or not (real / folder).is_dir():
+        return
+    for item in sorted((real / folder).iterdir()):
+        if item.is_symlink() and item.is_file():
+            blob = Path(os.path.normpath(item.parent / item.readlink()))
+            algorithm = algorithm_of(blob.name)
+            if blob.parent == repository / "blobs" and algorithm:
+                yield FileDigest("the Hub's cache", algorithm, str(folder / item.name), blob.name)
+
+
+def _recorded(root: TreePath, folder: PurePath) -> Iterator[tuple[TreePath, str]]:
+    """Yield the record of each downloaded file in a folder, and the file below *root*.
+
+    The folder that was downloaded to may be one above: repositories have folders, too.
+    """
+    real = real_path(root)
+    for top in (real, *real.parents):
+        records = top / DOWNLOADS / (real / folder).relative_to(top)
+        for record in sorted(records.glob(f"*{RECORD}")):
+            name = str(folder / record.name.removesuffix(RECORD))
+            if (root / name).is_file():
+                yield record, name
+
+
+def _read(record: TreePath, file: TreePath, name: str) -> FileDigest | None:
+    """Return what *record* says of *file*; None: nothing that can be understood.
+
+    A file in git that was changed after its download is somebody's own; one in LFS never is.
+    """
+    try:
+        with source_files(record.parent) as files:
+            size = min(files.size(record.name), MAX_RECORD)
+            _, etag, time, *_ = files.read(record.name, 0, size).decode().split("\n")
+        changed = file.stat().st_mtime - 1 > float(time)
+    except (CkptError, ValueError, OSError):
+        return None
+    algorithm = algorithm_of(etag)
+    if algorithm is None:
+        return FileDigest(str(record), "", name, "")
+    own = changed and algorithm != "sha256"
+    return FileDigest(str(record), algorithm, name, etag, "warning" if own else "error")

@@ -1,0 +1,237 @@
+"""Prove that a checkpoint is complete, or say what is damaged or unknown, and where.
+
+Three levels: ``fast`` reads the index; ``headers`` also what each item says of itself; ``full``
+also every byte that a checksum covers. Only ``nan=True`` imports torch. Nothing is changed.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field, fields
+
+from ckptctl import families, formats
+from ckptctl.catalog import MANIFEST, Catalog, Finding
+from ckptctl.conversion.ranks.coordinator import (
+    Alone,
+    Coordinator,
+    on_first,
+    require_same,
+    together,
+)
+from ckptctl.conversion.sources import open_source
+from ckptctl.errors import CkptError, spell_option
+from ckptctl.formats.shared.findings import UNUSABLE, of_error
+from ckptctl.installed import require_torch
+from ckptctl.notes import Notes
+from ckptctl.storage.paths import require_answers, require_local, shown
+from ckptctl.storage.sources import require_unreplaced
+from ckptctl.storage.threads import Watch, unwatched
+from ckptctl.storage.tree import TreePath
+from ckptctl.verbs.verification import digest_lists
+from ckptctl.verbs.verification.structure import is_about_unread, root_of, structure
+from ckptctl.verbs.verification.surroundings import surroundings
+from ckptctl.verbs.verification.verify_options import VerifyOptions
+from ckptctl.verbs.verification.verify_result import Verification, unsaid
+from ckptctl.verdict import Scope, Verdict, decide_verdict, drop_structure_claim
+
+UNUSED = f"{MANIFEST} describes other tensors"
+
+
+@dataclass(slots=True)
+class _State:
+    """What is known so far."""
+
+    path: TreePath
+    format: str
+    catalog: Catalog | None = None
+    findings: list[Finding] = field(default_factory=list)
+    verified: dict[str, int] = field(default_factory=dict)
+    verified_tensors: int = 0
+    compared: bool | None = None
+    bytes_read: int = 0
+    scope: Scope = "structure"
+    manifest: str | None = None
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def complete(self) -> bool:
+        """Return whether only warnings were found."""
+        return decide_verdict(self.findings) is Verdict.COMPLETE
+
+    @property
+    def listed_path(self) -> TreePath:
+        """Return what a list of digests is about: the directory, or the one file."""
+        return self.catalog.path if self.catalog else self.path
+
+
+def verify(
+    path: str | TreePath,
+    options: VerifyOptions | None = None,
+    progress: Watch = unwatched,
+    ranks: Coordinator | None = None,
+) -> Verification:
+    """Decide whether the checkpoint at *path* is complete; list everything that is wrong."""
+    return examine(path, options or VerifyOptions(), progress, ranks)[0]
+
+
+def examine(
+    path: str | TreePath,
+    options: VerifyOptions,
+    progress: Watch = unwatched,
+    ranks: Coordinator | None = None,
+) -> tuple[Verification, Catalog | None]:
+    """Verify as :func:`verify` does, and return also what could be read of the index.
+
+    Of a checkpoint that is not complete the catalog has what is left of it.
+    """
+    start = time.monotonic()
+    ranks = ranks or Alone()
+    with families.using(options.converter):
+        state = together(ranks, lambda: _begun(path, options))
+        catalog = state.catalog
+        asked = {f"option `{one.name}`": getattr(options, one.name) for one in fields(options)}
+        files = catalog and dict(catalog.files)
+        same = {"the path": state.path, **asked, "the files of the checkpoint": files}
+        require_same(ranks, same)
+        if catalog is not None:
+            _verify(state, catalog, options, progress, ranks)
+        read = options.level == "full" and state.complete
+
+        def around() -> list[Finding]:
+            return list(surroundings(state.path, catalog, values=read))
+
+        state.findings += ranks.broadcast(on_first(ranks, around)) if read else around()
+        if options.model and catalog is not None and _index_holds(state, catalog):
+            from ckptctl.verbs.verification.model_check import recognized_check
+
+            notes = Notes()
+            found, state.scope = recognized_check(catalog, options.model_type, notes)
+            state.findings += found
+            told = notes.texts()
+            state.notes += told if state.complete else drop_structure_claim(told)
+        require_answers(state.path)
+        opened = catalog.opened if catalog else None
+        together(ranks, lambda: require_unreplaced(opened))
+        if options.manifest:
+            _add_list(state, options.jobs, progress, ranks)
+    verified = Verification(
+        path=shown(path),
+        format=state.format,
+        level=options.level,
+        tensors=len(catalog.tensors) if catalog else 0,
+        files=catalog.files if catalog else {},
+        verified=state.verified,
+        verified_tensors=state.verified_tensors if options.level == "full" else None,
+        bytes_read=state.bytes_read,
+        compared=state.compared,
+        scope=state.scope,
+        require_verified=options.require_verified,
+        checksum_lists=_lists(catalog) if catalog else (),
+        nan=options.nan,
+        findings=tuple(sorted(state.findings, key=lambda finding: finding.severity)),
+        manifest=state.manifest,
+        notes=tuple(state.notes),
+        seconds=time.monotonic() - start,
+    )
+    return verified, catalog
+
+
+def _begun(path: str | TreePath, options: VerifyOptions) -> _State:
+    if options.manifest:
+        require_local(
+            path,
+            f"{spell_option('--manifest')} is not supported for URLs (it adds a file to the "
+            "checkpoint)",
+        )
+    if options.nan:
+        require_torch(
+            spell_option("--nan"),
+            instead=f"{spell_option('--level full')} compares recorded checksums without torch",
+        )
+    state = _opened(formats.existing(path), options)
+    if options.manifest:
+        digest_lists.require_room(digest_lists.target_of(state.listed_path))
+    return state
+
+
+def _opened(path: TreePath, options: VerifyOptions) -> _State:
+    """Read the index; what a reader refuses becomes findings, and what is left is read."""
+    try:
+        catalog = _read(path, options)
+        return _State(path, catalog.format, catalog)
+    except UNUSABLE as error:
+        inside = None if options.format or formats.sniff(path) else formats.only_inside(path)
+        real = inside or path
+        name = options.format or formats.detect(real).name
+        try:
+            part = _read(path, options, partial=True)
+        except CkptError:
+            part = None
+        if part is None or not part.findings:
+            return _State(real, name, findings=[of_error(error, root_of(real))])
+        return _State(real, name, part, list(part.findings))
+
+
+def _read(path: TreePath, options: VerifyOptions, *, partial: bool = False) -> Catalog:
+    return open_source(path, options, partial=partial, replicas=options.level == "full")
+
+
+def _verify(
+    state: _State, catalog: Catalog, options: VerifyOptions, progress: Watch, ranks: Coordinator
+) -> None:
+    state.findings += structure(catalog)
+    state.findings += [
+        Finding("the manifest does not describe these tensors", note, "warning", MANIFEST)
+        for note in catalog.notes
+        if note.startswith(UNUSED)
+    ]
+    state.notes += [note for note in catalog.notes if not note.startswith(UNUSED)]
+    full = options.level == "full"
+    if options.level == "fast" and not options.nan:
+        return
+    from ckptctl.conversion.items import differing, portion_of, resolved, with_copies
+    from ckptctl.verbs.verification.data import read_data
+
+    everything = with_copies(catalog)
+    located, wrong = resolved(everything)
+    state.findings += wrong
+    if full or options.nan:
+        findings, proof, state.bytes_read = read_data(
+            everything, located, full, options.nan, options.jobs, progress, ranks
+        )
+        mine = together(ranks, lambda: list(differing(portion_of(catalog, ranks))))
+        unequal = [finding for part in ranks.all_gather(mine) for finding in part]
+        if full:
+            # Checksums say nothing of the elements that are missing, nor which copy is right.
+            bad = {f.tensor for f in (*state.findings, *unequal) if f.severity != "warning"}
+            sound = (entry for name, entry in located.tensors.items() if name not in bad)
+            state.verified = {n: count for n, count in proof.nbytes().items() if n in catalog.files}
+            state.verified_tensors = proof.tensors(sound)
+            state.compared = proof.compared
+        state.findings += [*unsaid(state.findings, findings), *unequal]
+
+
+def _index_holds(state: _State, catalog: Catalog) -> bool:
+    """Return whether nothing is wrong, apart from tensors whose elements cannot be read."""
+    others = (one for one in state.findings if not is_about_unread(one, catalog))
+    return decide_verdict(others) is Verdict.COMPLETE
+
+
+def _lists(catalog: Catalog) -> tuple[str, ...]:
+    """Return the lists of checksums in a checkpoint that ``full`` compares with."""
+    root = catalog.root
+    used = not catalog.path.is_file()
+    used = used and not any(note.startswith(UNUSED) for note in catalog.notes)
+    names = [*digest_lists.lists_of(catalog.path), *([MANIFEST] if used else [])]
+    return tuple(name for name in names if (root / name).is_file())
+
+
+def _add_list(state: _State, jobs: int | None, progress: Watch, ranks: Coordinator) -> None:
+    """Write the SHA-256 sums of the present bytes if nothing is wrong."""
+    path = state.listed_path
+    state.findings += digest_lists.unlistable(path)
+    if not all(ranks.all_gather(state.complete)):
+        name = digest_lists.target_of(path).name
+        state.notes.append(f"{name} was not written because the checkpoint is not complete")
+    else:
+        state.manifest = digest_lists.write_list(path, jobs, progress, ranks)

@@ -1,0 +1,206 @@
+"""What adapter_config.json means, and what is refused by name."""
+
+from __future__ import annotations
+
+import math
+import re
+
+import pytest
+
+from ckptctl.adapters.adapter_files import adapter_config
+from ckptctl.adapters.peft import check_expressions, matching, settings, target_modules_of_layers
+from ckptctl.conversion.conversion_options import MergeOptions
+from ckptctl.errors import CkptError, RefusedError, UnsupportedError, UsageError
+from tests import effort
+
+Q = "base_model.model.model.layers.1.self_attn.q_proj.lora_A.weight"
+CONFIG = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "bias": "none"}
+
+
+def test_alpha_over_rank():
+    assert settings(CONFIG).scale(Q, 4) == 2.0
+    assert settings({**CONFIG, "use_rslora": True}).scale(Q, 4) == 8 / math.sqrt(4)
+    assert settings(None, alpha=6).scale(Q, 4) == 1.5
+    assert settings(None, scaling=2.0).scale("layers.0.attention.wq.lora_A.weight", 4) == 2.0
+
+
+@pytest.mark.parametrize(
+    ("patterns", "scale"),
+    [
+        ({"q_proj": 2}, 4.0),
+        ({"proj": 2}, 2.0),
+        ({"self_attn.q_proj": 2}, 4.0),
+        ({"layers.0.self_attn.q_proj": 2}, 2.0),
+        ({r".*\.1\..*q_proj": 2}, 4.0),
+        ({"^model.layers.1.self_attn.q_proj": 2}, 4.0),
+        ({"^layers.1.self_attn.q_proj": 2}, 2.0),
+        ({"v_proj": 8, "q_proj": 2, "self_attn.q_proj": 8}, 4.0),
+    ],
+)
+def test_the_first_pattern_that_a_module_ends_with(patterns, scale):
+    """As ``peft.utils.other.get_pattern_key`` looks them up."""
+    rank = 8 // scale
+    assert settings({**CONFIG, "rank_pattern": patterns}).scale(Q, rank) == scale
+    alphas = {key: 4 * value for key, value in patterns.items()}
+    expected = 8 / 4 if scale == 2.0 else 2 * 4 / 4
+    assert settings({**CONFIG, "alpha_pattern": alphas}).scale(Q, 4) == expected
+
+
+def test_a_rank_that_the_shapes_contradict():
+    with pytest.raises(UnsupportedError, match="rank is 8"):
+        settings(CONFIG).scale(Q, 8)
+
+
+@pytest.mark.parametrize(
+    ("config", "says"),
+    [
+        ({"peft_type": "IA3"}, "IA3"),
+        ({"bias": "lora_only"}, "biases"),
+        ({"bias": "boft_only"}, "biases"),
+        ({"lora_bias": True}, "biases of B"),
+        ({"use_qalora": True}, "QALoRA"),
+        ({"target_parameters": ["mlp.experts.down_proj"]}, "parameter targets"),
+        ({"trainable_token_indices": [1]}, "trainable tokens"),
+        ({"layer_replication": [[0, 2]]}, "replicated"),
+        ({"alora_invocation_tokens": [1]}, "activated"),
+        ({"init_lora_weights": "pissa_niter_4"}, "changes the base"),
+        ({"init_lora_weights": "olora"}, "changes the base"),
+        ({"rank_pattern": {"(a+)+": 4}}, "too complex"),
+    ],
+)
+def test_what_is_refused(config, says):
+    with pytest.raises(RefusedError, match=says):
+        settings({**CONFIG, **config})
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"r": "8"},
+        {"r": 4.5},
+        {"lora_alpha": -1},
+        {"rank_pattern": [1]},
+        {"rank_pattern": {"q_proj": 4.5}},
+        {"rank_pattern": {"q_proj": None}},
+        {"alpha_pattern": {"(": 1}},
+        {"use_rslora": 1},
+        {"use_rslora": "true"},
+        {"use_dora": "false"},
+    ],
+)
+def test_what_makes_no_sense(config):
+    with pytest.raises(UnsupportedError):
+        settings({**CONFIG, **config})
+
+
+def test_options_that_contradict():
+    with pytest.raises(UsageError, match="contradicts"):
+        settings(CONFIG, alpha=16)
+    with pytest.raises(UsageError, match="both"):
+        MergeOptions(lora_alpha=16, scaling=2)
+    with pytest.raises(UsageError, match="scale"):
+        settings(None).scale(Q, 4)
+
+
+def modules(*names, layers=range(3)):
+    return [f"model.layers.{i}.{name}" for i in layers for name in names]
+
+
+def test_target_modules_are_short_where_that_means_the_same():
+    every = [*modules("self_attn.q_proj", "mlp.up_proj"), "lm_head"]
+    assert target_modules_of_layers(every, 3) == ["lm_head", "q_proj", "up_proj"]
+    some = modules("self_attn.q_proj", layers=[1])
+    assert target_modules_of_layers(some, 3) == some == target_modules_of_layers(some, None)
+    mixed = modules("mlp.gate_proj", "mlp.experts.0.gate_proj")
+    assert target_modules_of_layers(mixed, 3) == sorted(mixed)
+
+
+def test_a_configuration_that_is_made():
+    made = adapter_config(dict.fromkeys(modules("q_proj"), 4), settings(None, 8), None, True, 3)
+    assert (made["r"], made["lora_alpha"], made["use_dora"]) == (4, 8, True)
+    assert made["target_modules"] == ["q_proj"]
+    with pytest.raises(CkptError, match="alpha"):
+        adapter_config({"m": 4}, settings(None, None, 2.0), None, False, None)
+
+
+MODULE = "model.layers.11.self_attn.q_proj"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "(a+)+",
+        "(a?){9}",
+        ".?" * 60 + "X",
+        "(.|.)" * 28 + "X",
+        ".*" * 6 + "X",
+        "(?:.?.?.?.?.?.?.?.?.?.?.?.?.?.?.?.?.?.?.?.?.?)X",
+        "(?x:#[\n.?.?.?.?.?.?.?.?.?.?.?.?.?.?.?.?.?.?.?.?.?.?.?.?.?#]\n)X",
+        "(?#[).?.?.?.?.?.?.?.?.?.?.?.?.?.?.?.?.?.?.?.?.?.?.?.?.?.?.?.?(?#])X",
+        r"\[.?.?.?.?.?.?.?.?.?.?.?.?.?.?.?.?.?.?.?.?.?.?.?.?.?.?.?.?.?.?]X",
+    ],
+)
+def test_what_has_too_many_ways_to_match(text):
+    with pytest.raises(RefusedError, match="too complex"):
+        check_expressions({text: 1}, "here")
+
+
+def test_many_that_are_bearable_alone():
+    patterns = {f".*.*.*{number}": 1 for number in range(9)}
+    with pytest.raises(RefusedError):
+        check_expressions(patterns, "here")
+
+
+@pytest.mark.parametrize(
+    "text", ["(", "a)(b", "(?i)q_proj", "a{4294967296}", "(" * 5000 + ")" * 5000]
+)
+def test_what_is_malformed(text):
+    with pytest.raises(UnsupportedError, match="not a valid regex") as caught:
+        check_expressions({text: 1}, "here")
+    assert len(caught.value.what) < 100
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "q_proj",
+        r"model\.layers\.11\.self_attn\.q_proj",
+        r".*\.layers\.(?:1[0-9]|2[0-9])\..*(?:q|k|v)_proj",
+        r"layers\.\d+\.self_attn\.[kq]_proj",
+        "^model.layers.11.self_attn.q_proj",
+        r"(?!.*vision).*q_proj",
+        "|".join(["q_proj", *(f"name{number}" for number in range(500))]),
+    ],
+)
+def test_what_people_write(text):
+    check_expressions({text: 1}, "here")
+    expected = 3 if re.match(rf"(.*\.)?({text})$", MODULE) else None
+    assert expected == 3
+    assert matching({"nothing": 1, text: 3}, MODULE, None) == expected
+
+
+def test_a_pattern_for_each_of_many_modules():
+    patterns = {rf"model\.layers\.{n}\.mlp\.up_proj": n for n in range(700)}
+    check_expressions(patterns, "here")
+    with effort.counted() as counted:
+        for number in range(0, 700, 7):
+            assert matching(patterns, f"model.layers.{number}.mlp.up_proj", None) == number
+    assert counted.lines < 200_000
+
+
+@pytest.mark.parametrize(
+    ("alpha", "factor"), [(1e308, "2.5e+307"), (1.4e39, "3.5e+38"), (1e-300, "2.5e-301")]
+)
+def test_a_factor_that_float32_does_not_have_is_refused_by_name(alpha, factor):
+    known = settings({"peft_type": "LORA", "r": 4, "lora_alpha": alpha})
+    with pytest.raises(UnsupportedError, match="lora_alpha") as caught:
+        known.scale("layers.0.q_proj.lora_A.weight", 4)
+    assert factor in str(caught.value.why)
+    with pytest.raises(UnsupportedError, match="scaling"):
+        settings({"peft_type": "LORA"}, scaling=alpha).scale("layers.0.q_proj.lora_A.weight", 4)
+
+
+def test_the_largest_factor_of_float32_is_used():
+    assert (
+        settings({"r": 1, "lora_alpha": 3.4e38}).scale("layers.0.q_proj.lora_A.weight", 1) == 3.4e38
+    )

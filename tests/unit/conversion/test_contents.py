@@ -1,0 +1,71 @@
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import ckptctl
+from ckptctl.catalog import Box, Extent, TensorEntry
+from ckptctl.conversion.contents import cast_to, main_dtype, output_tensors
+from ckptctl.errors import UnsupportedError
+from ckptctl.planner.mapping.mapped import ComposedTensor
+from tests.checkpoints import save_torch, tiny_llama
+
+
+def entry(name, dtype="bfloat16"):
+    return TensorEntry(name, dtype, (4,), (Extent(Box((0,), (4,)), "f", 0, 8),), (name,))
+
+
+def mapped(name, logical):
+    return replace(ComposedTensor.same(name, logical, (4,)), key=name)
+
+
+def planned(entries, tensors, **options):
+    placed = {item.key: (item.key,) for item in tensors}
+    options = {"dtype": None, "pinned": (), "aliases": True, **options}
+    return output_tensors({item.key: item for item in tensors}, entries, placed, **options)
+
+
+def test_only_floating_tensors_are_cast_and_pinned_ones_stay():
+    entries = {"w": entry("w"), "bias": entry("bias", "float32"), "n": entry("n", "int64")}
+    tensors = [mapped("w", "w.0"), mapped("bias", "router_bias.0"), mapped("n", "n")]
+    found = planned(entries, tensors, dtype="float16", pinned=("router_bias",))
+    assert [tensor.dtype for tensor in found] == ["float16", "float32", "int64"]
+
+
+def test_a_scale_is_not_a_weight():
+    assert cast_to("float8_e8m0fnu", "float32") == "float8_e8m0fnu"
+    assert cast_to("float8_e4m3fn", "float32") == "float32"
+
+
+def test_shared_memory_stays_shared_or_is_written_twice():
+    entries = {"a": entry("a"), "b": TensorEntry("b", "bfloat16", (4,), (), ("b",), alias_of="a")}
+    tensors = [mapped("a", "a"), mapped("b", "b")]
+    assert [t.alias_of for t in planned(entries, tensors)] == [None, "a"]
+    assert [t.alias_of for t in planned(entries, tensors, aliases=False)] == [None, None]
+
+
+def test_only_what_transformers_ties_is_left_to_it(tmp_path: Path) -> None:
+    state, config = tiny_llama("llama3", tied=True)
+    one, other = (f"model.layers.{layer}.mlp.up_proj.weight" for layer in range(2))
+    source = tmp_path / "source"
+    save_torch(source / "pytorch_model.bin", {**state, other: state[one]})
+    (source / "config.json").write_text(json.dumps(config))
+    ckptctl.convert(source, tmp_path / "hf", to="hf")
+    assert {one, other} < load_file(tmp_path / "hf" / "model.safetensors").keys()
+
+
+def test_the_main_dtype_is_the_one_with_the_most_bytes():
+    entries = {"a": entry("a"), "b": entry("b", "float32"), "n": entry("n", "int64")}
+    tensors = [mapped(name, name) for name in entries]
+    assert main_dtype(planned(entries, tensors)) == "float32"
+    assert main_dtype(planned({"n": entries["n"]}, [tensors[2]])) is None
+
+
+@pytest.mark.parametrize("to", ["hf", "dcp", "torch"])
+def test_a_tensor_alone_is_no_state_dict(tmp_path: Path, to: str) -> None:
+    torch.save(torch.tensor(2.0), tmp_path / "step.pt")
+    with pytest.raises(UnsupportedError, match="a single tensor"):
+        ckptctl.plan_conversion(tmp_path / "step.pt", tmp_path / "out", to=to)

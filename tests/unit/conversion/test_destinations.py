@@ -1,0 +1,65 @@
+"""Where outputs go: room for them, and what they must not touch."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+import ckptctl
+from ckptctl.conversion.destinations import Destination, replaceable, require_destination
+from ckptctl.errors import RefusedError
+from ckptctl.storage import destinations
+
+
+def test_free_space_is_counted_in_one_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(destinations, "free_bytes", lambda _: 41)
+    assert Destination(tmp_path, tmp_path).free_bytes() == 41
+
+
+@pytest.mark.parametrize(
+    ("target", "what"),
+    [
+        ("in", "are the same"),
+        ("in/inner/out", "inside the source"),
+        (".", "inside the destination"),
+    ],
+)
+def test_source_and_destination_lie_apart(tmp_path: Path, target: str, what: str) -> None:
+    folder = tmp_path / "here"
+    (folder / "in" / "inner").mkdir(parents=True)
+    wanted = folder.parent / "here" / target
+    with pytest.raises(RefusedError, match=what):
+        require_destination(folder / "in", wanted, True, replaceable)
+    found = require_destination(folder / "in", folder / "out", False, replaceable)
+    assert found.path == folder.resolve() / "out"
+
+
+FOREIGN = (
+    *("thesis.docx", ".env", "photo.JPG", "notes.txt", "train.py", "eval.csv", "run.log"),
+    *("optimizer.pt", "other.safetensors.json", "config.yaml", "id_rsa"),
+)
+
+
+@pytest.mark.parametrize("damaged", [False, True])
+@pytest.mark.parametrize("name", FOREIGN)
+def test_what_is_no_part_of_a_checkpoint_is_not_lost(
+    tiny_llama3_hf: Path, tmp_path: Path, name: str, damaged: bool
+) -> None:
+    if damaged and name == "optimizer.pt":
+        pytest.skip("whether a file of weights is part of it cannot be told")
+    target = Path(shutil.copytree(tiny_llama3_hf, tmp_path / "out"))
+    for usual in ("README.md", "LICENSE", ".gitattributes", "ckptctl.manifest.json"):
+        (target / usual).touch()
+    if damaged:
+        for weights in target.glob("*.safetensors"):
+            weights.write_bytes(b"cut off")
+    assert replaceable(target)
+    (target / name).write_text("mine")
+    with pytest.raises(RefusedError, match="more than a checkpoint") as caught:
+        ckptctl.convert(tiny_llama3_hf, target, to="dcp", overwrite=True)
+    assert name in str(caught.value.why)
+    assert (target / name).read_text() == "mine"

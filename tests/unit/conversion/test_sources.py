@@ -1,0 +1,38 @@
+"""Finding the bytes of some tensors."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from ckptctl import formats
+from ckptctl.catalog import Catalog
+from ckptctl.conversion.sources import located
+from ckptctl.errors import CoverageError
+from tests.checkpoints import save_dcp
+
+
+@pytest.fixture
+def catalog(tmp_path: Path) -> Catalog:
+    save_dcp(tmp_path / "saved", {name: torch.ones(3, 2) for name in "abc"})
+    return formats.open_checkpoint(tmp_path / "saved")
+
+
+def test_only_what_is_named_is_located(catalog: Catalog) -> None:
+    copies = {name: entry.extents for name, entry in catalog.tensors.items()}
+    found = located(replace(catalog, replicas=copies), ["c", "a", "c"])
+    assert list(found.tensors) == ["c", "a"]
+    assert not found.blobs and not found.replicas
+    assert {e.extents[0].codec for e in found.tensors.values()} == {"raw"}
+    assert catalog.tensors["a"].extents[0].codec == "torch"
+
+
+def test_what_is_named_is_whole(catalog: Catalog) -> None:
+    torn = replace(catalog.tensors["b"], extents=())
+    catalog = replace(catalog, tensors={**catalog.tensors, "b": torn})
+    assert located(catalog, ["a"]).tensors
+    with pytest.raises(CoverageError):
+        located(catalog, ["a", "b"])

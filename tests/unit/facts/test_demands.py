@@ -1,0 +1,199 @@
+"""Optional tensors that config.json demands, of the model or of some of its layers."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+import ckptctl
+from ckptctl.errors import MissingTensorsError
+from ckptctl.families import families
+from ckptctl.planner.config_demands import demanded
+from ckptctl.planner.config_facts import is_tied
+from ckptctl.planner.families.declarations import holds
+from ckptctl.planner.families.demands import CHOSEN, UNCHOSEN, Demand
+from ckptctl.planner.families.validation import flaws
+from ckptctl.planner.mapping.completeness import lacking
+from ckptctl.planner.mapping.matching import key_of, leads, match, slots
+from tests.checkpoints import save_hf
+from tests.checkpoints.golden import Golden
+
+SLIDING, FULL = "sliding_attention", "full_attention"
+LARGE = {
+    "model_type": "gemma4_text",
+    "num_hidden_layers": 4,
+    "layer_types": [SLIDING, FULL, SLIDING, FULL],
+    "attention_k_eq_v": True,
+}
+SMALL = {
+    "model_type": "gemma4_text",
+    "num_hidden_layers": 4,
+    "layer_types": [SLIDING, FULL, SLIDING, FULL],
+    "num_kv_shared_layers": 2,
+    "hidden_size_per_layer_input": 7,
+}
+FAMILY = families()["gemma4_text"]
+ALWAYS = ("self_attn.q_proj", "self_attn.q_norm", "self_attn.o_proj")
+NORMS = ("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm")
+MLP = ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj", "post_feedforward_layernorm")
+PLE = ("per_layer_input_gate", "per_layer_projection", "post_per_layer_input_norm")
+TOP = ("embed_tokens_per_layer", "per_layer_model_projection", "per_layer_projection_norm")
+
+
+def keys(
+    keyed: tuple[int, ...], valued: tuple[int, ...], ple: bool = False, layers: int = 4
+) -> list[str]:
+    """The keys of a model of which these layers have keys and values of their own."""
+    found = ["model.embed_tokens.weight", "model.norm.weight"]
+    found += [f"model.{name}.weight" for name in TOP if ple]
+    for layer in range(layers):
+        names = [*ALWAYS, *NORMS, *MLP, *(PLE if ple else ())]
+        names += ["self_attn.k_proj", "self_attn.k_norm"] if layer in keyed else []
+        names += ["self_attn.v_proj"] if layer in valued else []
+        found += [f"model.layers.{layer}.{name}.weight" for name in names]
+        found.append(f"model.layers.{layer}.layer_scalar")
+    return found
+
+
+def lacks(names: list[str], config: dict[str, object] | None) -> list[str]:
+    layout = FAMILY.layout("hf")
+    there = match(FAMILY, layout, names)
+    found = lacking(
+        FAMILY, layout, there, {"i": 4}, tied=True, demanded=demanded(FAMILY, config, there)
+    )
+    assert found.number == len(found.listed)
+    return sorted(absent.key.removeprefix("model.") for absent in found.listed)
+
+
+def of(*layers: str) -> list[str]:
+    return [f"layers.{layer}.weight" for layer in layers]
+
+
+def test_layers_may_share_keys_and_values_or_have_values_that_are_their_keys() -> None:
+    assert lacks(keys((0, 1, 2, 3), (0, 2)), LARGE) == []
+    assert lacks(keys((0, 1), (0, 1), ple=True), SMALL) == []
+    # As on the Hub, where layers have what nothing reads.
+    assert lacks(keys((0, 1, 2, 3), (0, 1, 2, 3), ple=True), SMALL) == []
+
+
+def test_what_a_layer_has_to_have_is_missed() -> None:
+    assert lacks(keys((0, 1, 2, 3), (0,)), LARGE) == of("2.self_attn.v_proj")
+    assert lacks(keys((0, 1, 2), (0, 2)), LARGE) == of("3.self_attn.k_norm", "3.self_attn.k_proj")
+    assert lacks(keys((0, 1, 2, 3), (0, 2)), {**LARGE, "attention_k_eq_v": False}) == of(
+        "1.self_attn.v_proj", "3.self_attn.v_proj"
+    )
+    assert lacks(keys((0,), (0, 1), ple=True), SMALL) == of(
+        "1.self_attn.k_norm", "1.self_attn.k_proj"
+    )
+
+
+def test_what_the_model_has_to_have_is_missed() -> None:
+    gone = lacks(keys((0, 1), (0, 1)), SMALL)
+    assert len(gone) == len(TOP) + 4 * len(PLE)
+    assert {f"{name}.weight" for name in TOP} < set(gone)
+
+
+def test_without_a_configuration_each_layer_has_what_it_has() -> None:
+    assert lacks(keys((0, 1), (0,)), None) == []
+    # But not half of what comes together.
+    some = [key for key in keys((0, 1), (0,)) if "layers.1.self_attn.k_norm" not in key]
+    assert lacks(some, None) == of("1.self_attn.k_norm")
+
+
+def test_a_list_of_kinds_that_is_not_stated_demands_nothing() -> None:
+    silent = {key: value for key, value in LARGE.items() if key != "layer_types"}
+    assert lacks(keys((0, 1, 2, 3), (0,)), silent) == []
+
+
+def test_a_model_that_lacks_what_its_config_demands_is_refused(tmp_path: Path) -> None:
+    state = {key: torch.zeros(4, 4)[: 1 + 3 * ("proj" in key)] for key in keys((0, 1), (0, 1))}
+    state = {key: v if "proj" in key or "embed" in key else v[0] for key, v in state.items()}
+    folder = save_hf(tmp_path / "model", state)
+    (folder / "config.json").write_text(json.dumps(SMALL))
+    with pytest.raises(MissingTensorsError, match="is missing 15 tensors"):
+        ckptctl.convert(folder, tmp_path / "out", to="dcp", to_layout="hf")
+
+
+def without(name: str, gone: str) -> list[str]:
+    """What the golden model *name* lacks without the tensors whose keys hold *gone*."""
+    golden = Golden.read(name)
+    family = families()[name.partition(".")[0]]
+    layout = family.layout("hf")
+    there = match(family, layout, [key for key in golden.tensors if gone not in key])
+    tied = is_tied(family, golden.config)
+    wanted = demanded(family, golden.config, there)
+    less = lacking(family, layout, there, {}, tied=tied, demanded=wanted)
+    return sorted(absent.key for absent in less.listed)
+
+
+def test_only_layers_of_its_kind_have_to_have_a_tensor() -> None:
+    name = "nemotron_h.latent"
+    gone = [key for key in Golden.read(name).tensors if "conv1d.bias" in key]
+    assert without(name, "conv1d.bias") == sorted(gone) != []
+    gone = [key for key in Golden.read(name).tensors if "latent_proj" in key]
+    assert without(name, "latent_proj") == sorted(gone) != []
+
+
+@pytest.mark.parametrize("gone", ["vision", "audio", "output_max", "per_layer"])
+def test_a_tower_is_missed_of_which_nothing_is_there(gone: str) -> None:
+    named = [key for key in Golden.read("gemma4").tensors if gone in key]
+    assert without("gemma4", gone) == sorted(named) != []
+
+
+def test_what_a_layout_has_no_place_for_is_noted_where_the_other_needs_it(tmp_path: Path) -> None:
+    source = Golden.read("gemma4_unified").save(tmp_path / "hf")
+    towers = ["model.vision_embedder.*", "model.embed_vision.*", "model.embed_audio.*"]
+    out = tmp_path / "mlx"
+    ckptctl.convert(source, out, to="hf", to_layout="mlx", exclude=towers)
+    plan = ckptctl.plan_conversion(out, tmp_path / "back", to="hf", to_layout="hf")
+    (note,) = (note for note in plan.notes if "requires" in note)
+    assert "11 tensors that layout `mlx` has no place for" in note
+    text = Golden.read("gemma4_unified.text").save(tmp_path / "text")
+    plan = ckptctl.plan_conversion(text, tmp_path / "out", to="hf", to_layout="mlx")
+    assert not any("demands" in note for note in plan.notes)
+
+
+@pytest.mark.parametrize("hashed", [0, 1, 2, 3, 4])
+@pytest.mark.parametrize("listed", [False, True])
+def test_of_a_router_what_its_layer_is_said_to_choose_by_is_missed(
+    hashed: int, listed: bool
+) -> None:
+    """transformers: the first ``num_hash_layers`` choose by hash, unless a list says which do."""
+    family = families()["deepseek_v4"]
+    layout, sizes = family.layout("hf"), {"i": 4, "j": 1, "x": 2}
+    kinds = ["hash_moe"] * hashed + ["moe"] * (4 - hashed)
+    config: dict[str, object] = {"num_hash_layers": 2 if listed else hashed}
+    if listed:
+        config["mlp_layer_types"] = kinds
+    routers = [f"layers.{i}.ffn.gate." for i in range(4)]
+    slot = {"hash_moe": "tid2eid", "moe": "bias"}
+    held = [router + slot[kind] for router, kind in zip(routers, kinds, strict=True)]
+    held.append("mtp.0.ffn.gate.bias")
+    rest = [
+        key_of(layout, tensor, values, lead)
+        for name, leaf in layout.leaves.items()
+        for tensor in [family.tensors[name]]
+        if not tensor.variant and not tensor.optional
+        for values in slots(tensor, sizes)
+        for lead in leads(leaf, sizes)
+    ]
+    for gone in held:
+        there = match(family, layout, [*rest, *(key for key in held if key != gone)])
+        wanted = demanded(family, config, there)
+        less = lacking(family, layout, there, sizes, tied=False, demanded=wanted)
+        assert [one.key for one in less.listed] == [gone]
+
+
+@pytest.mark.parametrize("value", [None, False, 0, "", [], True, 256, "vision", [1]])
+def test_a_value_chooses_or_it_does_not(value: object) -> None:
+    assert holds({"x": CHOSEN}, {"x": value}) is bool(value)
+    assert holds({"x": UNCHOSEN}, {"x": value}) is not bool(value)
+
+
+def test_a_demand_for_no_tensor_is_a_flaw() -> None:
+    (found,) = flaws(replace(FAMILY, demands=(Demand(("nothing",)),)))
+    assert "`nothing`" in found

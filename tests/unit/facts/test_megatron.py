@@ -1,0 +1,422 @@
+"""Megatron's words for the facts of a model: read, compared, and written."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from ckptctl import families
+from ckptctl.errors import MappingError
+from ckptctl.facts.contradictions import contradictions, of_config
+from ckptctl.facts.megatron import (
+    config_to_fields,
+    fields_of,
+    megatron_to_config,
+    of_megatron,
+    silent,
+)
+from ckptctl.facts.megatron_files import arguments_of, run_config
+from ckptctl.facts.recorded import possible
+from ckptctl.planner.families.facts import Fact
+
+SIZES = {
+    "vocab_size": 96,
+    "hidden_size": 64,
+    "intermediate_size": 112,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 24,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 1e6,
+}
+EXPERTS = {"num_experts_per_tok": 3, "moe_intermediate_size": 48}
+ROUTED = {
+    **EXPERTS,
+    "n_routed_experts": 8,
+    "n_shared_experts": 2,
+    "first_k_dense_replace": 1,
+    "routed_scaling_factor": 2.5,
+}
+GROUPS = {"n_group": 4, "topk_group": 2}
+"""Three experts of two groups: Megatron-Core and transformers weigh a group by its best one."""
+LATENT = {
+    **ROUTED,
+    "num_key_value_heads": 4,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 12,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 20,
+}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 32.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+YARN = {
+    "rope_type": "yarn",
+    "factor": 40.0,
+    "original_max_position_embeddings": 4096,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "mscale": 1.0,
+    "mscale_all_dim": 0.5,
+}
+
+BEYOND: dict[str, dict[str, Any]] = {
+    "llama2": {"rope_theta": 10000.0},
+    "llama3": {"rope_theta": 500000.0},
+    "llama3_2": {"rope_theta": 5e5, "rope_scaling": LLAMA3, "tie_word_embeddings": True},
+    "mistral": {"sliding_window": 512},
+    "mixtral": {"num_local_experts": 8, "num_experts_per_tok": 2, "sliding_window": None},
+    "qwen2": {"tie_word_embeddings": True},
+    "qwen2_moe": {
+        **EXPERTS,
+        "num_experts": 8,
+        "norm_topk_prob": False,
+        "shared_expert_intermediate_size": 40,
+    },
+    "qwen3": {},
+    "qwen3_moe": {**EXPERTS, "num_experts": 8, "norm_topk_prob": True},
+    "qwen3_next": {
+        **EXPERTS,
+        "num_experts": 8,
+        "norm_topk_prob": True,
+        "shared_expert_intermediate_size": 40,
+        "partial_rotary_factor": 0.25,
+        "full_attention_interval": 4,
+        "num_nextn_predict_layers": 1,
+        "linear_conv_kernel_dim": 4,
+        "linear_key_head_dim": 16,
+        "linear_value_head_dim": 20,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+    },
+    "deepseek_v2": {
+        **LATENT,
+        **GROUPS,
+        "topk_method": "group_limited_greedy",
+        "norm_topk_prob": False,
+        "rope_scaling": YARN,
+    },
+    "deepseek_v3": {**LATENT, **GROUPS, "num_nextn_predict_layers": 1},
+    "glm4": {"attention_bias": True, "partial_rotary_factor": 0.5},
+    "glm4_moe": {
+        **ROUTED,
+        "use_qk_norm": True,
+        "attention_bias": True,
+        "partial_rotary_factor": 0.5,
+    },
+    "gemma": {"tie_word_embeddings": True},
+    "gemma2": {
+        "query_pre_attn_scalar": 144,
+        "sliding_window": 512,
+        "attn_logit_softcapping": 50.0,
+        "final_logit_softcapping": 30.0,
+        "tie_word_embeddings": True,
+    },
+    "gemma3_text": {
+        "query_pre_attn_scalar": 168,
+        "sliding_window": 512,
+        "tie_word_embeddings": True,
+        "rope_local_base_freq": 10000.0,
+        "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+    },
+    "nemotron": {"norm_eps": 1e-5, "partial_rotary_factor": 0.5},
+    "olmoe": {"num_experts": 8, "num_experts_per_tok": 3, "norm_topk_prob": False},
+    "phi3": {"sliding_window": 2047, "partial_rotary_factor": 0.75},
+    "gpt_oss": {
+        "num_local_experts": 8,
+        "num_experts_per_tok": 3,
+        "sliding_window": 128,
+        "rope_scaling": {n: v for n, v in YARN.items() if "mscale" not in n} | {"truncate": False},
+    },
+}
+TYPES = {"llama2": "llama", "llama3": "llama", "llama3_2": "llama"}
+LACKING = {
+    "deepseek_v2": ("head_dim",),
+    "deepseek_v3": ("head_dim",),
+    "nemotron": ("rms_norm_eps",),
+}
+NAMES = sorted(BEYOND)
+RECORDS = ("arguments", "run_config")
+
+
+def config(name: str) -> dict[str, Any]:
+    told = {"model_type": TYPES.get(name, name), **SIZES, **BEYOND[name]}
+    return {key: value for key, value in told.items() if key not in LACKING.get(name, ())}
+
+
+def record(name: str, kind: str, told: dict[str, Any] | None = None) -> dict[str, Any]:
+    """Return what Megatron-LM or Bridge records of the model of that name."""
+    family, told = families.family(name), told or config(name)
+    if kind == "arguments":
+        return arguments_of(family, told)
+    if family.megatron is None or not family.megatron.provider:
+        pytest.skip("Bridge has no provider for it")
+    return run_config(family, told)
+
+
+def statements(name: str, told: dict[str, Any], described: dict[str, Any]) -> list[str]:
+    family = families.family(name)
+    said = [*of_config(family, described, "config.json"), *of_megatron(family, told, "common.pt")]
+    said += silent(family, described, "config.json")
+    return [str(one) for one in contradictions(said)]
+
+
+@pytest.mark.parametrize("kind", RECORDS)
+@pytest.mark.parametrize("name", NAMES)
+def test_what_is_written_is_read_as_the_same_facts(name: str, kind: str) -> None:
+    told = record(name, kind)
+    assert statements(name, told, config(name)) == []
+    made = megatron_to_config(families.family(name), told, {})
+    described = config(name)
+    assert {key: made.get(key) for key in described} == described
+    assert made["pad_token_id"] is None
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_fact_is_compared(name: str) -> None:
+    family = families.family(name)
+    assert family.megatron is not None
+    told = record(name, "arguments")
+    changed = {"number": 7.5, "factor": 7.5, "flag": None, "not": None, "root": 0.5}
+    value: Any
+    for word in family.megatron.words:
+        if name.startswith("deepseek") and word.config == "num_key_value_heads":
+            continue  # Latent attention has none of its own.
+        value = changed.get(word.kind, 7)
+        fields = fields_of(told)
+        if word.kind in ("flag", "not"):
+            value = not fields[word.megatron]
+        elif word.config == "moe_intermediate_size":
+            value = 24
+        elif word.kind == "dense":
+            value = [0, 0, 1, 1]
+        elif word.kind == "window":
+            value = (7, 0)
+        elif word.kind == "method":
+            value = 1
+        elif word.kind == "shared":
+            value = 3 * 48
+        elif name == "gemma3_text" and word.config == "rope_theta":
+            value = [10000.0, 7.5]
+        if word.config == "num_hidden_layers" and isinstance(fields.get("moe_layer_freq"), list):
+            fields["moe_layer_freq"] = [0, *[1] * 6]
+        found = statements(name, {**fields, word.megatron: value}, config(name))
+        assert any(f"`{word.config}`" in one and "common.pt" in one for one in found), word
+
+
+def test_a_contradiction_names_both_sources_and_both_words() -> None:
+    told = record("llama3", "arguments") | {"num_layers": 30}
+    assert statements("llama3", told, config("llama3")) == [
+        "`num_hidden_layers` is 4 in config.json and 30 in common.pt as `num_layers`"
+    ]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_model_type_follows_from_a_provider(name: str) -> None:
+    known = {name: one for name, one in families.families().items() if one.megatron}
+    assert possible(known, record(name, "run_config")) == [name]
+
+
+def test_arguments_alone_leave_what_computes_the_same() -> None:
+    known = {name: one for name, one in families.families().items() if one.megatron}
+    assert possible(known, record("llama3", "arguments")) == ["llama3", "mistral", "phi3"]
+    assert possible(known, record("deepseek_v3", "arguments")) == ["deepseek_v3"]
+
+
+def test_a_scale_of_none_is_not_stated() -> None:
+    known = {name: families.family(name) for name in ("gemma", "gemma3_text")}
+    told = record("gemma", "arguments") | {"softmax_scale": None}
+    assert possible(known, told) == list(known)
+    with pytest.raises(MappingError, match=r"requires .*`query_pre_attn_scalar`"):
+        megatron_to_config(known["gemma3_text"], told | {"rotary_base": [1e4, 1e6]}, {})
+
+
+def test_what_one_model_type_cannot_say_leaves_the_others() -> None:
+    family = families.family("gemma")
+    assert family.megatron is not None
+    style = replace(family.megatron, words=(Fact("head_dim", kind="flag", megatron="kv_channels"),))
+    known = {"odd": replace(family, megatron=style), "gemma": family}
+    assert possible(known, record("gemma", "arguments")) == ["gemma"]
+
+
+@pytest.mark.parametrize("value", [True, "32", 1 << 60, -3, 0, 1.5, float("nan")])
+def test_a_size_that_is_none_is_refused(value: object) -> None:
+    told = record("llama3", "arguments") | {"num_layers": value}
+    with pytest.raises(MappingError, match="`num_layers` is not a valid size"):
+        megatron_to_config(families.family("llama3"), told, {})
+
+
+@pytest.mark.parametrize("value", [True, "x", float("nan"), float("inf"), -1e-5, 0])
+def test_a_number_that_is_none_is_refused(value: object) -> None:
+    told = record("llama3", "arguments") | {"norm_epsilon": value}
+    with pytest.raises(MappingError, match="`layernorm_epsilon` is not a positive number"):
+        megatron_to_config(families.family("llama3"), told, {})
+
+
+@pytest.mark.parametrize("word", ["rotary_base", "norm_epsilon", "num_layers", "num_query_groups"])
+def test_what_changes_logits_has_to_be_stated(word: str) -> None:
+    told = record("llama3", "arguments")
+    del told[word]
+    with pytest.raises(MappingError, match=r"config\.json requires") as raised:
+        megatron_to_config(families.family("llama3"), told, {})
+    assert "--assets" in str(raised.value.hint)
+
+
+@pytest.mark.parametrize(
+    ("word", "value"),
+    [
+        ("num_experts", 8),
+        ("multi_latent_attention", True),
+        ("normalization", "LayerNorm"),
+        ("swiglu", False),
+        ("qk_layernorm", True),
+        ("add_qkv_bias", True),
+        ("apply_layernorm_1p", True),
+        ("rotary_percent", 0.5),
+        ("rotary_interleaved", True),
+        ("softmax_type", "learnable"),
+        ("position_embedding_type", "learned_absolute"),
+        ("window_size", (128, 0)),
+    ],
+)
+def test_another_architecture_is_refused(word: str, value: object) -> None:
+    told = record("llama3", "arguments") | {word: value}
+    assert statements("llama3", told, config("llama3"))
+    with pytest.raises(MappingError) as raised:
+        megatron_to_config(families.family("llama3"), told, {})
+    assert "in every model of `llama3`" in str(raised.value.why)
+
+
+def windowed() -> list[str]:
+    known = families.families().items()
+    return [
+        name
+        for name, family in known
+        if family.megatron and any(word.kind == "window" for word in family.megatron.words)
+    ]
+
+
+def test_families_with_windows_are_all_known() -> None:
+    known = ["gemma2", "gpt_oss", "ministral3", "mistral", "mixtral", "phi3", "starcoder2"]
+    assert windowed() == known
+
+
+@pytest.mark.parametrize("kind", RECORDS)
+@pytest.mark.parametrize("name", [name for name in windowed() if name in NAMES])
+def test_window_written_counts_the_keys_before_a_token(name: str, kind: str) -> None:
+    """Megatron-Core attends to ``left + 1`` keys, transformers to ``sliding_window``."""
+    described = config(name) | {"sliding_window": 8}
+    told = record(name, kind, described)
+    assert fields_of(told)["window_size"] == [7, 0]
+    assert statements(name, told, described) == []
+    assert megatron_to_config(families.family(name), told, {})["sliding_window"] == 8
+
+
+def test_window_of_one_key_is_no_key_before_a_token() -> None:
+    told = record("gpt_oss", "arguments", config("gpt_oss") | {"sliding_window": 1})
+    assert told["window_size"] == [0, 0]
+    assert megatron_to_config(families.family("gpt_oss"), told, {})["sliding_window"] == 1
+
+
+def test_window_of_one_key_too_many_is_refused_with_both_values() -> None:
+    """As Megatron-Bridge before 0.4 writes it."""
+    told = record("gpt_oss", "arguments") | {"window_size": (128, 0)}
+    assert statements("gpt_oss", told, config("gpt_oss")) == [
+        "`sliding_window` is 128 in config.json and 129 in common.pt as `window_size` (128, 0)"
+    ]
+
+
+@pytest.mark.parametrize("value", [None, (-1, 0), [-1, -1]])
+def test_window_without_a_bound_is_none(value: object) -> None:
+    told = record("mistral", "arguments") | {"window_size": value}
+    assert megatron_to_config(families.family("mistral"), told, {})["sliding_window"] is None
+
+
+@pytest.mark.parametrize("value", [8, (7, 3), (7,), (-2, 0), (True, 0), ("7", 0), "7,0"])
+def test_window_that_is_no_causal_one_is_refused(value: object) -> None:
+    told = record("mistral", "arguments") | {"window_size": value}
+    with pytest.raises(MappingError, match="`window_size` is not a causal window"):
+        megatron_to_config(families.family("mistral"), told, {})
+
+
+def test_window_of_gemma3_is_one_number_of_all_keys() -> None:
+    """Megatron-Bridge makes the pair of it, in each layer with a window."""
+    told = record("gemma3_text", "run_config")
+    assert fields_of(told)["window_size"] == 512
+    assert megatron_to_config(families.family("gemma3_text"), told, {})["sliding_window"] == 512
+
+
+def test_objects_say_nothing() -> None:
+    told = record("llama3", "arguments") | {"params_dtype": object(), "hidden_size": object()}
+    assert "hidden_size" not in fields_of(told)
+
+
+def test_a_version_without_query_groups_has_one_a_head() -> None:
+    told = record("llama3", "arguments") | {"group_query_attention": False, "num_query_groups": 1}
+    assert fields_of(told)["num_query_groups"] == 4
+
+
+def test_the_vocabulary_is_not_the_padded_one() -> None:
+    told = arguments_of(families.family("llama3"), config("llama3"), padded=128)
+    assert told["padded_vocab_size"] == 128
+    assert megatron_to_config(families.family("llama3"), told, {"v": 128})["vocab_size"] == 96
+
+
+def test_sizes_of_tensors_win() -> None:
+    told = record("llama3", "arguments")
+    made = megatron_to_config(families.family("llama3"), told, {"f": 200}, tied=True)
+    assert (made["intermediate_size"], made["tie_word_embeddings"]) == (200, True)
+
+
+def test_a_nemo_model_states_its_scaled_frequencies() -> None:
+    fields = config_to_fields(families.family("llama3"), config("llama3"))
+    del fields["rope_scaling"]
+    nemo = {
+        "_target_": "nemo.collections.llm.gpt.model.llama.LlamaModel",
+        "config": {
+            "_target_": "nemo.collections.llm.gpt.model.llama.Llama31Config8B",
+            **fields,
+            "scale_factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "old_context_len": 8192,
+        },
+    }
+    made = megatron_to_config(families.family("llama3"), nemo, {})
+    assert made["rope_scaling"] == LLAMA3 | {"factor": 8.0}
+
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("llama3", {"hidden_act": "gelu"}),
+        ("llama3", {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}),
+        ("llama3", {"rope_scaling": LLAMA3 | {"high_freq_factor": 3.0}}),
+        ("qwen3", {"layer_types": ["sliding_attention"] * 4}),
+        ("qwen3_moe", {"mlp_only_layers": [1]}),
+        ("deepseek_v2", {"topk_method": "group_limited_greedy", **GROUPS, "topk_group": 1}),
+        ("deepseek_v2", {"topk_method": "greedy"}),
+        ("deepseek_v3", {"norm_topk_prob": False}),
+    ],
+)
+def test_what_megatron_cannot_say_is_refused(name: str, told: dict[str, Any]) -> None:
+    with pytest.raises(MappingError, match="cannot express"):
+        config_to_fields(families.family(name), config(name) | told)
+
+
+@pytest.mark.parametrize(("size", "padded", "least"), [(96, 128, 64), (151669, 151680, 16)])
+def test_bridge_pads_the_vocabulary_to_the_rows_there_are(
+    size: int, padded: int, least: int
+) -> None:
+    stated = config("llama3") | {"vocab_size": size}
+    model: Any = run_config(families.family("llama3"), stated, padded=padded)["model"]
+    assert model["should_pad_vocab"] is True
+    assert (model["vocab_size"], model["make_vocab_size_divisible_by"]) == (size, least)

@@ -1,0 +1,139 @@
+"""config.json as mlx-lm reads and writes it."""
+
+import pytest
+
+from ckptctl.facts.mlx_config import for_layout, with_earlier_spelling
+from ckptctl.families import families, family
+from ckptctl.planner.mapping.detect import configured
+
+OWN = {"model_type": "qwen3_5_text", "hidden_size": 64, "architectures": ["Qwen3_5ForCausalLM"]}
+AS_MLX = OWN | {"model_type": "qwen3_5"}
+NESTED = {
+    "model_type": "qwen3_5",
+    "architectures": ["Qwen3_5ForConditionalGeneration"],
+    "tie_word_embeddings": True,
+    "text_config": {"model_type": "qwen3_5_text", "hidden_size": 64},
+}
+SEEING = NESTED | {"vision_config": {"depth": 2}}
+
+
+def test_mlx_lm_knows_it_by_another_name_and_back():
+    text = family("qwen3_5_text")
+    assert for_layout(OWN, text, "mlx") == AS_MLX
+    assert for_layout(AS_MLX, text, "mlx") == AS_MLX
+    assert for_layout(AS_MLX, text, "hf") == OWN
+    assert for_layout(OWN, text, "hf") == OWN
+    assert for_layout(NESTED, text, "hf") == OWN | {"tie_word_embeddings": True}
+    assert for_layout(NESTED, text, "mlx") == NESTED
+
+
+def test_of_others_nothing_changes():
+    for name, layout in (("qwen3_5", "hf"), ("qwen3_5_text", "hf"), ("llama3", "mlx")):
+        assert for_layout(SEEING, family(name), layout) == SEEING
+    assert for_layout(OWN, None, "mlx") == OWN
+    assert for_layout({"model_type": "llama"}, family("qwen3_5_text"), "mlx") == {
+        "model_type": "llama"
+    }
+
+
+@pytest.mark.parametrize(
+    ("config", "name"),
+    [
+        (OWN, "qwen3_5_text"),
+        (AS_MLX, "qwen3_5_text"),
+        (NESTED, "qwen3_5_text"),
+        (SEEING, "qwen3_5"),
+    ],
+)
+def test_the_vision_config_tells_which_model_it_is(config, name):
+    assert configured(families(), config) == [name]
+
+
+SCALED = {"rope_type": "llama3", "factor": 8.0, "rope_theta": 5e5}
+
+
+def test_what_transformers_5_says_is_said_in_the_earlier_words_too():
+    config = {"rope_parameters": SCALED, "num_hidden_layers": 2}
+    assert with_earlier_spelling(config, None) == config | {
+        "rope_theta": 5e5,
+        "rope_scaling": {"rope_type": "llama3", "factor": 8.0},
+    }
+
+
+def test_a_family_had_words_of_its_own():
+    config = {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.25}}
+    found = with_earlier_spelling(config, family("gpt_neox"))
+    assert (found["rotary_emb_base"], found["rotary_pct"]) == (1e4, 0.25)
+    assert "rotary_pct" not in with_earlier_spelling(config, family("llama3"))
+
+
+def test_models_with_towers_stated_them_otherwise():
+    rope = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [2, 1, 1]}
+    text = {"model_type": "qwen2_5_vl_text", "hidden_size": 8, "rope_parameters": rope}
+    config = {
+        "model_type": "qwen2_5_vl",
+        "text_config": text,
+        "vision_config": {"model_type": "qwen2_5_vl_vision", "depth": 2},
+    }
+    found = with_earlier_spelling(config, family("qwen2_5_vl"))
+    scaling = {"type": "default", "mrope_section": [2, 1, 1]}
+    assert (found["hidden_size"], found["rope_scaling"]) == (8, scaling)
+    assert found["text_config"] == text | {"rope_theta": 1e6, "rope_scaling": scaling}
+    assert found["vision_config"] == {"model_type": "qwen2_5_vl", "depth": 2}
+    assert found["model_type"] == "qwen2_5_vl"
+    other = with_earlier_spelling(config | {"model_type": "qwen3_vl"}, family("qwen3_vl"))
+    assert "hidden_size" not in other
+    assert other["vision_config"]["model_type"] == "qwen2_5_vl_vision"
+
+
+def test_unscaled_frequencies_are_no_scaling():
+    config = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}
+    assert with_earlier_spelling(config, None)["rope_scaling"] is None
+
+
+def test_what_was_not_known_before_has_no_earlier_word():
+    rope = {"full_attention": {"rope_type": "proportional", "rope_theta": 1e6}}
+    config = {"rope_parameters": rope | {"sliding_attention": {"rope_theta": 1e4}}}
+    assert "rope_scaling" not in with_earlier_spelling(config, None)
+
+
+def test_kinds_of_layers_have_their_own_words():
+    config = {
+        "rope_parameters": {
+            "full_attention": {"rope_type": "default", "rope_theta": 1e6},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+        }
+    }
+    found = with_earlier_spelling(config, None)
+    assert (found["rope_theta"], found["rope_local_base_freq"]) == (1e6, 1e4)
+
+
+def test_earlier_words_stay():
+    config = {"rope_theta": 1e4, "rope_scaling": None}
+    assert with_earlier_spelling(config, family("llama3")) == config
+    both = {"rope_theta": 1.0, "rope_parameters": SCALED}
+    assert with_earlier_spelling(both, None)["rope_theta"] == 1.0
+
+
+def test_layers_that_see_all_tokens_are_counted_where_they_are_regular():
+    local, whole = "sliding_attention", "full_attention"
+    found = with_earlier_spelling({"layer_types": [local, local, whole, local]}, None)
+    assert found["sliding_window_pattern"] == 3
+    for kinds in ([whole], [local, whole, whole], [local, "linear_attention"], "no list"):
+        assert "sliding_window_pattern" not in with_earlier_spelling({"layer_types": kinds}, None)
+
+
+def test_sizes_have_their_first_names():
+    found = with_earlier_spelling({"num_local_experts": 4}, family("qwen3_moe"))
+    assert found["num_experts"] == 4
+
+
+def test_heads_of_layers_that_see_all_tokens_have_their_own_words():
+    own = {"head_dim": 512, "num_key_value_heads": 1}
+    config = {"head_dim": 256, "per_layer_config": {"5": own, "11": own}}
+    more = {"global_head_dim": 512, "num_global_key_value_heads": 1}
+    assert with_earlier_spelling(config, None) == config | more
+    odd = {"per_layer_config": {"5": own, "11": {"head_dim": 128}}}
+    assert with_earlier_spelling(odd, None) == odd
+    outer = with_earlier_spelling({"text_config": config}, None)
+    assert outer == {"text_config": config | more}

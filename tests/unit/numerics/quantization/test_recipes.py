@@ -1,0 +1,113 @@
+"""Which weights are quantized, by their names in all families, and what fuses with what."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from ckptctl import families
+from ckptctl.numerics.quantization.linear_weights import Role, Roles, fused, together
+from ckptctl.numerics.quantization.recipes import recipes
+from tests.checkpoints.quantized import SCHEMES
+
+TOWERS = {
+    *("visual", "vision_tower", "vision_model", "audio_tower", "vision_encoder"),
+    *("embed_vision", "embed_audio", "mm_projector", "multi_modal_projector", "vision_adapter"),
+}
+NEVER = {
+    *("gate", "router", "shared_expert_gate", "embed_tokens", "embed", "lm_head", "output", "head"),
+    *("conv1d", "eh_proj", "norm", "input_layernorm", "weights_proj", "in_proj_a", "in_proj_b"),
+}
+ALWAYS = {"q_proj", "k_proj", "v_proj", "o_proj", "up_proj", "down_proj", "q_b_proj", "kv_b_proj"}
+APART = {"compressor", "mtp"}
+STACKED = ("experts", "stacked")
+
+
+def roles_of(name: str, layout: str) -> dict[str, Role]:
+    """Return what every matrix is, by its name with numbers filled in."""
+    family = families.family(name)
+    found = Roles(family, family.layout(layout))
+    keys: dict[str, Role] = {}
+    for stored in family.layout(layout).stored:
+        tensor, leaf = stored.parts[0]
+        shape = [family.constants.get(group[0], 64) if group else 64 for group in leaf.dims]
+        if len(shape) > 1 and not tensor.scales:
+            key = re.sub(r"\{\w+\}", "3", stored.template.text)
+            keys[key] = found.of(key, shape)
+    return keys
+
+
+@pytest.mark.parametrize("name", families.names())
+def test_by_name(name: str) -> None:
+    family = families.family(name)
+    for layout in {"hf", "hf-v5"} & set(family.layouts):
+        roles = roles_of(name, layout)
+        for key, role in roles.items():
+            parts = set(key.split("."))
+            if parts & (TOWERS | NEVER):
+                assert role == "other", key
+            elif parts & ALWAYS and not parts & APART:
+                assert role in (("linear",) if key.endswith(".weight") else STACKED), key
+
+
+def test_a_layer_of_each_kind() -> None:
+    roles = roles_of("deepseek_v3", "hf")
+    layer = "model.layers.3."
+    assert roles[layer + "self_attn.kv_a_proj_with_mqa.weight"] == "linear"
+    assert roles[layer + "mlp.experts.3.gate_proj.weight"] == "linear"
+    assert roles[layer + "mlp.gate.weight"] == roles[layer + "eh_proj.weight"] == "other"
+    next_ = roles_of("qwen3_next", "hf")
+    assert next_[layer + "linear_attn.in_proj_qkvz.weight"] == "linear"
+    assert next_[layer + "linear_attn.in_proj_ba.weight"] == "other"
+    assert next_[layer + "mlp.shared_expert_gate.weight"] == "other"
+
+
+@pytest.mark.parametrize(
+    ("name", "layout", "role"),
+    [
+        ("qwen3_moe", "hf-v5", "experts"),
+        ("gemma4", "hf", "experts"),
+        ("qwen3_vl_moe", "hf-v5", "experts"),
+        ("granitemoehybrid", "hf-v5", "experts"),
+        ("qwen3_vl_moe", "hf", "stacked"),
+        ("granitemoehybrid", "hf", "stacked"),
+        ("llama4", "hf", "stacked"),
+        ("gpt_oss", "hf", "stacked"),
+        ("lfm2_moe", "hf-v5", "stacked"),
+        ("nemotron_h", "hf-v5", "stacked"),
+    ],
+)
+def test_stacks_by_their_axes(name: str, layout: str, role: Role) -> None:
+    found = {one for one in roles_of(name, layout).values() if one in STACKED}
+    assert found == {role}
+
+
+def test_what_programs_make_one_of() -> None:
+    names = [f"l.0.self_attn.{name}_proj.weight" for name in "qkvo"]
+    names += ["l.0.mlp.experts.1.w1.weight", "l.0.mlp.experts.1.w3.weight"]
+    names += ["l.1.self_attn.q_proj.weight", "l.1.self_attn.kv_a_proj_with_mqa.weight"]
+    assert list(fused(names)) == [tuple(names[:3]), tuple(names[4:6])]
+    found = together(names)
+    assert found[names[1]] == tuple(names[:3]) and found[names[3]] == (names[3],)
+
+
+def test_the_schemes() -> None:
+    assert tuple(recipes()) == SCHEMES
+    shape = (130, 256)
+    shapes = {
+        name: [one.shape(shape) for one in recipe.parts] for name, recipe in recipes().items()
+    }
+    assert shapes == {
+        "fp8-block": [(130, 256), (2, 2)],
+        "fp8-channel": [(130, 256), (130, 1)],
+        "mxfp4": [(130, 128), (130, 8)],
+        "mxfp8": [(130, 256), (130, 8)],
+        "nvfp4": [(130, 128), (130, 16), (1,)],
+    }
+    stacks = {name: recipe.stack for name, recipe in recipes().items() if recipe.stack}
+    assert stacks == {"fp8-block": (128, 128)}
+    weight, scales = recipes()["fp8-block"].parts
+    assert scales.shape((3, 256, 384)) == (3, 2, 3)
+    assert (weight.name("a.b"), scales.name("a.b")) == ("a.b", "a.b_scale_inv")
+    assert scales.name("a.b.weight") == "a.b.weight_scale_inv"

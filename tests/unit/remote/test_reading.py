@@ -1,0 +1,565 @@
+"""Names, blocks and trees behind URLs, and that nothing gets at their bytes another way."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
+from pathlib import Path
+
+import fsspec
+import pytest
+
+from ckptctl.errors import (
+    DamagedError,
+    SourceNotFoundError,
+    StorageError,
+    UnsupportedError,
+    UsageError,
+)
+from ckptctl.remote.blocks import BLOCK, MOST, Blocks
+from ckptctl.remote.hub import parse
+from ckptctl.remote.store import FsspecStore
+from ckptctl.remote.trees import Place, Tree
+from ckptctl.storage.files import source_files
+from ckptctl.storage.paths import named, source_path
+from ckptctl.storage.tree import TreeEntry, UrlPath
+from ckptctl.storage.urls import hide, is_url, local_path, masked
+
+MEMORY = fsspec.filesystem("memory")
+
+
+@pytest.fixture
+def url(tmp_path: Path) -> str:
+    """A folder in memory: two files, and one in a folder."""
+    root = f"/{tmp_path.name}"
+    MEMORY.pipe_file(f"{root}/a.bin", bytes(range(256)) * 4)
+    MEMORY.pipe_file(f"{root}/empty", b"")
+    MEMORY.pipe_file(f"{root}/sub/b.json", b"{}")
+    return f"memory:/{root}"
+
+
+def _served(store: FsspecStore) -> UrlPath:
+    """Return the path of a store, as if that was found behind its URL."""
+    place = Place(store.url)
+    place._trees[store.url] = Tree(store)
+    return UrlPath(place, store.url)
+
+
+# Names
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("s3://b/x", True),
+        ("hf://org/name@main/sub", True),
+        ("a:b", False),
+        ("epoch=1-step=2.ckpt", False),
+        ("./odd://name", False),
+        ("c:/windows", False),
+        ("file:///tmp/x", False),
+        ("local:///tmp/x", False),
+        ("File:///tmp/x", False),
+        ("S3://b/x", True),
+        ("zip::s3://b/x", True),
+        ("a::b", False),
+        ("/abs/s3://b", False),
+    ],
+)
+def test_what_a_url_is(text: str, expected: bool) -> None:
+    assert is_url(text) is expected
+    assert isinstance(named(text), UrlPath) is expected
+
+
+def test_a_colon_in_a_local_name(tmp_path: Path) -> None:
+    (tmp_path / "a:b").mkdir()
+    (tmp_path / "a:b/x.json").write_text("{}")
+    with source_files(tmp_path / "a:b") as files:
+        assert files.local and files.read("x.json", 0, 2) == b"{}"
+    assert source_path(tmp_path / "a:b").is_dir()
+    for scheme in ("file", "FILE", "local"):
+        assert local_path(f"{scheme}://{tmp_path}") == str(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("url", "shown"),
+    [
+        ("https://user:hunter2@host/x", "https://***@host/x"),
+        ("https://token@host/y", "https://***@host/y"),
+        ("https://host/x?X-Amz-Signature=abc", "https://host/x"),
+        ("s3://bucket/x?y", "s3://bucket/x?y"),
+        ("sftp://user@host/x", "sftp://user@host/x"),
+        ("hf://org/name@main", "hf://org/name@main"),
+        ("hf://hf_token@org/name@main/x", "hf://***@org/name@main/x"),
+        ("hf://me:hunter2@org/name", "hf://***@org/name"),
+        ("s3://AKIA:hun/ter/2@bucket/x@y", "s3://***@y"),
+        ("https://host:8080/x@y", "https://host:8080/x@y"),
+        ("s3://bucket/a:b@c", "s3://bucket/a:b@c"),
+        ("zip::https://token@host/y", "zip::https://***@host/y"),
+    ],
+)
+def test_no_secret_is_shown(url: str, shown: str) -> None:
+    path = named(url)
+    assert isinstance(path, UrlPath)
+    assert masked(url) == str(path) == os.fspath(path) == shown
+    assert repr(path) == f"UrlPath({shown!r})"
+    assert path.tree.secret_of(shown) == url
+    assert path.tree.secret_of(str(path / "sub")).replace("/sub", "") == url
+    again = pickle.loads(pickle.dumps(path))
+    assert again == path and again.tree.secret_of(again.url) == url
+
+
+def test_a_scheme_in_capitals(url: str) -> None:
+    loud = url.replace("memory", "MEMory")
+    assert is_url(loud) and str(named(loud)) == str(source_path(loud)) == url
+    with source_files(named(loud)) as files:
+        assert files.size("a.bin") == 1024
+    assert FsspecStore(loud).members("") and parse("HF://o/n") == parse("hf://o/n")
+    assert masked("HTTPS://user:hunter2@Host/X?signed=1") == "https://***@Host/X"
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ("https://host/m?v=1", "https://host/m?v=2"),
+        ("https://host/m?v=1", "https://host/m"),
+        ("https://a:pw@host/m", "https://b:pw@host/m"),
+        ("s3://k:s@bucket/a", "s3://bucket/a"),
+    ],
+)
+def test_paths_with_other_secrets_differ(one: str, other: str) -> None:
+    assert named(one) == named(one) != named(other)
+    assert named(named(one)) == named(one) and len({named(one), named(one), named(other)}) == 2
+    assert named(one).parent / "n" != named(other).parent / "n"
+
+
+def test_a_slash_at_the_end_of_a_signature() -> None:
+    for url in ("https://host/end/x/?sig=5eC/", "https://host/end/x?sig=5eC/"):
+        path = named(url)
+        assert isinstance(path, UrlPath)
+        assert path.tree.secret_of(path.url) == "https://host/end/x?sig=5eC/"
+
+
+@pytest.mark.parametrize(
+    ("url", "shown"),
+    [
+        ("http://u:p@H/priv/m.safetensors", "http://***@H/priv/m.safetensors"),
+        ("http://user:safetensors@H/m.safetensors", "http://***@H/m.safetensors"),
+        ("s3://k:s@bkt/both", "s3://***@bkt/both"),
+        ("https://t@host/t?t=t", "https://***@host/t"),
+        ("https://u:a?b@host/x?c@d", "https://***@d"),
+        ("https://u:a?b@host/x", "https://***@host/x"),
+        ("https://[::1]:8080/x@y", "https://[::1]:8080/x@y"),
+        ("https://host?mail=a@b", "https://host"),
+        ("https://host:80?mail=a@b", "https://host:80"),
+        ("https://***@host/x", "https://***@host/x"),
+        ("/a:b@c/d?e", "/a:b@c/d?e"),
+    ],
+)
+def test_secrets_are_cut_where_they_are(url: str, shown: str) -> None:
+    assert masked(url) == shown
+
+
+@pytest.mark.parametrize(
+    ("url", "text", "expected"),
+    [
+        (
+            "https://user:hunter2@host/x?sig=5eC",
+            "cannot read https://user:hunter2@host/x?sig=5eC: hunter2",
+            "cannot read https://***@host/x?***: ***",
+        ),
+        (
+            "https://u:e@host/x",
+            "ClientError: u:e@host, https://u:e@h",
+            "ClientError: ***@host, https://***@h",
+        ),
+        ("https://u:hunter2@host", "hunter2, hunter20, u:hunter2", "***, hunter20, ***"),
+        ("https://hunter2@host", "no hunter2 here", "no *** here"),
+        ("https://u:p@host", "the upper map of u:p", "the upper map of ***"),
+        ("https://u:a%2Fb%20c1@host", "a/b c1 and a%2Fb%20c1", "*** and ***"),
+        (
+            "https://h/x?sig=a%2Fb",
+            "at (https://h/x?sig=a/b), sig=a%2Fb.",
+            "at (https://h/x?***), ***.",
+        ),
+        ("https://h/x?v=1", "v=1: see https://o/y?w=2 'v=1'", "v=1: see https://o/y?*** 'v=1'"),
+        ("https://h/x?", "why? nothing", "why? nothing"),
+        ("s3://b/x?y", "b/x?y", "b/x?y"),
+    ],
+)
+def test_no_secret_is_in_an_error(url: str, text: str, expected: str) -> None:
+    assert hide(text, url) == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("hf://o/n", ("model", "o/n", None, "")),
+        ("hf://o/n/sub/x", ("model", "o/n", None, "sub/x")),
+        ("hf://o/n@v1/sub", ("model", "o/n", "v1", "sub")),
+        ("hf://o/n@refs/pr/3/sub", ("model", "o/n", "refs/pr/3", "sub")),
+        ("hf://o/n@feature%2Fx", ("model", "o/n", "feature/x", "")),
+        ("hf://datasets/o/n", ("dataset", "o/n", None, "")),
+        ("hf://models/o/n", ("model", "o/n", None, "")),
+    ],
+)
+def test_urls_of_the_hub(text: str, expected: tuple[str, ...]) -> None:
+    from huggingface_hub.utils import _hf_uris  # the client's own reading of such URLs
+
+    found = parse(text)
+    assert (found.kind, found.repository, found.revision, found.path) == expected
+    theirs = _hf_uris.parse_hf_uri(text)
+    assert (theirs.type, theirs.id, theirs.revision, theirs.path_in_repo) == expected
+    assert parse(str(found)) == found
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "hf://",
+        "hf://name",
+        "hf://a@b/c",
+        "hf://a b/c",
+        "hf://a/b#main",
+        "hf://a/b?x=1",
+        "hf://日/b",
+    ],
+)
+def test_what_names_no_repository(text: str) -> None:
+    with pytest.raises(UsageError, match="not a Hub repository"):
+        parse(text)
+
+
+@pytest.mark.parametrize("text", ["nosuch://x/y", "simplecache::memory://x"])
+def test_what_no_file_system_is_for(text: str) -> None:
+    with pytest.raises(UsageError if is_url(text) else SourceNotFoundError):
+        path = source_path(text)
+        if not path.exists():
+            raise SourceNotFoundError("not a URL")
+
+
+# Paths
+
+
+@pytest.mark.parametrize("text", ["hdfs:///a/b", "S3:///bucket/a", "hf:///org/name"])
+def test_no_folder_is_taken_for_a_host(text: str) -> None:
+    with pytest.raises(UsageError, match="no name between"):
+        named(text)
+    assert str(named("memory:///a/b")) == "memory://a/b"
+
+
+@pytest.mark.parametrize(
+    "text", ["s3://b/dt//q", "s3://b//q/", "https://h//x?a//b", "hf://o/n//x", "memory:///a//b"]
+)
+def test_no_part_of_a_url_is_empty(text: str) -> None:
+    with pytest.raises(UsageError, match="empty path component"):
+        named(text)
+    with pytest.raises(UsageError, match="empty path component"):
+        source_path(text)
+
+
+def test_slashes_that_are_not_empty_parts() -> None:
+    for text in ("s3://b/q", "s3://b/q/", "s3://b/q///", "https://h/x//?a//b", "s3://k:a//b@b/q"):
+        assert "//" not in str(named(text)).partition("://")[2]
+    with pytest.raises(UsageError, match="chained"):
+        source_path("zip://a.zip::s3://bucket/x")
+
+
+@pytest.mark.parametrize(
+    "text", ["s3://", "hf://", "S3:///", "memory://", "http://u:p@", "gs:////"]
+)
+def test_what_names_nothing(text: str) -> None:
+    for call in (named, source_path):
+        with pytest.raises(UsageError, match="the URL is empty") as caught:
+            call(text)
+        assert caught.value.where == masked(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("file:///tmp/x", "/tmp/x"),
+        ("File://localhost/tmp/x", "/tmp/x"),
+        ("local://LocalHost/tmp/x", "/tmp/x"),
+        ("file:///tmp/a%20b%25", "/tmp/a b%"),
+        ("file:///tmp/100%", "/tmp/100%"),
+        ("file:///tmp/ü?#", "/tmp/ü?#"),
+        ("file:/tmp/x", "file:/tmp/x"),
+        ("a%20b", "a%20b"),
+        ("", ""),
+    ],
+)
+def test_local_urls(text: str, expected: str) -> None:
+    assert local_path(text) == expected
+    assert named(text) == source_path(text) == Path(expected)
+    odd = Path(os.fsdecode(b"/tmp/\xff %20"))
+    assert local_path(odd.as_uri()) == local_path(f"file://{odd.parent}/\udcff %2520") == str(odd)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("file://", "no path"),
+        ("local://", "no path"),
+        ("FILE://localhost", "no path"),
+        ("file://x/y", "contains a host name"),
+        ("file://./y", "contains a host name"),
+        ("file://u:pw@x/y", "contains a host name"),
+        ("file:///a%00b", "a path cannot contain"),
+    ],
+)
+def test_what_is_no_local_path(text: str, said: str) -> None:
+    for call in (local_path, named, source_path):
+        with pytest.raises(UsageError, match=said) as caught:
+            call(text)
+        assert "pw" not in f"{caught.value.to_json()}"
+
+
+def test_a_tree(url: str) -> None:
+    path = source_path(url)
+    assert path.is_dir() and not path.is_file() and path.exists()
+    assert sorted(item.name for item in path.iterdir()) == ["a.bin", "empty", "sub"]
+    assert [item.name for item in path.glob("*.bin")] == ["a.bin"]
+    assert [str(item) for item in path.rglob("*.json")] == [f"{url}/sub/b.json"]
+    assert (path / "a.bin").stat().st_size == 1024 and (path / "sub").is_dir()
+    assert not (path / "nothing").exists() and not (path / "nothing/below").exists()
+    assert not list((path / "nothing").iterdir())
+    assert (path / "sub/b.json").read_text() == "{}"
+    assert (path / "a.bin").read_bytes() == bytes(range(256)) * 4
+    assert (path / "sub").parent == path and str(path / "sub") == f"{url}/sub"
+    assert str((path / "sub/b.json").relative_to(path)) == "sub/b.json"
+    assert path.resolve() == path.absolute() == path.expanduser() == path
+    with pytest.raises(FileNotFoundError):
+        (path / "nothing").stat()
+
+
+def test_a_file_and_what_lies_beside_it(url: str) -> None:
+    path = source_path(f"{url}/a.bin")
+    assert path.is_file() and path.stat().st_size == 1024
+    assert (path.parent / "empty").is_file()
+    assert sorted(item.name for item in path.parent.iterdir()) == ["a.bin", "empty", "sub"]
+
+
+def test_nothing_there(url: str) -> None:
+    with pytest.raises(SourceNotFoundError, match="nothing"):
+        source_path(f"{url}/nothing")
+
+
+def test_a_name_cannot_leave(url: str) -> None:
+    with source_files(source_path(f"{url}/sub")) as files, pytest.raises(UnsupportedError):
+        files.read("../a.bin", 0, 4)
+
+
+# Nothing gets at the bytes another way
+
+
+def test_a_reader_that_opens_files_itself_fails(url: str) -> None:
+    """There is nothing on the disk that could be taken for data: not a file, not zeros."""
+    path = source_path(url) / "a.bin"
+    for text in (path, str(path), os.fspath(path)):
+        with pytest.raises(FileNotFoundError):
+            os.open(text, os.O_RDONLY)
+        with pytest.raises(FileNotFoundError):
+            os.stat(text)
+        with pytest.raises(FileNotFoundError), open(text, "rb"):
+            pass
+    # A path made of the text is one of this machine, where there is no such thing.
+    assert not Path(str(path)).exists()
+    with source_files(path.parent) as files:
+        assert not files.local
+        with pytest.raises(StorageError, match="is remote"):
+            files.descriptor("a.bin")
+    with pytest.raises(OSError, match="Read-only"):
+        path.open("wb")
+
+
+# Files
+
+
+def test_reads(url: str) -> None:
+    content = bytes(range(256)) * 4
+    with source_files(named(url)) as files:
+        assert not files.local and files.root == named(url)
+        assert files.size("a.bin") == 1024 and files.size("empty") == 0
+        assert files.read("a.bin", 0, 1024) == content
+        assert files.read("a.bin", 1000, 24) == content[1000:]
+        assert files.read("empty", 0, 0) == b""
+        views = [memoryview(bytearray(size)) for size in (1, 0, 700, 3)]
+        files.readv("a.bin", views, 5)
+        assert b"".join(views) == content[5:709]
+        for offset, nbytes in ((1000, 25), (1025, 1), (-1, 4)):
+            with pytest.raises(DamagedError, match="truncated"):
+                files.read("a.bin", offset, nbytes)
+        with pytest.raises(SourceNotFoundError):
+            files.read("nothing", 0, 1)
+        with pytest.raises(UnsupportedError, match="regular"):
+            files.size("sub")
+
+
+def test_long_reads_are_made_of_short_requests(tmp_path: Path) -> None:
+    content = os.urandom(20 << 20)
+    MEMORY.pipe_file(f"/{tmp_path.name}/big", content)
+    url = f"memory://{tmp_path.name}"
+    asked: list[int] = []
+
+    class Counting(FsspecStore):
+        def read(self, name: str, version: str, start: int, stop: int) -> bytes | bytearray:
+            asked.append(stop - start)
+            return super().read(name, version, start, stop)
+
+    with source_files(_served(Counting(url))) as files:
+        views = [memoryview(bytearray(size)) for size in (1, 9 << 20, (11 << 20) - 1)]
+        files.readv("big", views, 0)
+    assert b"".join(views) == content
+    assert max(asked) <= MOST * BLOCK and sum(asked) == len(content)
+
+
+def test_a_place_that_gives_less_than_it_promised(url: str, tmp_path: Path) -> None:
+    class Short(FsspecStore):
+        def read(self, name: str, version: str, start: int, stop: int) -> bytes | bytearray:
+            return super().read(name, version, start, stop)[:-1]
+
+    with source_files(_served(Short(url))) as files, pytest.raises(DamagedError, match="truncated"):
+        files.read("a.bin", 0, 1024)
+
+
+def test_a_place_that_sends_everything(url: str) -> None:
+    class Whole(FsspecStore):
+        def read(self, name: str, version: str, start: int, stop: int) -> bytes | bytearray:
+            return super().read(name, version, 0, 1024) * 2
+
+    with (
+        source_files(_served(Whole(url))) as files,
+        pytest.raises(StorageError, match="range requests"),
+    ):
+        files.read("a.bin", 0, 10)
+
+
+def test_a_changed_file_is_another_one(url: str) -> None:
+    with source_files(named(url)) as files:
+        before = files.identity("a.bin")
+        assert files.identity("a.bin") == before
+        time.sleep(0.01)
+        MEMORY.pipe_file(f"{str(source_path(url)).removeprefix('memory:/')}/a.bin", b"x" * 1024)
+        files.forget()
+        assert files.identity("a.bin") != before
+        assert files.read("a.bin", 0, 4) == b"xxxx"
+
+
+def test_what_is_asked_of_a_place(url: str) -> None:
+    asked: list[str] = []
+
+    class Counting(FsspecStore):
+        def members(self, folder: str) -> list[TreeEntry]:
+            asked.append(folder)
+            return super().members(folder)
+
+    tree = Tree(Counting(url))
+    for name in ("a.bin", "empty", "nothing", "sub", "nothing/deep/er", "a.bin/x"):
+        tree.find(name)
+    assert asked == [""]
+    tree.find("sub/b.json")
+    assert asked == ["", "sub"]
+
+
+# Blocks
+
+
+def test_read_ahead_doubles_in_order_only() -> None:
+    blocks, asked = Blocks(), []
+    size = 64 * BLOCK
+
+    def fetch(start: int, stop: int) -> bytes:
+        asked.append((start // BLOCK, -(-stop // BLOCK)))
+        return bytes(stop - start)
+
+    for offset in range(0, 16 * BLOCK, BLOCK):
+        assert len(blocks.read("a", size, offset, BLOCK, fetch)) == BLOCK
+    assert asked == [(0, 1), (1, 3), (3, 7), (7, 15), (15, 31)]
+    assert MOST == 31 - 15
+    asked.clear()
+    for number in (60, 50, 40):
+        blocks.read("a", size, number * BLOCK, 8, fetch)
+    assert asked == [(60, 61), (50, 51), (40, 41)]
+
+
+def test_nothing_is_read_ahead_of_where_a_range_ends() -> None:
+    blocks, asked = Blocks(), []
+
+    def fetch(start: int, stop: int) -> bytes:
+        asked.append((start // BLOCK, -(-stop // BLOCK)))
+        return bytes(stop - start)
+
+    size, begin = 64 * BLOCK, 3 * BLOCK + 10
+    blocks.end("a", begin + 16 * BLOCK)
+    for offset in range(begin, begin + 16 * BLOCK, 4 * BLOCK):
+        blocks.read("a", size, offset, 4 * BLOCK, fetch)
+    assert [one for first, stop in asked for one in range(first, stop)] == [*range(3, 20)]
+    blocks.read("a", size, 18 * BLOCK, 4 * BLOCK, fetch)  # what is wanted is read all the same
+    assert asked[-1][1] >= 22
+
+
+def test_the_end_of_a_file_comes_with_the_block_before() -> None:
+    blocks, asked = Blocks(), []
+
+    def fetch(start: int, stop: int) -> bytes:
+        asked.append((start, stop))
+        return bytes(stop - start)
+
+    size = 3 * BLOCK + 10
+    assert len(blocks.read("a", size, size - 22, 22, fetch)) == 22
+    assert asked == [(2 * BLOCK, size)]
+    asked.clear()
+    blocks.read("b", size, size - 4, 4, fetch)
+    assert asked == [(2 * BLOCK, size)]
+
+
+def test_what_is_held_is_bounded() -> None:
+    blocks = Blocks(room=4 * BLOCK)
+    size = 40 * BLOCK
+    for offset in range(0, size, BLOCK):
+        blocks.read("a", size, offset, BLOCK, lambda start, stop: bytes(stop - start))
+        assert blocks._held <= 4 * BLOCK and blocks._held == sum(map(len, blocks._blocks.values()))
+    blocks.trim()
+    assert not blocks._coming
+
+
+def test_threads_fetch_a_block_once() -> None:
+    blocks, asked = Blocks(), []
+    size = 50 * BLOCK + 77
+    whole = os.urandom(size)
+
+    def fetch(start: int, stop: int) -> bytes:
+        asked.append((start, stop))
+        time.sleep(0.005)
+        return whole[start:stop]
+
+    spans = [(start, min(start + 300_000, size)) for start in range(0, size, 250_001)]
+    with ThreadPoolExecutor(8) as pool:
+        found = list(
+            pool.map(lambda s: blocks.read("a", size, s[0], s[1] - s[0], fetch), spans * 2)
+        )
+    assert found == [whole[start:stop] for start, stop in spans * 2]
+    fetched = sorted(asked)
+    assert all(one[1] <= two[0] for one, two in pairwise(fetched))
+
+
+def test_an_error_reaches_all_who_wait_and_is_not_kept() -> None:
+    blocks, gate = Blocks(), threading.Event()
+
+    def fetch(start: int, stop: int) -> bytes:
+        gate.wait(5)
+        raise StorageError("the network is down")
+
+    with ThreadPoolExecutor(3) as pool:
+        waiting = [pool.submit(blocks.read, "a", 100, 0, 10, fetch) for _ in range(3)]
+        time.sleep(0.05)
+        gate.set()
+        for one in waiting:
+            with pytest.raises(StorageError, match="down"):
+                one.result()
+    assert blocks.read("a", 100, 0, 10, lambda start, stop: bytes(stop - start)) == bytes(10)

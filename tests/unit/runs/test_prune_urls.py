@@ -1,0 +1,247 @@
+"""Removing checkpoints behind URLs: the rules of directories, and what is interrupted."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pytest
+import torch
+
+from ckptctl.errors import CkptError, RefusedError
+from ckptctl.formats import open_checkpoint
+from ckptctl.planner.retention import Policy
+from ckptctl.remote.store import FsspecStore
+from ckptctl.runs.listing import newest, read_run
+from ckptctl.runs.removal import PruneResult, plan_prune, run_prune
+from ckptctl.storage import processes
+from ckptctl.storage.paths import source_path
+from ckptctl.storage.writing import GONE, NAME, Writing, parse, unfinished
+from tests.runs import save_step
+
+MEMORY = fsspec.filesystem("memory")
+LAST = Policy(last=1)
+LATER = 4_000_000_000.0
+ELSEWHERE = processes.Process("elsewhere", "another boot", 77, 1)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Iterator[str]:
+    """Return the URL of a run of the steps 1, 2 and 10."""
+    for step in (1, 2, 10):
+        save_step(tmp_path / "run" / f"step-{step}", files=2)
+    yield put(tmp_path / "run")
+    MEMORY.rm(f"/{tmp_path.name}", recursive=True)
+
+
+def put(folder: Path) -> str:
+    """Upload *folder*, and return its URL."""
+    place = f"/{folder.parent.name}/{folder.name}"
+    for file in sorted(folder.rglob("*")):
+        if file.is_file():
+            MEMORY.pipe_file(f"{place}/{file.relative_to(folder)}", file.read_bytes())
+    return f"memory:/{place}"
+
+
+def place(url: str) -> str:
+    return url.removeprefix("memory:/")
+
+
+def files(url: str) -> list[str]:
+    root = place(url)
+    return sorted(str(name).removeprefix(f"{root}/") for name in MEMORY.find(root))
+
+
+def names(url: str) -> list[str]:
+    return sorted({name.partition("/")[0] for name in files(url)})
+
+
+def prune(url: str, policy: Policy = LAST, now: float | None = None) -> PruneResult:
+    return run_prune(plan_prune(url, policy, now=now))
+
+
+def test_the_plan_is_that_of_a_directory(run: str, tmp_path: Path) -> None:
+    before = files(run)
+    seen, local = (plan_prune(root, LAST) for root in (run, tmp_path / "run"))
+    assert [(one.name, one.action, one.reasons, one.nbytes) for one in seen.decisions] == [
+        (one.name, one.action, one.reasons, one.nbytes) for one in local.decisions
+    ]
+    assert files(run) == before and str(seen.root) == run
+
+
+def test_removed(run: str) -> None:
+    MEMORY.pipe_file(f"{place(run)}/notes.txt", b"mine")
+    result = prune(run)
+    assert result.done == ("step-1", "step-2") and not result.failed
+    assert result.freed == result.plan.nbytes
+    assert names(run) == ["notes.txt", "step-10"]
+    assert plan_prune(run, LAST).idle
+
+
+def test_a_single_file(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    for step in (1, 2):
+        torch.save({"w": torch.ones(2)}, tmp_path / "run" / f"epoch=0-step={step}.ckpt")
+    url = put(tmp_path / "run")
+    assert prune(url).done == ("epoch=0-step=1.ckpt",)
+    assert names(url) == ["epoch=0-step=2.ckpt"]
+
+
+def test_what_a_pointer_names_stays_and_one_that_is_not_understood_stops_it(run: str) -> None:
+    MEMORY.pipe_file(f"{place(run)}/latest", b"step-1")
+    assert prune(run).done == ("step-2",)
+    MEMORY.pipe_file(f"{place(run)}/latest", b"who knows")
+    with pytest.raises(RefusedError, match="unrecognized content"):
+        plan_prune(run, LAST)
+    MEMORY.pipe_file(f"{place(run)}/who knows", b"something that is there")
+    assert plan_prune(run, LAST)
+
+
+def test_places_that_nothing_is_removed_from() -> None:
+    for url in ("hf://org/name", "https://host/run"):
+        with pytest.raises(RefusedError, match="object stores"):
+            plan_prune(url, LAST)
+
+
+def test_optimizers_are_not_taken_out(run: str) -> None:
+    with pytest.raises(RefusedError, match="not supported for URLs"):
+        plan_prune(run, LAST, thin=True)
+
+
+class Killed(BaseException):
+    """As SIGKILL: nothing is cleared away afterwards."""
+
+
+def kill_at(patch: pytest.MonkeyPatch, number: int) -> None:
+    """End everything before the change of that number, from which on nothing changes any more."""
+    count = itertools.count()
+    dead: list[bool] = []
+
+    def dying(original: Callable[..., Any]) -> Callable[..., Any]:
+        def change(*words: Any, **options: Any) -> Any:
+            if dead or next(count) == number:
+                dead.append(True)
+                raise Killed
+            return original(*words, **options)
+
+        return change
+
+    for method in ("rm_file", "pipe_file"):
+        patch.setattr(MEMORY, method, dying(getattr(MEMORY, method)))
+
+
+def test_killed_before_every_change(run: str, tmp_path: Path) -> None:
+    """A checkpoint is whole with all files, or none; the next run finishes what was begun."""
+    whole, interrupted = files(run), 0
+    for number in range(60):
+        with pytest.MonkeyPatch.context() as patch:
+            kill_at(patch, number)
+            try:
+                prune(run)
+                break
+            except Killed:
+                pass
+        seen = {one.name: one for one in read_run(source_path(run), now=LATER).checkpoints}
+        for name in ("step-1", "step-2", "step-10"):
+            if name in seen and seen[name].complete:
+                own = [file for file in whole if file.startswith(f"{name}/")]
+                assert set(own) <= set(files(run)), number
+        assert newest(source_path(run), now=LATER).chosen.name == "step-10"
+        interrupted += any("the deletion did not finish" in one.problem for one in seen.values())
+        prune(run)
+        assert names(run) == ["step-10"], number
+        put(tmp_path / "run")
+    assert number > 10 and interrupted > 4
+
+
+def test_what_was_saved_where_a_removal_was_interrupted_stays(run: str) -> None:
+    """By something that knows no locks of ours: what was to be removed was replaced since."""
+    with pytest.MonkeyPatch.context() as patch:
+        kill_at(patch, 6)
+        with pytest.raises(Killed):
+            prune(run)
+    lock = f"{place(run)}/step-1/{NAME}"
+    said = parse(MEMORY.cat_file(lock))
+    assert said and said.removes and said.doomed
+    assert unfinished(read_run(source_path(run)).root / "step-1")
+    for name in said.doomed:
+        MEMORY.pipe_file(f"{place(run)}/step-1/{name}", b"new")
+    MEMORY.pipe_file(f"{place(run)}/step-1/__0_0.distcp", b"new")
+    assert unfinished(read_run(source_path(run)).root / "step-1") is None
+    prune(run, Policy(last=3))
+    there = [name for name in files(run) if name.startswith("step-1/")]
+    assert set(there) == {f"step-1/{name}" for name in (*said.doomed, "__0_0.distcp")}
+
+
+@pytest.mark.parametrize("place_of_it", ["", "step-1/"])
+def test_another_run_is_at_it(run: str, place_of_it: str) -> None:
+    name = f"{place_of_it}{NAME}" if place_of_it else ".ckptctl-removing"
+    writing = Writing("other", ELSEWHERE, (".metadata",))
+    plan = plan_prune(run, LAST)
+    MEMORY.pipe_file(f"{place(run)}/{name}", writing.to_bytes())
+    if not place_of_it:
+        with pytest.raises(RefusedError, match="another process is removing"):
+            run_prune(plan)
+    else:
+        assert run_prune(plan).failed.keys() == {"step-1"}
+    assert "step-1/model.safetensors.index.json" in files(run)
+
+
+def test_what_changes_between_the_look_and_the_lock_stays(
+    run: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original = FsspecStore.make_folder
+
+    def make_folder(store: FsspecStore, name: str = "") -> None:
+        if store.url.endswith("step-1"):
+            MEMORY.pipe_file(f"{place(run)}/step-1/late", b"more")
+        original(store, name)
+
+    monkeypatch.setattr(FsspecStore, "make_folder", make_folder)
+    result = prune(run)
+    assert "changed" in result.failed["step-1"].what
+    assert not [name for name in files(run) if NAME in name]
+    assert "step-1/late" in files(run) and "step-1/model.safetensors.index.json" in files(run)
+
+
+def test_a_removal_that_the_store_refuses_is_finished_later(
+    run: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original = MEMORY.rm_file
+
+    def refuse(path: str) -> None:
+        if "step-1/model-00002" in path:
+            raise PermissionError(path)
+        original(path)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(MEMORY, "rm_file", refuse)
+        result = prune(run)
+        assert result.failed.keys() == {"step-1"} and result.done == ("step-2",)
+        plan = plan_prune(run, LAST)
+        assert plan.leftovers == ("step-1",)
+        assert run_prune(plan).failed.keys() == {"step-1"}
+    assert not prune(run).failed and names(run) == ["step-10"]
+
+
+def test_a_copy_of_what_is_half_removed_is_no_checkpoint(run: str, tmp_path: Path) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(MEMORY, "rm_file", lambda _: 1 / 0)
+        assert prune(run).failed.keys() == {"step-1", "step-2"}
+    copy = tmp_path / "copy"
+    for name in ("model-00001-of-00002.safetensors", NAME):
+        copy.mkdir(exist_ok=True)
+        (copy / name).write_bytes(MEMORY.cat_file(f"{place(run)}/step-1/{name}"))
+    assert unfinished(copy)
+    with pytest.raises(CkptError, match="deletion did not finish"):
+        open_checkpoint(copy)
+
+
+def test_the_lock_of_an_older_version_is_understood() -> None:
+    old = b'{"token": "t", "process": null, "names": ["a"], "removed": [], "sent": {}}'
+    said = parse(old)
+    assert said == Writing("t", None, ("a",)) and said is not None and not said.removes
+    assert Writing("t", None, (GONE,)).removes

@@ -1,0 +1,165 @@
+"""Links and pointers that are easily overlooked, and what they keep from being removed."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ckptctl.errors import StorageError
+from ckptctl.planner.retention import Policy
+from ckptctl.runs.listing import read_run
+from ckptctl.runs.protections import mentioned, understood
+from ckptctl.runs.removal import plan_prune, run_prune
+from tests.runs import START, age, save_step, tear
+
+LAST = Policy(last=1)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    for step in (1, 2, 3):
+        save_step(tmp_path / "run" / f"step-{step}")
+    return tmp_path / "run"
+
+
+def aged(run: Path) -> None:
+    for step in (1, 2, 3):
+        age(run / f"step-{step}", START + 60 * step)
+
+
+def removed(run: Path) -> list[str]:
+    aged(run)
+    return [one.name for one in plan_prune(run, LAST).of("remove")]
+
+
+def test_links_that_lead_through_another_checkpoint(run: Path) -> None:
+    """Python's ``Path.resolve`` names the end alone; the way there has to stay, too."""
+    (run / "step-2" / "a").symlink_to("../step-1/model.safetensors")
+    (run / "step-3" / "a").symlink_to("../step-2/a")
+    assert removed(run) == []
+
+
+def test_links_that_go_up_through_another_checkpoint(run: Path) -> None:
+    (run / "step-3" / "a").symlink_to("../step-2/../step-1/model.safetensors")
+    assert removed(run) == []
+
+
+def test_links_by_another_name_of_the_run(run: Path) -> None:
+    (run.parent / "alias").symlink_to(run)
+    (run / "step-3" / "a").symlink_to(run.parent / "alias" / "step-2" / "model.safetensors")
+    (run / "step-3" / "dangling").symlink_to("../step-1/gone")
+    assert removed(run) == []
+
+
+def test_links_in_folders_that_are_no_checkpoints(run: Path) -> None:
+    (run / "exports" / "v1").mkdir(parents=True)
+    (run / "exports" / "best").symlink_to("../step-1")
+    (run / "exports" / "v1" / "w").symlink_to("../../step-2/model.safetensors")
+    (run / ".hidden").mkdir()
+    assert removed(run) == []
+
+
+def test_links_without_end(run: Path) -> None:
+    for number in range(60):
+        (run / f"link{number}").symlink_to(f"link{number + 1}")
+    (run / "link60").symlink_to("link0")
+    (run / "self").symlink_to("self/step-1")
+    assert removed(run) == ["step-1", "step-2"]
+
+
+def test_a_pointer_that_is_a_link_to_a_file(run: Path) -> None:
+    (run / "latest.txt").write_text("step-1\n")
+    (run / "latest").symlink_to("latest.txt")
+    assert removed(run) == ["step-2"]
+
+
+def test_a_pointer_as_windows_writes_it(run: Path) -> None:
+    (run / "latest").write_bytes(b"\xef\xbb\xbfstep-1\r\n")
+    assert removed(run) == ["step-2"]
+
+
+def test_names_that_the_file_system_takes_for_the_same(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on macOS, or a Windows share; here every other spelling is a stand-in."""
+    lstat = Path.lstat
+
+    def folding(path: Path) -> os.stat_result:
+        return lstat(path.with_name(path.name.lower()))
+
+    monkeypatch.setattr(Path, "lstat", folding)
+    (run / "latest").write_text("STEP-1")
+    assert removed(run) == ["step-2"]
+
+
+def test_a_pointer_that_cannot_be_read(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Root may read everything, so the refusal is made here."""
+    (run / "latest").write_text("step-1")
+    plan = plan_prune(run, LAST)
+    real = os.open
+
+    def refuse(path: object, *words: Any, **more: Any) -> int:
+        if str(path).endswith("/latest"):
+            raise PermissionError(13, "Permission denied", str(path))
+        return real(path, *words, **more)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(os, "open", refuse)
+    for attempt in (lambda: plan_prune(run, LAST), lambda: run_prune(plan)):
+        with pytest.raises(StorageError, match="pointer cannot be read") as caught:
+            attempt()
+        assert caught.value.where == str(run / "latest")
+    assert len(read_run(run).checkpoints) == 3
+    assert (run / "step-2").exists()
+
+
+def test_the_best_one_is_that_of_the_checkpoint_to_go_on_from(tmp_path: Path) -> None:
+    """What a torn save calls the best is itself; training goes on without it."""
+    for step in (1, 2, 3, 4):
+        path = save_step(tmp_path / f"checkpoint-{step}")
+        best = f"out/checkpoint-{1 if step < 4 else 4}"
+        state = {"global_step": step, "best_model_checkpoint": best}
+        (path / "trainer_state.json").write_text(json.dumps(state))
+        age(path, START + 60 * step)
+    tear(tmp_path / "checkpoint-4", START + 240)
+    assert [one.name for one in plan_prune(tmp_path, LAST).of("remove")] == ["checkpoint-2"]
+
+
+def test_hard_links_free_nothing(run: Path) -> None:
+    os.unlink(run / "step-2" / "model.safetensors")
+    os.link(run / "step-1" / "model.safetensors", run / "step-2" / "model.safetensors")
+    aged(run)
+    plan = plan_prune(run, Policy(last=2))
+    assert (plan.nbytes, plan.of("remove")[0].checkpoint.entry.nbytes > 0) == (0, True)
+    assert run_prune(plan).done == ("step-1",)
+    assert [one.complete for one in read_run(run).checkpoints] == [True, True]
+
+
+@pytest.mark.parametrize(
+    ("text", "names"),
+    [
+        ("100", ("step-100",)),
+        ("\n\n 100 \r\n\n", ("step-100",)),
+        ("100\nsaved at noon", ("step-100",)),
+        ('{"step": 100, "loss": 5}', ("step-100",)),
+        ('{"step":\n  "100"\n}', ("step-100",)),
+        ("step: 100\nloss: 5", ("step-100",)),
+        ("a 100 b", ()),
+        ("x100", ()),
+        ("\n" * 60_000 + "x", ()),
+        (":" * 60_000 + "x", ()),
+        (" " * 60_000 + "x", ()),
+    ],
+)
+def test_the_step_that_a_pointer_states_is_found_in_linear_time(
+    text: str, names: tuple[str, ...]
+) -> None:
+    assert mentioned(text, ["step-100"], lambda _: None) == names
+
+
+@pytest.mark.parametrize("text", ["0" * 60_000 + "!", "a" * 60_000 + "!", "step-7", "a.b", "7"])
+def test_what_looks_like_a_step_is_told_in_linear_time(text: str, tmp_path: Path) -> None:
+    assert understood(text, tmp_path) == (text in ("step-7", "7"))

@@ -1,0 +1,152 @@
+"""The one file that is added beside the data of ranks that saved without each other."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+
+from ckptctl import formats
+from ckptctl.errors import ChangedError, CkptError, FormatError, RefusedError, StorageError
+from ckptctl.formats.base import ReadOptions
+from ckptctl.storage.file_system import write_file
+from ckptctl.verbs import consolidate_metadata
+from ckptctl.verbs.consolidate_metadata import plan_metadata, run_metadata
+from tests.checkpoints import differences, load_any_reference
+from tests.contract.support import snapshot
+
+
+@pytest.fixture
+def source(tmp_path: Path, data: Path) -> Path:
+    """Return a directory that two ranks wrote."""
+    return Path(shutil.copytree(data / "dcp-rank-local" / "w2" / "ckpt", tmp_path / "ckpt"))
+
+
+def test_a_plan_writes_nothing_and_a_run_one_file(source: Path, data: Path) -> None:
+    before = snapshot(source)
+    plan = plan_metadata(source)
+    assert snapshot(source) == before
+    done = run_metadata(plan)
+    after = snapshot(source)
+    assert after.keys() - before.keys() == {".metadata"}
+    assert {key: after[key] for key in before} == before
+    assert done.target.stat().st_size == plan.nbytes
+    model = {
+        name.removeprefix("model."): value
+        for name, value in load_any_reference(source).items()
+        if name.startswith("model.")
+    }
+    truth = load_any_reference(data / "dcp-rank-local" / "w2" / "expected.safetensors")
+    assert not differences(model, truth)
+    assert formats.detect(source).name == "dcp"
+
+
+def test_what_is_published_as_json(source: Path) -> None:
+    plan = plan_metadata(source)
+    document = json.loads(json.dumps(run_metadata(plan).to_json()))
+    assert document["ranks"] == 2
+    assert document["tensors"] == 42
+    assert document["chunks"] == 69
+    assert document["bytes"] == plan.nbytes
+    assert document["target"] == str(source / ".metadata")
+    assert document["seconds"] >= 0
+
+
+def test_the_same_input_gives_the_same_bytes(source: Path) -> None:
+    assert plan_metadata(source).content == plan_metadata(source).content
+
+
+def test_global_metadata_is_never_replaced(source: Path) -> None:
+    plan = plan_metadata(source)
+    (source / ".metadata").write_bytes(b"another")
+    before = snapshot(source)
+    for attempt in (lambda: plan_metadata(source), lambda: run_metadata(plan)):
+        with pytest.raises(RefusedError):
+            attempt()
+    assert snapshot(source) == before
+
+
+def test_metadata_that_appears_meanwhile_wins(
+    source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = plan_metadata(source)
+    write = write_file
+
+    def slow(path: Path, content: bytes) -> None:
+        write(path, content)
+        (source / ".metadata").write_bytes(b"another")
+
+    monkeypatch.setattr(consolidate_metadata, "write_file", slow)
+    with pytest.raises(RefusedError):
+        run_metadata(plan)
+    assert (source / ".metadata").read_bytes() == b"another"
+    assert not list(source.glob("*staging*")) + list(source.glob(".*staging*"))
+
+
+def test_a_failed_write_leaves_nothing(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plan, before = plan_metadata(source), snapshot(source)
+
+    def fail(_: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", fail)
+    with pytest.raises(StorageError):
+        run_metadata(plan)
+    assert snapshot(source) == before
+
+
+def test_a_rank_that_writes_meanwhile_is_noticed(source: Path) -> None:
+    plan = plan_metadata(source)
+    os.utime(source / "__1_0.distcp")
+    before = snapshot(source)
+    with pytest.raises(ChangedError, match="changed"):
+        run_metadata(plan)
+    assert snapshot(source) == before
+
+
+def test_a_rank_that_writes_at_the_last_moment_is_noticed(
+    source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = plan_metadata(source)
+    write = write_file
+
+    def slow(path: Path, content: bytes) -> None:
+        write(path, content)
+        os.utime(source / "__1.metadata")
+
+    monkeypatch.setattr(consolidate_metadata, "write_file", slow)
+    with pytest.raises(ChangedError, match="changed"):
+        run_metadata(plan)
+    assert not (source / ".metadata").exists()
+
+
+def test_items_are_looked_into(source: Path) -> None:
+    content = (source / "__0_0.distcp").read_bytes()
+    (source / "__0_0.distcp").write_bytes(bytes(len(content)))
+    with pytest.raises(CkptError):
+        plan_metadata(source)
+
+
+def test_other_directories_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(FormatError):
+        plan_metadata(tmp_path)
+
+
+def test_replicas_are_all_there(source: Path) -> None:
+    assert not formats.open_checkpoint(source).replicas
+    found = formats.resolve(formats.open_checkpoint(source, asked=ReadOptions(replicas=True)))
+    (used,), (copy,) = found.tensors["model.count"].extents, found.replicas["model.count"]
+    assert [extent.file for extent in (used, copy)] == ["__0_0.distcp", "__1_0.distcp"]
+    assert (used.box, used.codec) == (copy.box, copy.codec)
+    assert "model.emb.weight" not in found.replicas
+
+
+def test_a_directory_that_takes_no_file_is_told_by_the_plan(
+    source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "access", lambda *_, **__: False)
+    with pytest.raises(StorageError, match="EACCES"):
+        plan_metadata(source)

@@ -1,0 +1,54 @@
+"""How ranks share the reading of a checkpoint that they verify."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import cast
+
+import pytest
+
+from ckptctl.conversion.ranks.coordinator import Coordinator
+from ckptctl.storage.crc import crc32
+from ckptctl.storage.files import source_files
+from ckptctl.verbs.verification import data
+from ckptctl.verbs.verification.data import Recorded, blocks, compared, crcs
+from ckptctl.verbs.verification.verify import verify
+from ckptctl.verbs.verification.verify_options import VerifyOptions
+
+
+@dataclass
+class One:
+    rank: int
+    world: int
+
+
+def test_one_large_range_is_read_by_all_ranks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(data, "BLOCK", 1 << 20)
+    content = bytes(range(256)) * (16 << 10)
+    (tmp_path / "large").write_bytes(content)
+    right = Recorded("large", 0, len(content), crc32(content), "w")
+    found = []
+    with source_files(tmp_path) as files:
+        todo = data._Todo([right], [], [])
+        for rank in range(2):
+            ranks = cast(Coordinator, One(rank, 2))
+            some, _ = data._portion(files, todo, ranks)
+            assert sum(block.nbytes for block in some) == len(content) // 2
+            found += crcs(files, todo.ranges, some, 1, None)
+    assert compared(tmp_path, [right], reversed(found)) == ([], [])
+    wrong = Recorded("large", 0, len(content), 1, "w")
+    (finding,), bad = compared(tmp_path, [wrong], found)
+    assert (finding.tensor, finding.file, bad) == ("w", "large", [wrong])
+
+
+def test_blocks_make_no_difference(monkeypatch: pytest.MonkeyPatch) -> None:
+    source = Path("tests/data/dcp/dcp_2d/ckpt")
+    whole = verify(source, VerifyOptions(level="full"))
+    monkeypatch.setattr(data, "BLOCK", 100)
+    small = verify(source, VerifyOptions(level="full"))
+    assert small.verified == whole.verified
+    assert small.verdict == "complete"
+    assert len(blocks([Recorded("f", 0, 250, 0)])) == 3
