@@ -16,7 +16,7 @@ from ckptctl import dtypes
 from ckptctl.errors import Problem
 from ckptctl.file_identity import FileIdentity
 from ckptctl.results import JsonField
-from ckptctl.storage.tree import TreePath
+from ckptctl.tree import TreePath
 from ckptctl.verdict import Basis, Severity
 
 Codec = Literal["raw", "torch"]

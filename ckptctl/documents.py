@@ -21,7 +21,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from ckptctl.errors import CkptError
 from ckptctl.results import Inline, JsonField, Printed, Result, printed, schema_name
-from ckptctl.storage.tree import TreePath
+from ckptctl.tree import TreePath
 
 DIALECT = "https://json-schema.org/draft/2020-12/schema"
 LINK = re.compile(r"\[([^][]*)\]\([^()]*\)")

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING
 
 from ckptctl import installed
 from ckptctl.errors import SourceNotFoundError, UsageError, nearest, spell_option
-from ckptctl.storage.tree import TreePath
+from ckptctl.tree import TreePath
 
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint

@@ -10,7 +10,7 @@ import torch
 from ckptctl.catalog import Blob, Box, Catalog, Extent, TensorEntry
 from ckptctl.errors import DamagedError
 from ckptctl.formats.base import AS_IT_IS, Format, Listing, ReadOptions
-from ckptctl.storage.tree import TreePath
+from ckptctl.tree import TreePath
 
 DATA = "data.raw"
 

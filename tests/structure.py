@@ -28,7 +28,8 @@ ROOMS = {
     "planner": ("ckptctl.planner",),
     "storage": ("ckptctl.storage",),
     "conversion": (
-        *("ckptctl.conversion", "ckptctl.families", "ckptctl.formats.__init__"),
+        *("ckptctl.conversion", "ckptctl.families", "ckptctl.option_checks", "ckptctl.ranks"),
+        *("ckptctl.shared_options", "ckptctl.formats.__init__"),
         *("ckptctl.formats.base", "ckptctl.formats.checksums", "ckptctl.formats.sidecar_files"),
         *("ckptctl.formats.shared.findings", "ckptctl.formats.shared.leaves"),
     ),

@@ -20,7 +20,7 @@ from ckptctl.planner.mapping.mapped import ComposedTensor, compose
 from ckptctl.planner.mapping.source import SurplusError
 from ckptctl.planner.mapping.tensors import map_tensors
 from ckptctl.planner.strided import Strided
-from ckptctl.storage.tree import TreePath
+from ckptctl.tree import TreePath
 from ckptctl.units import counted
 
 Shapes = Mapping[str, tuple[int, ...]]

@@ -54,7 +54,7 @@ from ckptctl.planner.layouts import HF, Family
 from ckptctl.planner.mapping.adapters import PREFIX, is_factor, module_of
 from ckptctl.planner.mapping.matching import match
 from ckptctl.planner.strided import Strided
-from ckptctl.storage.tree import TreePath
+from ckptctl.tree import TreePath
 from ckptctl.units import counted
 
 Experts = Literal["apart", "stacked"]

@@ -43,7 +43,7 @@ from ckptctl.planner.mapping.adapters import PEFT, is_adapter
 from ckptctl.results import JsonField, Result
 from ckptctl.storage.computed import can_overflow
 from ckptctl.storage.paths import named
-from ckptctl.storage.tree import TreePath
+from ckptctl.tree import TreePath
 from ckptctl.units import counted
 
 ORDER = "pass the base model before the adapter: `ckptctl merge BASE ADAPTER DST`"

@@ -31,7 +31,7 @@ from ckptctl.planner.config_facts import Json
 from ckptctl.planner.copying.blocks import transposed
 from ckptctl.planner.families.templates import skeleton
 from ckptctl.planner.mapping.adapters import PREFIX, as_linear, is_adapter, is_factor, module_of
-from ckptctl.storage.tree import TreePath
+from ckptctl.tree import TreePath
 from ckptctl.units import counted
 
 FLOATING = ("float64", "float32", "float16", "bfloat16")

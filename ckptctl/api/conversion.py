@@ -12,8 +12,8 @@ from ckptctl.conversion.conversion_options import (
     ConversionOptions,
     MergeOptions,
 )
-from ckptctl.conversion.option_checks import AnyPath
 from ckptctl.keywords import keywords
+from ckptctl.option_checks import AnyPath
 from ckptctl.options import Option
 from ckptctl.verbs.lora_extraction.lora_options import LoraExtractionOptions
 

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from ckptctl.conversion.option_checks import AnyPath, place
-from ckptctl.conversion.shared_options import MapOptions, ModelsOptions
 from ckptctl.keywords import keywords
+from ckptctl.option_checks import AnyPath, place
 from ckptctl.options import Option
+from ckptctl.shared_options import MapOptions, ModelsOptions
 from ckptctl.storage.threads import Watch, unwatched
 from ckptctl.verbs.comparison.diff_options import DiffOptions
 from ckptctl.verbs.extraction.extract_options import ExtractOptions, OpenOptions

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ckptctl.conversion.option_checks import AnyPath, place
 from ckptctl.keywords import keywords
+from ckptctl.option_checks import AnyPath, place
 from ckptctl.runs.run_options import PruneOptions
-from ckptctl.storage.tree import TreePath
+from ckptctl.tree import TreePath
 
 if TYPE_CHECKING:
     from ckptctl.runs.listing import Newest, RunFolder

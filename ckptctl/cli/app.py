@@ -19,8 +19,8 @@ from ckptctl.cli.commands import COLOR, PlainText, commands, epilog
 from ckptctl.cli.output import Output, StoppedError, require_answer, wants_json
 from ckptctl.cli.ranks import told
 from ckptctl.cli.typed_paths import remember, typed_words
-from ckptctl.conversion.option_checks import tolerated
 from ckptctl.errors import CkptError, DamagedError, StorageError
+from ckptctl.option_checks import tolerated
 from ckptctl.options import about, number
 from ckptctl.storage.threads import leave, terminable
 from ckptctl.version import __version__

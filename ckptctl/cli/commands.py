@@ -22,8 +22,8 @@ from typer.core import TyperCommand
 from ckptctl import cli
 from ckptctl.cli import output
 from ckptctl.cli.typed_paths import typed_words
-from ckptctl.conversion.option_checks import readable_formats
 from ckptctl.errors import UsageError, nearest
+from ckptctl.option_checks import readable_formats
 from ckptctl.options import (
     Argument,
     Declared,

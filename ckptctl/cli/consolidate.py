@@ -11,10 +11,10 @@ from ckptctl.cli.output import Output
 from ckptctl.cli.ranks import coordinator, output_of
 from ckptctl.cli.typed_paths import as_typed, typed_again
 from ckptctl.conversion.conversion_options import NOT_CONSOLIDATED, ConsolidationOptions
-from ckptctl.conversion.ranks.coordinator import on_first
-from ckptctl.conversion.shared_options import Source
+from ckptctl.ranks.coordinator import on_first
 from ckptctl.results import Result
-from ckptctl.storage.tree import TreePath
+from ckptctl.shared_options import Source
+from ckptctl.tree import TreePath
 from ckptctl.units import counted, format_bytes
 
 if TYPE_CHECKING:

@@ -16,13 +16,13 @@ from ckptctl.cli.progress import progress
 from ckptctl.cli.ranks import coordinator, output_of
 from ckptctl.cli.typed_paths import as_typed, typed_again, typed_words
 from ckptctl.conversion.conversion_options import ConversionOptions
-from ckptctl.conversion.ranks.coordinator import Coordinator, together
-from ckptctl.conversion.shared_options import Destination, Source
 from ckptctl.errors import CkptError, PartialError, RefusedError, listed
 from ckptctl.errors import command as suggested
+from ckptctl.ranks.coordinator import Coordinator, together
 from ckptctl.results import Result
+from ckptctl.shared_options import Destination, Source
 from ckptctl.storage.outcome import OutOfRange, summed_up, worst
-from ckptctl.storage.tree import TreePath
+from ckptctl.tree import TreePath
 from ckptctl.units import counted, format_bytes, format_seconds
 
 if TYPE_CHECKING:

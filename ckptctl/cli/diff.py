@@ -14,9 +14,9 @@ from ckptctl.cli.commands import Json, NoHeader, Quiet, command
 from ckptctl.cli.output import Output, Row, told
 from ckptctl.cli.progress import progress
 from ckptctl.cli.tables import SHOWN, Column
-from ckptctl.conversion.option_checks import place
+from ckptctl.option_checks import place
 from ckptctl.options import Argument
-from ckptctl.storage.tree import TreePath
+from ckptctl.tree import TreePath
 from ckptctl.units import counted
 from ckptctl.verbs.comparison.diff_options import DiffOptions
 

@@ -10,7 +10,7 @@ import typer
 
 from ckptctl.cli.commands import Json, command, only_quiet
 from ckptctl.cli.output import Output, Style
-from ckptctl.conversion.option_checks import place
+from ckptctl.option_checks import place
 from ckptctl.options import Argument
 from ckptctl.units import counted
 

@@ -9,9 +9,9 @@ from ckptctl.cli import tables
 from ckptctl.cli.commands import Json, Quiet, command
 from ckptctl.cli.convert import warn_out_of_range
 from ckptctl.cli.output import Output, Row
-from ckptctl.conversion.option_checks import tensors
-from ckptctl.conversion.shared_options import Checkpoint
+from ckptctl.option_checks import tensors
 from ckptctl.options import Argument
+from ckptctl.shared_options import Checkpoint
 from ckptctl.units import counted, format_bytes
 from ckptctl.verbs.extraction.extract_options import ExtractOptions
 

@@ -9,10 +9,10 @@ from ckptctl.cli import tables
 from ckptctl.cli.commands import Json, Quiet, command
 from ckptctl.cli.output import Output, Row, told
 from ckptctl.cli.progress import progress
-from ckptctl.conversion.option_checks import new_place, place
 from ckptctl.errors import listed
+from ckptctl.option_checks import new_place, place
 from ckptctl.options import Argument
-from ckptctl.storage.tree import TreePath
+from ckptctl.tree import TreePath
 from ckptctl.units import counted, format_bytes, format_seconds
 from ckptctl.verbs.lora_extraction.lora_options import LoraExtractionOptions
 

@@ -10,7 +10,7 @@ from ckptctl.cli import tables
 from ckptctl.cli.commands import Json, NoHeader, Quiet, command
 from ckptctl.cli.output import Output
 from ckptctl.cli.tables import Column
-from ckptctl.conversion.option_checks import readable, readable_formats
+from ckptctl.option_checks import readable, readable_formats
 from ckptctl.options import Argument
 
 if TYPE_CHECKING:

@@ -18,9 +18,9 @@ from ckptctl.cli.ls import show_run
 from ckptctl.cli.output import VERDICTS, Output, Row
 from ckptctl.cli.progress import progress
 from ckptctl.cli.tables import Column, Painted
-from ckptctl.conversion.option_checks import place, positive
 from ckptctl.errors import ALTERNATIVES, StorageError, listed
 from ckptctl.errors import command as suggested
+from ckptctl.option_checks import place, positive
 from ckptctl.options import Argument, Option, Options
 from ckptctl.units import counted, format_count
 from ckptctl.verbs.inspection.inspect_options import InspectOptions, shown_without

@@ -8,7 +8,7 @@ from typing import Annotated
 from ckptctl.cli.commands import Json, command, only_quiet
 from ckptctl.cli.ls import LACKS, WITHOUT_STEP
 from ckptctl.cli.output import Output
-from ckptctl.conversion.shared_options import RootOrHere
+from ckptctl.shared_options import RootOrHere
 from ckptctl.units import rfc3339
 
 

@@ -12,8 +12,8 @@ from ckptctl.cli import tables
 from ckptctl.cli.commands import Json, NoHeader, Quiet, command
 from ckptctl.cli.output import VERDICTS, Output, Row
 from ckptctl.cli.tables import Column, Painted
-from ckptctl.conversion.shared_options import RootOrHere
 from ckptctl.errors import StorageError, listed
+from ckptctl.shared_options import RootOrHere
 from ckptctl.units import counted, format_bytes, rfc3339
 
 if TYPE_CHECKING:

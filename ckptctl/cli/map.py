@@ -10,8 +10,8 @@ from ckptctl.cli.commands import Json, NoHeader, Quiet, command
 from ckptctl.cli.models import legend
 from ckptctl.cli.output import Output
 from ckptctl.cli.tables import Column
-from ckptctl.conversion.shared_options import MapOptions
 from ckptctl.options import Argument
+from ckptctl.shared_options import MapOptions
 
 if TYPE_CHECKING:
     from ckptctl.planner.mapping.preview import Arrival, Contribution, Range

@@ -9,9 +9,9 @@ from ckptctl.cli.commands import RunOptions, command
 from ckptctl.cli.convert import carry_out, planned
 from ckptctl.cli.ranks import coordinator, output_of
 from ckptctl.conversion.conversion_options import MergeOptions
-from ckptctl.conversion.option_checks import place
-from ckptctl.conversion.shared_options import Destination
+from ckptctl.option_checks import place
 from ckptctl.options import Argument
+from ckptctl.shared_options import Destination
 from ckptctl.units import counted
 
 

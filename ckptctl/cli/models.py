@@ -10,7 +10,7 @@ from ckptctl.cli import tables
 from ckptctl.cli.commands import Json, NoHeader, Quiet, command
 from ckptctl.cli.output import Output
 from ckptctl.cli.tables import Column
-from ckptctl.conversion.shared_options import ModelsOptions
+from ckptctl.shared_options import ModelsOptions
 
 if TYPE_CHECKING:
     from ckptctl.planner.layouts import Family

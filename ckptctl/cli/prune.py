@@ -16,11 +16,11 @@ from ckptctl.cli.ls import LACKS
 from ckptctl.cli.output import VERDICTS, Output, Row
 from ckptctl.cli.tables import Column, Painted
 from ckptctl.cli.typed_paths import typed_again
-from ckptctl.conversion.shared_options import Root
 from ckptctl.errors import RefusedError, StorageError, listed
 from ckptctl.options import Option
 from ckptctl.runs.run_options import PruneOptions
-from ckptctl.storage.tree import TreePath
+from ckptctl.shared_options import Root
+from ckptctl.tree import TreePath
 from ckptctl.units import counted, format_bytes
 from ckptctl.verdict import Verdict
 

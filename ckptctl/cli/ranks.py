@@ -11,8 +11,8 @@ from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from ckptctl.cli.output import Output
-from ckptctl.conversion.ranks.coordinator import Alone, Coordinator
 from ckptctl.errors import CkptError, UsageError, listed
+from ckptctl.ranks.coordinator import Alone, Coordinator
 from ckptctl.storage.threads import daemon
 
 T = TypeVar("T")

@@ -13,9 +13,9 @@ import typer
 from ckptctl.cli.commands import Json, Quiet, command
 from ckptctl.cli.output import Output
 from ckptctl.cli.progress import progress
-from ckptctl.conversion.shared_options import Checkpoint
 from ckptctl.errors import StorageError, UsageError
-from ckptctl.storage.tree import TreePath
+from ckptctl.shared_options import Checkpoint
+from ckptctl.tree import TreePath
 from ckptctl.units import counted
 from ckptctl.verbs.report.report_options import STDOUT, ReportOptions
 

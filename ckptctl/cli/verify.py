@@ -15,9 +15,9 @@ from ckptctl.cli.progress import progress
 from ckptctl.cli.ranks import coordinator, output_of
 from ckptctl.cli.tables import SHOWN, Painted
 from ckptctl.cli.typed_paths import as_typed
-from ckptctl.conversion.shared_options import Checkpoint
 from ckptctl.errors import command as suggested
 from ckptctl.errors import listed
+from ckptctl.shared_options import Checkpoint
 from ckptctl.units import counted, format_bytes, format_seconds
 from ckptctl.verbs.verification.verify_options import VerifyOptions
 from ckptctl.verdict import Verdict

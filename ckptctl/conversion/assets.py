@@ -24,8 +24,8 @@ from ckptctl.storage.paths import (
     path_hint,
     source_path,
 )
-from ckptctl.storage.tree import TreePath
 from ckptctl.storage.urls import HUB, is_url
+from ckptctl.tree import TreePath
 from ckptctl.units import natural
 
 CONFIG, PARAMS = "config.json", "params.json"

@@ -19,7 +19,7 @@ from ckptctl.planner.boxes import intersect
 from ckptctl.planner.copying.blocks import BoxIndex, recorded_range, stored_boxes
 from ckptctl.planner.plan import CheckedRange, RecordedRange, Transfer
 from ckptctl.planner.strided import Part
-from ckptctl.storage.tree import TreePath
+from ckptctl.tree import TreePath
 
 Reader = TypeVar("Reader", int, str)
 Ranges = list[tuple[int, int, Reader]]

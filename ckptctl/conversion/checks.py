@@ -24,8 +24,8 @@ from ckptctl.planner.mapping.mapped import ComposedTensor
 from ckptctl.storage.computed import can_overflow
 from ckptctl.storage.execution.execution_options import LEAST
 from ckptctl.storage.paths import named
-from ckptctl.storage.tree import TreePath
 from ckptctl.storage.urls import is_url
+from ckptctl.tree import TreePath
 from ckptctl.units import counted, format_bytes
 
 

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from ckptctl.conversion import option_checks as checks
-from ckptctl.conversion import shared_options as opt
+from ckptctl import option_checks as checks
+from ckptctl import shared_options as opt
 from ckptctl.errors import UsageError, spell_option
 from ckptctl.options import Argument, Excludes, Option, Options, declared, group
 from ckptctl.units import parse_bytes, parse_file_size

@@ -36,14 +36,14 @@ from ckptctl.conversion.executable import build_plan
 from ckptctl.conversion.laying_out import lay_out, open_reference
 from ckptctl.conversion.opening import explain_errors, open_draft, understand_model
 from ckptctl.conversion.plan import ConversionPlan, ConversionResult, describe_plan
-from ckptctl.conversion.ranks.coordinator import Alone, Coordinator
 from ckptctl.conversion.selection import select_tensors
 from ckptctl.conversion.steps import Step, apply_steps, steps_for
 from ckptctl.conversion.summary import summarize
 from ckptctl.conversion.writing import require_ready, write_output
 from ckptctl.notes import Notes
+from ckptctl.ranks.coordinator import Alone, Coordinator
 from ckptctl.storage.threads import Advance
-from ckptctl.storage.tree import TreePath
+from ckptctl.tree import TreePath
 
 __all__ = [
     "ConversionOptions",

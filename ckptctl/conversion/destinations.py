@@ -14,8 +14,8 @@ from ckptctl.formats.checksums import carried
 from ckptctl.formats.sidecar_files import WEIGHTS, beside
 from ckptctl.storage import destinations
 from ckptctl.storage.paths import home_expanded, real_path
-from ckptctl.storage.tree import TreePath
 from ckptctl.storage.urls import is_url
+from ckptctl.tree import TreePath
 from ckptctl.units import natural
 
 SAME = "source and destination are the same"

@@ -33,7 +33,7 @@ from ckptctl.planner.plan import (
     Record,
     Transfer,
 )
-from ckptctl.storage.tree import TreePath
+from ckptctl.tree import TreePath
 from ckptctl.version import __version__
 
 

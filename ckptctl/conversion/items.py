@@ -7,17 +7,17 @@ from dataclasses import replace
 
 from ckptctl import formats
 from ckptctl.catalog import Blob, Box, Catalog, Extent, Finding, TensorEntry
-from ckptctl.conversion.ranks.coordinator import Coordinator
-from ckptctl.conversion.ranks.sharing import portion
 from ckptctl.errors import CkptError, MissingPackageError, UnsupportedError, command
 from ckptctl.formats.shared.findings import of_error
+from ckptctl.ranks.coordinator import Coordinator
+from ckptctl.ranks.sharing import portion
 from ckptctl.storage.compare import equal, has_same_checksum
 from ckptctl.storage.computed import open_reader
 from ckptctl.storage.files import source_files
 from ckptctl.storage.threads import Advance
-from ckptctl.storage.tree import TreePath
 from ckptctl.storage.zips.directory import FileRange, read_directory
 from ckptctl.storage.zips.zip_reader import MAX_PICKLE
+from ckptctl.tree import TreePath
 
 
 def resolved(catalog: Catalog) -> tuple[Catalog, list[Finding]]:

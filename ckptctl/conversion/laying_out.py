@@ -17,7 +17,7 @@ from ckptctl.planner.balance import LARGEST_SHARD, shard_limit
 from ckptctl.planner.mapping.tensors import Change
 from ckptctl.planner.model_parallel import RankShard
 from ckptctl.planner.model_parallel import divide as divided
-from ckptctl.storage.tree import TreePath
+from ckptctl.tree import TreePath
 from ckptctl.units import parse_bytes
 
 

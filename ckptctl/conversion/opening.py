@@ -20,7 +20,7 @@ from ckptctl.formats.sidecar_files import documents
 from ckptctl.storage.destinations import Replaceable
 from ckptctl.storage.paths import named
 from ckptctl.storage.sources import blaming, require_unreplaced
-from ckptctl.storage.tree import TreePath
+from ckptctl.tree import TreePath
 
 
 def open_draft(src: str | TreePath, dst: str | TreePath, options: ConversionOptions) -> Draft:

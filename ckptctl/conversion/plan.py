@@ -24,7 +24,7 @@ from ckptctl.planner.plan import Plan
 from ckptctl.results import Inline, JsonField, Result, rounded
 from ckptctl.storage.computed import calculates
 from ckptctl.storage.outcome import EXACT, OUT_OF_RANGE, ROUNDED, OutOfRange, Rounding
-from ckptctl.storage.tree import TreePath
+from ckptctl.tree import TreePath
 from ckptctl.units import counted, format_bytes
 
 START_UP = 32 << 20

@@ -10,21 +10,21 @@ from ckptctl.catalog import Catalog, TensorEntry
 from ckptctl.conversion.items import portion_of
 from ckptctl.conversion.items import require_equal as replicas_equal
 from ckptctl.conversion.plan import ConversionPlan
-from ckptctl.conversion.ranks import sharing
-from ckptctl.conversion.ranks.coordinator import Alone, Coordinator, together
-from ckptctl.conversion.ranks.sharing import portion
 from ckptctl.errors import CkptError, MappingError, StorageError, spell_option
 from ckptctl.planner.copying.blocks import view
 from ckptctl.planner.mapping.adapters import ADAPTER_LAYOUTS, CANONICAL
 from ckptctl.planner.mapping.mapped import RedundantData, Region
 from ckptctl.planner.plan import Plan, RawCopy
 from ckptctl.planner.strided import Strided
+from ckptctl.ranks import sharing
+from ckptctl.ranks.coordinator import Alone, Coordinator, together
+from ckptctl.ranks.sharing import portion
 from ckptctl.storage.compare import all_zero, equal
 from ckptctl.storage.computed import open_reader
 from ckptctl.storage.crc import crc_of
 from ckptctl.storage.files import Readable, SourceFiles, source_files
 from ckptctl.storage.publish import Staging
-from ckptctl.storage.tree import TreePath
+from ckptctl.tree import TreePath
 from ckptctl.units import counted
 
 

@@ -28,8 +28,8 @@ from ckptctl.errors import (
 from ckptctl.numerics.quantized import glanced
 from ckptctl.planner.boxes import check_coverage
 from ckptctl.storage.files import source_files
-from ckptctl.storage.tree import TreePath
 from ckptctl.storage.zips.zip_reader import read_archive
+from ckptctl.tree import TreePath
 from ckptctl.verdict import drop_structure_claim
 
 SETTINGS = "param_groups"

@@ -13,7 +13,7 @@ from ckptctl.errors import CkptError
 from ckptctl.formats.base import ReadOptions, Weights
 from ckptctl.planner.boxes import check_coverage
 from ckptctl.storage.files import source_files
-from ckptctl.storage.tree import TreePath
+from ckptctl.tree import TreePath
 
 MANY = 100
 """Leaves that are read from files of their own: those nearest to the root."""

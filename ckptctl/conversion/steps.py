@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any, Literal
 from ckptctl import installed
 from ckptctl.conversion.conversion_options import ConversionOptions
 from ckptctl.conversion.draft import Draft
-from ckptctl.conversion.option_checks import STEPS
 from ckptctl.errors import MappingError, listed
+from ckptctl.option_checks import STEPS
 from ckptctl.units import counted
 
 if TYPE_CHECKING:

@@ -23,7 +23,7 @@ from ckptctl.planner.mapping.mapped import ComposedTensor
 from ckptctl.planner.plan import RawCopy, Record, TargetBox, Transfer
 from ckptctl.planner.strided import Strided
 from ckptctl.storage.files import source_files
-from ckptctl.storage.tree import TreePath
+from ckptctl.tree import TreePath
 
 
 class Transfers(NamedTuple):

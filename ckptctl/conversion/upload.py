@@ -26,7 +26,7 @@ from ckptctl.storage.execution.executor import execute
 from ckptctl.storage.execution.finisher import KEPT, WAITING, UploadQueue
 from ckptctl.storage.paths import source_path
 from ckptctl.storage.threads import Advance, terminable
-from ckptctl.storage.tree import INDEXES, FileTree, Upload, UploadRequest, UrlPath
+from ckptctl.tree import INDEXES, FileTree, Upload, UploadRequest, UrlPath
 
 PREFIX = "ckptctl-upload-"
 """What the scratch directories begin with."""

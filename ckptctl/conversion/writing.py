@@ -11,10 +11,10 @@ from pathlib import Path
 from ckptctl.conversion.destinations import replaceable
 from ckptctl.conversion.plan import ConversionPlan
 from ckptctl.conversion.proofs import require_published, require_readable, require_redundant
-from ckptctl.conversion.ranks import sharing
-from ckptctl.conversion.ranks.coordinator import Coordinator, on_first, require_same, together
 from ckptctl.errors import UsageError, spell_option
 from ckptctl.notes import Notes
+from ckptctl.ranks import sharing
+from ckptctl.ranks.coordinator import Coordinator, on_first, require_same, together
 from ckptctl.storage.computed import require_torch_for
 from ckptctl.storage.destinations import Replaceable, require_space
 from ckptctl.storage.execution.execution_options import Execution

@@ -1,4 +1,4 @@
-"""Process groups of torch as a :class:`~ckptctl.conversion.ranks.coordinator.Coordinator`.
+"""Process groups of torch as a :class:`~ckptctl.ranks.coordinator.Coordinator`.
 
 torch's object collectives first exchange lengths, which doubles what small messages cost. Between
 hosts the first exchange holds the length and as much as fits behind it; only longer messages take a
@@ -20,10 +20,10 @@ from typing import Annotated, Any, Protocol, TypeVar, cast
 import torch
 import torch.distributed as dist
 
-from ckptctl.conversion.ranks.coordinator import Alone, Coordinator, format_ranks
 from ckptctl.distributed import compat
 from ckptctl.errors import StorageError, UsageError
 from ckptctl.options import Option
+from ckptctl.ranks.coordinator import Alone, Coordinator, format_ranks
 from ckptctl.storage.threads import default_threads
 
 T = TypeVar("T")

@@ -5,8 +5,8 @@ from __future__ import annotations
 import threading
 
 from ckptctl.storage.paths import real_path
-from ckptctl.storage.tree import TreePath
 from ckptctl.storage.urls import is_url
+from ckptctl.tree import TreePath
 
 LIMIT = 256
 """Checkpoints that are remembered."""

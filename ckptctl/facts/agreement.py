@@ -9,14 +9,15 @@ from typing import TypeAlias
 from ckptctl import families
 from ckptctl.conversion.recognition.model import (
     ARGUMENTS,
+    AXIS,
     CONFIG,
+    PADDED_LAYOUTS,
     Description,
     Model,
     Request,
     descriptions_of,
     understand,
 )
-from ckptctl.conversion.recognition.vocabulary import AXIS, PADDED_LAYOUTS, rows_with_padding
 from ckptctl.errors import SHOWN, CkptError, MappingError, UsageError, spell_option
 from ckptctl.facts import MEGATRON
 from ckptctl.facts.contradictions import (
@@ -255,6 +256,9 @@ def _of_tensors(
     """Yield what the tensors say of what *statements* switch on or off, and of sizes."""
     rows = None
     if tensors.layout.name in PADDED_LAYOUTS:
+        # Most layouts have no padding.
+        from ckptctl.conversion.recognition.vocabulary import rows_with_padding
+
         size = next((one.value for one in statements if one.fact == fact_of(family, AXIS)), None)
         rows = rows_with_padding(tensors, size if isinstance(size, int) else None)
     yield from of_shapes(family, tensors, statements, {} if rows is None else {AXIS: rows})

@@ -6,7 +6,6 @@ from collections.abc import Iterator, Mapping
 
 from ckptctl import formats
 from ckptctl.catalog import Catalog
-from ckptctl.conversion.recognition.vocabulary import MULTIPLE
 from ckptctl.errors import MappingError
 from ckptctl.facts import MEGATRON
 from ckptctl.facts.megatron import (
@@ -23,7 +22,7 @@ from ckptctl.facts.megatron import (
 )
 from ckptctl.facts.rope import rope_of_megatron
 from ckptctl.planner.config_facts import Json, Translated
-from ckptctl.planner.families.declarations import MegatronStyle, holds
+from ckptctl.planner.families.declarations import VOCABULARY_MULTIPLE, MegatronStyle, holds
 from ckptctl.planner.layouts import Family
 from ckptctl.planner.mapping.detect import Candidate, detect
 
@@ -58,7 +57,7 @@ class Records:
     def state_padding(self, rows: int, size: int) -> bool:
         """Return whether of *rows* of a vocabulary only *size* are no padding."""
         told = self._record
-        unit = self._count("make_vocab_size_divisible_by", MULTIPLE)
+        unit = self._count("make_vocab_size_divisible_by", VOCABULARY_MULTIPLE)
         unit *= self._count("tensor_model_parallel_size", 1)
         padded = told.get("padded_vocab_size")
         pads = padded is None and told.get("should_pad_vocab") is True

@@ -32,9 +32,9 @@ from ckptctl.formats.base import AS_IT_IS, Format, Listing, ReadOptions, Writabl
 from ckptctl.formats.shared.findings import of_error, weighed
 from ckptctl.storage.paths import home_expanded, path_hint, source_path
 from ckptctl.storage.sources import blaming, identity_of, require_unreplaced
-from ckptctl.storage.tree import TreePath
 from ckptctl.storage.urls import path_text
 from ckptctl.storage.writing import NAME, unfinished
+from ckptctl.tree import TreePath
 from ckptctl.units import counted, natural_key
 
 if TYPE_CHECKING:

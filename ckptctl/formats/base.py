@@ -21,7 +21,7 @@ from ckptctl.catalog import Path as KeyPath
 from ckptctl.errors import FormatError, RefusedError, spell_option
 from ckptctl.notes import Notes
 from ckptctl.storage.paths import is_there
-from ckptctl.storage.tree import TreePath
+from ckptctl.tree import TreePath
 
 if TYPE_CHECKING:
     from ckptctl.planner.layouts import Family

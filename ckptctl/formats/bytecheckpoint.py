@@ -12,7 +12,7 @@ import re
 from ckptctl.catalog import Catalog
 from ckptctl.formats.base import AS_IT_IS, Listing, ReadOptions
 from ckptctl.formats.dcp import METADATA, ItemFormat
-from ckptctl.storage.tree import TreePath
+from ckptctl.tree import TreePath
 
 CLASS = b"bytecheckpoint."
 """What the class of its metadata, which is named first, begins with."""

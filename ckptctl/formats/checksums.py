@@ -9,7 +9,7 @@ from ckptctl.errors import CkptError
 from ckptctl.storage.files import source_files
 from ckptctl.storage.json_reader import read_json
 from ckptctl.storage.schema import malformed
-from ckptctl.storage.tree import TreePath
+from ckptctl.tree import TreePath
 
 SCHEMA = "ckptctl.manifest/1"
 ExtentPlace = tuple[str, int]

@@ -23,7 +23,7 @@ from ckptctl.formats.shared.leaves import kept_apart
 from ckptctl.storage.files import SourceFiles, source_files
 from ckptctl.storage.read_ahead import ahead
 from ckptctl.storage.threads import no_collection
-from ckptctl.storage.tree import TreePath
+from ckptctl.tree import TreePath
 from ckptctl.units import counted
 
 _RANK = re.compile(r"__(0|[1-9]\d*)\.metadata")

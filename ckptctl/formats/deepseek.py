@@ -27,7 +27,7 @@ from ckptctl.formats.shared.findings import missing_error
 from ckptctl.formats.shared.model_parallel_layout import lay_out
 from ckptctl.storage.files import source_files
 from ckptctl.storage.read_ahead import heads_ahead
-from ckptctl.storage.tree import TreePath
+from ckptctl.tree import TreePath
 
 
 class DeepSeekFormat(WritableFormat):

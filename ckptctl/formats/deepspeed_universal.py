@@ -13,7 +13,7 @@ from ckptctl.formats.base import AS_IT_IS, Format, Listing, ReadOptions, require
 from ckptctl.formats.deepspeed.deepspeed_files import FP32, ZERO
 from ckptctl.formats.shared.tags import LATEST_UNIVERSAL, is_run, tag_folder
 from ckptctl.storage.files import source_files
-from ckptctl.storage.tree import TreePath
+from ckptctl.tree import TreePath
 from ckptctl.units import counted
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from ckptctl.errors import FormatError, listed, spell_option
 from ckptctl.storage.stand_ins import GIT_LFS, HDF5, LEGACY_TORCH, PULL
-from ckptctl.storage.tree import TreePath
+from ckptctl.tree import TreePath
 from ckptctl.units import natural
 
 OTHER_NAMES = {

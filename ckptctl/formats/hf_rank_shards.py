@@ -39,7 +39,7 @@ from ckptctl.storage.json_reader import loads, read_json
 from ckptctl.storage.read_ahead import heads_ahead
 from ckptctl.storage.safetensors_header import MAX_HEADER, SafetensorsHeader, read_header
 from ckptctl.storage.schema import MalformedError, find, malformed, read_as
-from ckptctl.storage.tree import TreePath
+from ckptctl.tree import TreePath
 from ckptctl.units import counted
 
 OFFSETS = "DCP_SHARDING_INFO"

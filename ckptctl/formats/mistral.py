@@ -22,7 +22,7 @@ from ckptctl.formats.shared.findings import missing_error
 from ckptctl.formats.sidecar_files import documents
 from ckptctl.storage.files import SourceFiles, source_files
 from ckptctl.storage.read_ahead import zips_ahead
-from ckptctl.storage.tree import TreePath
+from ckptctl.tree import TreePath
 
 PARAMS = "params.json"
 _MISTRAL = ("hidden_dim", "head_dim", "moe", "vision_encoder", "num_local_experts")

@@ -17,7 +17,7 @@ from ckptctl.formats.hf import HfFormat
 from ckptctl.formats.sidecar_files import ADAPTER
 from ckptctl.storage.files import source_files
 from ckptctl.storage.json_reader import read_json_object
-from ckptctl.storage.tree import TreePath
+from ckptctl.tree import TreePath
 
 CONFIG = ADAPTER
 WEIGHTS = "adapter_model.safetensors"

@@ -23,7 +23,7 @@ from ckptctl.storage.files import source_files
 from ckptctl.storage.json_reader import read_json, read_json_object
 from ckptctl.storage.paths import leads_outside
 from ckptctl.storage.schema import find
-from ckptctl.storage.tree import TreePath
+from ckptctl.tree import TreePath
 
 MAX_BYTES = 100_000_000
 DOCUMENTS = ("config.json", "params.json")

@@ -40,7 +40,7 @@ from ckptctl.storage.schema import (
     malformed,
     read_as,
 )
-from ckptctl.storage.tree import TreePath
+from ckptctl.tree import TreePath
 
 if TYPE_CHECKING:
     from ckptctl.formats.shared.rank_merge import RankMerger

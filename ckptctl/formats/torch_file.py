@@ -24,7 +24,7 @@ from ckptctl.formats.base import (
 from ckptctl.formats.shared.leaves import nest
 from ckptctl.storage.files import source_files
 from ckptctl.storage.stand_ins import only_zeros
-from ckptctl.storage.tree import TreePath
+from ckptctl.tree import TreePath
 
 if TYPE_CHECKING:
     from ckptctl.planner.plan import CrcOf

@@ -18,13 +18,13 @@ from torchtitan.components.checkpointer import dcp
 from torchtitan.components.checkpointer.base import MODEL
 from torchtitan.tools.utils import GarbageCollection
 
-from ckptctl.conversion.ranks.coordinator import on_first
 from ckptctl.distributed.background.async_save import AsyncSaver
 from ckptctl.distributed.group import coordinator
 from ckptctl.distributed.loading.load import load
 from ckptctl.distributed.run.keeper import SERIES, Keeper
 from ckptctl.distributed.run.manager_options import MAX_FAILURES
 from ckptctl.planner.retention import Policy
+from ckptctl.ranks.coordinator import on_first
 from ckptctl.storage.paths import named
 from ckptctl.training.loading.load_options import Strict
 

@@ -14,7 +14,6 @@ import torch.distributed as dist
 
 from ckptctl.api.conversion import plan_conversion
 from ckptctl.conversion.destinations import replaceable
-from ckptctl.conversion.ranks.coordinator import on_first
 from ckptctl.distributed import compat
 from ckptctl.distributed.group import coordinator
 from ckptctl.distributed.loading.load import load
@@ -23,12 +22,13 @@ from ckptctl.distributed.saving.save_options import SaveOptions
 from ckptctl.distributed.state import StateDict, keys_of, memory, state_of
 from ckptctl.errors import StorageError
 from ckptctl.formats import open_checkpoint
+from ckptctl.ranks.coordinator import on_first
 from ckptctl.storage.crc import crc32
 from ckptctl.storage.destinations import destination
 from ckptctl.storage.file_system import add_file, sync_directory
 from ckptctl.storage.paths import home_expanded
 from ckptctl.storage.publish import staging
-from ckptctl.storage.tree import TreePath
+from ckptctl.tree import TreePath
 
 RANKS_OWN = re.compile(r"rank_\d+\.")
 _own: dict[dist.ProcessGroup, dist.ProcessGroup] = {}

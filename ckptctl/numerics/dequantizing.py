@@ -38,7 +38,7 @@ from ckptctl.numerics.quantized import (
     weights,
 )
 from ckptctl.planner.model_parallel import RankShard
-from ckptctl.storage.tree import TreePath
+from ckptctl.tree import TreePath
 from ckptctl.units import counted
 
 

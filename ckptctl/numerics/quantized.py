@@ -50,7 +50,7 @@ from ckptctl.numerics.quantization.statement import (
 from ckptctl.numerics.quantization.survey import Survey, look_plain, survey
 from ckptctl.storage.files import source_files
 from ckptctl.storage.json_reader import read_json
-from ckptctl.storage.tree import TreePath
+from ckptctl.tree import TreePath
 from ckptctl.units import counted
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ from ckptctl.catalog import Computed, TensorEntry
 from ckptctl.columns import files_of
 from ckptctl.file_identity import FileIdentity
 from ckptctl.planner.strided import Strided
-from ckptctl.storage.tree import TreePath
+from ckptctl.tree import TreePath
 
 CrcOf = Callable[[int], int]
 """Returns the CRC-32 of a finished record, by its index in ``Plan.records``."""

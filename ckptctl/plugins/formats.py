@@ -50,8 +50,8 @@ from ckptctl.planner.model_parallel import RankShard
 from ckptctl.planner.plan import CrcOf, Frame, OutputFile, RawCopy, Record
 from ckptctl.storage.files import SourceFiles, source_files
 from ckptctl.storage.json_reader import read_json
-from ckptctl.storage.tree import TreePath
 from ckptctl.storage.zips.zip_reader import read_archive
+from ckptctl.tree import TreePath
 
 __all__ = [
     "AS_IT_IS",

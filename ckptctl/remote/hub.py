@@ -21,8 +21,8 @@ from ckptctl.errors import CkptError, SourceNotFoundError, StorageError, UsageEr
 from ckptctl.remote.retries import persistent, retried
 from ckptctl.remote.store import ITSELF, Store
 from ckptctl.storage.paths import real_path
-from ckptctl.storage.tree import TreeEntry
 from ckptctl.storage.urls import masked, normal
+from ckptctl.tree import TreeEntry
 
 KINDS = {"models": "model", "datasets": "dataset", "spaces": "space"}
 _WITH_SLASHES = r"refs/(?:pr/\d+|convert/[^/]+)"

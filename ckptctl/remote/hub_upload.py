@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from ckptctl.errors import CkptError, RefusedError, spell_option
 from ckptctl.remote.hub import LOGIN, HubUrl, hub_errors, look, parse
 from ckptctl.storage.crc import is_digest_of
-from ckptctl.storage.tree import TreeEntry
+from ckptctl.tree import TreeEntry
 from ckptctl.version import __version__
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ class HubUpload:
             )
 
     def put(self, name: str, path: Path) -> None:
-        """See :class:`~ckptctl.storage.tree.Upload`."""
+        """See :class:`~ckptctl.tree.Upload`."""
         from huggingface_hub import CommitOperationAdd
 
         with hub_errors(self._url, f"upload `{name}`"), self._quiet:
@@ -86,7 +86,7 @@ class HubUpload:
         """Trust the hashes that the Hub has; see ``Upload.require_whole``."""
 
     def commit(self) -> None:
-        """See :class:`~ckptctl.storage.tree.Upload`."""
+        """See :class:`~ckptctl.tree.Upload`."""
         gone = [name for name in self._old if name not in self._added]
         self._asked = True
         try:
@@ -123,7 +123,7 @@ class HubUpload:
         return commit != self._head and files.keys().isdisjoint(gone) and all(same)
 
     def abandon(self) -> str:
-        """See :class:`~ckptctl.storage.tree.Upload`."""
+        """See :class:`~ckptctl.tree.Upload`."""
         if self._committed:
             return "the commit was made; replaced files are in the history of the repository"
         if self._asked:
@@ -131,7 +131,7 @@ class HubUpload:
         return "nothing was committed; the next run does not upload the same files again"
 
     def close(self) -> None:
-        """See :class:`~ckptctl.storage.tree.Upload`."""
+        """See :class:`~ckptctl.tree.Upload`."""
 
     def _inner(self, name: str) -> str:
         return "/".join(filter(None, (self._at.path, name)))

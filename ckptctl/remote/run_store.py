@@ -17,9 +17,9 @@ from ckptctl.file_identity import FileIdentity
 from ckptctl.remote.lock import ConditionalObject, RemoteLock
 from ckptctl.remote.objects import Objects
 from ckptctl.remote.trees import store_at
-from ckptctl.storage.tree import INDEXES, UrlPath
 from ckptctl.storage.urls import HUB, WEB, scheme_of
 from ckptctl.storage.writing import GONE, NAME, Sent, removal_left_in, save_left_in
+from ckptctl.tree import INDEXES, UrlPath
 
 LOCK = ".ckptctl-removing"
 """The lock of a run from which checkpoints are removed."""

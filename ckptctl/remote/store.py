@@ -29,7 +29,6 @@ from ckptctl.remote.conditions import (
     versions_of,
 )
 from ckptctl.remote.retries import retried
-from ckptctl.storage.tree import TreeEntry
 from ckptctl.storage.urls import (
     WEB,
     hide,
@@ -40,6 +39,7 @@ from ckptctl.storage.urls import (
     without_query,
 )
 from ckptctl.storage.writing import BUSY
+from ckptctl.tree import TreeEntry
 
 VERSIONS = (
     "ETag",

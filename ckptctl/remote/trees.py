@@ -21,8 +21,8 @@ from ckptctl.remote.hub import HubStore
 from ckptctl.remote.hub_upload import HubUpload
 from ckptctl.remote.store import ITSELF, FsspecStore, Store
 from ckptctl.remote.upload import ObjectUpload
-from ckptctl.storage.tree import FileTree, TreeEntry, Upload, UploadRequest, UrlPath
 from ckptctl.storage.urls import HIDDEN, HUB, masked, scheme_of, secrets, tidy
+from ckptctl.tree import FileTree, TreeEntry, Upload, UploadRequest, UrlPath
 from ckptctl.units import counted
 
 _numbers = itertools.count()

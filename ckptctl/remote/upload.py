@@ -19,8 +19,8 @@ from ckptctl.errors import CkptError, RefusedError, StorageError, UsageError, sp
 from ckptctl.remote.lock import RemoteLock
 from ckptctl.remote.objects import Objects, OccupiedError
 from ckptctl.remote.store import FsspecStore, system_of
-from ckptctl.storage.tree import INDEXES, UploadRequest, UrlPath
 from ckptctl.storage.writing import BUSY, Sent, Writing
+from ckptctl.tree import INDEXES, UploadRequest, UrlPath
 from ckptctl.units import counted
 
 
@@ -70,7 +70,7 @@ class ObjectUpload:
         self._doomed = [] if asked.single else [n for n in self._before if n not in self._kept]
 
     def put(self, name: str, path: Path) -> None:
-        """See :class:`~ckptctl.storage.tree.Upload`."""
+        """See :class:`~ckptctl.tree.Upload`."""
         digest = ""
         if self._asked.resume:
             with path.open("rb") as file:
@@ -94,7 +94,7 @@ class ObjectUpload:
             self._lock.note(name, sent)
 
     def require_whole(self) -> None:
-        """See :class:`~ckptctl.storage.tree.Upload`."""
+        """See :class:`~ckptctl.tree.Upload`."""
         self._lock.require()
         found = self._objects.look()
         others = found.keys() - self._sent.keys() - self._kept.keys()
@@ -117,7 +117,7 @@ class ObjectUpload:
         self.require_whole()
 
     def abandon(self) -> str:
-        """See :class:`~ckptctl.storage.tree.Upload`."""
+        """See :class:`~ckptctl.tree.Upload`."""
         self._objects.stop()
         try:
             return self._undo()
@@ -127,7 +127,7 @@ class ObjectUpload:
             self._lock.stop()
 
     def close(self) -> None:
-        """See :class:`~ckptctl.storage.tree.Upload`."""
+        """See :class:`~ckptctl.tree.Upload`."""
         with suppress(CkptError):  # all is there: the next run removes a lock that nobody holds
             self._lock.drop()
 

@@ -16,9 +16,9 @@ from ckptctl.formats.sidecar_files import SIDECAR
 from ckptctl.runs.names import Named, is_last, parse, staged
 from ckptctl.runs.notes import stated_step
 from ckptctl.storage.paths import path_hint, real_path
-from ckptctl.storage.tree import TreePath
 from ckptctl.storage.writing import NAME as LOCK
 from ckptctl.storage.writing import OBJECTS
+from ckptctl.tree import TreePath
 
 ADDED = frozenset({"SHA256SUMS", MANIFEST, SIDECAR, LOCK, OBJECTS})
 """What is put beside a checkpoint later, or taken away."""

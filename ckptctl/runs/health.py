@@ -22,9 +22,9 @@ from ckptctl.runs.notes import RunRecord, noted, run_record, trainer_state
 from ckptctl.storage import lock
 from ckptctl.storage.destinations import staging_directory
 from ckptctl.storage.paths import real_path, require_answers
-from ckptctl.storage.tree import TreePath
 from ckptctl.storage.writing import NAME as LOCK
 from ckptctl.storage.writing import OBJECTS, UnfinishedError, unfinished
+from ckptctl.tree import TreePath
 from ckptctl.units import counted, rfc3339
 from ckptctl.verbs.verification.verify import verify
 from ckptctl.verbs.verification.verify_options import VerifyOptions

@@ -31,7 +31,7 @@ from ckptctl.runs.names import is_last
 from ckptctl.runs.notes import stated_step
 from ckptctl.runs.protections import Pointers, Protected, RunView, protect
 from ckptctl.storage.paths import source_path
-from ckptctl.storage.tree import TreePath
+from ckptctl.tree import TreePath
 from ckptctl.units import rfc3339
 from ckptctl.verdict import Verdict
 

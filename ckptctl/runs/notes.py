@@ -21,8 +21,8 @@ from ckptctl.formats.sidecar_files import SIDECAR
 from ckptctl.planner.lineage import UNKNOWN, Lineage, Resume
 from ckptctl.storage.files import SourceFiles, source_files
 from ckptctl.storage.json_reader import JsonText, read_json
-from ckptctl.storage.tree import TreePath
 from ckptctl.storage.zips.zip_reader import KEEPING_TABLE, StoredTensor, read_archive
+from ckptctl.tree import TreePath
 
 LAST = "last.ckpt"
 BESIDE = "meta.pt"

@@ -32,9 +32,9 @@ from ckptctl.runs.health import Checkpoint, health
 from ckptctl.runs.names import is_last, parse, staged
 from ckptctl.runs.notes import LAST, TRAINER, noted, trainer_state
 from ckptctl.storage.paths import real_path
-from ckptctl.storage.tree import TreePath
 from ckptctl.storage.two_phase_delete import TRASH
 from ckptctl.storage.urls import is_url
+from ckptctl.tree import TreePath
 
 POINTERS = {
     LATEST: "DeepSpeed",

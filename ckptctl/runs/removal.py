@@ -36,8 +36,8 @@ from ckptctl.runs.run_store import run_store
 from ckptctl.runs.thinning import Thinning, plan_thinning, run_thinning
 from ckptctl.storage.file_system import mounted_in
 from ckptctl.storage.paths import named, path_hint, real_path, require_local
-from ckptctl.storage.tree import TreePath
 from ckptctl.storage.two_phase_delete import TRASH, TwoPhaseDelete
+from ckptctl.tree import TreePath
 from ckptctl.units import counted, rfc3339
 
 DRY_RUN = JsonField("whether this is a plan; if true, `done`, `failed` and `freed` are absent")

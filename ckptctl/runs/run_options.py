@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Literal
 
-from ckptctl.conversion import option_checks as checks
+from ckptctl import option_checks as checks
 from ckptctl.errors import UsageError, spell_option
 from ckptctl.options import Option, Options, group
 from ckptctl.units import parse_seconds

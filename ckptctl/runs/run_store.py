@@ -14,7 +14,7 @@ from ckptctl.file_identity import FileIdentity
 from ckptctl.storage import trash, two_phase_delete
 from ckptctl.storage.destinations import is_empty_folder, staged_name
 from ckptctl.storage.file_system import add_file, move, sync_directory
-from ckptctl.storage.tree import TreePath, UrlPath
+from ckptctl.tree import TreePath, UrlPath
 
 
 class Deletion(Protocol):

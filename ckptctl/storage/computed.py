@@ -32,7 +32,7 @@ from ckptctl.storage.byte_files import ByteSource, Piece
 from ckptctl.storage.files import IOV_MAX, SourceFiles, source_files
 from ckptctl.storage.outcome import EXACT, NONE, NOTHING, Outcome, Rounding
 from ckptctl.storage.tensor_reader import TensorReader
-from ckptctl.storage.tree import TreePath
+from ckptctl.tree import TreePath
 
 if TYPE_CHECKING:
     import torch

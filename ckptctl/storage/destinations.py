@@ -17,8 +17,8 @@ from ckptctl.errors import (
     storage_errors,
 )
 from ckptctl.storage.paths import real_path, require_local
-from ckptctl.storage.tree import TreePath
 from ckptctl.storage.urls import SCHEME, local_path
+from ckptctl.tree import TreePath
 from ckptctl.units import counted
 
 STAGING = ".ckptctl-staging"

@@ -26,7 +26,7 @@ from ckptctl.errors import (
 )
 from ckptctl.file_identity import FileIdentity
 from ckptctl.storage.paths import OutsideError, contained, leads_outside, real_path
-from ckptctl.storage.tree import TreePath, UrlPath
+from ckptctl.tree import TreePath, UrlPath
 
 AT_ONCE = 1 << 16
 """Bytes that are asked for without looking first whether the file has so many."""

@@ -12,8 +12,8 @@ from pathlib import Path, PureWindowsPath
 from typing import TypeVar, cast
 
 from ckptctl.errors import CkptError, UnsupportedError, UsageError, listed, nearest
-from ckptctl.storage.tree import TreePath, UrlPath, open_url
 from ckptctl.storage.urls import HUB, PACKAGES, is_url, local_path, masked, scheme_of
+from ckptctl.tree import TreePath, UrlPath, open_url
 from ckptctl.units import natural_key
 
 P = TypeVar("P", bound=TreePath)

@@ -11,7 +11,7 @@ from ckptctl.catalog import made_of
 from ckptctl.errors import ChangedError, CkptError, SourceNotFoundError, storage_errors
 from ckptctl.file_identity import FileIdentity
 from ckptctl.storage.files import SourceFiles, source_files
-from ckptctl.storage.tree import TreePath
+from ckptctl.tree import TreePath
 from ckptctl.units import counted
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ import os
 
 from ckptctl.errors import DamagedError
 from ckptctl.storage.files import SourceFiles
-from ckptctl.storage.tree import TreePath
+from ckptctl.tree import TreePath
 
 LONGEST = 1 << 20
 """Bytes; nothing that stands in for a file is longer."""

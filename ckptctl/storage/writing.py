@@ -16,7 +16,7 @@ from typing import Any
 
 from ckptctl.errors import CkptError, DamagedError, UnsupportedError
 from ckptctl.storage import processes
-from ckptctl.storage.tree import TreePath, UrlPath, number_of
+from ckptctl.tree import TreePath, UrlPath, number_of
 from ckptctl.units import counted
 
 BUSY = "another process is writing to the same destination"

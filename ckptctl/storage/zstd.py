@@ -12,7 +12,7 @@ from typing import Any
 
 from ckptctl.errors import DamagedError, MissingPackageError, UnsupportedError
 from ckptctl.storage.files import SourceFiles
-from ckptctl.storage.tree import TreePath
+from ckptctl.tree import TreePath
 from ckptctl.units import counted
 
 STEP = 1 << 20

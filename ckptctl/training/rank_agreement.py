@@ -12,8 +12,8 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from ckptctl.conversion.ranks.coordinator import RankError
 from ckptctl.errors import CkptError, RefusedError
+from ckptctl.ranks.coordinator import RankError
 from ckptctl.training.saving.local_shards import DIGEST, is_still_equal
 
 

@@ -31,7 +31,7 @@ from ckptctl.storage.files import source_files
 from ckptctl.storage.paths import require_local
 from ckptctl.storage.publish import staging
 from ckptctl.storage.threads import no_collection
-from ckptctl.storage.tree import TreePath
+from ckptctl.tree import TreePath
 
 FIELDS = "source target from_format ranks tensors blobs chunks data_bytes bytes"
 

@@ -27,9 +27,9 @@ from typing import Annotated, Literal
 
 from ckptctl import families, formats
 from ckptctl.conversion import steps
-from ckptctl.conversion.option_checks import STEPS
 from ckptctl.errors import CkptError, SourceNotFoundError
 from ckptctl.installed import package_of
+from ckptctl.option_checks import STEPS
 from ckptctl.results import JsonField, Result
 from ckptctl.storage import crc, file_system
 from ckptctl.storage.destinations import require_path

@@ -9,7 +9,6 @@ from typing import Annotated
 
 from ckptctl import families, formats
 from ckptctl.conversion.recognition.model import Description
-from ckptctl.conversion.shared_options import MapOptions
 from ckptctl.errors import SourceNotFoundError, UsageError, nearest, possible, spell_option
 from ckptctl.facts.agreement import agree
 from ckptctl.formats import meta
@@ -22,8 +21,9 @@ from ckptctl.planner.mapping.detect import configured
 from ckptctl.planner.mapping.preview import Route, Router
 from ckptctl.planner.model_parallel import possible_repeats
 from ckptctl.results import Inline, JsonField, Result
+from ckptctl.shared_options import MapOptions
 from ckptctl.storage.paths import home_expanded, path_hint
-from ckptctl.storage.tree import TreePath
+from ckptctl.tree import TreePath
 
 
 @dataclass(frozen=True, slots=True)

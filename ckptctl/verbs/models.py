@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from typing import Annotated
 
 from ckptctl import families
-from ckptctl.conversion.shared_options import ModelsOptions
 from ckptctl.options import among
 from ckptctl.planner.families.declarations import Signs, spellings
 from ckptctl.planner.families.tables import Tensor, show_dims
 from ckptctl.planner.layouts import HF, Family, Layout
 from ckptctl.results import Inline, JsonField, Result, or_none
+from ckptctl.shared_options import ModelsOptions
 
 SHOWN_KEYS = 3
 NOT_PROVEN = "not validated by logits"

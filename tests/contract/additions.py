@@ -16,10 +16,9 @@ from pathlib import Path
 import pytest
 
 import ckptctl
-from ckptctl import families, formats
+from ckptctl import families, formats, shared_options
 from ckptctl.cli import schema
 from ckptctl.cli.schema import documents
-from ckptctl.conversion import shared_options
 from ckptctl.formats.base import WritableFormat
 from tests.checkpoints.golden import FOLDER, Golden, family_of, names
 from tests.contract.commands import COMMANDS, LINES, SCENES
@@ -81,7 +80,7 @@ def format_needs(name: str) -> Iterator[str]:
     if isinstance(known, WritableFormat) and name not in re.split(
         ", | or ", shared_options.FORMATS
     ):
-        yield "ckptctl/conversion/shared_options.py: its name in `FORMATS`, the help of `--to`"
+        yield "ckptctl/shared_options.py: its name in `FORMATS`, the help of `--to`"
     if f"<!-- generated: {name} -->" not in (REFERENCE / "formats.md").read_text():
         section = f"## `{name}`\n\n<!-- generated: {name} -->\n<!-- end -->"
         yield f"docs/reference/formats.md: a section with the lines\n{_indented(section)}"

@@ -16,7 +16,7 @@ import ckptctl
 from ckptctl import formats
 from ckptctl.errors import CkptError
 from ckptctl.families import family
-from ckptctl.storage.tree import TreePath
+from ckptctl.tree import TreePath
 from tests.checkpoints import load_any_reference, rename, save_dcp, save_hf, save_meta, save_torch
 from tests.checkpoints.readers import READERS
 

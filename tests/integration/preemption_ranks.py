@@ -16,7 +16,7 @@ from ckptctl.distributed.background import async_save
 from ckptctl.distributed.run.manager import CheckpointManager
 from ckptctl.distributed.saving.save import write
 from ckptctl.errors import StorageError
-from ckptctl.storage.tree import TreePath
+from ckptctl.tree import TreePath
 from tests.integration.manager_ranks import state_at
 
 

@@ -24,7 +24,7 @@ from ckptctl.distributed.saving.save import SavedPlan, save, write
 from ckptctl.distributed.saving.save_options import SaveOptions
 from ckptctl.errors import CkptError
 from ckptctl.storage.execution.run_files import LocalSink
-from ckptctl.storage.tree import TreePath
+from ckptctl.tree import TreePath
 from tests.checkpoints.dcp import distribute
 from tests.checkpoints.readers import differences
 

@@ -21,7 +21,7 @@ from ckptctl.distributed.background.host_memory import PATIENCE
 from ckptctl.distributed.saving import save as collective_save
 from ckptctl.errors import RefusedError, StorageError, UsageError
 from ckptctl.storage.destinations import staging_directory
-from ckptctl.storage.tree import TreePath
+from ckptctl.tree import TreePath
 from tests.gloo import REPOSITORY, RankFailure, run_on_ranks
 from tests.integration.async_ranks import (
     fail_alike,

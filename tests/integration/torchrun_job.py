@@ -89,7 +89,7 @@ def make_fault(writes: list[int], rank: int, kind: str, after: int, until: str =
 
 def wait_for(path: Path) -> None:
     """Wait until something is at *path*; what never comes is not waited for for ever."""
-    from ckptctl.conversion.ranks.sharing import LOOK_EVERY
+    from ckptctl.ranks.sharing import LOOK_EVERY
 
     end = time.monotonic() + PATIENCE
     while not path.exists() and time.monotonic() < end:

@@ -7,10 +7,8 @@ from dataclasses import dataclass, replace
 
 from ckptctl import families, formats
 from ckptctl.catalog import Catalog, Computed, Input, TensorEntry, computed_name
-from ckptctl.conversion.recognition.model import Model, require_one
+from ckptctl.conversion.recognition.model import AXIS, PADDED_LAYOUTS, Model, require_one
 from ckptctl.conversion.recognition.vocabulary import (
-    AXIS,
-    PADDED_LAYOUTS,
     note_padding,
     note_unstated_padding,
     padded_size,
@@ -28,7 +26,7 @@ from ckptctl.planner.mapping.mapped import ComposedTensor, MappedTensor, Zeros, 
 from ckptctl.planner.mapping.matching import Tensors
 from ckptctl.planner.mapping.source import SurplusError
 from ckptctl.planner.mapping.tensors import Change, map_tensors
-from ckptctl.storage.tree import TreePath
+from ckptctl.tree import TreePath
 from ckptctl.units import counted
 
 LARGEST = 1 << 32

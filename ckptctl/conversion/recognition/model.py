@@ -36,7 +36,7 @@ from ckptctl.planner.layouts import HF, Family, Layout, is_base
 from ckptctl.planner.mapping.adapters import is_adapter
 from ckptctl.planner.mapping.detect import Candidate, configured, detect, refined
 from ckptctl.planner.mapping.matching import Matched, match
-from ckptctl.storage.tree import TreePath
+from ckptctl.tree import TreePath
 from ckptctl.units import counted
 
 if TYPE_CHECKING:
@@ -50,6 +50,10 @@ CONFIG, ARGUMENTS = "config.json", "arguments"
 HYPER_PARAMETERS = "hyper_parameters"
 HOLDERS = ("config", "model_config", "model", "model_args", "cfg")
 """What people call the part of a module's arguments that describes the model."""
+AXIS = "v"
+"""The rows of a vocabulary."""
+PADDED_LAYOUTS = ("mcore", "mcore-local")
+"""Layouts of programs that pad a vocabulary."""
 
 
 class WrongTypeError(MappingError):

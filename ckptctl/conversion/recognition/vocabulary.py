@@ -13,7 +13,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from ckptctl.conversion.recognition.model import AXIS
 from ckptctl.errors import MappingError, spell_option
+from ckptctl.planner.families.declarations import VOCABULARY_MULTIPLE
 from ckptctl.planner.layouts import Family
 from ckptctl.planner.mapping.matching import Tensors
 from ckptctl.units import counted
@@ -21,12 +23,6 @@ from ckptctl.units import counted
 if TYPE_CHECKING:
     from ckptctl.planner.mapping.tensors import Change
 
-AXIS = "v"
-"""The rows of a vocabulary."""
-PADDED_LAYOUTS = ("mcore", "mcore-local")
-"""Layouts of programs that pad a vocabulary."""
-MULTIPLE = 128
-"""What Megatron-LM and Megatron-Bridge pad a vocabulary to where nobody says otherwise."""
 READ = "they must be zero, which is checked before writing"
 
 
@@ -100,12 +96,12 @@ def require_own_rows(change: Change, family: Family) -> None:
 def padded_size(tensors: Tensors) -> int | None:
     """Return the rows of a vocabulary in a padded layout, or None if no tensor has such."""
     rows = vocabulary_rows(tensors)
-    return None if rows is None else -(-rows // MULTIPLE) * MULTIPLE
+    return None if rows is None else -(-rows // VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE
 
 
 def note_padding(change: Change, rows: int, *, is_asked: bool) -> None:
     """Note that *change* fills up a vocabulary with zeros, and how to choose the size."""
     other = f"pass {spell_option('--vocab-size')} for another size"
-    why = "" if is_asked else f", a multiple of {MULTIPLE} ({other})"
+    why = "" if is_asked else f", a multiple of {VOCABULARY_MULTIPLE} ({other})"
     rows_before = counted(change.sizes[AXIS], "row")
     change.notes.add(f"the vocabulary of {rows_before} is padded with zeros to {rows:,}{why}")

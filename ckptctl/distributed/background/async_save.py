@@ -13,7 +13,6 @@ from typing import Annotated, Literal, Self, get_args
 import torch
 import torch.distributed as dist
 
-from ckptctl.conversion.ranks.coordinator import Alone, Coordinator
 from ckptctl.distributed.background.host_memory import HostPool
 from ckptctl.distributed.background.save_thread import (
     Callback,
@@ -40,9 +39,10 @@ from ckptctl.distributed.state import StateDict, state_of
 from ckptctl.errors import RefusedError
 from ckptctl.keywords import keywords
 from ckptctl.options import Option, among
+from ckptctl.ranks.coordinator import Alone, Coordinator
 from ckptctl.storage.paths import home_expanded, named
 from ckptctl.storage.threads import no_collection
-from ckptctl.storage.tree import TreePath
+from ckptctl.tree import TreePath
 
 Mode = Literal["thread", "process"]
 WhenBusy = Literal["wait", "skip"]

@@ -11,7 +11,7 @@ from queue import Empty, SimpleQueue
 from typing import Any, Self
 
 from ckptctl.errors import StorageError
-from ckptctl.storage.tree import TreePath
+from ckptctl.tree import TreePath
 
 Callback = Callable[[Any], object]
 _log = logging.getLogger("ckptctl")

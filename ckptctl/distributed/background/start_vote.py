@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import NamedTuple, NoReturn, TypeVar
 
-from ckptctl.conversion.ranks.coordinator import Coordinator, together
 from ckptctl.distributed.group import all_reduce_max
 from ckptctl.errors import CkptError, RefusedError
+from ckptctl.ranks.coordinator import Coordinator, together
 
 T = TypeVar("T")
 

@@ -19,11 +19,11 @@ import torch
 import torch.distributed as dist
 
 from ckptctl.catalog import Box, Catalog
-from ckptctl.conversion.ranks.coordinator import Coordinator, through_first
 from ckptctl.distributed.group import TorchGroup, unreachable_errors
 from ckptctl.distributed.state import HeldShard, bytes_of
 from ckptctl.errors import CkptError
 from ckptctl.planner.balance import assign, cut, piece_limit
+from ckptctl.ranks.coordinator import Coordinator, through_first
 from ckptctl.storage.files import source_files
 
 SLOW = 1 << 30

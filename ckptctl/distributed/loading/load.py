@@ -12,14 +12,6 @@ from contextlib import ExitStack
 from dataclasses import replace
 
 from ckptctl import families
-from ckptctl.conversion.ranks.coordinator import (
-    Alone,
-    Coordinator,
-    on_first,
-    sendable,
-    telling,
-    together,
-)
 from ckptctl.distributed.group import coordinator
 from ckptctl.distributed.loading.broadcast import (
     assign_readers,
@@ -42,13 +34,14 @@ from ckptctl.distributed.loading.state_options import LoadCall
 from ckptctl.distributed.positions import note_position
 from ckptctl.distributed.values import ReadValues
 from ckptctl.keywords import keywords
+from ckptctl.ranks.coordinator import Alone, Coordinator, on_first, sendable, telling, together
 from ckptctl.storage.threads import no_collection
-from ckptctl.storage.tree import TreePath
 from ckptctl.training.loading.checks import require_nothing_lost
 from ckptctl.training.loading.identity import Fingerprint, fingerprint_of
 from ckptctl.training.loading.load_options import LoadReport
 from ckptctl.training.rank_agreement import RankStatement, is_unchanged, name_generation, new_nonce
 from ckptctl.training.saving.local_shards import digest
+from ckptctl.tree import TreePath
 
 
 class CollectiveLoad:

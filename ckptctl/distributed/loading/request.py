@@ -12,7 +12,6 @@ from torch.distributed.tensor import DTensor
 from ckptctl import formats
 from ckptctl.catalog import Catalog
 from ckptctl.catalog import Path as Keys
-from ckptctl.conversion.ranks.coordinator import Coordinator
 from ckptctl.distributed.compat import ShardedTensor
 from ckptctl.distributed.loading.overlaps import find_overlaps
 from ckptctl.distributed.loading.owners import Owners, Target
@@ -21,11 +20,12 @@ from ckptctl.distributed.loading.target_memory import find_same_memory, steps_of
 from ckptctl.distributed.state import HeldShard, State, state_of
 from ckptctl.errors import MappingError, RefusedError
 from ckptctl.formats.dcp_rank_local import DcpRankLocalFormat, read_rank
-from ckptctl.storage.tree import TreePath
+from ckptctl.ranks.coordinator import Coordinator
 from ckptctl.training.loading.identity import Fingerprint, identity, require_same_checkpoint
 from ckptctl.training.loading.load_options import LoadOptions
 from ckptctl.training.rank_agreement import RankStatement, require_agreement
 from ckptctl.training.saving.local_shards import TensorMeta, digest
+from ckptctl.tree import TreePath
 
 VERSION = 1
 """Of what the key of a plan is made of."""

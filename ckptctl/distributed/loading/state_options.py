@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 import torch
 
-from ckptctl.conversion import shared_options as opt
+from ckptctl import shared_options as opt
 from ckptctl.distributed.group import ProcessGroup
 from ckptctl.errors import UsageError
 from ckptctl.options import Option

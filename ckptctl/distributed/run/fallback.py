@@ -12,10 +12,10 @@ from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from typing import Literal, NamedTuple
 
-from ckptctl.conversion.ranks.coordinator import Coordinator, RankError, on_first, sendable
 from ckptctl.distributed.group import UnreachableError
 from ckptctl.distributed.run.keeper import Keeper, Start
 from ckptctl.errors import CkptError, CoverageError, DamagedError, RefusedError, listed
+from ckptctl.ranks.coordinator import Coordinator, RankError, on_first, sendable
 from ckptctl.training.loading.load_options import LoadReport
 
 Fallback = Literal["older", "raise"]

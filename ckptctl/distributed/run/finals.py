@@ -19,19 +19,19 @@ import torch.distributed as dist
 
 from ckptctl.catalog import MANIFEST
 from ckptctl.conversion.conversion_options import ConversionOptions
-from ckptctl.conversion.ranks.coordinator import on_first
 from ckptctl.distributed.group import coordinator
 from ckptctl.distributed.saving.converted import final_target, remove_left, save_converted
 from ckptctl.distributed.state import StateDict
 from ckptctl.errors import CkptError, RefusedError, listed, storage_errors
+from ckptctl.ranks.coordinator import on_first
 from ckptctl.runs.run_store import run_store
 from ckptctl.storage.files import source_files
 from ckptctl.storage.json_reader import read_json
 from ckptctl.storage.paths import named
 from ckptctl.storage.schema import find
-from ckptctl.storage.tree import TreePath, UrlPath
 from ckptctl.storage.urls import is_url
 from ckptctl.storage.writing import OBJECTS
+from ckptctl.tree import TreePath, UrlPath
 from ckptctl.verbs.verification.digest_lists import SUMS
 
 RECORD = "ckptctl.final.json"

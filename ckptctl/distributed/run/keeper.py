@@ -9,7 +9,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal, NamedTuple
 
-from ckptctl.conversion.ranks.coordinator import Coordinator
 from ckptctl.distributed.background.async_save import AsyncSaver
 from ckptctl.distributed.background.save_thread import SaveFuture
 from ckptctl.distributed.positions import positions_in
@@ -22,6 +21,7 @@ from ckptctl.errors import CkptError, RefusedError, listed
 from ckptctl.formats.sidecar_files import SIDECAR
 from ckptctl.planner.lineage import Lineage
 from ckptctl.planner.retention import Policy
+from ckptctl.ranks.coordinator import Coordinator
 from ckptctl.runs.entries import RunEntry, entries, entry_at, is_run
 from ckptctl.runs.health import Checkpoint, examine, metrics
 from ckptctl.runs.listing import newest, read_run
@@ -37,7 +37,7 @@ from ckptctl.runs.removal import (
 )
 from ckptctl.runs.run_store import run_store
 from ckptctl.storage.paths import real_path
-from ckptctl.storage.tree import TreePath
+from ckptctl.tree import TreePath
 from ckptctl.units import counted
 
 Hook = Callable[[Any], object]

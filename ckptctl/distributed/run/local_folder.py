@@ -23,8 +23,8 @@ from ckptctl.runs.run_store import run_store
 from ckptctl.storage import lock
 from ckptctl.storage.file_system import sync_directory
 from ckptctl.storage.schema import find
-from ckptctl.storage.tree import TreePath
 from ckptctl.storage.two_phase_delete import deleting
+from ckptctl.tree import TreePath
 
 IDENTITY = ".ckptctl-local.json"
 """A file in the root of a run whose saves go to local disks first."""

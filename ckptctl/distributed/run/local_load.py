@@ -14,7 +14,6 @@ from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
-from ckptctl.conversion.ranks.coordinator import Coordinator, format_ranks, on_first, telling
 from ckptctl.distributed.loading.load import load
 from ckptctl.distributed.loading.owners import Owners
 from ckptctl.distributed.loading.request import own_part
@@ -36,9 +35,10 @@ from ckptctl.errors import (
     listed,
 )
 from ckptctl.formats.dcp_rank_local import FORMAT, read_rank
+from ckptctl.ranks.coordinator import Coordinator, format_ranks, on_first, telling
 from ckptctl.runs.notes import run_record
-from ckptctl.storage.tree import TreePath
 from ckptctl.training.loading.load_options import LoadOptions, LoadReport
+from ckptctl.tree import TreePath
 from ckptctl.units import counted
 
 COPY_OF = "local"

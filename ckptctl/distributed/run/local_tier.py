@@ -17,7 +17,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ckptctl.conversion.ranks.coordinator import Coordinator, on_first, sendable, together
 from ckptctl.distributed.background.async_save import AsyncSaver
 from ckptctl.distributed.background.save_thread import SaveFuture, in_background
 from ckptctl.distributed.group import COPYING, coordinator, gloo_group
@@ -43,11 +42,12 @@ from ckptctl.errors import (
     StorageError,
     UsageError,
 )
+from ckptctl.ranks.coordinator import Coordinator, on_first, sendable, together
 from ckptctl.runs.notes import run_record
 from ckptctl.storage.destinations import require_folder, require_path
 from ckptctl.storage.paths import home_expanded
-from ckptctl.storage.tree import TreePath
 from ckptctl.training.saving.local_shards import LocalShards
+from ckptctl.tree import TreePath
 
 _log = logging.getLogger("ckptctl")
 

@@ -9,9 +9,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, get_args
 
-from ckptctl.conversion import option_checks as checks
+from ckptctl import option_checks as checks
 from ckptctl.conversion.plan import ConversionPlan
-from ckptctl.conversion.ranks.coordinator import Coordinator, on_first, telling
 from ckptctl.distributed.background.async_save import AsyncSaver, Closing
 from ckptctl.distributed.background.save_thread import SaveFuture
 from ckptctl.distributed.group import coordinator
@@ -34,12 +33,13 @@ from ckptctl.distributed.state import StateDict
 from ckptctl.errors import RefusedError, SourceNotFoundError, UsageError, listed
 from ckptctl.keywords import keywords
 from ckptctl.options import about, among, declared
+from ckptctl.ranks.coordinator import Coordinator, on_first, telling
 from ckptctl.runs.run_store import run_store
 from ckptctl.storage.destinations import require_folder, require_path
 from ckptctl.storage.paths import home_expanded, named
-from ckptctl.storage.tree import TreePath
 from ckptctl.storage.urls import is_url
 from ckptctl.training.loading.load_options import LoadReport
+from ckptctl.tree import TreePath
 
 _log = logging.getLogger("ckptctl")
 

@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal
 
-from ckptctl.conversion import option_checks as checks
-from ckptctl.conversion import shared_options as opt
+from ckptctl import option_checks as checks
+from ckptctl import shared_options as opt
 from ckptctl.conversion.conversion_options import ConversionOptions, WriteOptions
 from ckptctl.distributed.background.async_save import Mode, WhenBusy
 from ckptctl.distributed.group import ProcessGroup
@@ -19,8 +19,8 @@ from ckptctl.errors import RefusedError, UsageError
 from ckptctl.options import Option, declared
 from ckptctl.planner.retention import Policy, Retainable
 from ckptctl.runs.run_options import KeepOptions
-from ckptctl.storage.tree import TreePath
 from ckptctl.training.loading.load_options import LoadReport
+from ckptctl.tree import TreePath
 
 Wanted = Callable[[Retainable], object]
 MAX_FAILURES = 2

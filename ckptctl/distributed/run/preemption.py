@@ -19,14 +19,14 @@ from pathlib import Path
 from types import FrameType
 from typing import Annotated, Any
 
-from ckptctl.conversion import option_checks as checks
-from ckptctl.conversion.ranks.coordinator import Coordinator
+from ckptctl import option_checks as checks
 from ckptctl.distributed.background.async_save import AsyncSaver
 from ckptctl.distributed.background.save_thread import SaveFuture
 from ckptctl.distributed.group import all_reduce_max
 from ckptctl.errors import CkptError, RefusedError, StorageError, UsageError
 from ckptctl.options import Option, Options, group
-from ckptctl.storage.tree import TreePath
+from ckptctl.ranks.coordinator import Coordinator
+from ckptctl.tree import TreePath
 
 Source = signal.Signals | str | Path | Callable[[], object]
 ENDS_CHILDREN = (signal.SIGTERM, signal.SIGINT)

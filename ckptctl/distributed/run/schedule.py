@@ -11,10 +11,10 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Annotated, NamedTuple
 
-from ckptctl.conversion import option_checks as checks
-from ckptctl.conversion.ranks.coordinator import Coordinator, telling
+from ckptctl import option_checks as checks
 from ckptctl.errors import UsageError
 from ckptctl.options import Option, Options, group
+from ckptctl.ranks.coordinator import Coordinator, telling
 from ckptctl.runs.run_options import duration
 
 

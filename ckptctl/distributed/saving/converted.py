@@ -20,7 +20,6 @@ from ckptctl.catalog import Blob, row_major
 from ckptctl.conversion.conversion_options import ConversionOptions
 from ckptctl.conversion.convert import plan_conversion, run_conversion
 from ckptctl.conversion.plan import ConversionPlan
-from ckptctl.conversion.ranks.coordinator import on_first, through_first
 from ckptctl.distributed.group import coordinator
 from ckptctl.distributed.saving.local_state import LocalState, local_state
 from ckptctl.distributed.saving.save import save
@@ -29,15 +28,16 @@ from ckptctl.errors import CkptError, RefusedError, listed
 from ckptctl.file_identity import FileIdentity
 from ckptctl.formats.dcp import METADATA
 from ckptctl.formats.dcp.metadata import Origin
+from ckptctl.ranks.coordinator import on_first, through_first
 from ckptctl.runs.run_store import run_store
 from ckptctl.storage import trash
 from ckptctl.storage.destinations import already_exists, check_target, destination
 from ckptctl.storage.paths import home_expanded, named
-from ckptctl.storage.tree import TreePath
 from ckptctl.storage.urls import HUB, is_url, scheme_of
 from ckptctl.training.saving.global_plan import GlobalPlan, make_global_plan, own_plan
 from ckptctl.training.saving.local_shards import HeldChunk, LocalShards, Packed, TensorMeta, pack
 from ckptctl.training.saving.save_files import rank_files, tensor_metadata
+from ckptctl.tree import TreePath
 
 OF_A_SAVE = re.compile(r"\.metadata|__\d+_\d+\.distcp|\.nfs.*|\.ckptctl-(writing|objects)")
 _log = logging.getLogger("ckptctl")

@@ -24,7 +24,7 @@ from ckptctl.storage.execution.execution_options import ExecutionOptions
 from ckptctl.storage.file_system import add_file, sync_directory
 from ckptctl.storage.paths import home_expanded
 from ckptctl.storage.publish import IN_PLACE, Staging, data_directory, staging, sweep
-from ckptctl.storage.tree import TreePath, UrlPath
+from ckptctl.tree import TreePath, UrlPath
 
 
 class SaveTarget(Protocol):

@@ -16,7 +16,6 @@ from typing import Annotated, NamedTuple
 import torch.distributed as dist
 
 from ckptctl.catalog import Blob, memory_key
-from ckptctl.conversion.ranks.coordinator import Coordinator, sendable, through_first
 from ckptctl.distributed.group import coordinator, threads
 from ckptctl.distributed.plan_cache import PlanCache
 from ckptctl.distributed.positions import note_position
@@ -35,9 +34,9 @@ from ckptctl.formats.dcp.metadata import Item, Origin
 from ckptctl.formats.dcp.metadata_writer import TensorMetadata
 from ckptctl.keywords import in_python, keywords
 from ckptctl.options import Option
+from ckptctl.ranks.coordinator import Coordinator, sendable, through_first
 from ckptctl.storage.paths import named
 from ckptctl.storage.threads import no_collection
-from ckptctl.storage.tree import TreePath
 from ckptctl.training.rank_agreement import (
     RankStatement,
     is_first_to_say,
@@ -65,6 +64,7 @@ from ckptctl.training.saving.save_files import (
     tensor_metadata,
     with_values,
 )
+from ckptctl.tree import TreePath
 
 VERSION = 1
 """Of what the key of a plan is made of."""

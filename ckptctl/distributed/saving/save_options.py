@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any
 
-from ckptctl.conversion.option_checks import at_least
 from ckptctl.distributed.group import threads
+from ckptctl.option_checks import at_least
 from ckptctl.options import Option, Options
 from ckptctl.planner.balance import file_count
 from ckptctl.planner.copying.blocks import MIB

@@ -20,9 +20,9 @@ from ckptctl.remote.store import FsspecStore
 from ckptctl.remote.trees import store_at
 from ckptctl.runs.health import health
 from ckptctl.storage.execution.execution_options import ExecutionOptions
-from ckptctl.storage.tree import UrlPath
 from ckptctl.storage.urls import HUB, scheme_of
 from ckptctl.storage.writing import BUSY, NAME, OBJECTS, Sent, Writing, committed
+from ckptctl.tree import UrlPath
 
 DATA = re.compile(r"__\d+_\d+\.distcp")
 """The files of ranks."""

@@ -24,7 +24,7 @@ from ckptctl.formats.base import (
     document,
 )
 from ckptctl.formats.shared.leaves import join
-from ckptctl.storage.tree import TreePath
+from ckptctl.tree import TreePath
 from ckptctl.units import counted
 
 METADATA = ".metadata"

@@ -21,7 +21,7 @@ from ckptctl.storage.pickles.pickle_reader import Table, loads
 from ckptctl.storage.pickles.torch_globals import TORCH_TABLE
 from ckptctl.storage.pickles.torch_tensors import StorageRef, TensorView, storage_id
 from ckptctl.storage.schema import ObjectSchema, malformed, read_as
-from ckptctl.storage.tree import TreePath
+from ckptctl.tree import TreePath
 from ckptctl.units import counted
 
 _HOME = "bytecheckpoint.checkpointer.meta_type"

@@ -51,10 +51,10 @@ from ckptctl.storage.files import MemoryFiles, SourceFiles, source_files
 from ckptctl.storage.paths import is_there
 from ckptctl.storage.read_ahead import ahead, ends
 from ckptctl.storage.safetensors_header import SafetensorsHeader, read_header
-from ckptctl.storage.tree import TreePath
 from ckptctl.storage.zips.items import read_alike, require_chunk
 from ckptctl.storage.zips.zip_reader import read_archive
 from ckptctl.storage.zstd import MemoryBudget, is_zstd, require_zstd
+from ckptctl.tree import TreePath
 from ckptctl.units import counted
 
 COMPANION = "meta.pt"

@@ -17,9 +17,9 @@ from ckptctl.formats.shared.stored_leaves import extent_of
 from ckptctl.storage.files import SourceFiles
 from ckptctl.storage.pickles.torch_tensors import UnreadError
 from ckptctl.storage.read_ahead import FileOffset, ahead
-from ckptctl.storage.tree import TreePath
 from ckptctl.storage.zips.items import Neighbors, moved, part_of, read_alike, require_chunk
 from ckptctl.storage.zips.zip_reader import StoredTensor
+from ckptctl.tree import TreePath
 
 Read = Callable[[str, int, int], tuple[StoredTensor, int, int]]
 """Reads the item at so many bytes of a file, of so many bytes, as :func:`read_alike` does."""

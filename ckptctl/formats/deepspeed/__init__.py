@@ -12,7 +12,7 @@ from ckptctl.catalog import Catalog
 from ckptctl.formats.base import AS_IT_IS, Format, Listing, ReadOptions, require_folder
 from ckptctl.formats.deepspeed.deepspeed_files import evidence
 from ckptctl.formats.shared.tags import LATEST, tags
-from ckptctl.storage.tree import TreePath
+from ckptctl.tree import TreePath
 
 
 class DeepSpeedFormat(Format):

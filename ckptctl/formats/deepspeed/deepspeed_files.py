@@ -13,7 +13,7 @@ from pathlib import Path
 from ckptctl.errors import DamagedError, FormatError, listed, spell_option
 from ckptctl.formats.shared.findings import Faults, missing_error, mixed_saves
 from ckptctl.formats.shared.tags import LATEST, LATEST_UNIVERSAL
-from ckptctl.storage.tree import TreePath
+from ckptctl.tree import TreePath
 from ckptctl.units import counted, natural
 
 FP32 = "fp32"

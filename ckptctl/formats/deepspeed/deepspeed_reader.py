@@ -30,8 +30,8 @@ from ckptctl.formats.shared.stored_leaves import NO_CHECKSUMS, Leaves, stored_en
 from ckptctl.formats.shared.tags import LATEST, tag_folder
 from ckptctl.formats.sidecar_files import beside
 from ckptctl.storage.files import SourceFiles, source_files
-from ckptctl.storage.tree import TreePath
 from ckptctl.storage.zips.zip_reader import StoredTensor
+from ckptctl.tree import TreePath
 
 Copy = tuple[str, int, str, object]
 """A tensor's name, another rank, its file, and what that has under the name."""

@@ -23,8 +23,8 @@ from ckptctl.formats.shared.stored_leaves import Leaves, stored_entry
 from ckptctl.storage.compare import has_same_checksum, same_elements
 from ckptctl.storage.files import SourceFiles
 from ckptctl.storage.pickles.inert import Inert
-from ckptctl.storage.tree import TreePath
 from ckptctl.storage.zips.zip_reader import StoredTensor
+from ckptctl.tree import TreePath
 
 OPTIMIZER = "optimizer"
 _COUNTERS = {"float32": "<f", "int64": "<q", "int32": "<i"}

@@ -39,8 +39,8 @@ from ckptctl.formats.shared.stored_leaves import NO_CHECKSUMS, Leaves, stored_en
 from ckptctl.storage.files import SourceFiles
 from ckptctl.storage.paths import is_there
 from ckptctl.storage.schema import find, malformed, read_as
-from ckptctl.storage.tree import TreePath
 from ckptctl.storage.zips.zip_reader import StoredTensor, read_archive
+from ckptctl.tree import TreePath
 from ckptctl.units import counted, natural
 
 _NOT_SETTINGS = (

@@ -14,7 +14,7 @@ import re
 from ckptctl.catalog import Catalog
 from ckptctl.errors import DamagedError, FormatError, listed
 from ckptctl.formats.base import AS_IT_IS, Format, Listing, ReadOptions
-from ckptctl.storage.tree import TreePath
+from ckptctl.tree import TreePath
 from ckptctl.units import counted
 
 SUFFIX = ".gguf"

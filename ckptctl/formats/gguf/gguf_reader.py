@@ -23,7 +23,7 @@ from ckptctl.formats.sidecar_files import beside
 from ckptctl.numerics.quantization.ggml import BLOCKS, PLAIN
 from ckptctl.storage.files import SourceFiles, source_files
 from ckptctl.storage.schema import MalformedError, malformed
-from ckptctl.storage.tree import TreePath
+from ckptctl.tree import TreePath
 from ckptctl.units import counted
 
 CONFIG = "config.json"

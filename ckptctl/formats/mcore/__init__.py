@@ -24,7 +24,7 @@ from ckptctl.formats.mcore.mcore_files import COMMON, MARK, evidence, inside, on
 from ckptctl.formats.megatron.megatron_folder import POINTER
 from ckptctl.formats.shared.findings import Faults
 from ckptctl.formats.shared.tags import is_run
-from ckptctl.storage.tree import TreePath
+from ckptctl.tree import TreePath
 
 FUSED = ".linear_fc1.weight"
 """What Megatron-Core calls a layer of which Megatron-FSDP saves parts."""

@@ -26,7 +26,7 @@ from ckptctl.storage.files import SourceFiles, source_files
 from ckptctl.storage.json_reader import read_json
 from ckptctl.storage.paths import is_there
 from ckptctl.storage.schema import find
-from ckptctl.storage.tree import TreePath
+from ckptctl.tree import TreePath
 
 METADATA, COMMON, MARK = ".metadata", "common.pt", "metadata.json"
 COMMON_STATE = "common_state"

@@ -64,9 +64,9 @@ from ckptctl.storage.json_reader import read_json
 from ckptctl.storage.paths import is_there
 from ckptctl.storage.pickles.inert import Inert
 from ckptctl.storage.schema import find, malformed, read_as
-from ckptctl.storage.tree import TreePath
 from ckptctl.storage.yaml_text import LARGEST, parsed
 from ckptctl.storage.zips.zip_reader import KEEPING_TABLE, read_archive
+from ckptctl.tree import TreePath
 from ckptctl.units import counted
 
 ARGUMENTS = "args"

@@ -12,7 +12,7 @@ from ckptctl.catalog import Catalog
 from ckptctl.formats.base import AS_IT_IS, Format, Listing, ReadOptions, require_folder
 from ckptctl.formats.megatron.megatron_folder import POINTER, evidence
 from ckptctl.formats.shared.tags import is_run
-from ckptctl.storage.tree import TreePath
+from ckptctl.tree import TreePath
 
 
 class MegatronFormat(Format):

@@ -22,7 +22,7 @@ from ckptctl.formats.shared.leaves import flatten, join
 from ckptctl.storage.files import SourceFiles
 from ckptctl.storage.pickles.inert import Inert
 from ckptctl.storage.schema import malformed, read_as
-from ckptctl.storage.tree import TreePath
+from ckptctl.tree import TreePath
 
 if TYPE_CHECKING:
     from ckptctl.storage.zips.zip_reader import StoredTensor

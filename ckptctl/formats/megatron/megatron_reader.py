@@ -63,8 +63,8 @@ from ckptctl.planner.families.facts import ARGUED
 from ckptctl.storage.compare import same_elements
 from ckptctl.storage.files import SourceFiles, source_files
 from ckptctl.storage.schema import malformed
-from ckptctl.storage.tree import TreePath
 from ckptctl.storage.zips.zip_reader import StoredTensor
+from ckptctl.tree import TreePath
 from ckptctl.units import counted
 
 _ROTARY = "rope"

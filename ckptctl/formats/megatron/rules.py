@@ -29,7 +29,7 @@ from ckptctl.storage.schema import (
     sized,
     within,
 )
-from ckptctl.storage.tree import TreePath
+from ckptctl.tree import TreePath
 from ckptctl.units import counted
 
 Shape = tuple[int, ...]

@@ -23,7 +23,7 @@ from ckptctl.errors import (
     listed,
 )
 from ckptctl.storage.files import SourceFiles
-from ckptctl.storage.tree import TreePath
+from ckptctl.tree import TreePath
 from ckptctl.verdict import Basis, Severity
 
 T = TypeVar("T")

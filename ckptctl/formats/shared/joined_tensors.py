@@ -12,7 +12,7 @@ from ckptctl.catalog import Path as KeyPath
 from ckptctl.errors import UnsupportedError
 from ckptctl.formats.shared.indexes import Integers
 from ckptctl.storage.pickles.torch_tensors import geometry
-from ckptctl.storage.tree import TreePath
+from ckptctl.tree import TreePath
 
 ONE_SAVE = "restore the files of one save (these belong to different saves)"
 

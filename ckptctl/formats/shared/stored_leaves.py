@@ -23,8 +23,8 @@ from ckptctl.formats.shared.leaves import flatten, join
 from ckptctl.storage.files import SourceFiles
 from ckptctl.storage.pickles.inert import walk
 from ckptctl.storage.pickles.pickle_reader import Unknown
-from ckptctl.storage.tree import TreePath
 from ckptctl.storage.zips.zip_reader import KEEPING_TABLE, StoredTensor, read_archive
+from ckptctl.tree import TreePath
 
 if TYPE_CHECKING:
     from ckptctl.storage.pickles.pickle_writer import StorageTensor

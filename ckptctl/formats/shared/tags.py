@@ -11,7 +11,7 @@ from collections.abc import Callable
 from ckptctl.errors import FormatError, UnsupportedError, UsageError, listed, nearest, spell_option
 from ckptctl.storage.files import source_files
 from ckptctl.storage.paths import contained
-from ckptctl.storage.tree import TreePath
+from ckptctl.tree import TreePath
 from ckptctl.units import natural
 
 LATEST = "latest"

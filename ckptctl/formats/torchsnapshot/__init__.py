@@ -11,7 +11,7 @@ import re
 
 from ckptctl.catalog import Catalog
 from ckptctl.formats.base import AS_IT_IS, Format, Listing, ReadOptions
-from ckptctl.storage.tree import TreePath
+from ckptctl.tree import TreePath
 
 MANIFEST = ".snapshot_metadata"
 

@@ -45,9 +45,9 @@ from ckptctl.storage.schema import (
     read_as,
     sized,
 )
-from ckptctl.storage.tree import TreePath
 from ckptctl.storage.zips.items import read_item_tensor
 from ckptctl.storage.zips.zip_reader import StoredTensor, read_archive
+from ckptctl.tree import TreePath
 from ckptctl.units import counted
 
 METADATA = ".snapshot_metadata"

@@ -21,9 +21,9 @@ from ckptctl.storage.computed import Kind, Output, SharedResults, rectangle
 from ckptctl.storage.crc import crc_of
 from ckptctl.storage.files import IOV_MAX, SourceFiles, after
 from ckptctl.storage.tensor_reader import TensorReader
-from ckptctl.storage.tree import TreePath
 from ckptctl.storage.zips.items import read_item_tensor, require_chunk
 from ckptctl.storage.zstd import decompressed
+from ckptctl.tree import TreePath
 from ckptctl.units import counted
 
 KEPT_ITEMS = 64

@@ -22,7 +22,7 @@ from ckptctl.catalog import Box, Computed, Extent, Input, TensorEntry, row_major
 from ckptctl.columns import NO_CRC, ExtentColumns
 from ckptctl.planner.plan import RecordedRange
 from ckptctl.planner.strided import Axis, Part, Strided
-from ckptctl.storage.tree import TreePath
+from ckptctl.tree import TreePath
 
 MIB = 1 << 20
 Ints = tuple[int, ...]

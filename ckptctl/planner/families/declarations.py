@@ -135,6 +135,10 @@ Allowed: TypeAlias = Mapping[str, tuple[object, ...]]
 """Values that a model of the family may have, by name; the first one is written."""
 
 
+VOCABULARY_MULTIPLE = 128
+"""What Megatron-LM and Megatron-Bridge pad a vocabulary to where nobody says otherwise."""
+
+
 @dataclass(frozen=True, slots=True)
 class MegatronStyle:
     """How a family's models are described to Megatron-Core.

@@ -32,8 +32,8 @@ from ckptctl.storage.files import source_files
 from ckptctl.storage.outcome import NOTHING, Outcome, OutOfRange, Rounding
 from ckptctl.storage.schema import find
 from ckptctl.storage.stand_ins import begins_as_zip
-from ckptctl.storage.tree import TreePath
 from ckptctl.storage.unfinished import left_in
+from ckptctl.tree import TreePath
 
 VERSION = 5
 OTHER = "the interrupted run had other options, or the source has changed since"

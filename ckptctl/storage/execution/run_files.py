@@ -23,7 +23,7 @@ from ckptctl.storage.file_system import sync_directory
 from ckptctl.storage.files import SourceFiles, after
 from ckptctl.storage.page_cache import PAGE, cold, past_cache
 from ckptctl.storage.paths import contained
-from ckptctl.storage.tree import TreePath
+from ckptctl.tree import TreePath
 from ckptctl.units import counted
 
 MAX_OPEN = 64

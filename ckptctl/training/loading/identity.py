@@ -13,9 +13,9 @@ from ckptctl.catalog import MANIFEST, Catalog
 from ckptctl.errors import RefusedError
 from ckptctl.file_identity import FileIdentity
 from ckptctl.storage.files import SourceFiles, source_files
-from ckptctl.storage.tree import TreePath
 from ckptctl.storage.urls import is_url
 from ckptctl.training.saving.local_shards import digest
+from ckptctl.tree import TreePath
 from ckptctl.units import counted
 
 SETTLED_NS = 100_000_000

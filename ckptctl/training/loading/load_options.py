@@ -6,9 +6,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
+from ckptctl import option_checks as checks
+from ckptctl import shared_options as opt
 from ckptctl.catalog import Catalog
-from ckptctl.conversion import option_checks as checks
-from ckptctl.conversion import shared_options as opt
 from ckptctl.conversion.recognition.model import Request
 from ckptctl.conversion.recognition.roots import renamed
 from ckptctl.conversion.sources import open_source
@@ -17,8 +17,8 @@ from ckptctl.numerics.dequantizing import quantization_in
 from ckptctl.numerics.quantized import dequantized
 from ckptctl.options import Option, Options
 from ckptctl.storage.outcome import OutOfRange, require_in_range
-from ckptctl.storage.tree import TreePath
 from ckptctl.training.loading.state_mapping import MappingRequest
+from ckptctl.tree import TreePath
 
 Strict = bool | Literal["model", "state"]
 """Whose names have to agree: those of both sides, of neither, of the model, or all of the state."""

@@ -26,8 +26,8 @@ from ckptctl.numerics.dequantizing import describe_plain, keep_together
 from ckptctl.numerics.quantized import advised
 from ckptctl.planner.mapping.mapped import ComposedTensor, RedundantData
 from ckptctl.planner.mapping.tensors import Change
-from ckptctl.storage.tree import TreePath
 from ckptctl.training.saving.local_shards import TensorMeta
+from ckptctl.tree import TreePath
 
 STATE = "the state"
 

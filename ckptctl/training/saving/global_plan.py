@@ -14,11 +14,11 @@ from dataclasses import dataclass, field
 
 from ckptctl import dtypes
 from ckptctl.catalog import Box, Path
-from ckptctl.conversion.ranks.coordinator import format_ranks
 from ckptctl.errors import CoverageError, MappingError, listed
 from ckptctl.formats.base import OutputTensor
 from ckptctl.planner.balance import EVEN, assign, cut, fine_limit, piece_limit
 from ckptctl.planner.boxes import coverage
+from ckptctl.ranks.coordinator import format_ranks
 from ckptctl.storage.threads import no_collection
 from ckptctl.training.saving.local_shards import Packed, Structure, TensorMeta, divide_values
 

@@ -22,8 +22,8 @@ from ckptctl.storage.compare import Errors, Tolerance
 from ckptctl.storage.computed import open_reader
 from ckptctl.storage.paths import shown
 from ckptctl.storage.threads import Watch, unwatched
-from ckptctl.storage.tree import TreePath
 from ckptctl.training.loading.state_mapping import MappingRequest, StateMapping, keep_names
+from ckptctl.tree import TreePath
 from ckptctl.verbs.comparison.diff_options import DiffOptions
 from ckptctl.verbs.comparison.diff_result import Difference, LeafDifference, TensorDifference
 from ckptctl.verbs.comparison.padded import without_padding

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated
 
-from ckptctl.conversion import option_checks as checks
-from ckptctl.conversion import shared_options as opt
+from ckptctl import option_checks as checks
+from ckptctl import shared_options as opt
 from ckptctl.options import Excludes, Option, group
 
 _WEIGHTS = (

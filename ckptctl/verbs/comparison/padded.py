@@ -8,7 +8,7 @@ from dataclasses import replace
 from ckptctl import families, formats
 from ckptctl.catalog import Catalog
 from ckptctl.conversion.proofs import find_lost
-from ckptctl.conversion.recognition.vocabulary import AXIS
+from ckptctl.conversion.recognition.model import AXIS
 from ckptctl.facts.recorded import Records
 from ckptctl.formats.base import WritableFormat
 from ckptctl.planner.copying.blocks import view

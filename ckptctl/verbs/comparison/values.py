@@ -16,9 +16,9 @@ from ckptctl.storage.computed import require_torch_for
 from ckptctl.storage.pickles.inert import DictRecord, Inert
 from ckptctl.storage.tensor_reader import boxes_within
 from ckptctl.storage.threads import Advance
-from ckptctl.storage.tree import TreePath
 from ckptctl.training.loading.reading import Reading, WantedBox, fill
 from ckptctl.training.loading.state_mapping import StateMapping
+from ckptctl.tree import TreePath
 from ckptctl.verbs.comparison.diff_result import LeafDifference
 from ckptctl.verbs.comparison.pairing import Pair
 

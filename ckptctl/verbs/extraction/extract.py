@@ -31,10 +31,10 @@ from ckptctl.results import JsonField, Result
 from ckptctl.storage.computed import require_torch_for
 from ckptctl.storage.outcome import OUT_OF_RANGE, OutOfRange
 from ckptctl.storage.paths import shown
-from ckptctl.storage.tree import TreePath
 from ckptctl.training.loading.checks import casts
 from ckptctl.training.loading.reading import Reading
 from ckptctl.training.loading.state_mapping import StateMapping, Wanted
+from ckptctl.tree import TreePath
 from ckptctl.units import counted
 from ckptctl.verbs.extraction.extract_options import ExtractOptions
 from ckptctl.verbs.extraction.mapped_source import mapped_source

@@ -18,11 +18,11 @@ from ckptctl.planner.mapping.mapped import ComposedTensor
 from ckptctl.storage.arithmetic import import_torch, tensor
 from ckptctl.storage.outcome import require_in_range
 from ckptctl.storage.pickles.inert import Global, Inert, walk
-from ckptctl.storage.tree import TreePath
 from ckptctl.storage.zips.zip_reader import StoredTensor
 from ckptctl.training.loading.checks import casts
 from ckptctl.training.loading.reading import Reading, WantedBox, fill
 from ckptctl.training.loading.state_mapping import Wanted
+from ckptctl.tree import TreePath
 from ckptctl.units import counted
 from ckptctl.verbs.extraction.extract_options import OpenOptions
 from ckptctl.verbs.extraction.mapped_source import mapped_source

@@ -8,7 +8,6 @@ from ckptctl.conversion.recognition.model import Request
 from ckptctl.conversion.sources import open_source
 from ckptctl.facts.agreed_change import agreed_change
 from ckptctl.numerics.quantized import advised, dequantized
-from ckptctl.storage.tree import TreePath
 from ckptctl.training.loading.state_mapping import (
     MappingRequest,
     StateMapping,
@@ -16,6 +15,7 @@ from ckptctl.training.loading.state_mapping import (
     map_model,
     understand_source,
 )
+from ckptctl.tree import TreePath
 from ckptctl.verbs.extraction.extract_options import OpenOptions
 
 

@@ -19,8 +19,8 @@ from ckptctl.storage.execution.execution_options import Execution, ExecutionOpti
 from ckptctl.storage.execution.executor import execute
 from ckptctl.storage.outcome import require_in_range
 from ckptctl.storage.publish import staging
-from ckptctl.storage.tree import TreePath
 from ckptctl.training.loading.reading import Reading
+from ckptctl.tree import TreePath
 from ckptctl.units import counted
 from ckptctl.verbs.extraction.extract_options import ExtractOptions
 from ckptctl.verbs.extraction.slices import Slice

@@ -34,8 +34,8 @@ from ckptctl.notes import Notes
 from ckptctl.numerics.quantized import dequantized, glanced
 from ckptctl.storage.paths import named, require_answers, shown, source_path
 from ckptctl.storage.threads import Watch, unwatched
-from ckptctl.storage.tree import TreePath
 from ckptctl.storage.writing import UnfinishedError
+from ckptctl.tree import TreePath
 from ckptctl.verbs.inspection.inspect_options import InspectOptions
 from ckptctl.verbs.inspection.inspect_result import DTypeUse, Inspection, Member, TensorInfo
 from ckptctl.verbs.verification.model_check import check_model

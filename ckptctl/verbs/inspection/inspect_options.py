@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated
 
-from ckptctl.conversion import shared_options as opt
+from ckptctl import shared_options as opt
 from ckptctl.options import Excludes, Option
 
 

@@ -52,7 +52,7 @@ from ckptctl.storage.paths import named
 from ckptctl.storage.publish import staging
 from ckptctl.storage.safetensors_header import encode_header
 from ckptctl.storage.threads import Advance
-from ckptctl.storage.tree import TreePath
+from ckptctl.tree import TreePath
 from ckptctl.units import counted
 from ckptctl.verbs.extraction.extract_options import OpenOptions
 from ckptctl.verbs.extraction.lazy import LazyStateDict, TensorHandle

@@ -26,7 +26,7 @@ from ckptctl.planner.boxes import coverage
 from ckptctl.storage.computed import open_reader
 from ckptctl.storage.paths import shown
 from ckptctl.storage.threads import Watch, unwatched
-from ckptctl.storage.tree import TreePath
+from ckptctl.tree import TreePath
 from ckptctl.units import natural
 from ckptctl.verbs.comparison.diff_options import DiffOptions
 from ckptctl.verbs.comparison.diff_result import Difference

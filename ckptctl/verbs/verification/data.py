@@ -15,18 +15,18 @@ from typing import NamedTuple
 
 from ckptctl import dtypes
 from ckptctl.catalog import Catalog, Extent, Finding, TensorEntry
-from ckptctl.conversion.ranks import sharing
-from ckptctl.conversion.ranks.coordinator import Coordinator, require_same, together
-from ckptctl.conversion.ranks.sharing import portion
 from ckptctl.errors import CkptError
 from ckptctl.file_identity import FileIdentity
 from ckptctl.formats.shared.findings import of_error
+from ckptctl.ranks import sharing
+from ckptctl.ranks.coordinator import Coordinator, require_same, together
+from ckptctl.ranks.sharing import portion
 from ckptctl.storage.computed import open_reader
 from ckptctl.storage.crc import combine, crc_of
 from ckptctl.storage.files import Readable, SourceFiles, source_files
 from ckptctl.storage.threads import Advance, ByteCount, Watch, default_threads, thread_pool
-from ckptctl.storage.tree import TreePath
 from ckptctl.storage.zips.directory import FileRange, read_directory
+from ckptctl.tree import TreePath
 from ckptctl.units import counted
 from ckptctl.verbs.verification import digest_lists, surroundings
 from ckptctl.verbs.verification.structure import may_be_zip

@@ -15,16 +15,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ckptctl.catalog import Finding
-from ckptctl.conversion.ranks.coordinator import Coordinator, on_first, together
 from ckptctl.errors import CkptError, RefusedError, command
 from ckptctl.formats.shared.findings import of_error
+from ckptctl.ranks.coordinator import Coordinator, on_first, together
 from ckptctl.storage.crc import hasher, windows
 from ckptctl.storage.file_system import write_file
 from ckptctl.storage.files import SourceFiles, source_files
 from ckptctl.storage.json_reader import read_json
 from ckptctl.storage.publish import staging
 from ckptctl.storage.threads import Advance, Watch, default_threads, thread_pool
-from ckptctl.storage.tree import TreePath
+from ckptctl.tree import TreePath
 from ckptctl.verbs.verification.structure import root_of
 from ckptctl.verdict import Severity
 
@@ -193,7 +193,7 @@ def write_list(path: TreePath, jobs: int | None, progress: Watch, ranks: Coordin
     The ranks share the reading, and rank 0 writes.
     """
     # `ls` reads lists and carries out no plan.
-    from ckptctl.conversion.ranks.sharing import portion
+    from ckptctl.ranks.sharing import portion
 
     names, target, threads = members(path), target_of(path), jobs or default_threads()
     with source_files(root_of(path)) as files:

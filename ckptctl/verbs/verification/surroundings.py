@@ -26,7 +26,7 @@ from ckptctl.storage.destinations import staging_directory
 from ckptctl.storage.files import SourceFiles, source_files
 from ckptctl.storage.paths import hub_repository, real_path
 from ckptctl.storage.stand_ins import unwritten
-from ckptctl.storage.tree import TreePath
+from ckptctl.tree import TreePath
 from ckptctl.verbs.verification.digest_lists import FileDigest
 from ckptctl.verdict import Severity
 

@@ -11,22 +11,16 @@ from dataclasses import dataclass, field, fields
 
 from ckptctl import families, formats
 from ckptctl.catalog import MANIFEST, Catalog, Finding
-from ckptctl.conversion.ranks.coordinator import (
-    Alone,
-    Coordinator,
-    on_first,
-    require_same,
-    together,
-)
 from ckptctl.conversion.sources import open_source
 from ckptctl.errors import CkptError, spell_option
 from ckptctl.formats.shared.findings import UNUSABLE, of_error
 from ckptctl.installed import require_torch
 from ckptctl.notes import Notes
+from ckptctl.ranks.coordinator import Alone, Coordinator, on_first, require_same, together
 from ckptctl.storage.paths import require_answers, require_local, shown
 from ckptctl.storage.sources import require_unreplaced
 from ckptctl.storage.threads import Watch, unwatched
-from ckptctl.storage.tree import TreePath
+from ckptctl.tree import TreePath
 from ckptctl.verbs.verification import digest_lists
 from ckptctl.verbs.verification.structure import is_about_unread, root_of, structure
 from ckptctl.verbs.verification.surroundings import surroundings

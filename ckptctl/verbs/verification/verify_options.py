@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from ckptctl.conversion import shared_options as opt
+from ckptctl import shared_options as opt
 from ckptctl.options import Option
 
 Level = Literal["fast", "headers", "full"]

@@ -12,7 +12,7 @@ import torch
 
 import ckptctl
 from ckptctl import formats
-from ckptctl.conversion import option_checks as checks
+from ckptctl import option_checks as checks
 from ckptctl.conversion.summary import Amount, Regrouped, Summary
 from ckptctl.errors import RefusedError, UsageError
 from ckptctl.formats.foreign import OTHER_NAMES

@@ -23,8 +23,8 @@ from ckptctl.remote.lock import RemoteLock
 from ckptctl.remote.store import FsspecStore
 from ckptctl.remote.upload import ObjectUpload
 from ckptctl.storage import processes, writing
-from ckptctl.storage.tree import UploadRequest
 from ckptctl.storage.writing import HELD, NAME, Sent, Writing, parse
+from ckptctl.tree import UploadRequest
 
 MEMORY = fsspec.filesystem("memory")
 SHARDS = ("model-1.safetensors", "model-2.safetensors", "model-3.safetensors")

@@ -26,8 +26,8 @@ from ckptctl.remote.store import FsspecStore
 from ckptctl.remote.trees import Place, Tree
 from ckptctl.storage.files import source_files
 from ckptctl.storage.paths import named, source_path
-from ckptctl.storage.tree import TreeEntry, UrlPath
 from ckptctl.storage.urls import hide, is_url, local_path, masked
+from ckptctl.tree import TreeEntry, UrlPath
 
 MEMORY = fsspec.filesystem("memory")
 

@@ -24,7 +24,7 @@ from ckptctl.conversion.destinations import require_destination
 from ckptctl.storage.destinations import Replaceable, require_space
 from ckptctl.storage.file_system import write_file
 from ckptctl.storage.publish import staging
-from ckptctl.storage.tree import TreePath
+from ckptctl.tree import TreePath
 from ckptctl.version import __version__
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ from ckptctl.distributed.run.manager import CheckpointManager
 from ckptctl.distributed.saving.save import write
 from ckptctl.errors import CkptError, RefusedError, StorageError, UsageError
 from ckptctl.storage.threads import terminable
-from ckptctl.storage.tree import TreePath
+from ckptctl.tree import TreePath
 
 STATE = {"w": torch.ones(2)}
 

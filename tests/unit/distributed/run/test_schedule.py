@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from ckptctl.conversion.ranks.coordinator import Alone, Coordinator
 from ckptctl.distributed.run import schedule
 from ckptctl.distributed.run.manager_options import ManagerOptions
 from ckptctl.distributed.run.schedule import Schedule
 from ckptctl.errors import CkptError, UsageError
+from ckptctl.ranks.coordinator import Alone, Coordinator
 
 
 class Clock:

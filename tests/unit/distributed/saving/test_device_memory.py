@@ -12,13 +12,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckptctl.conversion.ranks.coordinator import Alone
 from ckptctl.distributed.devices import say_once
 from ckptctl.distributed.loading.load import load
 from ckptctl.distributed.saving import device_memory
 from ckptctl.distributed.saving.device_memory import DeviceMemory, DeviceReader
 from ckptctl.distributed.saving.save import save, write
 from ckptctl.distributed.saving.save_options import SaveOptions
+from ckptctl.ranks.coordinator import Alone
 from ckptctl.storage import threads
 from ckptctl.storage.execution.execution_options import Execution, ExecutionOptions
 from ckptctl.storage.execution.executor import execute

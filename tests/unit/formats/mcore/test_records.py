@@ -12,8 +12,8 @@ import torch
 import ckptctl
 from ckptctl import families, formats
 from ckptctl.errors import CkptError, MappingError, UnsupportedError
-from ckptctl.facts.megatron_files import arguments_of, run_config
 from ckptctl.facts import MEGATRON
+from ckptctl.facts.megatron_files import arguments_of, run_config
 from ckptctl.storage.yaml_text import dumped, parsed
 from tests.checkpoints.mcore import write
 

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from ckptctl.catalog import Blob, row_major
-from ckptctl.conversion.ranks.coordinator import Alone, RankError, through_first
 from ckptctl.errors import CkptError, CoverageError, MappingError, RefusedError
 from ckptctl.formats.dcp.metadata import Item, decode
 from ckptctl.planner.balance import LEAST_PIECE
+from ckptctl.ranks.coordinator import Alone, RankError, through_first
 from ckptctl.training.rank_agreement import (
     RankStatement,
     is_unchanged,

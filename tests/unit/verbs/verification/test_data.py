@@ -8,7 +8,7 @@ from typing import cast
 
 import pytest
 
-from ckptctl.conversion.ranks.coordinator import Coordinator
+from ckptctl.ranks.coordinator import Coordinator
 from ckptctl.storage.crc import crc32
 from ckptctl.storage.files import source_files
 from ckptctl.verbs.verification import data

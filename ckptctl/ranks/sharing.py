@@ -13,10 +13,10 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, suppre
 from pathlib import Path
 from typing import TypeVar
 
-from ckptctl.conversion.ranks.coordinator import Coordinator, on_first, through_first, together
 from ckptctl.errors import RefusedError, StorageError, spell_option
 from ckptctl.planner.balance import assign, share_of
 from ckptctl.planner.plan import Plan
+from ckptctl.ranks.coordinator import Coordinator, on_first, through_first, together
 from ckptctl.storage.execution.execution_options import Execution, ExecutionOptions
 from ckptctl.storage.execution.executor import PlanRun, execute
 from ckptctl.storage.execution.journal import Books

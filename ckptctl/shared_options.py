@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
-from ckptctl.conversion.option_checks import (
+from ckptctl.option_checks import (
     AnyPath,
     axis_sizes,
     dequantized,
@@ -31,7 +31,7 @@ from ckptctl.conversion.option_checks import (
     writable_formats,
 )
 from ckptctl.options import Argument, Excludes, Option, Options, Panel, group
-from ckptctl.storage.tree import TreePath
+from ckptctl.tree import TreePath
 
 WeightsOf = Literal["master", "module"]
 Part = Literal["model", "all"]

@@ -12,7 +12,7 @@ from typing import SupportsIndex
 
 from ckptctl.errors import UsageError, spell_option
 from ckptctl.options import Given, among
-from ckptctl.storage.tree import TreePath, UrlPath
+from ckptctl.tree import TreePath, UrlPath
 from ckptctl.units import counted
 
 MOST_THREADS = 1024
