@@ -36,7 +36,8 @@ BUILT_IN_RULES = Path("megatron-core")
 AT_WORK = 600.0
 """Seconds since the last change for which an incomplete checkpoint counts as being written."""
 SHOWN_METRIC = 80
-CHECKPOINT = "path step time bytes format verdict writing problem lacks protected_by metrics link"
+_FIRST, _LAST = "path step time bytes format verdict writing problem", "protected_by metrics link"
+CHECKPOINT = " ".join((_FIRST, "lacks", _LAST))
 """The order of what is printed of a checkpoint."""
 
 

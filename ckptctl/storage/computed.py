@@ -340,12 +340,14 @@ class StoredFile(ByteSource):
     def gather(self, pieces: Iterable[Piece], buffer: memoryview) -> Outcome:
         """See :meth:`ByteSource.gather`; what lies between near pieces is read with them.
 
+        No more than twice the bytes of the pieces is read.
+
         This is a hot path: there may be thousands of pieces, of a few microseconds each.
         """
         unused = self._opened.unused
         views, begin, end = list[memoryview](), 0, 0
         for offset, nbytes, start in pieces:
-            if not views or not 0 <= offset - end <= GAP or len(views) > IOV_MAX - 2:
+            if not views or not 0 <= offset - end <= min(GAP, nbytes) or len(views) > IOV_MAX - 2:
                 if views:
                     self.read_into(begin, views, end - begin)
                 views, begin, end = [], offset, offset

@@ -15,7 +15,6 @@ import torch
 
 import ckptctl
 from ckptctl.errors import CkptError, MappingError, RefusedError, UnsupportedError
-from ckptctl.numerics import kinds
 from ckptctl.storage import computed
 from tests.checkpoints import load_any_reference, save_hf
 
@@ -228,7 +227,7 @@ def test_each_is_what_it_stands_for(
     assert found.dequantizable and list(found.quantized) == list(plain)
     for rectangle in (1 << 20, 24 * dtype.itemsize):
         monkeypatch.setattr(computed, "RECTANGLE", rectangle)
-        monkeypatch.setattr(kinds, "PIECE", rectangle)
+        monkeypatch.setattr(computed, "PIECE", rectangle)
         out = tmp_path / f"{rectangle}"
         ckptctl.convert(source, out, to="hf", dequantize=f"{dtype}".removeprefix("torch."))
         made = load_any_reference(out)
