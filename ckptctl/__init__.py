@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from ckptctl.runs.listing import RunFolder as RunFolder
     from ckptctl.runs.removal import PrunePlan as PrunePlan
     from ckptctl.runs.removal import PruneResult as PruneResult
-    from ckptctl.training.loading.load_options import LoadReport as LoadReport
+    from ckptctl.save_load.loading.load_options import LoadReport as LoadReport
     from ckptctl.verbs.comparison.diff_result import Difference as Difference
     from ckptctl.verbs.consolidate_metadata import MetadataPlan as MetadataPlan
     from ckptctl.verbs.consolidate_metadata import MetadataResult as MetadataResult
@@ -76,7 +76,7 @@ _HOME = {
     "Inspection": "ckptctl.verbs.inspection.inspect_result",
     "KeyMap": "ckptctl.verbs.key_map",
     "LazyStateDict": "ckptctl.verbs.extraction.lazy",
-    "LoadReport": "ckptctl.training.loading.load_options",
+    "LoadReport": "ckptctl.save_load.loading.load_options",
     "LoraExtraction": "ckptctl.verbs.lora_extraction.lora_result",
     "MergePlan": "ckptctl.adapters.merging",
     "MetadataPlan": "ckptctl.verbs.consolidate_metadata",

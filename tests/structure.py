@@ -41,7 +41,7 @@ ROOMS = {
     "converters": ("converters",),
     "verbs": ("ckptctl.verbs",),
     "runs": ("ckptctl.runs",),
-    "training": ("ckptctl.training", "ckptctl.distributed"),
+    "training": ("ckptctl.save_load", "ckptctl.distributed"),
     "cli": (
         *("ckptctl.__init__", "ckptctl.__main__", "ckptctl.api", "ckptctl.cli"),
         "ckptctl.plugins",

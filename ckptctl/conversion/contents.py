@@ -14,7 +14,7 @@ from ckptctl.conversion.recognition.layout_change import LayoutRequest, apply_ch
 from ckptctl.conversion.recognition.model import require_one_model, root_hint
 from ckptctl.conversion.selection import skip_parts
 from ckptctl.conversion.sources import located
-from ckptctl.conversion.training import Rest, follow
+from ckptctl.conversion.training_state import Rest, follow
 from ckptctl.errors import MappingError, UnsupportedError, listed, spell_option
 from ckptctl.formats.base import OutputTensor
 from ckptctl.formats.shared.leaves import require_known

@@ -15,7 +15,7 @@ from ckptctl.conversion.draft import Draft
 from ckptctl.conversion.items import resolved
 from ckptctl.conversion.recognition.lacking import lacks
 from ckptctl.conversion.recognition.roots import Selection, chosen, select, wanted
-from ckptctl.conversion.training import name_parts
+from ckptctl.conversion.training_state import name_parts
 from ckptctl.errors import (
     CkptError,
     CoverageError,

@@ -22,7 +22,7 @@ from ckptctl.errors import RefusedError, UsageError, listed
 from ckptctl.planner.boxes import intersect
 from ckptctl.planner.placements import Shard as Cut
 from ckptctl.planner.placements import local_part
-from ckptctl.training.saving.local_shards import TensorMeta
+from ckptctl.save_load.saving.local_shards import TensorMeta
 
 StateDict = Mapping[str, object]
 Part = tuple[torch.Tensor, torch.Tensor]

@@ -26,11 +26,11 @@ from ckptctl.errors import (
     listed,
 )
 from ckptctl.formats.shared.leaves import value_bytes
+from ckptctl.save_load.loading.key_comparison import held_as, kept_apart
+from ckptctl.save_load.loading.state_mapping import StateMapping
 from ckptctl.storage.files import MemoryFiles, source_files
 from ckptctl.storage.zips.zip_reader import LEGACY, read_archive
 from ckptctl.storage.zstd import MemoryBudget
-from ckptctl.training.loading.key_comparison import held_as, kept_apart
-from ckptctl.training.loading.state_mapping import StateMapping
 from ckptctl.units import counted
 
 TRUST = "pass `trusted=True` to load it anyway, which can run any code"

@@ -25,8 +25,8 @@ from ckptctl.distributed.run.keeper import SERIES, Keeper
 from ckptctl.distributed.run.manager_options import MAX_FAILURES
 from ckptctl.planner.retention import Policy
 from ckptctl.ranks.coordinator import on_first
+from ckptctl.save_load.loading.load_options import Strict
 from ckptctl.storage.paths import named
-from ckptctl.training.loading.load_options import Strict
 
 
 class CheckpointManager(dcp.CheckpointManager):  # type: ignore[misc]

@@ -22,9 +22,9 @@ from typing import Any
 
 from ckptctl.catalog import row_major
 from ckptctl.planner.placements import Shard, local_part
-from ckptctl.training.rank_agreement import RankStatement, is_unchanged, name_generation
-from ckptctl.training.saving.global_plan import GlobalPlan, make_global_plan
-from ckptctl.training.saving.local_shards import (
+from ckptctl.save_load.rank_agreement import RankStatement, is_unchanged, name_generation
+from ckptctl.save_load.saving.global_plan import GlobalPlan, make_global_plan
+from ckptctl.save_load.saving.local_shards import (
     HeldChunk,
     LocalShards,
     Packed,
@@ -32,7 +32,7 @@ from ckptctl.training.saving.local_shards import (
     digest,
     pack,
 )
-from ckptctl.training.saving.save_files import RankItems, tensor_files, tensor_metadata
+from ckptctl.save_load.saving.save_files import RankItems, tensor_files, tensor_metadata
 from tests.benchmarks.options import names_of, numbers
 from tests.checkpoints.llama import LlamaSpec
 

@@ -21,7 +21,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("distributed", "api"),
     ("runs",),
     ("verbs",),
-    ("training",),
+    ("save_load",),
     ("conversion",),
     ("shared_options",),
     ("option_checks", "ranks"),

@@ -17,7 +17,7 @@ import ckptctl
 from ckptctl.errors import renaming, spell_option
 from ckptctl.keywords import in_python
 from ckptctl.runs.run_options import PruneOptions
-from ckptctl.training.loading.load_options import LoadOptions
+from ckptctl.save_load.loading.load_options import LoadOptions
 from ckptctl.verbs.inspection.inspect_options import InspectOptions
 
 LIBRARY = Path(ckptctl.__file__).parent

@@ -15,7 +15,7 @@ from ckptctl.distributed.loading import load as collective_load
 from ckptctl.distributed.loading.load import load
 from ckptctl.distributed.loading.load_plan import RankLoad
 from ckptctl.distributed.saving.save import save
-from ckptctl.training.loading.identity import identity
+from ckptctl.save_load.loading.identity import identity
 
 
 def settled(folder: Path) -> Path:

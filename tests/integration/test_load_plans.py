@@ -17,9 +17,9 @@ from ckptctl.distributed.loading import load_plan
 from ckptctl.distributed.loading.load import load
 from ckptctl.distributed.loading.load_plan import PLANS
 from ckptctl.errors import MappingError
-from ckptctl.training.loading.identity import identity
-from ckptctl.training.loading.load_options import LoadOptions
-from ckptctl.training.loading.reading import Reading
+from ckptctl.save_load.loading.identity import identity
+from ckptctl.save_load.loading.load_options import LoadOptions
+from ckptctl.save_load.loading.reading import Reading
 from tests.checkpoints import save_dcp
 from tests.gloo import run_on_ranks
 from tests.integration.load_plan_ranks import again_on_ranks, settled, two_groups

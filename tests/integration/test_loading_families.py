@@ -11,12 +11,12 @@ import torch
 import ckptctl
 from ckptctl import formats
 from ckptctl.catalog import Box, memory_name
+from ckptctl.save_load.loading.load_options import LoadOptions
+from ckptctl.save_load.loading.reading import prepare
+from ckptctl.save_load.loading.state_mapping import StateMapping, Target, Wanted, map_state
+from ckptctl.save_load.saving.local_shards import TensorMeta
 from ckptctl.storage.execution.execution_options import ExecutionOptions
 from ckptctl.storage.execution.executor import execute
-from ckptctl.training.loading.load_options import LoadOptions
-from ckptctl.training.loading.reading import prepare
-from ckptctl.training.loading.state_mapping import StateMapping, Target, Wanted, map_state
-from ckptctl.training.saving.local_shards import TensorMeta
 from tests.checkpoints.golden import Golden, State, digest, family_of, names
 from tests.sweeps import one_in
 

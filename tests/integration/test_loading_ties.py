@@ -10,7 +10,7 @@ import torch
 
 from ckptctl.distributed.loading.load import load
 from ckptctl.errors import MappingError
-from ckptctl.training.loading.key_comparison import kept_apart
+from ckptctl.save_load.loading.key_comparison import kept_apart
 from tests.checkpoints import save_dcp, save_torch
 
 

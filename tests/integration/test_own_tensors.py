@@ -54,8 +54,8 @@ def test_another_format_has_them_all(saved: Path, tmp_path: Path) -> None:
 
 
 def test_a_name_that_is_taken_is_refused() -> None:
-    from ckptctl.training.saving.global_plan import make_global_plan
-    from ckptctl.training.saving.local_shards import HeldChunk, LocalShards, TensorMeta, pack
+    from ckptctl.save_load.saving.global_plan import make_global_plan
+    from ckptctl.save_load.saving.local_shards import HeldChunk, LocalShards, TensorMeta, pack
 
     kinds = {name: TensorMeta("uint8", (2,), (name,), False) for name in ("rng", "rank_1.rng")}
     chunks = [HeldChunk(name, (0,), (2,)) for name in kinds]

@@ -26,7 +26,7 @@ from ckptctl.distributed.dcp.storage_reader import Reader
 from ckptctl.distributed.loading.load import load
 from ckptctl.distributed.saving.save import save
 from ckptctl.errors import RefusedError, UnsafePickleError, UnsupportedError, UsageError
-from ckptctl.training.loading.load_options import LoadReport
+from ckptctl.save_load.loading.load_options import LoadReport
 
 SAVES: dict[str, Callable[[Any, Path], object]] = {
     "ours": lambda state, path: save(state, path, sync=False),

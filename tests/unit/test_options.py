@@ -20,8 +20,8 @@ from ckptctl.errors import CkptError, UsageError, spell_option
 from ckptctl.keywords import keywords, python
 from ckptctl.options import Argument, Excludes, Option, Options, declared
 from ckptctl.runs.run_options import PruneOptions
+from ckptctl.save_load.loading.load_options import LoadOptions
 from ckptctl.storage.threads import daemon, thread_pool
-from ckptctl.training.loading.load_options import LoadOptions
 from ckptctl.verbs.comparison.diff_options import DiffOptions
 from ckptctl.verbs.extraction.extract_options import ExtractOptions
 from ckptctl.verbs.inspection.inspect_options import InspectOptions

@@ -32,10 +32,10 @@ from ckptctl.distributed.state import (
 from ckptctl.distributed.values import left_out_note, outside, put, unpickle_value
 from ckptctl.errors import CoverageError, MappingError, UnsupportedError, listed
 from ckptctl.planner.boxes import coverage
-from ckptctl.training.loading.checks import casts, require_shapes
-from ckptctl.training.loading.key_comparison import compare, describe_load, require_equal
-from ckptctl.training.loading.load_options import LoadReport
-from ckptctl.training.loading.state_mapping import Wanted
+from ckptctl.save_load.loading.checks import casts, require_shapes
+from ckptctl.save_load.loading.key_comparison import compare, describe_load, require_equal
+from ckptctl.save_load.loading.load_options import LoadReport
+from ckptctl.save_load.loading.state_mapping import Wanted
 
 NONE = torch.Size([0])
 """The size of what is no tensor, as torch has it."""

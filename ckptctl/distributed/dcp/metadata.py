@@ -28,10 +28,10 @@ from ckptctl.formats.base import OutputTensor
 from ckptctl.formats.dcp.metadata import Item, Origin
 from ckptctl.formats.dcp.metadata_writer import encode_tensors
 from ckptctl.keywords import in_python
-from ckptctl.training.loading.load_options import LoadOptions
-from ckptctl.training.loading.state_mapping import MappingRequest, StateMapping, map_state, moved
-from ckptctl.training.saving.global_plan import GlobalPlan
-from ckptctl.training.saving.local_shards import TensorMeta
+from ckptctl.save_load.loading.load_options import LoadOptions
+from ckptctl.save_load.loading.state_mapping import MappingRequest, StateMapping, map_state, moved
+from ckptctl.save_load.saving.global_plan import GlobalPlan
+from ckptctl.save_load.saving.local_shards import TensorMeta
 
 P = ParamSpec("P")
 R = TypeVar("R")

@@ -1,7 +1,7 @@
 """A save planner for torch's own functions, with the global plan of ``ckptctl.save``.
 
-Ranks send what they hold in the form of :mod:`ckptctl.training.saving.local_shards`, the
-coordinator decides with :mod:`ckptctl.training.saving.global_plan`, and each rank makes write items
+Ranks send what they hold in the form of :mod:`ckptctl.save_load.saving.local_shards`, the
+coordinator decides with :mod:`ckptctl.save_load.saving.global_plan`, and each rank makes write items
 of its share. Any storage writer takes them; ours takes the share itself.
 """
 
@@ -39,9 +39,14 @@ from ckptctl.distributed.state import state_of
 from ckptctl.errors import MappingError, RefusedError, listed
 from ckptctl.formats.base import OutputTensor
 from ckptctl.planner.boxes import intersect
-from ckptctl.training.saving.global_plan import RankShare, make_global_plan, output_tensor, own_plan
-from ckptctl.training.saving.local_shards import LocalShards, Packed, digest, divide_values
-from ckptctl.training.saving.save_files import boxes_of
+from ckptctl.save_load.saving.global_plan import (
+    RankShare,
+    make_global_plan,
+    output_tensor,
+    own_plan,
+)
+from ckptctl.save_load.saving.local_shards import LocalShards, Packed, digest, divide_values
+from ckptctl.save_load.saving.save_files import boxes_of
 from ckptctl.units import counted
 
 PLANS = 8

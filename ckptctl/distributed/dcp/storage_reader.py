@@ -27,14 +27,14 @@ from ckptctl.errors import CkptError, MappingError
 from ckptctl.keywords import keywords
 from ckptctl.options import Option
 from ckptctl.planner.boxes import check_coverage
+from ckptctl.save_load.loading.checks import require_nothing_lost
+from ckptctl.save_load.loading.identity import Fingerprint, fingerprint_of, require_same_checkpoint
+from ckptctl.save_load.loading.key_comparison import with_own
+from ckptctl.save_load.loading.load_options import LoadOptions
+from ckptctl.save_load.loading.reading import prepare
+from ckptctl.save_load.loading.state_mapping import StateMapping
+from ckptctl.save_load.saving.local_shards import TensorMeta
 from ckptctl.storage.paths import is_known, named
-from ckptctl.training.loading.checks import require_nothing_lost
-from ckptctl.training.loading.identity import Fingerprint, fingerprint_of, require_same_checkpoint
-from ckptctl.training.loading.key_comparison import with_own
-from ckptctl.training.loading.load_options import LoadOptions
-from ckptctl.training.loading.reading import prepare
-from ckptctl.training.loading.state_mapping import StateMapping
-from ckptctl.training.saving.local_shards import TensorMeta
 
 _log = logging.getLogger("ckptctl")
 

@@ -39,10 +39,10 @@ from ckptctl.distributed.saving.local_state import LocalState, steps_of
 from ckptctl.distributed.saving.save_options import WriterOptions
 from ckptctl.errors import MappingError, RefusedError, StorageError, listed
 from ckptctl.keywords import keywords
+from ckptctl.save_load.saving.global_plan import RankShare
+from ckptctl.save_load.saving.local_shards import HeldChunk, LocalShards, TensorMeta
+from ckptctl.save_load.saving.save_files import rank_files
 from ckptctl.storage.paths import is_known, named
-from ckptctl.training.saving.global_plan import RankShare
-from ckptctl.training.saving.local_shards import HeldChunk, LocalShards, TensorMeta
-from ckptctl.training.saving.save_files import rank_files
 
 VERSION = "1.0.0"
 _OPEN: weakref.WeakValueDictionary[str, Writer] = weakref.WeakValueDictionary()

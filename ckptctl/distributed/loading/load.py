@@ -35,12 +35,12 @@ from ckptctl.distributed.positions import note_position
 from ckptctl.distributed.values import ReadValues
 from ckptctl.keywords import keywords
 from ckptctl.ranks.coordinator import Alone, Coordinator, on_first, sendable, telling, together
+from ckptctl.save_load.loading.checks import require_nothing_lost
+from ckptctl.save_load.loading.identity import Fingerprint, fingerprint_of
+from ckptctl.save_load.loading.load_options import LoadReport
+from ckptctl.save_load.rank_agreement import RankStatement, is_unchanged, name_generation, new_nonce
+from ckptctl.save_load.saving.local_shards import digest
 from ckptctl.storage.threads import no_collection
-from ckptctl.training.loading.checks import require_nothing_lost
-from ckptctl.training.loading.identity import Fingerprint, fingerprint_of
-from ckptctl.training.loading.load_options import LoadReport
-from ckptctl.training.rank_agreement import RankStatement, is_unchanged, name_generation, new_nonce
-from ckptctl.training.saving.local_shards import digest
 from ckptctl.tree import TreePath
 
 

@@ -29,9 +29,8 @@ from ckptctl.distributed.state import HeldShard
 from ckptctl.distributed.values import ReadValues, held_names, left_out_note, read_values
 from ckptctl.errors import listed
 from ckptctl.planner.plan import Plan
-from ckptctl.storage.outcome import OutOfRange
-from ckptctl.training.loading.identity import Fingerprint
-from ckptctl.training.loading.key_comparison import (
+from ckptctl.save_load.loading.identity import Fingerprint
+from ckptctl.save_load.loading.key_comparison import (
     as_strict_as,
     compare,
     describe_load,
@@ -40,16 +39,17 @@ from ckptctl.training.loading.key_comparison import (
     require_kinds,
     with_own,
 )
-from ckptctl.training.loading.load_options import LoadReport
-from ckptctl.training.loading.reading import (
+from ckptctl.save_load.loading.load_options import LoadReport
+from ckptctl.save_load.loading.reading import (
     Reading,
     plan_elsewhere,
     prepare,
     same_index,
     same_places,
 )
-from ckptctl.training.loading.state_mapping import StateMapping, Wanted, map_state
-from ckptctl.training.saving.local_shards import digest
+from ckptctl.save_load.loading.state_mapping import StateMapping, Wanted, map_state
+from ckptctl.save_load.saving.local_shards import digest
+from ckptctl.storage.outcome import OutOfRange
 
 NBYTES = 1 << 28
 _log = logging.getLogger("ckptctl")

@@ -24,7 +24,7 @@ from ckptctl.distributed.state import (
     held_tensor,
     placement_of,
 )
-from ckptctl.training.loading.state_mapping import StateMapping
+from ckptctl.save_load.loading.state_mapping import StateMapping
 
 
 def with_new_tensors(asked: LoadRequest, mapping: StateMapping, how: LoadCall) -> LoadRequest:

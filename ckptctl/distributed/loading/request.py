@@ -21,10 +21,10 @@ from ckptctl.distributed.state import HeldShard, State, state_of
 from ckptctl.errors import MappingError, RefusedError
 from ckptctl.formats.dcp_rank_local import DcpRankLocalFormat, read_rank
 from ckptctl.ranks.coordinator import Coordinator
-from ckptctl.training.loading.identity import Fingerprint, identity, require_same_checkpoint
-from ckptctl.training.loading.load_options import LoadOptions
-from ckptctl.training.rank_agreement import RankStatement, require_agreement
-from ckptctl.training.saving.local_shards import TensorMeta, digest
+from ckptctl.save_load.loading.identity import Fingerprint, identity, require_same_checkpoint
+from ckptctl.save_load.loading.load_options import LoadOptions
+from ckptctl.save_load.rank_agreement import RankStatement, require_agreement
+from ckptctl.save_load.saving.local_shards import TensorMeta, digest
 from ckptctl.tree import TreePath
 
 VERSION = 1

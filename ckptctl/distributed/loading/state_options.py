@@ -11,7 +11,7 @@ from ckptctl import shared_options as opt
 from ckptctl.distributed.group import ProcessGroup
 from ckptctl.errors import UsageError
 from ckptctl.options import Option
-from ckptctl.training.loading.load_options import LoadOptions, Strict
+from ckptctl.save_load.loading.load_options import LoadOptions, Strict
 
 Broadcast = bool | Literal["auto"]
 

@@ -19,13 +19,13 @@ from ckptctl.distributed.loading.pinned_buffers import device_buffers
 from ckptctl.distributed.state import HeldShard, address, bytes_of, memory, row_major_parts
 from ckptctl.errors import MappingError, RefusedError
 from ckptctl.planner.plan import Plan
+from ckptctl.save_load.loading.load_options import LoadOptions
+from ckptctl.save_load.loading.state_mapping import StateMapping, Target, Wanted
+from ckptctl.save_load.saving.local_shards import TensorMeta
 from ckptctl.storage.byte_files import ByteSink, Memory
 from ckptctl.storage.execution.execution_options import Execution, ExecutionOptions
 from ckptctl.storage.execution.executor import execute
 from ckptctl.storage.threads import no_collection
-from ckptctl.training.loading.load_options import LoadOptions
-from ckptctl.training.loading.state_mapping import StateMapping, Target, Wanted
-from ckptctl.training.saving.local_shards import TensorMeta
 
 LONG = 4096
 

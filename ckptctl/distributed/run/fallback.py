@@ -16,7 +16,7 @@ from ckptctl.distributed.group import UnreachableError
 from ckptctl.distributed.run.keeper import Keeper, Start
 from ckptctl.errors import CkptError, CoverageError, DamagedError, RefusedError, listed
 from ckptctl.ranks.coordinator import Coordinator, RankError, on_first, sendable
-from ckptctl.training.loading.load_options import LoadReport
+from ckptctl.save_load.loading.load_options import LoadReport
 
 Fallback = Literal["older", "raise"]
 EVIDENCE = (DamagedError.code, CoverageError.code)

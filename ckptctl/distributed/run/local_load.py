@@ -37,7 +37,7 @@ from ckptctl.errors import (
 from ckptctl.formats.dcp_rank_local import FORMAT, read_rank
 from ckptctl.ranks.coordinator import Coordinator, format_ranks, on_first, telling
 from ckptctl.runs.notes import run_record
-from ckptctl.training.loading.load_options import LoadOptions, LoadReport
+from ckptctl.save_load.loading.load_options import LoadOptions, LoadReport
 from ckptctl.tree import TreePath
 from ckptctl.units import counted
 

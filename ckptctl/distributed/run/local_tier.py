@@ -44,9 +44,9 @@ from ckptctl.errors import (
 )
 from ckptctl.ranks.coordinator import Coordinator, on_first, sendable, together
 from ckptctl.runs.notes import run_record
+from ckptctl.save_load.saving.local_shards import LocalShards
 from ckptctl.storage.destinations import require_folder, require_path
 from ckptctl.storage.paths import home_expanded
-from ckptctl.training.saving.local_shards import LocalShards
 from ckptctl.tree import TreePath
 
 _log = logging.getLogger("ckptctl")

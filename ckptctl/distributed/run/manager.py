@@ -35,10 +35,10 @@ from ckptctl.keywords import keywords
 from ckptctl.options import about, among, declared
 from ckptctl.ranks.coordinator import Coordinator, on_first, telling
 from ckptctl.runs.run_store import run_store
+from ckptctl.save_load.loading.load_options import LoadReport
 from ckptctl.storage.destinations import require_folder, require_path
 from ckptctl.storage.paths import home_expanded, named
 from ckptctl.storage.urls import is_url
-from ckptctl.training.loading.load_options import LoadReport
 from ckptctl.tree import TreePath
 
 _log = logging.getLogger("ckptctl")

@@ -19,7 +19,7 @@ from ckptctl.errors import RefusedError, UsageError
 from ckptctl.options import Option, declared
 from ckptctl.planner.retention import Policy, Retainable
 from ckptctl.runs.run_options import KeepOptions
-from ckptctl.training.loading.load_options import LoadReport
+from ckptctl.save_load.loading.load_options import LoadReport
 from ckptctl.tree import TreePath
 
 Wanted = Callable[[Retainable], object]

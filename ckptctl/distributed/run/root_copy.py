@@ -23,12 +23,12 @@ from ckptctl.formats.dcp.locating import located
 from ckptctl.formats.dcp_rank_local import read_rank
 from ckptctl.planner.plan import Plan
 from ckptctl.planner.strided import Part, Strided
+from ckptctl.save_load.saving.local_shards import LocalShards
 from ckptctl.storage.execution.execution_options import Execution, ExecutionOptions
 from ckptctl.storage.execution.executor import execute
 from ckptctl.storage.execution.streaming import Create, stream
 from ckptctl.storage.files import source_files
 from ckptctl.storage.threads import Advance
-from ckptctl.training.saving.local_shards import LocalShards
 
 
 class Pace:

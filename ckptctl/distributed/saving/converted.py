@@ -30,13 +30,13 @@ from ckptctl.formats.dcp import METADATA
 from ckptctl.formats.dcp.metadata import Origin
 from ckptctl.ranks.coordinator import on_first, through_first
 from ckptctl.runs.run_store import run_store
+from ckptctl.save_load.saving.global_plan import GlobalPlan, make_global_plan, own_plan
+from ckptctl.save_load.saving.local_shards import HeldChunk, LocalShards, Packed, TensorMeta, pack
+from ckptctl.save_load.saving.save_files import rank_files, tensor_metadata
 from ckptctl.storage import trash
 from ckptctl.storage.destinations import already_exists, check_target, destination
 from ckptctl.storage.paths import home_expanded, named
 from ckptctl.storage.urls import HUB, is_url, scheme_of
-from ckptctl.training.saving.global_plan import GlobalPlan, make_global_plan, own_plan
-from ckptctl.training.saving.local_shards import HeldChunk, LocalShards, Packed, TensorMeta, pack
-from ckptctl.training.saving.save_files import rank_files, tensor_metadata
 from ckptctl.tree import TreePath
 
 OF_A_SAVE = re.compile(r"\.metadata|__\d+_\d+\.distcp|\.nfs.*|\.ckptctl-(writing|objects)")

@@ -20,10 +20,10 @@ from ckptctl.distributed.state import HeldTensor, State, StateDict, bytes_of, me
 from ckptctl.distributed.values import pickle_values, save_to_bytes
 from ckptctl.planner.copying.blocks import MIB
 from ckptctl.planner.plan import Plan
+from ckptctl.save_load.saving.local_shards import DIGEST, HeldChunk, LocalShards, Packed, pack
 from ckptctl.storage.byte_files import Memory
 from ckptctl.storage.crc import crc32
 from ckptctl.storage.execution.execution_options import ExecutionOptions
-from ckptctl.training.saving.local_shards import DIGEST, HeldChunk, LocalShards, Packed, pack
 
 BLOCK = 16 * MIB
 """Bytes of a tensor that a stream copies at a time."""

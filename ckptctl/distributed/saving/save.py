@@ -35,9 +35,7 @@ from ckptctl.formats.dcp.metadata_writer import TensorMetadata
 from ckptctl.keywords import in_python, keywords
 from ckptctl.options import Option
 from ckptctl.ranks.coordinator import Coordinator, sendable, through_first
-from ckptctl.storage.paths import named
-from ckptctl.storage.threads import no_collection
-from ckptctl.training.rank_agreement import (
+from ckptctl.save_load.rank_agreement import (
     RankStatement,
     is_first_to_say,
     is_unchanged,
@@ -45,8 +43,8 @@ from ckptctl.training.rank_agreement import (
     new_nonce,
     require_agreement,
 )
-from ckptctl.training.saving.global_plan import GlobalPlan, RankShare, make_global_plan, own_plan
-from ckptctl.training.saving.local_shards import (
+from ckptctl.save_load.saving.global_plan import GlobalPlan, RankShare, make_global_plan, own_plan
+from ckptctl.save_load.saving.local_shards import (
     Groups,
     Packed,
     digest,
@@ -56,7 +54,7 @@ from ckptctl.training.saving.local_shards import (
     unpack_groups,
     values_to_write,
 )
-from ckptctl.training.saving.save_files import (
+from ckptctl.save_load.saving.save_files import (
     RankItems,
     TensorFiles,
     rank_files,
@@ -64,6 +62,8 @@ from ckptctl.training.saving.save_files import (
     tensor_metadata,
     with_values,
 )
+from ckptctl.storage.paths import named
+from ckptctl.storage.threads import no_collection
 from ckptctl.tree import TreePath
 
 VERSION = 1

@@ -23,9 +23,9 @@ from ckptctl.formats.deepspeed.deepspeed_model import (
 from ckptctl.formats.deepspeed.optimizer import OPTIMIZER, surroundings
 from ckptctl.formats.deepspeed.states import ModelState
 from ckptctl.formats.deepspeed.zero import Save, read_save
-from ckptctl.formats.shared.copies import CopyComparison
 from ckptctl.formats.shared.findings import Faults
 from ckptctl.formats.shared.leaves import below_rank, kept_apart, unknown_notes
+from ckptctl.formats.shared.replicas import CopyComparison
 from ckptctl.formats.shared.stored_leaves import NO_CHECKSUMS, Leaves, stored_entry
 from ckptctl.formats.shared.tags import LATEST, tag_folder
 from ckptctl.formats.sidecar_files import beside

@@ -47,7 +47,6 @@ from ckptctl.formats.megatron.rules import (
     load,
     partner_of,
 )
-from ckptctl.formats.shared.copies import CopyComparison
 from ckptctl.formats.shared.findings import Faults
 from ckptctl.formats.shared.joined_tensors import (
     JoinedTensor,
@@ -56,6 +55,7 @@ from ckptctl.formats.shared.joined_tensors import (
     tensor_entries,
 )
 from ckptctl.formats.shared.leaves import join, unknown_notes
+from ckptctl.formats.shared.replicas import CopyComparison
 from ckptctl.formats.shared.stored_leaves import NO_CHECKSUMS, Leaves, extent_of
 from ckptctl.formats.shared.tags import tag_folder
 from ckptctl.formats.sidecar_files import beside

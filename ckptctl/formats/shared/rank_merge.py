@@ -15,7 +15,6 @@ from typing import NamedTuple
 
 from ckptctl.catalog import Blob, Box, Extent, Path
 from ckptctl.errors import CkptError, DamagedError, FormatError, UnsupportedError, listed
-from ckptctl.formats.shared.copies import CopyComparison
 from ckptctl.formats.shared.findings import Faults, Lost
 from ckptctl.formats.shared.joined_tensors import (
     JoinedTensor,
@@ -26,6 +25,7 @@ from ckptctl.formats.shared.joined_tensors import (
 )
 from ckptctl.formats.shared.leaves import below_rank, join, kept_apart, unknown_notes
 from ckptctl.formats.shared.rank_archive import Sharded, nothing_known
+from ckptctl.formats.shared.replicas import CopyComparison
 from ckptctl.formats.shared.stored_leaves import Leaves, extent_of
 from ckptctl.storage.files import SourceFiles
 from ckptctl.storage.zips.zip_reader import StoredTensor

@@ -18,11 +18,11 @@ from ckptctl.errors import CkptError, MappingError, UsageError, renaming, spell_
 from ckptctl.formats.base import Weights
 from ckptctl.installed import INSTALL_TORCH, has_torch, require_torch
 from ckptctl.numerics.quantized import dequantized, quantized
+from ckptctl.save_load.loading.state_mapping import MappingRequest, StateMapping, keep_names
 from ckptctl.storage.compare import Errors, Tolerance
 from ckptctl.storage.computed import open_reader
 from ckptctl.storage.paths import shown
 from ckptctl.storage.threads import Watch, unwatched
-from ckptctl.training.loading.state_mapping import MappingRequest, StateMapping, keep_names
 from ckptctl.tree import TreePath
 from ckptctl.verbs.comparison.diff_options import DiffOptions
 from ckptctl.verbs.comparison.diff_result import Difference, LeafDifference, TensorDifference

@@ -15,8 +15,8 @@ from ckptctl.planner.copying.blocks import view
 from ckptctl.planner.layouts import Stored
 from ckptctl.planner.mapping.mapped import RedundantData, Region
 from ckptctl.planner.strided import Strided
+from ckptctl.save_load.loading.state_mapping import StateMapping
 from ckptctl.storage.computed import open_reader
-from ckptctl.training.loading.state_mapping import StateMapping
 from ckptctl.units import counted
 
 

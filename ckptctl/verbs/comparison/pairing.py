@@ -13,8 +13,8 @@ from ckptctl.conversion.recognition.model import understand
 from ckptctl.conversion.recognition.roots import has_room, outside, select, unmatched
 from ckptctl.errors import MappingError, MissingTensorsError, RefusedError, UsageError
 from ckptctl.planner.mapping.mapped import ComposedTensor
-from ckptctl.training.loading.state_mapping import MappingRequest, StateMapping, map_state, moved
-from ckptctl.training.saving.local_shards import TensorMeta
+from ckptctl.save_load.loading.state_mapping import MappingRequest, StateMapping, map_state, moved
+from ckptctl.save_load.saving.local_shards import TensorMeta
 from ckptctl.verbs.comparison.diff_result import Side
 
 OUTSIDE = "not part of the model"

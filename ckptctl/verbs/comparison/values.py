@@ -11,13 +11,13 @@ from ckptctl.catalog import Box, Catalog, TensorEntry, row_major
 from ckptctl.errors import ChangedError
 from ckptctl.file_identity import FileIdentity
 from ckptctl.planner.plan import Plan
+from ckptctl.save_load.loading.reading import Reading, WantedBox, fill
+from ckptctl.save_load.loading.state_mapping import StateMapping
 from ckptctl.storage.compare import Errors, Tolerance, errors_between
 from ckptctl.storage.computed import require_torch_for
 from ckptctl.storage.pickles.inert import DictRecord, Inert
 from ckptctl.storage.tensor_reader import boxes_within
 from ckptctl.storage.threads import Advance
-from ckptctl.training.loading.reading import Reading, WantedBox, fill
-from ckptctl.training.loading.state_mapping import StateMapping
 from ckptctl.tree import TreePath
 from ckptctl.verbs.comparison.diff_result import LeafDifference
 from ckptctl.verbs.comparison.pairing import Pair

@@ -28,12 +28,12 @@ from ckptctl.errors import (
 )
 from ckptctl.numerics.dequantizing import require_uncast
 from ckptctl.results import JsonField, Result
+from ckptctl.save_load.loading.checks import casts
+from ckptctl.save_load.loading.reading import Reading
+from ckptctl.save_load.loading.state_mapping import StateMapping, Wanted
 from ckptctl.storage.computed import require_torch_for
 from ckptctl.storage.outcome import OUT_OF_RANGE, OutOfRange
 from ckptctl.storage.paths import shown
-from ckptctl.training.loading.checks import casts
-from ckptctl.training.loading.reading import Reading
-from ckptctl.training.loading.state_mapping import StateMapping, Wanted
 from ckptctl.tree import TreePath
 from ckptctl.units import counted
 from ckptctl.verbs.extraction.extract_options import ExtractOptions

@@ -15,13 +15,13 @@ from ckptctl.errors import MappingError, RefusedError, UnsupportedError, UsageEr
 from ckptctl.installed import require_torch
 from ckptctl.planner.boxes import check_coverage
 from ckptctl.planner.mapping.mapped import ComposedTensor
+from ckptctl.save_load.loading.checks import casts
+from ckptctl.save_load.loading.reading import Reading, WantedBox, fill
+from ckptctl.save_load.loading.state_mapping import Wanted
 from ckptctl.storage.arithmetic import import_torch, tensor
 from ckptctl.storage.outcome import require_in_range
 from ckptctl.storage.pickles.inert import Global, Inert, walk
 from ckptctl.storage.zips.zip_reader import StoredTensor
-from ckptctl.training.loading.checks import casts
-from ckptctl.training.loading.reading import Reading, WantedBox, fill
-from ckptctl.training.loading.state_mapping import Wanted
 from ckptctl.tree import TreePath
 from ckptctl.units import counted
 from ckptctl.verbs.extraction.extract_options import OpenOptions

@@ -8,7 +8,7 @@ from ckptctl.conversion.recognition.model import Request
 from ckptctl.conversion.sources import open_source
 from ckptctl.facts.agreed_change import agreed_change
 from ckptctl.numerics.quantized import advised, dequantized
-from ckptctl.training.loading.state_mapping import (
+from ckptctl.save_load.loading.state_mapping import (
     MappingRequest,
     StateMapping,
     keep_names,

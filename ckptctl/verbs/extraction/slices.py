@@ -14,9 +14,9 @@ from ckptctl import dtypes
 from ckptctl.catalog import Box
 from ckptctl.errors import UsageError, spell_option
 from ckptctl.installed import require_torch
+from ckptctl.save_load.loading.reading import Reading, WantedBox, fill
 from ckptctl.storage.arithmetic import Number, numbers, plain, shown
 from ckptctl.storage.computed import require_torch_for
-from ckptctl.training.loading.reading import Reading, WantedBox, fill
 from ckptctl.units import counted
 
 SUFFIX = re.compile(r"(?P<name>.+?)(?P<slice>\[[-+\d:,.\s]*\])")

@@ -14,12 +14,12 @@ from ckptctl.formats.hf import FORMAT as HF
 from ckptctl.formats.hf import SafetensorsWriter
 from ckptctl.formats.torch_file import FORMAT as TORCH
 from ckptctl.planner.plan import OutputFile, Plan, Record
+from ckptctl.save_load.loading.reading import Reading
 from ckptctl.storage.destinations import Replaceable, require_space
 from ckptctl.storage.execution.execution_options import Execution, ExecutionOptions
 from ckptctl.storage.execution.executor import execute
 from ckptctl.storage.outcome import require_in_range
 from ckptctl.storage.publish import staging
-from ckptctl.training.loading.reading import Reading
 from ckptctl.tree import TreePath
 from ckptctl.units import counted
 from ckptctl.verbs.extraction.extract_options import ExtractOptions

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from ckptctl.catalog import Box, Extent, TensorEntry
-from ckptctl.formats.shared.copies import CopyComparison
+from ckptctl.formats.shared.replicas import CopyComparison
 from ckptctl.storage.compare import WINDOW
 from ckptctl.storage.files import source_files
 

@@ -20,9 +20,9 @@ from ckptctl.errors import (
     UnsupportedError,
     UsageError,
 )
+from ckptctl.save_load.loading import reading
 from ckptctl.storage.execution.execution_options import Execution
 from ckptctl.storage.execution.executor import execute
-from ckptctl.training.loading import reading
 from tests.checkpoints import save_dcp, save_hf, save_torch, tiny_llama
 
 KEYS: list[Any] = [

@@ -19,8 +19,8 @@ from ckptctl.formats.base import OutputTensor
 from ckptctl.planner.balance import EVEN, assign, cut, fine_limit, piece_limit
 from ckptctl.planner.boxes import coverage
 from ckptctl.ranks.coordinator import format_ranks
+from ckptctl.save_load.saving.local_shards import Packed, Structure, TensorMeta, divide_values
 from ckptctl.storage.threads import no_collection
-from ckptctl.training.saving.local_shards import Packed, Structure, TensorMeta, divide_values
 
 Places = Sequence[int]
 """For each rank that holds a box the position of the box among the rank's of that tensor."""
@@ -37,7 +37,7 @@ class RankShare:
     values: Mapping[str, str] = field(default_factory=dict)
     # The box that is written, by position in *chunks*, where it is a part of the chunk.
     parts: Mapping[int, Box] = field(default_factory=dict)
-    # Which of its values are compared together (see :mod:`ckptctl.training.saving.local_shards`).
+    # Which of its values are compared together (see :mod:`ckptctl.save_load.saving.local_shards`).
     groups: bytes = b""
 
 

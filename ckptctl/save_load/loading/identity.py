@@ -12,9 +12,9 @@ from typing import NamedTuple
 from ckptctl.catalog import MANIFEST, Catalog
 from ckptctl.errors import RefusedError
 from ckptctl.file_identity import FileIdentity
+from ckptctl.save_load.saving.local_shards import digest
 from ckptctl.storage.files import SourceFiles, source_files
 from ckptctl.storage.urls import is_url
-from ckptctl.training.saving.local_shards import digest
 from ckptctl.tree import TreePath
 from ckptctl.units import counted
 

@@ -16,8 +16,8 @@ from ckptctl.errors import MappingError, UsageError, nearest, renaming
 from ckptctl.numerics.dequantizing import quantization_in
 from ckptctl.numerics.quantized import dequantized
 from ckptctl.options import Option, Options
+from ckptctl.save_load.loading.state_mapping import MappingRequest
 from ckptctl.storage.outcome import OutOfRange, require_in_range
-from ckptctl.training.loading.state_mapping import MappingRequest
 from ckptctl.tree import TreePath
 
 Strict = bool | Literal["model", "state"]

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from ckptctl.errors import CkptError, RefusedError
 from ckptctl.ranks.coordinator import RankError
-from ckptctl.training.saving.local_shards import DIGEST, is_still_equal
+from ckptctl.save_load.saving.local_shards import DIGEST, is_still_equal
 
 
 class RankStatement(NamedTuple):

@@ -13,8 +13,8 @@ from ckptctl.errors import MappingError, listed, nearest
 from ckptctl.formats.dcp.dcp_reader import COMPANION
 from ckptctl.numerics.quantized import quantized
 from ckptctl.planner.mapping.mapped import ComposedTensor
-from ckptctl.training.loading.load_options import LoadReport, Strict
-from ckptctl.training.loading.state_mapping import StateMapping, moved
+from ckptctl.save_load.loading.load_options import LoadReport, Strict
+from ckptctl.save_load.loading.state_mapping import StateMapping, moved
 
 APART = re.compile(r"rank_(?P<rank>\d+)\.(?P<name>.+)", re.DOTALL)
 

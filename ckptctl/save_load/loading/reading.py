@@ -23,10 +23,10 @@ from ckptctl.formats.base import Output, Place
 from ckptctl.planner.boxes import check_coverage, intersect
 from ckptctl.planner.mapping.mapped import ComposedTensor
 from ckptctl.planner.plan import Plan, Record, Transfer
+from ckptctl.save_load.loading.checks import casts, require_boxes, require_filled, require_shapes
+from ckptctl.save_load.loading.state_mapping import StateMapping, Target, Wanted
 from ckptctl.storage.execution.execution_options import Execution, ExecutionOptions
 from ckptctl.storage.execution.executor import execute
-from ckptctl.training.loading.checks import casts, require_boxes, require_filled, require_shapes
-from ckptctl.training.loading.state_mapping import StateMapping, Target, Wanted
 
 
 class WantedBox(NamedTuple):

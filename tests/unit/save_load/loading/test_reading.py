@@ -10,13 +10,13 @@ import torch
 from ckptctl import formats
 from ckptctl.catalog import Box, memory_name
 from ckptctl.errors import CoverageError, MappingError
+from ckptctl.save_load.loading.checks import require_boxes
+from ckptctl.save_load.loading.load_options import LoadOptions
+from ckptctl.save_load.loading.reading import prepare
+from ckptctl.save_load.loading.state_mapping import StateMapping, Target, Wanted, map_state
+from ckptctl.save_load.saving.local_shards import TensorMeta
 from ckptctl.storage.execution.execution_options import Execution, ExecutionOptions
 from ckptctl.storage.execution.executor import execute
-from ckptctl.training.loading.checks import require_boxes
-from ckptctl.training.loading.load_options import LoadOptions
-from ckptctl.training.loading.reading import prepare
-from ckptctl.training.loading.state_mapping import StateMapping, Target, Wanted, map_state
-from ckptctl.training.saving.local_shards import TensorMeta
 from tests.checkpoints import rename, save_hf, tiny_llama, to_meta_names
 
 QUERY = "layers.0.attention.wq.weight"

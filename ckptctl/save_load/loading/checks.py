@@ -13,8 +13,8 @@ from ckptctl.errors import MappingError, listed
 from ckptctl.numerics.quantized import quantized
 from ckptctl.planner.boxes import check_coverage, intersect
 from ckptctl.planner.mapping.mapped import ComposedTensor
+from ckptctl.save_load.loading.state_mapping import StateMapping, Target, Wanted
 from ckptctl.storage.computed import open_reader
-from ckptctl.training.loading.state_mapping import StateMapping, Target, Wanted
 from ckptctl.units import counted
 
 

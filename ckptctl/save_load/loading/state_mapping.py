@@ -18,7 +18,7 @@ from ckptctl.conversion.assets import gather
 from ckptctl.conversion.recognition.layout_change import LayoutRequest, apply_change
 from ckptctl.conversion.recognition.model import DETECTED, Model, Request, understand
 from ckptctl.conversion.recognition.roots import checked_root, roots, unwrapped
-from ckptctl.conversion.training import follow
+from ckptctl.conversion.training_state import follow
 from ckptctl.errors import MappingError, MissingTensorsError, RefusedError, UsageError
 from ckptctl.facts.agreed_change import agreed_change
 from ckptctl.notes import Notes
@@ -26,7 +26,7 @@ from ckptctl.numerics.dequantizing import describe_plain, keep_together
 from ckptctl.numerics.quantized import advised
 from ckptctl.planner.mapping.mapped import ComposedTensor, RedundantData
 from ckptctl.planner.mapping.tensors import Change
-from ckptctl.training.saving.local_shards import TensorMeta
+from ckptctl.save_load.saving.local_shards import TensorMeta
 from ckptctl.tree import TreePath
 
 STATE = "the state"

@@ -1,7 +1,7 @@
 """The files of each rank in a DCP directory, and the metadata.
 
-Every rank says what it holds (:mod:`ckptctl.training.saving.local_shards`), one of them decides
-(:mod:`ckptctl.training.saving.global_plan`), each lays out and writes its own files
+Every rank says what it holds (:mod:`ckptctl.save_load.saving.local_shards`), one of them decides
+(:mod:`ckptctl.save_load.saving.global_plan`), each lays out and writes its own files
 (:func:`tensor_files`, :func:`with_values`), one writes the metadata (:func:`tensor_metadata`). No
 torch here: memory has names.
 """
@@ -24,9 +24,9 @@ from ckptctl.formats.dcp.metadata_writer import Located, TensorMetadata, encode_
 from ckptctl.planner.balance import assign
 from ckptctl.planner.plan import CrcOf, OutputFile, Plan, TargetBox, Transfer
 from ckptctl.planner.strided import Strided
+from ckptctl.save_load.saving.global_plan import GlobalPlan, RankShare, output_tensor
+from ckptctl.save_load.saving.local_shards import HeldChunk, LocalShards
 from ckptctl.storage.threads import no_collection
-from ckptctl.training.saving.global_plan import GlobalPlan, RankShare, output_tensor
-from ckptctl.training.saving.local_shards import HeldChunk, LocalShards
 
 FileCount = Callable[[int], int]
 """Returns among how many files a rank's bytes are dealt."""

@@ -14,14 +14,14 @@ from ckptctl.errors import CkptError, CoverageError, MappingError, RefusedError
 from ckptctl.formats.dcp.metadata import Item, decode
 from ckptctl.planner.balance import LEAST_PIECE
 from ckptctl.ranks.coordinator import Alone, RankError, through_first
-from ckptctl.training.rank_agreement import (
+from ckptctl.save_load.rank_agreement import (
     RankStatement,
     is_unchanged,
     name_generation,
     require_agreement,
 )
-from ckptctl.training.saving.global_plan import make_global_plan
-from ckptctl.training.saving.local_shards import (
+from ckptctl.save_load.saving.global_plan import make_global_plan
+from ckptctl.save_load.saving.local_shards import (
     HeldChunk,
     LocalShards,
     Packed,
@@ -32,7 +32,7 @@ from ckptctl.training.saving.local_shards import (
     unpack_groups,
     values_to_write,
 )
-from ckptctl.training.saving.save_files import tensor_files, tensor_metadata, with_values
+from ckptctl.save_load.saving.save_files import tensor_files, tensor_metadata, with_values
 
 
 def shards(
