@@ -16,9 +16,9 @@ def main() -> None:
 
         app.main()
     except KeyboardInterrupt:
-        from ckptctl.cli.output import Output, StoppedError, wants_json
+        from ckptctl.cli.output import Printer, StoppedError, wants_json
 
-        Output(wants_json(sys.argv)).error(StoppedError("interrupted"))
+        Printer(wants_json(sys.argv)).error(StoppedError("interrupted"))
         sys.exit(StoppedError.exit_code)
     finally:
         # The system takes back what is left; Python would look for cycles in all of it first.

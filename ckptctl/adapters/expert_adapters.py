@@ -23,7 +23,7 @@ from ckptctl.adapters.adapter_files import under_other_names
 from ckptctl.adapters.deltas import Delta
 from ckptctl.adapters.expert_stacks import (
     STACKED,
-    Part,
+    ExpertSlice,
     Stack,
     family_of,
     stack_keys,
@@ -326,7 +326,7 @@ def _apart(catalog: Catalog, config: Json, stacks: Sequence[Stack]) -> Catalog:
     return _described(replace(catalog, tensors=tensors), config)
 
 
-def _every(part: Part) -> str:
+def _every(part: ExpertSlice) -> str:
     """Return an expression for the layers of all experts, with and without their number."""
     module, _, kind = part.modules[0].rpartition(".")
     parent = re.escape(module.rpartition(".")[0])
@@ -334,7 +334,7 @@ def _every(part: Part) -> str:
 
 
 def _of_expert(
-    module: str, a: TensorEntry, b: TensorEntry, experts: int, expert: int, part: Part
+    module: str, a: TensorEntry, b: TensorEntry, experts: int, expert: int, part: ExpertSlice
 ) -> Iterator[TensorEntry]:
     rank = a.shape[0] // experts
     yield view(a, Strided.whole(a).narrow(0, expert * rank, rank), module + A)
@@ -393,7 +393,7 @@ def _together(catalog: Catalog, config: Json, stacks: Sequence[Stack]) -> Catalo
     return _described(catalog, _stacked_config(config, known, tensors, strengths, found))
 
 
-def _present(catalog: Catalog, stack: Stack) -> list[Part]:
+def _present(catalog: Catalog, stack: Stack) -> list[ExpertSlice]:
     """Return the parts of a stack that the adapter has, for all experts."""
     found = []
     for part in stack.parts:
@@ -414,7 +414,7 @@ def _joined(
     root: TreePath,
     module: str,
     stack: Stack,
-    parts: Sequence[Part],
+    parts: Sequence[ExpertSlice],
     held: Mapping[str, TensorEntry],
 ) -> tuple[TensorEntry, TensorEntry, Computed]:
     """Return A and B of a stack, and how B is computed."""
@@ -457,7 +457,7 @@ def _moved(entry: TensorEntry, rows: int) -> Iterator[Extent]:
 
 
 def _strength(
-    known: Settings, parts: Iterable[Part], held: Mapping[str, TensorEntry], rank: int
+    known: Settings, parts: Iterable[ExpertSlice], held: Mapping[str, TensorEntry], rank: int
 ) -> float:
     """Return the alpha that a stack of *rank* needs."""
     keys = [f"{PREFIX}{module}{A}" for part in parts for module in part.modules]
@@ -477,7 +477,7 @@ def _stacked_config(
     known: Settings,
     tensors: Mapping[str, TensorEntry],
     strengths: Mapping[str, tuple[int, float]],
-    found: Sequence[tuple[Stack, list[Part]]],
+    found: Sequence[tuple[Stack, list[ExpertSlice]]],
 ) -> dict[str, object]:
     """Return what PEFT has to be told of the stacks, and of what is left of other modules."""
     experts = {m for _, parts in found for part in parts for m in part.modules}

@@ -22,7 +22,7 @@ _NUMBER = re.compile(r"\.(\d+)(?=\.)")
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class ExpertSlice:
     """One layer of each expert, as a part of a stacked parameter.
 
     Attributes:
@@ -49,7 +49,7 @@ class Stack:
     key: str
     inputs: int
     swapped: bool
-    parts: tuple[Part, ...]
+    parts: tuple[ExpertSlice, ...]
 
     @property
     def experts(self) -> int:
@@ -158,6 +158,6 @@ def _of_layers(
             keys = (one.key.key({**named, axis: expert}) for expert in range(sizes[axis]))
             rows = size(one.dims[0])
             modules = tuple(key.removesuffix(".weight") for key in keys)
-            made.append(Part(start, rows, modules))
+            made.append(ExpertSlice(start, rows, modules))
             start += rows
         yield Stack(leaf.key.key(named), size(apart.dims[1]), swapped, tuple(made))

@@ -42,7 +42,7 @@ class Factors:
 
 
 @dataclass(frozen=True, slots=True)
-class Change:
+class LowRankChange:
     """What a training added to a weight.
 
     Attributes:
@@ -54,17 +54,17 @@ class Change:
     base: float
 
 
-def difference(base: torch.Tensor, tuned: torch.Tensor) -> Change:
+def difference(base: torch.Tensor, tuned: torch.Tensor) -> LowRankChange:
     """Return ``tuned - base`` of two floating weights ``[rows, columns]``."""
     import torch
 
     wide = torch.float64 if torch.float64 in (base.dtype, tuned.dtype) else torch.float32
     first = base.to(wide)
-    return Change(tuned.to(wide) - first, torch.linalg.norm(first).item())
+    return LowRankChange(tuned.to(wide) - first, torch.linalg.norm(first).item())
 
 
 def factors(
-    name: str, change: Change, *, rank: int | None, energy: float | None, dtype: str
+    name: str, change: LowRankChange, *, rank: int | None, energy: float | None, dtype: str
 ) -> Factors:
     """Return the factors of a change that is no zeros; of *change* nothing is left.
 
@@ -123,7 +123,7 @@ class Stacking:
     _norms: list[tuple[float, float, float]] = field(default_factory=list)
 
     def add(
-        self, name: str, number: int, change: Change, rank: int | None, energy: float | None
+        self, name: str, number: int, change: LowRankChange, rank: int | None, energy: float | None
     ) -> None:
         """Take a matrix with its change, of which nothing is left."""
         import torch
@@ -132,7 +132,7 @@ class Stacking:
             size = torch.linalg.norm(delta).item()
             if size == 0:
                 continue
-            own = Change(delta, change.base)
+            own = LowRankChange(delta, change.base)
             made = factors(name, own, rank=rank, energy=energy, dtype=self.dtype)
             self._found[number, part] = made
             self._norms.append((made.error * size, size, 0.0))

@@ -37,7 +37,7 @@ from ckptctl.conversion.recognition.layout_change import chosen_family
 from ckptctl.conversion.recognition.model import Model, Request, require_one, understand
 from ckptctl.conversion.sources import located
 from ckptctl.errors import MappingError, RefusedError, UsageError, spell_option
-from ckptctl.numerics.kinds.lora import Change
+from ckptctl.numerics.kinds.lora import LoraUpdate
 from ckptctl.planner.copying.blocks import rearranged
 from ckptctl.planner.mapping.adapters import PEFT, is_adapter
 from ckptctl.results import JsonField, Result
@@ -260,13 +260,13 @@ class Merging:
 
     def _factors_of(
         self, changes: Sequence[Delta], computed: dict[str, Computed]
-    ) -> tuple[list[list[Input]], tuple[Change, ...]]:
+    ) -> tuple[list[list[Input]], tuple[LoraUpdate, ...]]:
         """Return the factors of each of *changes*, and what the kind has to know of them.
 
         Factors that are stored in another order are added to *computed*.
         """
         factors: list[list[Input]] = []
-        arguments: list[Change] = []
+        arguments: list[LoraUpdate] = []
         for delta in changes:
             rank, columns = delta.a.shape
             scale = self.settings.scale(delta.factors[0], rank)
@@ -281,7 +281,7 @@ class Merging:
             parts = (delta.a, delta.b, delta.magnitude)
             factors.append([as_input(self.adapter.root, p, computed) for p in parts if p])
             bias_start = delta.bias[1] if delta.bias else 0
-            arguments.append(Change(delta.rows, scale, bool(delta.magnitude), bias_start))
+            arguments.append(LoraUpdate(delta.rows, scale, bool(delta.magnitude), bias_start))
         return factors, tuple(arguments)
 
 

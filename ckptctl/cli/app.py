@@ -16,7 +16,7 @@ from typer.core import TyperGroup
 from ckptctl.cli import completion
 from ckptctl.cli import output as printer
 from ckptctl.cli.commands import COLOR, PlainText, commands, epilog
-from ckptctl.cli.output import Output, StoppedError, require_answer, wants_json
+from ckptctl.cli.output import Printer, StoppedError, require_answer, wants_json
 from ckptctl.cli.ranks import told
 from ckptctl.cli.typed_paths import remember, typed_words
 from ckptctl.errors import CkptError, DamagedError, StorageError
@@ -88,10 +88,10 @@ def _told(ctx: Any, args: Sequence[str]) -> Iterator[None]:
             from ckptctl.cli.usage import explained
 
             error = explained(error, ctx, args)
-        _fail(error, Output(machine), bool(ctx.params.get("debug")))
+        _fail(error, Printer(machine), bool(ctx.params.get("debug")))
 
 
-def _fail(error: BaseException, output: Output, debug: bool) -> NoReturn:
+def _fail(error: BaseException, output: Printer, debug: bool) -> NoReturn:
     shown = _explain(error)
     if debug or not told():
         output.error(shown, "".join(traceback.format_exception(error)) if debug else None)
@@ -116,7 +116,7 @@ def _explain(error: BaseException) -> CkptError:
 
 def _print_version(wanted: bool) -> None:
     if wanted:
-        Output().line(f"ckptctl {__version__}")
+        Printer().line(f"ckptctl {__version__}")
         raise typer.Exit
 
 
@@ -159,7 +159,7 @@ def root(
     machine = wants_json(typed_words())
     with about("--timeout"):
         patience.seconds = None if timeout is None else tolerated(number(float, timeout))
-    patience.tell = Output(machine).note
+    patience.tell = Printer(machine).note
 
 
 def program(only: str = "", *, overview: bool = False) -> typer.Typer:

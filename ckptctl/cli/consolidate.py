@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from ckptctl.cli.commands import RunOptions, command
 from ckptctl.cli.convert import carry_out, planned
-from ckptctl.cli.output import Output
+from ckptctl.cli.output import Printer
 from ckptctl.cli.ranks import coordinator, output_of
 from ckptctl.cli.typed_paths import as_typed, typed_again
 from ckptctl.conversion.conversion_options import NOT_CONSOLIDATED, ConsolidationOptions
@@ -52,7 +52,7 @@ def consolidate(src: Source, *, options: ConsolidationOptions, run: RunOptions) 
     carry_out("consolidate", output, plan, dst, run, ranks)
 
 
-def _metadata(output: Output, src: TreePath, dry_run: bool) -> None:
+def _metadata(output: Printer, src: TreePath, dry_run: bool) -> None:
     from ckptctl.verbs.consolidate_metadata import plan_metadata, run_metadata
 
     plan = plan_metadata(src)
@@ -71,7 +71,7 @@ def _metadata(output: Output, src: TreePath, dry_run: bool) -> None:
     output.hint(f"`{src}` can now be loaded with any world size")
 
 
-def _show(output: Output, plan: MetadataPlan, printed: Result, verb: str) -> None:
+def _show(output: Printer, plan: MetadataPlan, printed: Result, verb: str) -> None:
     size = format_bytes(plan.nbytes)
     output.answer(
         "consolidate",

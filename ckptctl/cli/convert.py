@@ -11,7 +11,7 @@ import typer
 
 from ckptctl.cli import tables
 from ckptctl.cli.commands import RunOptions, command
-from ckptctl.cli.output import Output, Row, StoppedError, by_reason, told
+from ckptctl.cli.output import Printer, Row, StoppedError, by_reason, told
 from ckptctl.cli.progress import progress
 from ckptctl.cli.ranks import coordinator, output_of
 from ckptctl.cli.typed_paths import as_typed, typed_again, typed_words
@@ -72,7 +72,7 @@ def planned(ranks: Coordinator, plan: Callable[[], T], dst: TreePath | None) -> 
 
 def carry_out(
     name: str,
-    output: Output,
+    output: Printer,
     plan: ConversionPlan,
     dst: TreePath,
     options: RunOptions,
@@ -153,7 +153,7 @@ def _obstacles(plan: ConversionPlan) -> Iterator[str]:
         yield f"torch is not installed; the conversion would be refused. {INSTALL_TORCH}"
 
 
-def _announce(output: Output, plan: ConversionPlan, dst: TreePath, yes: bool) -> None:
+def _announce(output: Printer, plan: ConversionPlan, dst: TreePath, yes: bool) -> None:
     """Say which files others will see, and go on if the user, where there is one, agrees.
 
     Raises:
@@ -168,7 +168,7 @@ def _announce(output: Output, plan: ConversionPlan, dst: TreePath, yes: bool) ->
         raise RefusedError("nothing was uploaded", where=str(dst))
 
 
-def _execute(output: Output, plan: ConversionPlan, ranks: Coordinator) -> ConversionResult:
+def _execute(output: Printer, plan: ConversionPlan, ranks: Coordinator) -> ConversionResult:
     """Carry out *plan*; after Ctrl-C say which part of the work is kept, and how to resume."""
     from ckptctl.conversion.convert import run_conversion
     from ckptctl.storage.publish import unfinished
@@ -192,7 +192,7 @@ def _execute(output: Output, plan: ConversionPlan, ranks: Coordinator) -> Conver
         ) from None
 
 
-def _ask_to_restart(output: Output, error: CkptError, ranks: Coordinator) -> None:
+def _ask_to_restart(output: Printer, error: CkptError, ranks: Coordinator) -> None:
     """Go on only if the user says so on a terminal."""
     if typed_words() and "--resume" not in typed_words():
         resumed, restarted = typed_again("--resume"), typed_again("--restart")
@@ -219,7 +219,7 @@ def _shortfall(plan: ConversionPlan, dst: TreePath) -> PartialError:
     )
 
 
-def _end(shortfall: PartialError | None, output: Output, ranks: Coordinator) -> None:
+def _end(shortfall: PartialError | None, output: Printer, ranks: Coordinator) -> None:
     """End with the exit code of *shortfall*, if there is one; people have read it already."""
     if shortfall is None:
         return
@@ -253,7 +253,7 @@ def _summary_rows(plan: ConversionPlan) -> Iterator[Row]:
     yield from (("taken", key, of) for key, of in plan.taken.items())
 
 
-def _show_plan(output: Output, plan: ConversionPlan, dst: TreePath) -> None:
+def _show_plan(output: Printer, plan: ConversionPlan, dst: TreePath) -> None:
     total = format_bytes(plan.nbytes)
     output.line(f"would write {counted(len(plan.files), 'file')} ({total}) to {dst}", "bold")
     output.first_rows(
@@ -288,14 +288,14 @@ def _counts(plan: ConversionPlan) -> str:
     return summary.sentence.removesuffix(")") + (f", {moved})" if moved else ")")
 
 
-def _show_reasons(output: Output, title: str, keys: Mapping[str, str]) -> None:
+def _show_reasons(output: Printer, title: str, keys: Mapping[str, str]) -> None:
     for reason, names in by_reason(keys):
         count = f"{title} ({len(names):,})" if len(names) > 1 else title
         output.sentence(f"{count}: {reason}" if reason else count)
         output.first_rows(names, lambda name: (f"  {name}",), [tables.name()])
 
 
-def warn_out_of_range(output: Output, found: Mapping[str, OutOfRange]) -> None:
+def warn_out_of_range(output: Printer, found: Mapping[str, OutOfRange]) -> None:
     """Say what was published although it became infinite, NaN or saturated, if anything was."""
     if found:
         output.warning(f"elements became infinite, NaN or saturated: {worst(found)}")
@@ -314,7 +314,7 @@ def _result_rows(result: ConversionResult, dst: TreePath) -> Iterator[Row]:
     yield from (("rounding", key, n) for key, n in result.rounding.items())
 
 
-def _show_result(output: Output, result: ConversionResult, dst: TreePath) -> None:
+def _show_result(output: Printer, result: ConversionResult, dst: TreePath) -> None:
     output.line(_summary(result, dst), "bold")
     if not result.plan.summary.is_plain:
         output.sentence(result.plan.summary.sentence)

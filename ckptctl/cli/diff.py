@@ -11,7 +11,7 @@ import typer
 
 from ckptctl.cli import tables
 from ckptctl.cli.commands import Json, NoHeader, Quiet, command
-from ckptctl.cli.output import Output, Row, told
+from ckptctl.cli.output import Printer, Row, told
 from ckptctl.cli.progress import progress
 from ckptctl.cli.tables import SHOWN, Column
 from ckptctl.option_checks import place
@@ -68,7 +68,7 @@ def diff(
     """
     from ckptctl.verbs.comparison import diff as op
 
-    output = Output(json, quiet, header=not no_header)
+    output = Printer(json, quiet, header=not no_header)
     found = op.diff(a, b, options, partial(progress, output, "comparing"))
     lines = list(_lines(found))
     gap = [("",)] if lines else []
@@ -134,7 +134,7 @@ def _equal_numbers(one: TensorDifference, found: Difference) -> bool:
     return one.kinds == ("dtype",) and compared and not one.has_several_dtypes
 
 
-def show(output: Output, found: Difference) -> None:
+def show(output: Printer, found: Difference) -> None:
     """Print how two checkpoints differ: what explains it, then each kind with the worst first."""
     output.sentence(_headline(found), "bold")
     for line in _explained(found):
@@ -176,7 +176,7 @@ def _human_row(one: TensorDifference, found: Difference) -> tuple[str, ...]:
     return (f"  {row[0]}", shapes, *row[2:])
 
 
-def _names(output: Output, title: str, names: tuple[str, ...]) -> None:
+def _names(output: Printer, title: str, names: tuple[str, ...]) -> None:
     if names:
         output.line(title)
         output.first_rows(names, lambda name: (f"  {name}",), [tables.name()])

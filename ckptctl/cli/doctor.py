@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ckptctl.cli.commands import Json, command, only_quiet
-from ckptctl.cli.output import Output, Style
+from ckptctl.cli.output import Printer, Style
 from ckptctl.option_checks import place
 from ckptctl.options import Argument
 from ckptctl.units import counted
@@ -47,7 +47,7 @@ def doctor(
     """
     from ckptctl.verbs.doctor import doctor as op
 
-    output = Output(json, quiet)
+    output = Printer(json, quiet)
     found = op(directory)
     output.answer(
         "doctor",
@@ -60,7 +60,7 @@ def doctor(
         raise typer.Exit(BROKEN)
 
 
-def _show(output: Output, found: Diagnosis) -> None:
+def _show(output: Printer, found: Diagnosis) -> None:
     width = max(len(one.name) for one in found.checks)
     group = ""
     for one in found.checks:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 from ckptctl.cli import tables
 from ckptctl.cli.commands import Json, Quiet, command
 from ckptctl.cli.convert import warn_out_of_range
-from ckptctl.cli.output import Output, Row
+from ckptctl.cli.output import Printer, Row
 from ckptctl.option_checks import tensors
 from ckptctl.options import Argument
 from ckptctl.shared_options import Checkpoint
@@ -49,7 +49,7 @@ def extract(
     from ckptctl.verbs.extraction.extract import FEW
     from ckptctl.verbs.extraction.extract import extract as op
 
-    output = Output(json, quiet)
+    output = Printer(json, quiet)
     found = op(path, tensor, options)
     for note in found.notes:
         output.note(note)
@@ -74,7 +74,7 @@ def _rows(found: Extraction) -> Iterator[Row]:
         yield "bytes", found.nbytes
 
 
-def _show(output: Output, found: Extraction) -> None:
+def _show(output: Printer, found: Extraction) -> None:
     if found.output:
         size = format_bytes(found.nbytes)
         count = counted(len(found.tensors), "tensor")

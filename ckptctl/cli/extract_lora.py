@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from ckptctl.cli import tables
 from ckptctl.cli.commands import Json, Quiet, command
-from ckptctl.cli.output import Output, Row, told
+from ckptctl.cli.output import Printer, Row, told
 from ckptctl.cli.progress import progress
 from ckptctl.errors import listed
 from ckptctl.option_checks import new_place, place
@@ -47,7 +47,7 @@ def extract_lora(
     """
     from ckptctl.verbs.lora_extraction.extract_lora import Extraction
 
-    output = Output(json, quiet)
+    output = Printer(json, quiet)
     extraction = Extraction(base, tuned, out, options)
     output.statement(extraction.statement)
     nbytes = extraction.nbytes
@@ -76,7 +76,7 @@ def _rows(found: LoraExtraction) -> Iterator[Row]:
     yield from (("left_out", name, why) for name, why in found.left_out.items())
 
 
-def _show(output: Output, found: LoraExtraction, out: TreePath) -> None:
+def _show(output: Printer, found: LoraExtraction, out: TreePath) -> None:
     layers = sorted(found.layers, key=lambda layer: -layer.error)
     output.line(
         f"wrote {out}: {counted(len(layers), 'layer')}, {format_bytes(found.nbytes)} in "

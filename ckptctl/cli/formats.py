@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from ckptctl.cli import tables
 from ckptctl.cli.commands import Json, NoHeader, Quiet, command
-from ckptctl.cli.output import Output
+from ckptctl.cli.output import Printer
 from ckptctl.cli.tables import Column
 from ckptctl.option_checks import readable, readable_formats
 from ckptctl.options import Argument
@@ -54,7 +54,7 @@ def formats(
     """
     from ckptctl.verbs import known_formats as op
 
-    output = Output(json, quiet, header=not no_header)
+    output = Printer(json, quiet, header=not no_header)
     found = op.known_formats(name)
     listed = [(o.format.name, access(o), layout(o.format), _title(o)) for o in found]
     output.answer(
@@ -84,7 +84,7 @@ def layout(known: Format) -> str:
     return (known.layout or "any") + (", others" if known.layout and known.other_layouts else "")
 
 
-def _show(output: Output, known: KnownFormat) -> None:
+def _show(output: Printer, known: KnownFormat) -> None:
     _, _, *pairs = _facts(known)
     output.headline(known.format.name, _title(known))
     labels = ["", *(label for label, _ in pairs)]

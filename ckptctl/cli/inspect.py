@@ -15,7 +15,7 @@ from ckptctl.cli import listing, tables
 from ckptctl.cli.commands import Json, NoHeader, Quiet, command
 from ckptctl.cli.findings import grouped
 from ckptctl.cli.ls import show_run
-from ckptctl.cli.output import VERDICTS, Output, Row
+from ckptctl.cli.output import VERDICTS, Printer, Row
 from ckptctl.cli.progress import progress
 from ckptctl.cli.tables import Column, Painted
 from ckptctl.errors import ALTERNATIVES, StorageError, listed
@@ -93,7 +93,7 @@ def inspect(
     """
     from ckptctl.verbs.inspection import inspect as op
 
-    output = Output(json, quiet, header=not no_header)
+    output = Printer(json, quiet, header=not no_header)
     found = op.inspect(path, options, partial(progress, output, "reading"))
     asked = {"--tensors": show.tensors, "--markdown": markdown}
     op.require_one(found, [name for name, given in asked.items() if given])
@@ -122,7 +122,7 @@ def inspect(
 
 
 def _print_tensors(
-    output: Output,
+    output: Printer,
     found: Inspection,
     shown: Sequence[TensorInfo],
     show: ShowOptions,
@@ -152,7 +152,7 @@ def _branches(
     return listing.folded(shown, found.root, found.format, show.sort)
 
 
-def _warn(output: Output, found: Inspection) -> None:
+def _warn(output: Printer, found: Inspection) -> None:
     """Say why it is not complete; of a run, how many are not, as the table says why."""
     if not found.checkpoints:
         if output.mode != "human":  # there it stands below the headline
@@ -163,7 +163,7 @@ def _warn(output: Output, found: Inspection) -> None:
     output.warning(f"{len(found.problems):,} of {count} {verb} not complete")
 
 
-def _print_run(output: Output, found: Inspection) -> None:
+def _print_run(output: Printer, found: Inspection) -> None:
     if output.mode == "human":
         count = counted(len(found.checkpoints), "checkpoint")
         output.line(f"{found.path}  folder of {count}", "bold")
@@ -192,7 +192,7 @@ def _print_run(output: Output, found: Inspection) -> None:
     output.table(rows, RUN)
 
 
-def _print_summary(output: Output, found: Inspection) -> None:
+def _print_summary(output: Printer, found: Inspection) -> None:
     if output.mode == "plain":
         output.table((*_rows(found), ("",)), ())
         return

@@ -7,7 +7,7 @@ from typing import Annotated
 
 from ckptctl.cli.commands import Json, command, only_quiet
 from ckptctl.cli.ls import LACKS, WITHOUT_STEP
-from ckptctl.cli.output import Output
+from ckptctl.cli.output import Printer
 from ckptctl.shared_options import RootOrHere
 from ckptctl.units import rfc3339
 
@@ -33,7 +33,7 @@ def latest(
     from ckptctl.runs.listing import newest
     from ckptctl.runs.protections import Pointers
 
-    output = Output(json, quiet)
+    output = Printer(json, quiet)
     found = newest(root)
     chosen = found.chosen
     if json:

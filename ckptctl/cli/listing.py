@@ -17,7 +17,7 @@ from ckptctl.errors import possible
 from ckptctl.units import NaturalKey, counted, format_bytes, format_count, natural_key
 
 if TYPE_CHECKING:
-    from ckptctl.cli.output import Output, Row
+    from ckptctl.cli.output import Printer, Row
     from ckptctl.verbs.inspection.inspect_result import Inspection, TensorInfo
     from ckptctl.verbs.statistics import Statistics
 
@@ -53,7 +53,7 @@ PLAIN = 4
 """Those of them that are shown without ``--stats``."""
 
 
-def collapsed(output: Output, branches: Sequence[Branch]) -> list[Row]:
+def collapsed(output: Printer, branches: Sequence[Branch]) -> list[Row]:
     """Return the tree: nested on a terminal, elsewhere a row per leaf with its full name."""
     walked = walk(branches)
     if output.mode == "human":
@@ -92,7 +92,7 @@ def share(part: int, most: int, width: int = 16) -> str:
 
 
 def listed_tensors(
-    output: Output, shown: Sequence[TensorInfo], sort: str, stats: bool
+    output: Printer, shown: Sequence[TensorInfo], sort: str, stats: bool
 ) -> list[tuple[str, ...]]:
     """Return a row per tensor."""
     ordered = sorted(shown, key=lambda t: (-t.nbytes if sort == "size" else 0, natural_key(t.name)))
@@ -134,7 +134,7 @@ def short(dtype: str) -> str:
     return BY_NAME[dtype].short if dtype in BY_NAME else dtype
 
 
-def size(output: Output, nbytes: int) -> str:
+def size(output: Printer, nbytes: int) -> str:
     """Return *nbytes* for people, or exactly."""
     return format_bytes(nbytes) if output.mode == "human" else str(nbytes)
 

@@ -10,7 +10,7 @@ import typer
 
 from ckptctl.cli import tables
 from ckptctl.cli.commands import Json, NoHeader, Quiet, command
-from ckptctl.cli.output import VERDICTS, Output, Row
+from ckptctl.cli.output import VERDICTS, Printer, Row
 from ckptctl.cli.tables import Column, Painted
 from ckptctl.errors import StorageError, listed
 from ckptctl.shared_options import RootOrHere
@@ -53,7 +53,7 @@ def ls(
     from ckptctl.runs.entries import unstated
     from ckptctl.runs.listing import read_run
 
-    output = Output(json, quiet, header=not no_header)
+    output = Printer(json, quiet, header=not no_header)
     run = read_run(root)
     output.answer(
         "ls",
@@ -71,7 +71,7 @@ def ls(
         raise typer.Exit(StorageError.exit_code)
 
 
-def _show(output: Output, run: RunFolder) -> None:
+def _show(output: Printer, run: RunFolder) -> None:
     """Print the table, and the other entries of the folder, which are no checkpoints by name."""
     from ckptctl.runs.entries import STEPLESS
     from ckptctl.runs.protections import POINTERS
@@ -85,18 +85,18 @@ def _show(output: Output, run: RunFolder) -> None:
         output.report(f"ignored {count}: {listed(others, SHOWN)}", "dim")
 
 
-def show_run(output: Output, run: RunFolder) -> None:
+def show_run(output: Printer, run: RunFolder) -> None:
     """Print the checkpoints of a run as a table."""
     output.table(rows(output, run), COLUMNS)
 
 
-def rows(output: Output, run: RunFolder) -> Iterator[Row]:
+def rows(output: Printer, run: RunFolder) -> Iterator[Row]:
     """Yield a row for each checkpoint of a run."""
     newest = run.newest
     return (_row(output, one, one.name in newest) for one in run.checkpoints)
 
 
-def _row(output: Output, one: Checkpoint, newest: bool) -> Row:
+def _row(output: Printer, one: Checkpoint, newest: bool) -> Row:
     nbytes, human = one.entry.nbytes, output.mode == "human"
     state = one.state + (f": {one.problem}" if one.problem else "")
     state += f", but {LACKS.format(one.lacks)}" if one.lacks else ""

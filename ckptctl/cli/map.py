@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 from ckptctl.cli import tables
 from ckptctl.cli.commands import Json, NoHeader, Quiet, command
 from ckptctl.cli.models import legend
-from ckptctl.cli.output import Output
+from ckptctl.cli.output import Printer
 from ckptctl.cli.tables import Column
 from ckptctl.options import Argument
 from ckptctl.shared_options import MapOptions
@@ -45,7 +45,7 @@ def map_(
     """
     from ckptctl.verbs.key_map import map_key
 
-    output = Output(json, quiet, header=not no_header)
+    output = Printer(json, quiet, header=not no_header)
     found = map_key(key, options)
     output.answer(
         "map",
@@ -75,7 +75,7 @@ def _rows(found: KeyMap) -> Iterator[tuple[str, ...]]:
         yield "", "", "", found.route.key, "", "", f"dropped: {found.route.dropped}"
 
 
-def _show(output: Output, found: KeyMap) -> None:
+def _show(output: Printer, found: KeyMap) -> None:
     layouts = f"{found.from_layout} → {found.to_layout}"
     output.headline(found.route.key, found.model_type, layouts)
     if found.route.dropped:
@@ -90,7 +90,7 @@ def _show(output: Output, found: KeyMap) -> None:
         output.sentence(f"  {said}", "dim")
 
 
-def _show_arrival(output: Output, arrival: Arrival) -> None:
+def _show_arrival(output: Printer, arrival: Arrival) -> None:
     shape = f"[{', '.join(map(str, arrival.shape))}]"
     each = "".join(
         f"  one per {axis}" + ("" if size.number is None else f" of {size}")

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from ckptctl.cli import tables
 from ckptctl.cli.commands import Json, NoHeader, Quiet, command
-from ckptctl.cli.output import Output
+from ckptctl.cli.output import Printer
 from ckptctl.cli.tables import Column
 from ckptctl.shared_options import ModelsOptions
 
@@ -40,7 +40,7 @@ def models(
     """
     from ckptctl.verbs import models as op
 
-    output = Output(json, quiet, header=not no_header)
+    output = Printer(json, quiet, header=not no_header)
     listed = op.models(options)
     found, whole = listed.models, options.family is not None
     output.answer(
@@ -85,7 +85,7 @@ def _rows(model: ModelType) -> Iterator[tuple[str, ...]]:
         yield "tie", tie.tensor, tie.of, ",".join(tie.stored_in)
 
 
-def _show_list(output: Output, found: Sequence[ModelType]) -> None:
+def _show_list(output: Printer, found: Sequence[ModelType]) -> None:
     rows = [(model.family.name, model.family.title, _layouts(model)) for model in found]
     output.table(rows, COLUMNS)
     output.hint("use `ckptctl models NAME` for the key tables of one model type")
@@ -98,7 +98,7 @@ def _layouts(model: ModelType) -> str:
     return layouts if model.translated else f"{CARRIED}: {layouts}"
 
 
-def _show(output: Output, model: ModelType) -> None:
+def _show(output: Printer, model: ModelType) -> None:
     family = model.family
     output.headline(family.name, family.title)
     output.facts((f"  {label}", text) for label, text in _summary(model))
@@ -174,7 +174,7 @@ def _proofs(model: ModelType) -> dict[str, list[str]]:
     return found
 
 
-def _show_table(output: Output, table: LayoutTable) -> None:
+def _show_table(output: Printer, table: LayoutTable) -> None:
     title = f"layout {table.name}"
     output.line(title + (f": same as {table.same_as}" if table.same_as else ""), "bold")
     rows: list[Sequence[str]] = [

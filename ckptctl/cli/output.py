@@ -81,7 +81,7 @@ class StoppedError(CkptError):
     code = "interrupted"
 
 
-class Output:
+class Printer:
     """Prints in one mode for the length of one command.
 
     Args:
@@ -363,7 +363,7 @@ def require_answer() -> None:
         StorageError: It has not.
         BrokenPipeError: Nobody reads it any more.
     """
-    Output().flush()
+    Printer().flush()
     if not _unwritten:
         return
     first = _unwritten[0]

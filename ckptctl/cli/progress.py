@@ -18,7 +18,7 @@ from ckptctl.units import format_bytes, format_seconds
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
 
-    from ckptctl.cli.output import Output
+    from ckptctl.cli.output import Printer
     from ckptctl.storage.threads import Advance
 
 QUIET_SECONDS = 0.5
@@ -36,7 +36,7 @@ NARROW = 64
 
 @contextmanager
 def progress(
-    output: Output,
+    output: Printer,
     verb: str,
     total: int,
     ending: str | None = None,
@@ -87,7 +87,7 @@ class _Lines:
     """One line now and then."""
 
     def __init__(
-        self, output: Output, verb: str, total: int, ending: str | None, beginning: str = ""
+        self, output: Printer, verb: str, total: int, ending: str | None, beginning: str = ""
     ) -> None:
         self.output = output
         self.verb = verb

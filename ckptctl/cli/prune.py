@@ -13,7 +13,7 @@ import typer
 from ckptctl.cli import tables
 from ckptctl.cli.commands import Json, NoHeader, command, only_quiet
 from ckptctl.cli.ls import LACKS
-from ckptctl.cli.output import VERDICTS, Output, Row
+from ckptctl.cli.output import VERDICTS, Printer, Row
 from ckptctl.cli.tables import Column, Painted
 from ckptctl.cli.typed_paths import typed_again
 from ckptctl.errors import RefusedError, StorageError, listed
@@ -65,7 +65,7 @@ def prune(
     """
     from ckptctl.runs import removal as op
 
-    output = Output(json, quiet, header=not no_header)
+    output = Printer(json, quiet, header=not no_header)
     plan = op.plan_prune(root, options.policy(), force=options.force, thin=options.thin is not None)
     failed = any(one.read_failed for one in plan.run.checkpoints)
     if dry_run:
@@ -96,7 +96,7 @@ def prune(
         raise typer.Exit(StorageError.exit_code)
 
 
-def _ask(output: Output, plan: PrunePlan, root: TreePath) -> None:
+def _ask(output: Printer, plan: PrunePlan, root: TreePath) -> None:
     """Go on only if the user says so on a terminal."""
     if not output.asks:
         _print_plan(output, plan, root)
@@ -109,7 +109,7 @@ def _ask(output: Output, plan: PrunePlan, root: TreePath) -> None:
         raise RefusedError("nothing was removed")
 
 
-def _print_plan(output: Output, plan: PrunePlan, root: TreePath) -> None:
+def _print_plan(output: Printer, plan: PrunePlan, root: TreePath) -> None:
     _show_table(output, plan, root)
     removed = plan.of("remove")
     thinned = [("would_thin", plan.thinned)] if plan.thin else []
@@ -122,7 +122,7 @@ def _print_plan(output: Output, plan: PrunePlan, root: TreePath) -> None:
     )
 
 
-def _show_table(output: Output, plan: PrunePlan, root: TreePath) -> None:
+def _show_table(output: Printer, plan: PrunePlan, root: TreePath) -> None:
     """Print what becomes of each checkpoint, where more than an answer is wanted."""
     if not output.chatty:
         return
@@ -140,7 +140,7 @@ def _show_table(output: Output, plan: PrunePlan, root: TreePath) -> None:
         output.note(f"leftovers of an earlier prune will be removed: {listed(plan.leftovers)}")
 
 
-def _mention_damaged(output: Output, plan: PrunePlan) -> None:
+def _mention_damaged(output: Printer, plan: PrunePlan) -> None:
     """Name the option that would remove damaged checkpoints that are skipped, if it would any."""
     from ckptctl.planner.retention import decide
 
@@ -155,7 +155,7 @@ def _mention_damaged(output: Output, plan: PrunePlan) -> None:
         output.hint(f"skipped {damaged}; pass `--include-incomplete` to remove {them}")
 
 
-def _row(output: Output, one: PruneDecision) -> Row:
+def _row(output: Printer, one: PruneDecision) -> Row:
     size = one.checkpoint.entry.nbytes
     shown = format_bytes(size) if output.mode == "human" else str(size)
     action = "thin" if one.thinning else one.action

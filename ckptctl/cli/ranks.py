@@ -10,7 +10,7 @@ import os
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-from ckptctl.cli.output import Output
+from ckptctl.cli.output import Printer
 from ckptctl.errors import CkptError, UsageError, listed
 from ckptctl.ranks.coordinator import Alone, Coordinator
 from ckptctl.storage.threads import daemon
@@ -44,7 +44,7 @@ def coordinator(single_process: bool, machine: bool) -> Coordinator:
             hint="start it with torchrun, or pass `--single-process` to run a single process",
         )
     if not _met:
-        _met.append(_Ranks(Output(machine)))
+        _met.append(_Ranks(Printer(machine)))
     return _met[0]
 
 
@@ -53,7 +53,7 @@ def told() -> bool:
     return any(one.rank > 0 and one.told for one in _met)
 
 
-class Silent(Output):
+class Silent(Printer):
     """What ranks other than 0 print: nothing but errors."""
 
     def __init__(self) -> None:
@@ -66,9 +66,9 @@ class Silent(Output):
         """Print nothing."""
 
 
-def output_of(ranks: Coordinator, machine: bool, quiet: bool) -> Output:
+def output_of(ranks: Coordinator, machine: bool, quiet: bool) -> Printer:
     """Return what prints on this rank; see :class:`Output`."""
-    return Output(machine, quiet) if ranks.rank == 0 else Silent()
+    return Printer(machine, quiet) if ranks.rank == 0 else Silent()
 
 
 class _Ranks:
@@ -78,7 +78,7 @@ class _Ranks:
         told: Whether ranks have told each other of a failure.
     """
 
-    def __init__(self, output: Output) -> None:
+    def __init__(self, output: Printer) -> None:
         from ckptctl.distributed.group import launched
 
         self._group = _waited_for(launched, output)
@@ -110,7 +110,7 @@ class _Ranks:
 _met: list[_Ranks] = []
 
 
-def _waited_for(meet: Callable[[], T], output: Output) -> T:
+def _waited_for(meet: Callable[[], T], output: Printer) -> T:
     """Return what *meet* does, in a thread: torch waits for ranks deaf to SIGTERM and Ctrl-C."""
     from concurrent.futures import Future
 

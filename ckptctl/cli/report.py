@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from ckptctl.cli.commands import Json, Quiet, command
-from ckptctl.cli.output import Output
+from ckptctl.cli.output import Printer
 from ckptctl.cli.progress import progress
 from ckptctl.errors import StorageError, UsageError
 from ckptctl.shared_options import Checkpoint
@@ -45,7 +45,7 @@ def report(
     from ckptctl.verbs.report.page import page
 
     target = options.output
-    output = Output(json, quiet or target == STDOUT)
+    output = Printer(json, quiet or target == STDOUT)
     if target is None and not json:
         options = replace(options, output=_page_of(path, options.other))
     if target == STDOUT:
@@ -77,7 +77,7 @@ def _page_of(*paths: str | TreePath | None) -> Path:
     return Path("-".join([*filter(None, names), "report"]) + ".html")
 
 
-def _print(output: Output, found: Report) -> None:
+def _print(output: Printer, found: Report) -> None:
     if output.mode == "quiet":
         output.line(str(found.output))
         return

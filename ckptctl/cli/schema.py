@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from ckptctl.cli import commands, tables
 from ckptctl.cli.commands import Json, NoHeader, Quiet
-from ckptctl.cli.output import Output
+from ckptctl.cli.output import Printer
 from ckptctl.options import Argument, among
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ def schema(
     With COMMAND, prints the JSON Schema (2020-12) of the --json output of that command. A schema is
     JSON itself, so it is printed as JSON with and without --json.
     """
-    output = Output(json, quiet, header=not no_header)
+    output = Printer(json, quiet, header=not no_header)
     if command is not None:
         output.schema(named(command).schema())
         return

@@ -10,7 +10,7 @@ import typer
 
 from ckptctl.cli.commands import Json, SingleProcess, command, only_quiet
 from ckptctl.cli.findings import grouped
-from ckptctl.cli.output import VERDICTS, Output, Row
+from ckptctl.cli.output import VERDICTS, Printer, Row
 from ckptctl.cli.progress import progress
 from ckptctl.cli.ranks import coordinator, output_of
 from ckptctl.cli.tables import SHOWN, Painted
@@ -69,7 +69,7 @@ def verify(
         raise typer.Exit(found.exit_code)
 
 
-def _show(output: Output, found: Verification) -> None:
+def _show(output: Printer, found: Verification) -> None:
     output.headline(
         found.path,
         found.format,

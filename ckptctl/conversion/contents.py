@@ -108,7 +108,7 @@ def list_output_tensors(draft: Draft) -> Draft:
     notes.explain("skipped", dict.fromkeys(homeless, no_place))
     return replace(
         draft,
-        inputs=catalog,
+        located=catalog,
         mapped=mapped,
         tensors=tensors,
         blobs=blobs,

@@ -1,22 +1,25 @@
 """Turn a checkpoint into another format, layout, dtype or sharding.
 
 :func:`plan_conversion` decides everything and writes nothing; :func:`run_conversion` carries out
-exactly that plan and publishes the result in one step.
+exactly that plan. It proves that dropped data is redundant, copies into a staging directory,
+renames that to its final name, and with ``--verify`` reads the output again. At an object store,
+files appear one by one, the index last.
 
-Stages run in this order. Between them run steps (:mod:`.steps`): those that options ask for, and
-what formats of numbers, adapters and configurations add to every conversion. Most of both take a
-:class:`~.draft.Draft` and return an updated copy.
+Stages of planning run in this order. Between them run steps (:mod:`.steps`): those that options ask
+for, and some for every conversion. All but the first and the last stage take a
+:class:`~.draft.Draft` and return an updated copy; only its notes are changed in place.
 
-1. ``open_draft`` reads the index of the source and its configuration. Steps at ``source`` change
-   what detection sees: quantized tensors become virtual plain ones.
+1. ``open_draft`` checks options and destination, and reads the index of the source and its
+   configuration. Steps at ``source`` change what detection sees: quantized tensors become virtual
+   plain ones.
 2. ``understand_model`` detects model type, layout and prefix. Steps at ``model`` add or replace
    tensors: ``--fill-from``.
-3. ``select_tensors`` applies ``--include`` and the like, and requires the model to be complete.
+3. ``select_tensors`` applies ``--include`` and the like, and requires every tensor of the model.
    Steps at ``selection`` compare what describes the model.
 4. ``plan_layout_change`` says what tensors become. Steps at ``layout`` refuse what would lose
    scales.
 5. ``list_output_tensors`` says which elements each tensor of the output has, and proves that
-   stored boxes cover them. Steps at ``output`` change the tensors: ``--quantize``.
+   stored boxes cover them. Steps at ``output`` change the tensors, such as ``--quantize``.
 6. ``lay_out`` gives every tensor a place in files. Steps at ``files`` add config.json and others
    next to them; ``build_plan`` freezes it.
 
@@ -77,7 +80,7 @@ def plan_with_steps(
     draft = understand_model(draft)
     with explain_errors(draft):
         draft = apply_steps(steps, "model", draft)
-        # Notes about side files come between those so far and later ones, but are known last.
+        # Notes are shown in the order source, side files, the rest; side files are known last.
         source_notes, draft = draft.notes, replace(draft, notes=Notes())
         if options.like is not None:
             draft = replace(draft, like=open_reference(options.like, draft.target))

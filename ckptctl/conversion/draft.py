@@ -12,7 +12,7 @@ from ckptctl.conversion.destinations import Destination
 from ckptctl.conversion.recognition.model import Model
 from ckptctl.conversion.recognition.roots import Selection
 from ckptctl.errors import spell_option
-from ckptctl.formats.base import Output, OutputTensor, WritableFormat
+from ckptctl.formats.base import OutputLayout, OutputTensor, WritableFormat
 from ckptctl.notes import Notes
 from ckptctl.planner.layouts import BASE, HF, is_base
 from ckptctl.planner.mapping.mapped import ComposedTensor, RedundantData
@@ -50,21 +50,21 @@ class Quantization:
 class Draft:
     """The plan of a conversion under construction; each stage and step takes one and returns one.
 
-    Fields are grouped by the function that sets them. Until then they are empty, except *model* and
-    *inputs*, which begin as the checkpoint that was opened.
+    Fields are grouped by the function that sets them first; later steps may change them. Until then
+    they are empty, except *model* and *located*, which begin as the checkpoint that was opened.
 
     Attributes:
         options: What is asked for. This and the next six are set by ``open_draft``.
         target: The format that is written.
         destination: Where the output is made.
         source: The checkpoint as it was opened. No step changes it.
-        assets: Its configuration and side files, which ``--dequantize`` and ``--fill-from`` change.
+        assets: Its configuration and side files, which steps may change.
         model: The checkpoint as steps have changed it, and from ``understand_model`` on its model
             type, layout and prefix.
-        inputs: The same checkpoint with the places of the bytes that are read, and with virtual
-            tensors, from ``list_output_tensors`` on.
+        located: The same checkpoint with the places of the bytes that are read, and with virtual
+            tensors. Set by ``list_output_tensors``; earlier steps use *catalog*.
         notes: Collects notes for the user.
-        like: The checkpoint whose division into files is reused (``--like``), or None.
+        like: The checkpoint whose division into files is reused, or None. Set with ``--like``.
         base: The checkpoint that missing tensors are taken from, or None. Set by ``--fill-from``,
             as the next two.
         filled_from: Tensors that are taken from *base*: name in the model's checkpoint to name in
@@ -76,16 +76,17 @@ class Draft:
         expected_names: Names of all tensors that the model should have, selected or not.
         missing: Names of what cannot be converted because it is absent or incomplete, and why.
         change: How tensors of one layout become those of another. Set by ``plan_layout_change``.
-        mapped: The tensors of the output by name, as elements of tensors of *inputs*. Set by
+        mapped: The tensors of the output by name, as elements of tensors of *located*. Set by
             ``list_output_tensors``, as the next three.
         tensors: The tensors of the output, in order.
         blobs: The values of the output that are no tensors.
-        redundant: Elements of tensors of *inputs* that are dropped. Before anything is written,
+        redundant: Elements of tensors of *located* that are dropped. Before anything is written,
             ``run_conversion`` proves that they are zero, or the same as others.
         quantization: The tensors that are quantized while they are copied, or None. Set by
             ``--quantize``.
-        adapter: What adapter_config.json says of an adapter, or None. Set by a step.
-        output: Where each tensor lies in the files of the output. Set by ``lay_out``, as the next.
+        adapter: The content of adapter_config.json, or None. Set by ``describe-adapter``.
+        output_layout: Where each tensor lies in the files of the output. Set by ``lay_out``, as the
+            next.
         strings: Metadata strings of these files.
         written: Side files that are written, by name. Set by steps at ``files``, as the next.
         copies: Side files that are copied.
@@ -97,7 +98,7 @@ class Draft:
     source: Catalog
     assets: Assets
     model: Model
-    inputs: Catalog
+    located: Catalog
     notes: Notes = field(default_factory=Notes)
     like: Catalog | None = None
     base: Catalog | None = None
@@ -113,7 +114,7 @@ class Draft:
     redundant: tuple[RedundantData, ...] = ()
     quantization: Quantization | None = None
     adapter: Mapping[str, object] | None = None
-    output: Output = field(default_factory=lambda: Output((), (), {}))
+    output_layout: OutputLayout = field(default_factory=lambda: OutputLayout((), (), {}))
     strings: Mapping[str, str] = field(default_factory=dict)
     written: Mapping[str, bytes] = field(default_factory=dict)
     copies: tuple[RawCopy, ...] = ()

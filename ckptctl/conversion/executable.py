@@ -21,7 +21,7 @@ from ckptctl.conversion.checked_ranges import checks_of
 from ckptctl.conversion.draft import Draft
 from ckptctl.conversion.transfers import entries_read, identities, plan_transfers, sources_of
 from ckptctl.errors import RefusedError, spell_option
-from ckptctl.formats.base import Output, OutputTensor, Place, copied, document
+from ckptctl.formats.base import OutputLayout, OutputTensor, TensorPlace, copied, document
 from ckptctl.formats.checksums import SCHEMA
 from ckptctl.formats.sidecar_files import kind_of
 from ckptctl.planner.plan import (
@@ -39,7 +39,7 @@ from ckptctl.version import __version__
 
 def build_plan(draft: Draft) -> Plan:
     """Plan what writes an output: what its format lays out, and the files beside that."""
-    output, catalog, root = draft.output, draft.inputs, draft.inputs.root
+    output, catalog, root = draft.output_layout, draft.located, draft.located.root
     checksum, single_file = draft.options.checksum, draft.target.single_file
     beside = tuple(document(name, content) for name, content in draft.written.items())
     beside += tuple(copied(copy.target, copy.nbytes) for copy in draft.copies)
@@ -67,7 +67,7 @@ def build_plan(draft: Draft) -> Plan:
         names = {copy.target: copy.nbytes for copy in draft.copies if not kind_of(copy.target)}
         head = {"source": provenance(draft), "plan": digest}
         head |= {"carried": names} if names else {}
-        files = (*files, manifest(head, draft.tensors, output.boxes, draft.output.records))
+        files = (*files, manifest(head, draft.tensors, output.boxes, draft.output_layout.records))
     if folder:
         files = tuple(replace(one, path=folder + one.path) for one in files)
     files += tuple(document(name, content) for name, content in output.above.items())
@@ -90,7 +90,7 @@ def build_plan(draft: Draft) -> Plan:
     )
 
 
-def _require_apart(output: Output, beside: Sequence[OutputFile]) -> None:
+def _require_apart(output: OutputLayout, beside: Sequence[OutputFile]) -> None:
     """Refuse a file that is carried along under the name of one that is written."""
     written = {MANIFEST, *(file.path for file in output.files), *output.contents}
     twice = [file.path for file in beside if file.path in written]
@@ -168,7 +168,7 @@ def digest_of(
 def manifest(
     head: Mapping[str, object],
     tensors: Sequence[OutputTensor],
-    boxes: Mapping[str, Sequence[Place]],
+    boxes: Mapping[str, Sequence[TensorPlace]],
     records: Sequence[Record],
 ) -> OutputFile:
     """Return the manifest as an output file whose checksums are filled in at the end."""
@@ -210,7 +210,7 @@ def _encoded(text: str, kind: Literal["file", "tensor"], name: str) -> bytes:
 
 def _tensor(
     tensor: OutputTensor,
-    boxes: Sequence[Place],
+    boxes: Sequence[TensorPlace],
     records: Sequence[Record],
     crc_of: CrcOf,
 ) -> str:

@@ -87,7 +87,7 @@ def lay_out(draft: Draft) -> Draft:
     anew = [name for name in skipped if name.partition(".")[0] in output.own]
     why = f"format {target.name} stores its own values"
     draft.notes.explain("skipped", dict.fromkeys(anew, why))
-    return replace(draft, output=output, strings=metadata)
+    return replace(draft, output_layout=output, strings=metadata)
 
 
 def _files_of(like: Catalog, files: Sequence[str]) -> dict[str, int]:

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from ckptctl.catalog import Blob, Box, Catalog, Path, TensorEntry
 from ckptctl.errors import UnsupportedError, excluding
-from ckptctl.formats.base import Output, OutputTensor, WritableFormat
+from ckptctl.formats.base import OutputLayout, OutputTensor, WritableFormat
 from ckptctl.formats.shared.leaves import flatten, join
 from ckptctl.formats.shared.stored_leaves import extent_of, is_stored
 from ckptctl.notes import Notes
@@ -109,7 +109,7 @@ def _skip_string(key: str, why: str, notes: Notes) -> None:
     notes.explain("skipped", {f"__metadata__.{key}": why})
 
 
-def same_data(catalog: Catalog, mapped: Iterable[ComposedTensor], output: Output) -> bool:
+def same_data(catalog: Catalog, mapped: Iterable[ComposedTensor], output: OutputLayout) -> bool:
     """Return whether the tensors of an output are one file's, byte for byte and in its order."""
     if any(not one.renames or one.sources[0].key != one.key for one in mapped):
         return False

@@ -324,7 +324,7 @@ def describe_plan(
     notes += file_notes(draft.assets, options.assets, draft.target, draft.written)
     notes += draft.notes
     return ConversionPlan(
-        source=draft.inputs,
+        source=draft.located,
         recognition=draft.model,
         options=options,
         change=draft.change,

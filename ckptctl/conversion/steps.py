@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from ckptctl import installed
 from ckptctl.conversion.conversion_options import ConversionOptions
@@ -38,8 +38,8 @@ class Step:
             to its tensors.
         order: Steps at one place run by ascending order.
         apply: Carries it out.
-        option: The option that asks for it, or ``field=value``; empty: it is always carried out,
-            or asked for by ``--step NAME``.
+        option: Of built-in steps, the option that asks for it, or ``field=value``; empty: it is
+            always carried out. Steps of other packages are asked for by ``--step NAME``.
     """
 
     name: str
@@ -47,6 +47,11 @@ class Step:
     order: int
     apply: Callable[[Draft], Draft]
     option: str = ""
+
+    def __post_init__(self) -> None:
+        """Refuse a place that does not exist, where the step would never run."""
+        if self.place not in get_args(Place):
+            raise ValueError(f"unknown place `{self.place}` (one of: {', '.join(get_args(Place))})")
 
 
 def _late(place: str) -> Callable[..., Any]:
@@ -60,18 +65,18 @@ def _late(place: str) -> Callable[..., Any]:
 
 
 BUILT_IN = (
-    Step("adapter", "source", 10, _late("adapters.adapter_files:open_adapter")),
+    Step("open-adapter", "source", 10, _late("adapters.adapter_files:open_adapter")),
     Step("experts", "source", 15, _late("adapters.expert_adapters:convert_experts"), "experts"),
     Step("dequantize", "source", 20, _late("numerics.dequantizing:dequantize"), "dequantize"),
     Step("stacks", "model", 10, _late("adapters.expert_adapters:keep_stacks"), "experts=stacked"),
     Step("fill", "model", 20, _late("adapters.filling:fill_from_base"), "fill_from"),
-    Step("facts", "selection", 10, _late("facts.config_files:compare_descriptions")),
-    Step("scales", "layout", 10, _late("numerics.dequantizing:keep_scales")),
+    Step("compare-facts", "selection", 10, _late("facts.config_files:compare_descriptions")),
+    Step("keep-scales", "layout", 10, _late("numerics.dequantizing:keep_scales")),
     Step("quantize", "output", 10, _late("numerics.quantizing:quantize"), "quantize"),
-    Step("blocks", "output", 20, _late("numerics.dequantizing:keep_blocks")),
-    Step("adapter", "output", 30, _late("adapters.adapter_files:describe_adapter")),
-    Step("adapter", "files", 10, _late("adapters.adapter_files:adapter_files")),
-    Step("config", "files", 10, _late("facts.config_files:config_files")),
+    Step("keep-blocks", "output", 20, _late("numerics.dequantizing:keep_blocks")),
+    Step("describe-adapter", "output", 30, _late("adapters.adapter_files:describe_adapter")),
+    Step("adapter-files", "files", 10, _late("adapters.adapter_files:adapter_files")),
+    Step("config-files", "files", 20, _late("facts.config_files:config_files")),
 )
 advised = _late("numerics.quantized:advised")
 """Lets errors about a model's tensors without a place say what may be done about it."""
@@ -129,7 +134,7 @@ def _compare_inputs(step: Step, before: Draft, after: Draft) -> None:
 
 
 def _inputs_of(draft: Draft) -> dict[str, None]:
-    """Return the names in ``draft.inputs`` of the tensors that are read for the output."""
+    """Return the names in ``draft.located`` of the tensors that are read for the output."""
     written = {tensor.name for tensor in draft.tensors}
     composed = (one for name, one in draft.mapped.items() if name in written)
     return dict.fromkeys(key for one in composed for key in one.keys)

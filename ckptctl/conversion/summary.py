@@ -131,7 +131,7 @@ def summarize(draft: Draft, output: Draft) -> Summary:
     lost = unused & draft.missing.keys()
     apart = {origins.get(name, name) for name in skipped}
     left = (unused - lost) & (apart | (source.tensors.keys() - draft.catalog.tensors.keys()))
-    inside = [draft.inputs.tensors[name] for name in used - source.tensors.keys()]
+    inside = [draft.located.tensors[name] for name in used - source.tensors.keys()]
     kinds = groups.kinds()
     made = output.quantization
     return Summary(
@@ -163,7 +163,7 @@ class _Origins:
     """Which tensors of the source, and of what is taken, a tensor is made of."""
 
     def __init__(self, draft: Draft) -> None:
-        self._source, self._catalog = draft.source, draft.inputs
+        self._source, self._catalog = draft.source, draft.located
         self._names, self._taken = draft.origins, draft.filled_from
         self._known: dict[str, frozenset[str]] = {}
 

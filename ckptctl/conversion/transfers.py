@@ -17,7 +17,7 @@ from ckptctl.catalog import (
 )
 from ckptctl.columns import files_of
 from ckptctl.file_identity import FileIdentity
-from ckptctl.formats.base import Output, Place
+from ckptctl.formats.base import OutputLayout, TensorPlace
 from ckptctl.planner.copying.blocks import rearranged
 from ckptctl.planner.mapping.mapped import ComposedTensor
 from ckptctl.planner.plan import RawCopy, Record, TargetBox, Transfer
@@ -36,7 +36,7 @@ class Transfers(NamedTuple):
 def plan_transfers(
     catalog: Catalog,
     tensors: Mapping[str, ComposedTensor],
-    output: Output,
+    output: OutputLayout,
     target_dtypes: Mapping[str, str],
 ) -> Transfers:
     """Plan the transfer of each tensor of an output that has boxes."""
@@ -70,7 +70,7 @@ def elements_of(
     return composed.elements(read, dtype)
 
 
-def _target(place: Place, record: Record, itemsize: int) -> TargetBox:
+def _target(place: TensorPlace, record: Record, itemsize: int) -> TargetBox:
     box, strides = place.box, place.strides or row_major(place.box.sizes)
     steps = tuple([stride * itemsize for stride in strides])
     begin = record.offset + place.start * itemsize

@@ -68,7 +68,7 @@ def config_files(draft: Draft) -> Draft:
     if target.name == "hf":
         draft.notes.add(*_about_transformers(draft, written))
         if not draft.quantization:
-            draft.notes.add(*unsaid(draft.inputs, config, assets.sizes))
+            draft.notes.add(*unsaid(draft.located, config, assets.sizes))
     if target.described and PARAMS not in written:
         raise MappingError(
             f"cannot write params.json, which format {target.name} requires",

@@ -135,7 +135,7 @@ class OutputRequest:
     notes: Notes = field(default_factory=Notes)
 
 
-class Place(NamedTuple):
+class TensorPlace(NamedTuple):
     """Where one box of a tensor goes.
 
     Attributes:
@@ -152,7 +152,7 @@ class Place(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Output:
+class OutputLayout:
     """Where everything goes.
 
     Attributes:
@@ -169,7 +169,7 @@ class Output:
 
     files: tuple[OutputFile, ...]
     records: tuple[Record, ...]
-    boxes: Mapping[str, tuple[Place, ...]]
+    boxes: Mapping[str, tuple[TensorPlace, ...]]
     raw_copies: tuple[RawCopy, ...] = ()
     contents: Mapping[str, bytes] = field(default_factory=dict)
     folder: str = ""
@@ -330,7 +330,7 @@ class WritableFormat(Format):
     pads: ClassVar[bool] = False
 
     @abstractmethod
-    def lay_out(self, request: OutputRequest) -> Output:
+    def lay_out(self, request: OutputRequest) -> OutputLayout:
         """Decide where each tensor goes; touches no file."""
 
     def holds(self, dtype: str) -> bool:

@@ -15,7 +15,7 @@ from ckptctl.formats import hf
 from ckptctl.formats.base import (
     AS_IT_IS,
     Listing,
-    Output,
+    OutputLayout,
     OutputRequest,
     OutputTensor,
     ReadOptions,
@@ -74,15 +74,15 @@ class DeepSeekFormat(WritableFormat):
         """Return whether safetensors has a code for *dtype*."""
         return hf.FORMAT.holds(dtype)
 
-    def lay_out(self, request: OutputRequest) -> Output:
+    def lay_out(self, request: OutputRequest) -> OutputLayout:
         """See :meth:`WritableFormat.lay_out`."""
         self.refuse_unheld(request.tensors)
         whole = [replace(tensor, alias_of=None) for tensor in request.tensors]
 
-        def shard(rank: int, tensors: Sequence[OutputTensor]) -> Output:
+        def shard(rank: int, tensors: Sequence[OutputTensor]) -> OutputLayout:
             writer = hf.SafetensorsWriter({}, request.metadata)
             writer.add(f"model{rank}-mp{request.mp}.safetensors", tensors)
-            return Output(tuple(writer.files), tuple(writer.records), writer.boxes)
+            return OutputLayout(tuple(writer.files), tuple(writer.records), writer.boxes)
 
         reason = "a safetensors file can only store tensors"
         return lay_out(replace(request, tensors=whole), shard, reason)

@@ -16,7 +16,7 @@ from ckptctl.formats import torch_file
 from ckptctl.formats.base import (
     AS_IT_IS,
     Listing,
-    Output,
+    OutputLayout,
     OutputRequest,
     OutputTensor,
     ReadOptions,
@@ -84,10 +84,10 @@ class MetaFormat(WritableFormat):
         said = dict.fromkeys(note for contents in read.values() for note in contents.notes)
         return replace(catalog, blobs=read[names[0]].blobs, notes=(*catalog.notes, *said))
 
-    def lay_out(self, request: OutputRequest) -> Output:
+    def lay_out(self, request: OutputRequest) -> OutputLayout:
         """See :meth:`WritableFormat.lay_out`."""
 
-        def shard(rank: int, tensors: Sequence[OutputTensor]) -> Output:
+        def shard(rank: int, tensors: Sequence[OutputTensor]) -> OutputLayout:
             name = f"consolidated.{rank:02d}.pth"
             return torch_file.FORMAT.lay_out(replace(request, name=name, tensors=tensors, blobs=()))
 

@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from ckptctl.catalog import Catalog
 from ckptctl.errors import FormatError, listed
-from ckptctl.formats.base import AS_IT_IS, Listing, Output, OutputRequest, ReadOptions
+from ckptctl.formats.base import AS_IT_IS, Listing, OutputLayout, OutputRequest, ReadOptions
 from ckptctl.formats.hf import HfFormat
 from ckptctl.formats.sidecar_files import ADAPTER
 from ckptctl.storage.files import source_files
@@ -76,7 +76,7 @@ class PeftFormat(HfFormat):
         documents = {**found.documents, **adapter_config(root)}
         return replace(found, path=path, documents=documents, notes=notes)
 
-    def lay_out(self, request: OutputRequest) -> Output:
+    def lay_out(self, request: OutputRequest) -> OutputLayout:
         """See :meth:`WritableFormat.lay_out`."""
         one = dict.fromkeys((tensor.name for tensor in request.tensors), 0)
         return super().lay_out(replace(request, like=one, like_files=(WEIGHTS,)))

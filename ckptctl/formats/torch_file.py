@@ -15,10 +15,10 @@ from ckptctl.errors import ForeignFileError, FormatError, UnsafePickleError
 from ckptctl.formats.base import (
     AS_IT_IS,
     Listing,
-    Output,
+    OutputLayout,
     OutputRequest,
-    Place,
     ReadOptions,
+    TensorPlace,
     WritableFormat,
 )
 from ckptctl.formats.shared.leaves import nest
@@ -103,7 +103,7 @@ class TorchFormat(WritableFormat):
                 computed=found.computed,
             )
 
-    def lay_out(self, request: OutputRequest) -> Output:
+    def lay_out(self, request: OutputRequest) -> OutputLayout:
         """See :meth:`WritableFormat.lay_out`."""
         # which only those that write need
         from ckptctl.formats.shared.stored_leaves import stored_leaf
@@ -126,11 +126,11 @@ class TorchFormat(WritableFormat):
             for tensor, offset in zip(stored, layout.data_offsets, strict=True)
         ]
         boxes = {
-            tensor.name: (Place(Box.whole(tensor.shape), position),)
+            tensor.name: (TensorPlace(Box.whole(tensor.shape), position),)
             for position, tensor in enumerate(stored)
         }
         file = OutputFile(request.name, layout.size, ZipFrame([(layout, 0, len(records))]))
-        return Output((file,), tuple(records), boxes)
+        return OutputLayout((file,), tuple(records), boxes)
 
 
 def _one_of_many(error: UnsafePickleError) -> UnsafePickleError | FormatError:

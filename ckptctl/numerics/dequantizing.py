@@ -24,7 +24,7 @@ from ckptctl.errors import (
 from ckptctl.formats.base import OutputTensor
 from ckptctl.formats.sidecar_files import QUANTIZATION, beside, documents
 from ckptctl.numerics.quantization.schemes.fp8 import FP8
-from ckptctl.numerics.quantization.statement import Statement, without
+from ckptctl.numerics.quantization.statement import QuantizationStatement, without
 from ckptctl.numerics.quantization.survey import Survey
 from ckptctl.numerics.quantized import (
     dequantized,
@@ -52,7 +52,7 @@ def dequantize(draft: Draft) -> Draft:
     return draft.with_catalog(dequantized(catalog, options.dequantize, stated))
 
 
-def quantization_in(directory: str | TreePath | None) -> list[Statement]:
+def quantization_in(directory: str | TreePath | None) -> list[QuantizationStatement]:
     """Return what ``--assets``, if there is any, says of how weights are quantized."""
     if directory is None:
         return []
@@ -142,12 +142,12 @@ def keep_blocks(draft: Draft) -> Draft:
     divide = division(draft.change, draft.target.layout) if ranks > 1 else None
     if divide is None:
         return draft
-    documents = {**draft.inputs.documents, **draft.assets.documents}
+    documents = {**draft.located.documents, **draft.assets.documents}
     by_name = {tensor.name: tensor for tensor in draft.tensors}
     targets = {key: name for name, composed in draft.mapped.items() for key in composed.keys}
     blocks = {
         tensor: weight.scale_blocks
-        for weight in weights(replace(draft.inputs, documents=documents))
+        for weight in weights(replace(draft.located, documents=documents))
         if weight.scale_blocks and (tensor := by_name.get(targets.get(weight.lead, "")))
     }
     cut = {

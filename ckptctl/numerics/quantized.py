@@ -40,7 +40,7 @@ from ckptctl.numerics.quantization.statement import (
     BESIDE,
     CONFIG,
     Json,
-    Statement,
+    QuantizationStatement,
     all_of_config,
     of_config,
     of_file,
@@ -61,7 +61,9 @@ SMALL = 1 << 20
 """Most bytes of a tensor whose elements say what others stand for."""
 
 
-def statement_of(catalog: Catalog, more: Iterable[Statement] = ()) -> Statement:
+def statement_of(
+    catalog: Catalog, more: Iterable[QuantizationStatement] = ()
+) -> QuantizationStatement:
     """Return what the files of a checkpoint, and *more*, say about how it is quantized.
 
     Raises:
@@ -71,16 +73,18 @@ def statement_of(catalog: Catalog, more: Iterable[Statement] = ()) -> Statement:
     said = [*all_of_config(config), *_beside(catalog.root, catalog.assets), *more]
     for one, other in combinations(said, 2):
         require_agreement(one, other)
-    return said[0] if said else Statement()
+    return said[0] if said else QuantizationStatement()
 
 
-def statements_in(root: TreePath, config: Json, names: Collection[str]) -> Iterator[Statement]:
+def statements_in(
+    root: TreePath, config: Json, names: Collection[str]
+) -> Iterator[QuantizationStatement]:
     """Yield what a folder apart from the weights says: its *config*, and files called *names*."""
     for one in (*all_of_config(config), *_beside(root, names)):
         yield replace(one, where=f"{one.where} ({root})")
 
 
-def _beside(root: TreePath, names: Collection[str]) -> Iterator[Statement]:
+def _beside(root: TreePath, names: Collection[str]) -> Iterator[QuantizationStatement]:
     for name in BESIDE:
         if name in names:
             with source_files(root) as files:
@@ -95,7 +99,7 @@ def is_plain(catalog: Catalog) -> bool:
     return look_plain(catalog.tensors) and not statement_of(catalog).method
 
 
-def surveyed(catalog: Catalog, more: Iterable[Statement] = ()) -> Survey:
+def surveyed(catalog: Catalog, more: Iterable[QuantizationStatement] = ()) -> Survey:
     """Return what the schemes make of a checkpoint, of which *more* is said elsewhere."""
 
     def values(entry: TensorEntry) -> bytes:
@@ -247,7 +251,9 @@ def _require_pairs(found: Survey, catalog: Catalog, kind: type[CkptError]) -> No
             raise kind(f"{what}: {listed(names)}", where=catalog.path)
 
 
-def dequantized(catalog: Catalog, dtype: str, more: Sequence[Statement] | None = None) -> Catalog:
+def dequantized(
+    catalog: Catalog, dtype: str, more: Sequence[QuantizationStatement] | None = None
+) -> Catalog:
     """Return *catalog* with a plain tensor in place of every quantized one and its scales.
 
     The plain tensors are computed when they are read.
@@ -298,7 +304,7 @@ def _notes(found: Survey, dtype: str) -> Iterator[str]:
 
 
 def _understood(
-    found: Survey, catalog: Catalog, more: Sequence[Statement] | None
+    found: Survey, catalog: Catalog, more: Sequence[QuantizationStatement] | None
 ) -> list[QuantizedWeight]:
     if found.unknown:
         ways = list(dict.fromkeys(found.unknown.values()))
@@ -329,7 +335,7 @@ def _understood(
     return plain
 
 
-def _advice(catalog: Catalog, more: Sequence[Statement] | None) -> str:
+def _advice(catalog: Catalog, more: Sequence[QuantizationStatement] | None) -> str:
     """Say what is understood, or that a configuration is missing that would tell."""
     if statement_of(catalog, more or ()).method:
         from ckptctl.numerics.quantization.scheme import schemes

@@ -51,7 +51,7 @@ def quantize(draft: Draft) -> Draft:
     draft.notes.add(_note(found, recipe), *_ragged(recipe, chosen), *_stacks(chosen, draft.change))
     return replace(
         draft,
-        inputs=making.catalog,
+        located=making.catalog,
         mapped=mapped,
         tensors=tuple(tensors),
         quantization=found,
@@ -288,9 +288,9 @@ class _Making:
         self._groups = groups
         self._draft = draft
         self._output = {tensor.name: tensor for tensor in draft.tensors}
-        self._entries = dict(draft.inputs.tensors)
-        self._computed = dict(draft.inputs.computed)
-        self.catalog = replace(draft.inputs, tensors=self._entries, computed=self._computed)
+        self._entries = dict(draft.located.tensors)
+        self._computed = dict(draft.located.computed)
+        self.catalog = replace(draft.located, tensors=self._entries, computed=self._computed)
         self._known: dict[str, Input] = {}
 
     def parts_of(self, tensor: OutputTensor) -> list[OutputTensor]:

@@ -8,9 +8,9 @@ reading                   :class:`ReadOptions`, :class:`TreePath` (a path here o
                           :func:`beside` (the files that travel with the weights)
 what was read             :class:`Catalog`, :class:`TensorEntry`, :class:`Extent`, :class:`Box`,
                           :class:`Checksum`, :class:`Blob`, :class:`Finding`, :data:`DTYPES`
-writing                   :class:`OutputRequest`, :class:`OutputTensor`, :class:`Output`,
-                          :class:`OutputFile`, :class:`Record`, :class:`Place`, :class:`RawCopy`,
-                          :func:`constant`, :func:`document`, :func:`copied`
+writing                   :class:`OutputRequest`, :class:`OutputTensor`, :class:`OutputLayout`,
+                          :class:`OutputFile`, :class:`Record`, :class:`TensorPlace`,
+                          :class:`RawCopy`, :func:`constant`, :func:`document`, :func:`copied`
                           :class:`Notes` (what the user is told, and what the output does not have)
 errors                    :class:`DamagedError` needs evidence; what is merely not understood is an
                           :class:`UnsupportedError`
@@ -32,11 +32,11 @@ from ckptctl.formats.base import (
     AS_IT_IS,
     Format,
     Listing,
-    Output,
+    OutputLayout,
     OutputRequest,
     OutputTensor,
-    Place,
     ReadOptions,
+    TensorPlace,
     Weights,
     WritableFormat,
     constant,
@@ -70,11 +70,10 @@ __all__ = [
     "Frame",
     "Listing",
     "Notes",
-    "Output",
     "OutputFile",
+    "OutputLayout",
     "OutputRequest",
     "OutputTensor",
-    "Place",
     "RankShard",
     "RawCopy",
     "ReadOptions",
@@ -83,6 +82,7 @@ __all__ = [
     "SourceFiles",
     "SourceNotFoundError",
     "TensorEntry",
+    "TensorPlace",
     "TreePath",
     "UnsupportedError",
     "Weights",

@@ -146,7 +146,7 @@ class Tree:
         return entries if folder else {**entries, **self._known}
 
 
-class Place(FileTree):
+class RemoteTree(FileTree):
     """The URLs that are read with the secrets of one of them, as trees of names.
 
     Of what lies above a URL that was looked at, its folder alone is looked at: pointers and other
@@ -160,7 +160,7 @@ class Place(FileTree):
         self._trees: dict[str, Tree] = {}
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Place) and self._secrets == other._secrets
+        return isinstance(other, RemoteTree) and self._secrets == other._secrets
 
     def __hash__(self) -> int:
         return hash(self._secrets)
@@ -283,7 +283,7 @@ def open_url(url: str) -> UrlPath:
     """Return the path of a URL, behind which nothing is looked at yet."""
     url = tidy(url)
     scheme, _, rest = masked(url).partition("://")
-    return UrlPath(Place(url), f"{scheme}://{PurePosixPath(rest.lstrip('/'))}")
+    return UrlPath(RemoteTree(url), f"{scheme}://{PurePosixPath(rest.lstrip('/'))}")
 
 
 def store_at(path: UrlPath) -> FsspecStore:

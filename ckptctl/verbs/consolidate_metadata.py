@@ -18,7 +18,7 @@ from ckptctl.catalog import Catalog
 from ckptctl.columns import codecs_of
 from ckptctl.errors import ChangedError, FormatError, RefusedError, UnsupportedError, spell_option
 from ckptctl.file_identity import FileIdentity
-from ckptctl.formats.base import Listing, OutputTensor, Place
+from ckptctl.formats.base import Listing, OutputTensor, TensorPlace
 from ckptctl.formats.dcp import METADATA
 from ckptctl.formats.dcp.metadata import Item
 from ckptctl.formats.dcp.metadata_writer import encode
@@ -177,7 +177,7 @@ def _encoded(catalog: Catalog) -> bytes:
         for t in catalog.tensors.values()
     ]
     boxes = {
-        entry.name: [Place(extent.box, 0) for extent in entry.extents]
+        entry.name: [TensorPlace(extent.box, 0) for extent in entry.extents]
         for entry in catalog.tensors.values()
     }
     items: dict[tuple[str, tuple[int, ...] | None], Item] = {

@@ -20,7 +20,7 @@ from ckptctl import formats
 from ckptctl.catalog import Box, Extent, TensorEntry
 from ckptctl.cli.app import app
 from ckptctl.errors import CkptError, FormatError, RefusedError, UsageError
-from ckptctl.formats.base import OutputTensor, Place
+from ckptctl.formats.base import OutputTensor, TensorPlace
 from ckptctl.formats.dcp import METADATA
 from ckptctl.formats.dcp.metadata import Item, decode
 from ckptctl.formats.dcp.metadata_writer import encode
@@ -204,9 +204,9 @@ def rewrite(path: Path, change: Any) -> None:
         for extent in leaf.extents
     }
     items = change(items)
-    boxes: dict[str, list[Place]] = {tensor.name: [] for tensor in tensors}
+    boxes: dict[str, list[TensorPlace]] = {tensor.name: [] for tensor in tensors}
     for name, box in items:
-        boxes[name].append(Place(box, 0))
+        boxes[name].append(TensorPlace(box, 0))
     flat = {(name, box.offsets): item for (name, box), item in items.items()}
     (path / METADATA).write_bytes(encode(tensors, [], boxes, flat))
 

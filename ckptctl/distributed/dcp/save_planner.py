@@ -1,8 +1,8 @@
 """A save planner for torch's own functions, with the global plan of ``ckptctl.save``.
 
 Ranks send what they hold in the form of :mod:`ckptctl.save_load.saving.local_shards`, the
-coordinator decides with :mod:`ckptctl.save_load.saving.global_plan`, and each rank makes write items
-of its share. Any storage writer takes them; ours takes the share itself.
+coordinator decides with :mod:`ckptctl.save_load.saving.global_plan`, and each rank makes write
+items of its share. Any storage writer takes them; ours takes the share itself.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from ckptctl.formats.base import (
     AS_IT_IS,
     Format,
     Listing,
-    Output,
+    OutputLayout,
     OutputRequest,
     OutputTensor,
     ReadOptions,
@@ -106,7 +106,7 @@ class DcpFormat(ItemFormat, WritableFormat):
 
         return read(path, METADATA, asked, self.name)
 
-    def lay_out(self, request: OutputRequest) -> Output:
+    def lay_out(self, request: OutputRequest) -> OutputLayout:
         """See :meth:`WritableFormat.lay_out`."""
         # Which only those that write need.
         from ckptctl.formats.dcp.data_files import DataFiles, shards
@@ -126,7 +126,7 @@ class DcpFormat(ItemFormat, WritableFormat):
         request.notes.add(*_unsupported(request))
         boxes = {name: tuple(found) for name, found in writer.boxes.items()}
         files, records = tuple(writer.files), tuple(writer.records)
-        return Output(files, records, boxes, tuple(writer.raw_copies))
+        return OutputLayout(files, records, boxes, tuple(writer.raw_copies))
 
 
 def metadata_name(rank: int) -> str:

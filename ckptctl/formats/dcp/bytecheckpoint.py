@@ -32,7 +32,7 @@ _Views = Mapping[tuple[str, tuple[int, ...]], TensorView]
 
 
 @dataclass(frozen=True, slots=True)
-class _Metadata(ObjectSchema):
+class _RankMetadata(ObjectSchema):
     """The attributes of ByteCheckpoint's ``Metadata``; only tensors have a header."""
 
     all_tensor_metadata: dict[object, bytes | None]
@@ -40,7 +40,7 @@ class _Metadata(ObjectSchema):
 
 
 @dataclass(frozen=True, slots=True)
-class _Index(ObjectSchema):
+class _RankIndex(ObjectSchema):
     """The attributes of its ``MetadataIndex``."""
 
     fqn: str
@@ -93,7 +93,7 @@ def _views(root: object, where: str) -> _Views:
     """Return the tensor header of each item, by name and offsets."""
     found = {}
     with malformed("this is not the metadata of ByteCheckpoint", where):
-        metadata = read_as(_Metadata, root)
+        metadata = read_as(_RankMetadata, root)
         flat = metadata.user_defined_dict
         names = flat.get(_FLAT) if isinstance(flat, dict) else None
         if names:
@@ -105,7 +105,7 @@ def _views(root: object, where: str) -> _Views:
             )
         for index, header in metadata.all_tensor_metadata.items():
             if header is not None:
-                key = read_as(_Index, index)
+                key = read_as(_RankIndex, index)
                 place = f"{where}, `{key.fqn}`"
                 view = loads(
                     header,

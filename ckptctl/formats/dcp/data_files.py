@@ -6,7 +6,7 @@ import math
 from functools import lru_cache
 
 from ckptctl.catalog import Blob, Box, row_major
-from ckptctl.formats.base import SPLIT_BYTES, OutputRequest, OutputTensor, Place
+from ckptctl.formats.base import SPLIT_BYTES, OutputRequest, OutputTensor, TensorPlace
 from ckptctl.formats.dcp.metadata import Item
 from ckptctl.formats.torch_file import ZipFrame
 from ckptctl.planner.balance import fill, grouped
@@ -49,7 +49,7 @@ class DataFiles:
     def __init__(self) -> None:
         self.files: list[OutputFile] = []
         self.records: list[Record] = []
-        self.boxes: dict[str, list[Place]] = {}
+        self.boxes: dict[str, list[TensorPlace]] = {}
         self.items: dict[tuple[str, tuple[int, ...] | None], Item] = {}
         self.raw_copies: list[RawCopy] = []
 
@@ -66,7 +66,7 @@ class DataFiles:
         layout = lay_out(content, [("0", nbytes)], base=self.size)
         record = len(self.records)
         self.records.append(Record(tensor.name, self.file, layout.data_offsets[0], nbytes))
-        self.boxes.setdefault(tensor.name, []).append(Place(box, record))
+        self.boxes.setdefault(tensor.name, []).append(TensorPlace(box, record))
         self._append((tensor.name, box.offsets), layout, record, 1)
 
     def add_blob(self, blob: Blob) -> None:

@@ -13,7 +13,7 @@ from itertools import chain, groupby
 
 from ckptctl.catalog import Blob, Box, Index
 from ckptctl.errors import RefusedError
-from ckptctl.formats.base import OutputTensor, Place
+from ckptctl.formats.base import OutputTensor, TensorPlace
 from ckptctl.formats.dcp.metadata import MAX_METADATA, OWN, UNKNOWN, WORLD, Item, Origin
 from ckptctl.units import counted
 
@@ -35,7 +35,7 @@ Located = tuple[_Offsets, str, int, int]
 def encode(
     tensors: Sequence[OutputTensor],
     blobs: Sequence[Blob],
-    boxes: Mapping[str, Sequence[Place]],
+    boxes: Mapping[str, Sequence[TensorPlace]],
     items: Mapping[tuple[str, _Offsets], Item],
     origin: Origin = UNKNOWN,
 ) -> bytes:

@@ -156,7 +156,7 @@ class Many:
 
 
 @dataclass(frozen=True, slots=True)
-class Stored:
+class GgufTensor:
     """A tensor of a file.
 
     Attributes:
@@ -184,7 +184,7 @@ class Header:
     """
 
     metadata: Mapping[str, object]
-    tensors: tuple[Stored, ...]
+    tensors: tuple[GgufTensor, ...]
 
 
 def read_header(files: SourceFiles, name: str) -> Header:
@@ -343,10 +343,10 @@ def _alignment(metadata: Mapping[str, object]) -> int:
 
 def _placed(
     cursor: _Cursor, claims: list[tuple[str, tuple[int, ...], int, int]], alignment: int
-) -> tuple[Stored, ...]:
+) -> tuple[GgufTensor, ...]:
     """Return the tensors, which lie in the file, aligned, and apart from each other."""
     data = -(-cursor.at // alignment) * alignment
-    found: dict[str, Stored] = {}
+    found: dict[str, GgufTensor] = {}
     for name, shape, kind, offset in claims:
         if name in found:
             raise cursor.torn(f"duplicate tensor `{name}`")
@@ -354,7 +354,9 @@ def _placed(
             raise cursor.torn(
                 f"`{name}` starts at {offset:,}, which is not a multiple of {alignment}"
             )
-        found[name] = Stored(name, shape, kind, data + offset, _nbytes(cursor, name, shape, kind))
+        found[name] = GgufTensor(
+            name, shape, kind, data + offset, _nbytes(cursor, name, shape, kind)
+        )
     end, last = 0, ""
     for one in sorted(found.values(), key=lambda one: one.offset):
         if one.offset < end:

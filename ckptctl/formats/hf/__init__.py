@@ -20,11 +20,11 @@ from ckptctl.formats.base import (
     AS_IT_IS,
     GB,
     Listing,
-    Output,
+    OutputLayout,
     OutputRequest,
     OutputTensor,
-    Place,
     ReadOptions,
+    TensorPlace,
     WritableFormat,
     constant,
     document,
@@ -187,7 +187,7 @@ class HfFormat(WritableFormat):
         """Return whether safetensors has a code for *dtype*."""
         return dtype in dtypes.BY_NAME and dtypes.BY_NAME[dtype].safetensors is not None
 
-    def lay_out(self, request: OutputRequest) -> Output:
+    def lay_out(self, request: OutputRequest) -> OutputLayout:
         """See :meth:`WritableFormat.lay_out`."""
         self.refuse_unheld(request.tensors)
         kept = [tensor for tensor in request.tensors if tensor.alias_of is None]
@@ -219,7 +219,7 @@ class HfFormat(WritableFormat):
             writer.files.append(document(f"{self.stem}{INDEX}", content))
         why = "a safetensors file can only store tensors"
         request.notes.explain("skipped", {blob.name: why for blob in request.blobs})
-        return Output(tuple(writer.files), tuple(writer.records), writer.boxes)
+        return OutputLayout(tuple(writer.files), tuple(writer.records), writer.boxes)
 
 
 class SafetensorsWriter:
@@ -238,7 +238,7 @@ class SafetensorsWriter:
         self.metadata = {**(metadata or {}), "format": mark, **aliases}
         self.files: list[OutputFile] = []
         self.records: list[Record] = []
-        self.boxes: dict[str, tuple[Place, ...]] = {}
+        self.boxes: dict[str, tuple[TensorPlace, ...]] = {}
 
     def add(self, file: str, tensors: Sequence[OutputTensor]) -> None:
         """Lay out one file with *tensors*, in their order where that aligns each of them."""
@@ -250,7 +250,7 @@ class SafetensorsWriter:
         )
         size = len(header)
         for tensor, offset in zip(tensors, offsets, strict=True):
-            self.boxes[tensor.name] = (Place(Box.whole(tensor.shape), len(self.records)),)
+            self.boxes[tensor.name] = (TensorPlace(Box.whole(tensor.shape), len(self.records)),)
             self.records.append(Record(tensor.name, file, offset, tensor.nbytes))
             size = offset + tensor.nbytes
         self.files.append(OutputFile(file, size, constant(header)))

@@ -13,7 +13,7 @@ from ckptctl.errors import listed
 from ckptctl.formats.base import (
     AS_IT_IS,
     Listing,
-    Output,
+    OutputLayout,
     OutputRequest,
     ReadOptions,
     WritableFormat,
@@ -109,7 +109,7 @@ class McoreFormat(ItemFormat, WritableFormat):
         """See :meth:`Format.only_part`."""
         return only_save(path)
 
-    def lay_out(self, request: OutputRequest) -> Output:
+    def lay_out(self, request: OutputRequest) -> OutputLayout:
         """See :meth:`WritableFormat.lay_out`."""
         from ckptctl.formats.mcore.mcore_writing import lay_out  # which only those that write need
 

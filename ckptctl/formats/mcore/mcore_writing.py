@@ -47,7 +47,7 @@ from ckptctl.facts import megatron_carried as carried
 from ckptctl.facts.megatron_adapter import SECTION, lacking, section
 from ckptctl.facts.megatron_carried import Carried
 from ckptctl.facts.megatron_files import ONE_RANK, arguments_of, container, run_config
-from ckptctl.formats.base import Output, OutputRequest, OutputTensor, Place, document
+from ckptctl.formats.base import OutputLayout, OutputRequest, OutputTensor, TensorPlace, document
 from ckptctl.formats.dcp import METADATA
 from ckptctl.formats.dcp.data_files import DataFiles, shards
 from ckptctl.formats.dcp.metadata_writer import encode
@@ -92,7 +92,7 @@ VERSION = 3.0
 """The order of queries, keys and values in one tensor: by groups since 2.0."""
 
 
-def lay_out(request: OutputRequest) -> Output:
+def lay_out(request: OutputRequest) -> OutputLayout:
     """Say where everything of a model goes, whose tensors have the names of layout ``mcore``."""
     run = training(request.tensors, request.blobs, request.notes)
     request = replace(request, tensors=[t for t in request.tensors if t not in run.tensors])
@@ -101,12 +101,12 @@ def lay_out(request: OutputRequest) -> Output:
     model = [tensor for tensor in request.tensors if tensor.shape and not is_state(tensor.name)]
     held = (stored_object(blob, layers) for blob in run.objects)
     objects = [*{blob.name: blob for blob in (*extra_states(model, layers), *held)}.values()]
-    writer, places = DataFiles(), dict[str, list[Place]]()
+    writer, places = DataFiles(), dict[str, list[TensorPlace]]()
     stored: dict[str, OutputTensor] = {}
     for position, shard in enumerate(shards(request)):
         writer.begin(f"__0_{position}.distcp")
         for tensor, box in shard:
-            places.setdefault(tensor.name, []).append(Place(box, len(writer.records)))
+            places.setdefault(tensor.name, []).append(TensorPlace(box, len(writer.records)))
             whole = layers.stored(tensor)
             whole = stored.setdefault(whole.name, whole)
             layer = layers.place(tensor.name)[1]
@@ -127,7 +127,7 @@ def lay_out(request: OutputRequest) -> Output:
     else:
         contents = {COMMON: b"".join(piece for _, piece in common.frame([])), **contents}
     content = encode(list(stored.values()), objects, writer.boxes, writer.items)
-    return Output(
+    return OutputLayout(
         (*files, document(METADATA, content)),
         tuple(writer.records),
         {name: tuple(found) for name, found in places.items()},
@@ -143,12 +143,12 @@ def _with_tensors(
     common: zip_writer.ZipLayout,
     tensors: Sequence[OutputTensor],
     records: list[Record],
-    places: dict[str, list[Place]],
+    places: dict[str, list[TensorPlace]],
 ) -> OutputFile:
     """Return ``common.pt`` with *tensors* in it; adds where they lie."""
     first = len(records)
     for tensor, offset in zip(tensors, common.data_offsets, strict=True):
-        places[tensor.name] = [Place(Box.whole(tensor.shape), len(records))]
+        places[tensor.name] = [TensorPlace(Box.whole(tensor.shape), len(records))]
         records.append(Record(tensor.name, COMMON, offset, tensor.nbytes))
     return OutputFile(COMMON, common.size, ZipFrame([(common, first, len(tensors))]))
 

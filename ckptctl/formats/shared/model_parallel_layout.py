@@ -8,7 +8,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from ckptctl.catalog import row_major
-from ckptctl.formats.base import Output, OutputRequest, OutputTensor, Place
+from ckptctl.formats.base import OutputLayout, OutputRequest, OutputTensor, TensorPlace
 from ckptctl.planner.plan import OutputFile, Record
 
 if TYPE_CHECKING:
@@ -17,14 +17,16 @@ if TYPE_CHECKING:
 
 
 def lay_out(
-    request: OutputRequest, one_rank: Callable[[int, Sequence[OutputTensor]], Output], reason: str
-) -> Output:
+    request: OutputRequest,
+    one_rank: Callable[[int, Sequence[OutputTensor]], OutputLayout],
+    reason: str,
+) -> OutputLayout:
     """Return the layout of one file per rank."""
     from ckptctl.planner.model_parallel import RankShard
 
     files: list[OutputFile] = []
     records: list[Record] = []
-    boxes: dict[str, list[Place]] = {}
+    boxes: dict[str, list[TensorPlace]] = {}
     shares: dict[str, Sequence[RankShard | None]] = {
         tensor.name: request.rank_boxes(tensor)
         if request.rank_boxes
@@ -43,17 +45,17 @@ def lay_out(
         records += shard.records
     request.notes.explain("skipped", {blob.name: reason for blob in request.blobs})
     placed = {name: tuple(found) for name, found in boxes.items()}
-    return Output(tuple(files), tuple(records), placed)
+    return OutputLayout(tuple(files), tuple(records), placed)
 
 
-def _places(share: RankShard, record: int) -> Iterator[Place]:
+def _places(share: RankShard, record: int) -> Iterator[TensorPlace]:
     strides = row_major(share.shape)
     for piece in share.pieces:
         if piece.box.sizes == share.shape:
-            yield Place(piece.box, record)
+            yield TensorPlace(piece.box, record)
         else:
             start = sum(n * step for n, step in zip(piece.offsets, strides, strict=True))
-            yield Place(piece.box, record, start, strides)
+            yield TensorPlace(piece.box, record, start, strides)
 
 
 def _shifted(frame: Frame, by: int, crc_of: CrcOf) -> Iterator[tuple[int, bytes]]:

@@ -30,7 +30,7 @@ LIMIT = 4 << 20
 """Bytes of W in float32 at a time, where a bias is scaled."""
 
 
-class Change(NamedTuple):
+class LoraUpdate(NamedTuple):
     """What is added to some rows of a weight.
 
     Attributes:
@@ -51,7 +51,7 @@ def _weight(out: Output) -> None:
 
     rows, others = out.rows, iter(out.inputs[1:])
     merged = out.inputs[0].read(rows).to(torch.float32)
-    changes: tuple[Change, ...] = out.arguments
+    changes: tuple[LoraUpdate, ...] = out.arguments
     for change in changes:
         factors = _Factors(change, others)
         start = change.rows.start
@@ -71,7 +71,7 @@ class _Factors:
     Rows are counted among those that the change applies to.
     """
 
-    def __init__(self, change: Change, inputs: Iterator[InputTensor]) -> None:
+    def __init__(self, change: LoraUpdate, inputs: Iterator[InputTensor]) -> None:
         self._scale = change.scale
         self._a, self._b = next(inputs), next(inputs)
         self._magnitude = next(inputs) if change.has_magnitude else None
@@ -115,7 +115,7 @@ def _bias(out: Output) -> None:
 
     columns, others = out.columns, iter(out.inputs[1:])
     scaled = out.inputs[0].read(range(1), columns).to(torch.float32).view(-1)
-    changes: tuple[Change, ...] = out.arguments
+    changes: tuple[LoraUpdate, ...] = out.arguments
     for change in changes:
         weight, factors = next(others), _Factors(change, others)
         at = change.bias_start

@@ -90,7 +90,7 @@ def _quantize(scheme: _Scheme, out: Output) -> Rounding:
             blocks = _Blocks(out, scheme, matrix[:, span.start : span.stop])
             scales = _finite(weight, scheme.scales(blocks.largest(weight), global_scale))
             codes = blocks.quantize(scales if global_scale is None else scales / global_scale)
-            part = _Part(block_rows, span, out.rows, columns)
+            part = _WantedPart(block_rows, span, out.rows, columns)
             total += blocks.rounding(part)
             into = out.elements[part.rows.start - out.rows.start :][: len(part.rows)]
             first = part.columns.start - columns.start
@@ -132,7 +132,7 @@ def _whole_blocks(wanted: range, size: int, block: int, most: int) -> Iterator[r
 
 
 @dataclass(frozen=True, slots=True)
-class _Part:
+class _WantedPart:
     """The wanted part of whole blocks.
 
     Attributes:
@@ -220,7 +220,7 @@ class _Blocks:
             values.copy_(self._scratch("narrow", str(dtype).removeprefix("torch.")).copy_(values))
         return self._e2m1() if self._scheme.is_packed else self._e4m3()
 
-    def rounding(self, part: _Part) -> Rounding:
+    def rounding(self, part: _WantedPart) -> Rounding:
         """Return how far the wanted elements are off, of those that were quantized last."""
         import torch
 

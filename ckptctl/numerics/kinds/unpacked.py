@@ -32,19 +32,19 @@ MOST_TIMES, MOST_MORE = 4, 64 << 20
 """How much longer than its elements an item may be: it may have a part of a larger storage."""
 
 
-class _Item(NamedTuple):
+class _UnpackedItem(NamedTuple):
     """A decompressed item, and the tensor in it."""
 
     files: TemporaryFile
     entry: TensorEntry
 
 
-def _is_too_much(items: Sequence[_Item | None]) -> bool:
+def _is_too_much(items: Sequence[_UnpackedItem | None]) -> bool:
     nbytes = sum(item.files.nbytes for item in items if item)
     return len(items) > KEPT_ITEMS or nbytes > KEPT_BYTES
 
 
-_ITEMS = SharedResults[_Item](_is_too_much)
+_ITEMS = SharedResults[_UnpackedItem](_is_too_much)
 
 
 def _unpacked(out: Output) -> None:
@@ -55,7 +55,7 @@ def _unpacked(out: Output) -> None:
     TensorReader(item.files, matrix).fill(rectangle(out.rows, out.columns), out.memory)
 
 
-def _read(files: SourceFiles, packed: TensorEntry, computed: Computed) -> _Item:
+def _read(files: SourceFiles, packed: TensorEntry, computed: Computed) -> _UnpackedItem:
     """Decompress an item, and look at all of it."""
     name, place = packed.name, packed.extents[0]
     where = f"{files.root / place.file}, at byte {place.offset:,}"
@@ -79,7 +79,9 @@ def _read(files: SourceFiles, packed: TensorEntry, computed: Computed) -> _Item:
     if sum_ and crc_of(room, place.file, sum_.offset, sum_.nbytes) != sum_.crc32:
         why = f"the CRC-32 of `{name}` differs from the one in its zip"
         raise DamagedError("checksum mismatch", where=where, why=why)
-    return _Item(room, TensorEntry(name, stored.dtype, stored.shape, (extent,), packed.path))
+    return _UnpackedItem(
+        room, TensorEntry(name, stored.dtype, stored.shape, (extent,), packed.path)
+    )
 
 
 class TemporaryFile(SourceFiles):

@@ -17,7 +17,7 @@ from functools import cache
 
 from ckptctl.errors import MappingError
 from ckptctl.numerics.quantization.scheme import Group
-from ckptctl.numerics.quantization.statement import Json, Statement
+from ckptctl.numerics.quantization.statement import Json, QuantizationStatement
 from ckptctl.units import counted
 
 NAME = "config_groups"
@@ -74,7 +74,7 @@ def arguments(group: Group, formats: Mapping[str, tuple[str, ...]]) -> Arguments
         raise MappingError(
             f"`format` {form!r} does not match the tensors", where=said.where, why=why
         )
-    weights = Statement(said.method, _mapping(found.get("weights")), said.where)
+    weights = QuantizationStatement(said.method, _mapping(found.get("weights")), said.where)
     size = weights.number("group_size", -1) or 0
     default = "tensor" if not size else "channel" if size < 0 else "group"
     match weights.content.get("block_structure"):
@@ -132,7 +132,7 @@ def _chosen(group: Group) -> Json:
     return found[0]
 
 
-def _require_plain(said: Statement) -> None:
+def _require_plain(said: QuantizationStatement) -> None:
     """Refuse what is done to weights beside quantizing them."""
     sparse = _mapping(said.content.get("sparsity_config")).get("format", "dense")
     if sparse != "dense":
@@ -153,7 +153,7 @@ def _is_class(target: str) -> bool:
     return target.isidentifier() and target[0].isupper()
 
 
-def _matches(module: str, target: str, said: Statement) -> bool:
+def _matches(module: str, target: str, said: QuantizationStatement) -> bool:
     if not target.startswith("re:"):
         return target == module
     return _pattern(target.removeprefix("re:"), said.where).match(module) is not None

@@ -18,7 +18,7 @@ from ckptctl.catalog import TensorEntry
 from ckptctl.errors import DamagedError, MappingError, UnsupportedError, listed
 from ckptctl.numerics.quantization import schemes as modules
 from ckptctl.numerics.quantization.formulas import ScaleBlocks
-from ckptctl.numerics.quantization.statement import Statement
+from ckptctl.numerics.quantization.statement import QuantizationStatement
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +74,7 @@ class Group:
     key: str
     lead: TensorEntry
     parts: Mapping[str, TensorEntry]
-    statement: Statement
+    statement: QuantizationStatement
     values: Callable[[TensorEntry], bytes]
     derived: dict[str, Any] = field(default_factory=dict, compare=False)
 
@@ -143,7 +143,7 @@ def never(_: Group) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class WeightPart:
     """A tensor that is stored next to the quantized elements.
 
     Attributes:
@@ -187,7 +187,7 @@ class Form:
 
     lead: str
     dtypes: tuple[str, ...]
-    parts: Mapping[str, Part] = field(default_factory=dict)
+    parts: Mapping[str, WeightPart] = field(default_factory=dict)
     make: Callable[[Group], QuantizedWeight] | None = None
     plain: str = ".weight"
     tells: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
@@ -244,7 +244,7 @@ class Scheme:
     in_tables: bool = False
     dropped: Mapping[str, str] = field(default_factory=dict)
 
-    def fits(self, statement: Statement) -> bool:
+    def fits(self, statement: QuantizationStatement) -> bool:
         """Return whether a checkpoint of which that is said may be quantized so."""
         understood = any(form.make for form in self.forms)
         return understood and (self.by_names or statement.method in self.methods)

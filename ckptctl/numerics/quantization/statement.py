@@ -42,7 +42,7 @@ COMPARED = (
 
 
 @dataclass(frozen=True, slots=True)
-class Statement:
+class QuantizationStatement:
     """What is said of a checkpoint.
 
     Attributes:
@@ -91,12 +91,12 @@ class Statement:
         return MappingError(f"`{key}` is {said}", where=self.where, why=why)
 
 
-def of_config(config: Json) -> Statement | None:
+def of_config(config: Json) -> QuantizationStatement | None:
     """Return what config.json says first; None: nothing."""
     return next(all_of_config(config), None)
 
 
-def all_of_config(config: Json) -> Iterator[Statement]:
+def all_of_config(config: Json) -> Iterator[QuantizationStatement]:
     """Yield all that config.json says, wherever it does."""
     inner = {f"{key}.": part for key, part in config.items() if key.endswith("_config")}
     for name, part in {"": config, **inner}.items():
@@ -106,15 +106,15 @@ def all_of_config(config: Json) -> Iterator[Statement]:
             content = part.get(key)
             if isinstance(content, Mapping):
                 where = f"{name}{key} in {CONFIG}"
-                yield Statement(str(content.get(METHOD, default)), content, where)
+                yield QuantizationStatement(str(content.get(METHOD, default)), content, where)
 
 
-def of_file(name: str, content: Json) -> Statement:
+def of_file(name: str, content: Json) -> QuantizationStatement:
     """Return what one of the files of :data:`BESIDE` says."""
-    return Statement(str(content.get(METHOD, BESIDE[name])), content, name)
+    return QuantizationStatement(str(content.get(METHOD, BESIDE[name])), content, name)
 
 
-def require_agreement(one: Statement, other: Statement) -> None:
+def require_agreement(one: QuantizationStatement, other: QuantizationStatement) -> None:
     """Refuse two statements, of one file or of two, that contradict each other.
 
     AutoAWQ writes GEMM in one file and gemm in the other; null says nothing.

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from ckptctl.catalog import TensorEntry
 from ckptctl.errors import CkptError, DamagedError, UnsupportedError
-from ckptctl.numerics.quantization.statement import QUANTIZATION, Statement
+from ckptctl.numerics.quantization.statement import QUANTIZATION, QuantizationStatement
 
 if TYPE_CHECKING:
     from ckptctl.numerics.quantization.scheme import Form, Group, QuantizedWeight, Scheme
@@ -66,7 +66,7 @@ def look_plain(tensors: Tensors) -> bool:
     return all(n.endswith(PLAIN_NAMES) and e.dtype in PLAIN_DTYPES for n, e in tensors.items())
 
 
-def survey(tensors: Tensors, statement: Statement, values: Values) -> Survey:
+def survey(tensors: Tensors, statement: QuantizationStatement, values: Values) -> Survey:
     """Return what of *tensors* is quantized.
 
     Args:
@@ -102,7 +102,7 @@ def _weights(
     found: Survey,
     chosen: Iterable[Scheme],
     tensors: Tensors,
-    statement: Statement,
+    statement: QuantizationStatement,
     values: Values,
 ) -> set[str]:
     """Add the weights that are understood and what does not fit; return what they consist of."""

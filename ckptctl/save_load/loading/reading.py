@@ -19,7 +19,7 @@ from ckptctl.columns import ranges_of
 from ckptctl.conversion.checked_ranges import find_checked
 from ckptctl.conversion.sources import with_bytes
 from ckptctl.conversion.transfers import identities, plan_transfers, sources_of
-from ckptctl.formats.base import Output, Place
+from ckptctl.formats.base import OutputLayout, TensorPlace
 from ckptctl.planner.boxes import check_coverage, intersect
 from ckptctl.planner.mapping.mapped import ComposedTensor
 from ckptctl.planner.plan import Plan, Record, Transfer
@@ -62,7 +62,7 @@ class Reading:
         plan = _plan(catalog, entries, chosen, _output(held), kinds)
         return replace(plan, transfers=tuple(sorted(plan.transfers, key=_position)))
 
-    def plan_file(self, target: Path, output: Output, kinds: Mapping[str, str]) -> Plan:
+    def plan_file(self, target: Path, output: OutputLayout, kinds: Mapping[str, str]) -> Plan:
         """Plan the reading into a file of its own; *kinds* are the dtypes of its tensors."""
         catalog = self.mapping.catalog
         plan = _plan(catalog, catalog.tensors, self.mapping.tensors, output, kinds)
@@ -194,7 +194,7 @@ def _plan(
     catalog: Catalog,
     entries: Mapping[str, TensorEntry],
     tensors: Mapping[str, ComposedTensor],
-    output: Output,
+    output: OutputLayout,
     kinds: Mapping[str, str],
 ) -> Plan:
     located = replace(catalog, tensors=entries)
@@ -216,18 +216,18 @@ def _plan(
     )
 
 
-def _output(wanted: Mapping[str, Wanted]) -> Output:
+def _output(wanted: Mapping[str, Wanted]) -> OutputLayout:
     """Memory as the files of an output: one record for each box."""
     records: list[Record] = []
-    boxes: dict[str, tuple[Place, ...]] = {}
+    boxes: dict[str, tuple[TensorPlace, ...]] = {}
     for name, one in wanted.items():
-        places: list[Place] = []
+        places: list[TensorPlace] = []
         for target in one.targets:
             nbytes = math.prod(target.box.sizes) * dtypes.itemsize(one.dtype)
-            places.append(Place(target.box, len(records), strides=target.steps))
+            places.append(TensorPlace(target.box, len(records), strides=target.steps))
             records.append(Record(name, memory_name(target.memory), 0, nbytes))
         boxes[name] = tuple(places)
-    return Output((), tuple(records), boxes)
+    return OutputLayout((), tuple(records), boxes)
 
 
 def _position(copy: Transfer) -> tuple[str, int]:

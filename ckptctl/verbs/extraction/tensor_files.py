@@ -9,7 +9,7 @@ from pathlib import Path
 from ckptctl.catalog import Box
 from ckptctl.conversion.destinations import replaceable
 from ckptctl.errors import RefusedError, UsageError, spell_option
-from ckptctl.formats.base import Output, OutputRequest, OutputTensor, Place, constant
+from ckptctl.formats.base import OutputLayout, OutputRequest, OutputTensor, TensorPlace, constant
 from ckptctl.formats.hf import FORMAT as HF
 from ckptctl.formats.hf import SafetensorsWriter
 from ckptctl.formats.torch_file import FORMAT as TORCH
@@ -72,18 +72,20 @@ def is_tensor_file(path: TreePath) -> bool:
 OVERWRITABLE = Replaceable(is_tensor_file, "a file of tensors", file=True)
 
 
-def _safetensors(file: str, tensors: list[OutputTensor], metadata: Mapping[str, str]) -> Output:
+def _safetensors(
+    file: str, tensors: list[OutputTensor], metadata: Mapping[str, str]
+) -> OutputLayout:
     HF.refuse_unheld(tensors)
     writer = SafetensorsWriter({}, metadata)
     writer.add(file, tensors)
-    return Output(tuple(writer.files), tuple(writer.records), writer.boxes)
+    return OutputLayout(tuple(writer.files), tuple(writer.records), writer.boxes)
 
 
-def _torch(file: str, tensors: list[OutputTensor], _: Mapping[str, str]) -> Output:
+def _torch(file: str, tensors: list[OutputTensor], _: Mapping[str, str]) -> OutputLayout:
     return TORCH.lay_out(OutputRequest(file, tensors))
 
 
-def _npy(file: str, tensors: list[OutputTensor], _: Mapping[str, str]) -> Output:
+def _npy(file: str, tensors: list[OutputTensor], _: Mapping[str, str]) -> OutputLayout:
     if len(tensors) > 1:
         raise UsageError(
             f"a .npy file stores one tensor, but {counted(len(tensors), 'tensor')} match",
@@ -93,10 +95,10 @@ def _npy(file: str, tensors: list[OutputTensor], _: Mapping[str, str]) -> Output
     header = encode_header(one.dtype, one.shape, one.name)
     record = Record(one.name, file, len(header), one.nbytes)
     whole = OutputFile(file, len(header) + one.nbytes, constant(header))
-    return Output((whole,), (record,), {one.name: (Place(Box.whole(one.shape), 0),)})
+    return OutputLayout((whole,), (record,), {one.name: (TensorPlace(Box.whole(one.shape), 0),)})
 
 
-KINDS: dict[str, Callable[[str, list[OutputTensor], Mapping[str, str]], Output]] = {
+KINDS: dict[str, Callable[[str, list[OutputTensor], Mapping[str, str]], OutputLayout]] = {
     ".safetensors": _safetensors,
     ".pt": _torch,
     ".npy": _npy,

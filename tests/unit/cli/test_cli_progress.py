@@ -5,7 +5,7 @@ import time
 import pytest
 
 from ckptctl.cli import progress as module
-from ckptctl.cli.output import Output
+from ckptctl.cli.output import Printer
 from ckptctl.cli.progress import progress
 
 
@@ -24,7 +24,7 @@ def clock(monkeypatch):
 
 
 def drive(clock, output=None):
-    with progress(output or Output(), "copying", 4 << 20) as advance:
+    with progress(output or Printer(), "copying", 4 << 20) as advance:
         for _ in range(4):
             clock[0] += 6
             if advance:
@@ -46,7 +46,7 @@ def test_a_line_every_ten_seconds(clock, capsys):
 def test_silence(clock, capsys, monkeypatch, how):
     if how == "environment":
         monkeypatch.setenv("CKPTCTL_NO_PROGRESS", "1")
-    assert drive(clock, Output(how == "machine", how == "quiet")) is None
+    assert drive(clock, Printer(how == "machine", how == "quiet")) is None
     assert capsys.readouterr().err == ""
 
 
@@ -62,7 +62,7 @@ def test_a_bar_on_a_terminal(clock, monkeypatch):
 
 
 def test_what_comes_first_has_no_numbers(clock, capsys, monkeypatch):
-    lines = module._Lines(Output(), "copying", 4 << 20, None, "loading torch")
+    lines = module._Lines(Printer(), "copying", 4 << 20, None, "loading torch")
     for nbytes in (0, 1 << 20):
         clock[0] += 11
         lines.advance(nbytes)
@@ -70,7 +70,7 @@ def test_what_comes_first_has_no_numbers(clock, capsys, monkeypatch):
     monkeypatch.setattr(sys, "stderr", shown)
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("COLUMNS", "80")
-    with module._Bar(Output(), "copying", 4 << 20, None, "loading torch") as bar:
+    with module._Bar(Printer(), "copying", 4 << 20, None, "loading torch") as bar:
         bar.late()
         first = shown.getvalue()
         bar.advance(1 << 20)
@@ -84,7 +84,7 @@ def test_what_comes_first_has_no_numbers(clock, capsys, monkeypatch):
 
 
 def made(kind=module._Lines, total=4 << 20):
-    return kind(Output(), "copying", total, "syncing")
+    return kind(Printer(), "copying", total, "syncing")
 
 
 def pace(clock, *steps):
@@ -138,7 +138,7 @@ def test_a_bar_does_not_wait_for_the_first_step(monkeypatch):
     monkeypatch.setattr(sys, "stderr", shown)
     monkeypatch.setattr(module, "QUIET_SECONDS", 0.01)
     monkeypatch.setenv("TERM", "xterm")
-    with progress(Output(), "reading", 10):
+    with progress(Printer(), "reading", 10):
         end = time.monotonic() + 10
         while "reading" not in shown.getvalue() and time.monotonic() < end:
             time.sleep(0.01)
@@ -148,7 +148,7 @@ def test_a_bar_does_not_wait_for_the_first_step(monkeypatch):
 def test_no_bar_for_what_is_quick(clock, monkeypatch):
     shown = Terminal()
     monkeypatch.setattr(sys, "stderr", shown)
-    with progress(Output(), "copying", 10) as advance:
+    with progress(Printer(), "copying", 10) as advance:
         advance(10)
     assert shown.getvalue() == ""
 
@@ -157,5 +157,5 @@ def test_the_beginning_is_not_asked_for_where_nobody_looks():
     def beginning() -> str:
         raise AssertionError("asked")
 
-    with progress(Output(quiet=True), "copying", 10, beginning=beginning) as advance:
+    with progress(Printer(quiet=True), "copying", 10, beginning=beginning) as advance:
         assert advance is None

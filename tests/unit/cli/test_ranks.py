@@ -7,7 +7,7 @@ import threading
 import pytest
 
 from ckptctl.cli import ranks
-from ckptctl.cli.output import Output
+from ckptctl.cli.output import Printer
 from ckptctl.errors import StorageError
 
 
@@ -26,17 +26,17 @@ def test_ranks_that_do_not_answer(
     monkeypatch.setattr(ranks, "SOON", 0.01)
     said = threading.Event()
 
-    def warning(_: Output, text: str) -> None:
+    def warning(_: Printer, text: str) -> None:
         print(text)
         said.set()
 
-    monkeypatch.setattr(Output, "warning", warning)
+    monkeypatch.setattr(Printer, "warning", warning)
 
     def meet() -> threading.Thread:
         said.wait()
         return threading.current_thread()
 
-    assert ranks._waited_for(meet, Output()) is not threading.main_thread()
+    assert ranks._waited_for(meet, Printer()) is not threading.main_thread()
     assert capsys.readouterr().out.startswith("waiting for the other ranks (this is rank 1 of 2")
 
 
@@ -45,4 +45,4 @@ def test_ranks_that_cannot_be_met() -> None:
         raise StorageError("the other ranks do not answer")
 
     with pytest.raises(StorageError, match="do not answer"):
-        ranks._waited_for(meet, Output())
+        ranks._waited_for(meet, Printer())

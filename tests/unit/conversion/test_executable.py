@@ -8,7 +8,7 @@ import pytest
 
 from ckptctl.catalog import Box
 from ckptctl.conversion.executable import manifest
-from ckptctl.formats.base import OutputTensor, Place
+from ckptctl.formats.base import OutputTensor, TensorPlace
 from ckptctl.planner.plan import Record
 
 SHARED = OutputTensor("tied", "bfloat16", (2, 3), ("tied",), alias_of='ä"\n.weight')
@@ -22,7 +22,7 @@ TENSORS = {
 @pytest.mark.parametrize("name", TENSORS)
 def test_text(name: str) -> None:
     tensors = TENSORS[name]
-    boxes = {t.name: (Place(Box.whole(t.shape), n),) for n, t in enumerate(tensors)}
+    boxes = {t.name: (TensorPlace(Box.whole(t.shape), n),) for n, t in enumerate(tensors)}
     boxes.pop("tied", None)
     records = [Record(t.name, "a.safetensors", 8 * n, t.nbytes) for n, t in enumerate(tensors)]
     file = manifest({"source": {"name": "ö", "tensors": {}}}, tensors, boxes, records)

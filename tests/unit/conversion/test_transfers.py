@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from ckptctl.catalog import Box, Catalog, Computed, Extent, Input, TensorEntry, computed_name
 from ckptctl.conversion.transfers import plan_transfers, sources_of
-from ckptctl.formats.base import Output, Place
+from ckptctl.formats.base import OutputLayout, TensorPlace
 from ckptctl.planner.copying.copies import lower
 from ckptctl.planner.copying.tile import Limits
 from ckptctl.planner.mapping.logical import stand_in
@@ -74,8 +74,8 @@ def test_parts_of_interleaved_rows_wherever_boxes_are_cut(
     records, places = [], []
     for number, box in enumerate(_boxes(write, rows)):
         records.append(Record("u", "g", box.offsets[0] * WIDTH, box.numel))
-        places.append(Place(box, number))
-    output = Output((), tuple(records), {"u": tuple(places)})
+        places.append(TensorPlace(box, number))
+    output = OutputLayout((), tuple(records), {"u": tuple(places)})
     mapped, first, grid = [], 0, array.reshape(INDICES, step, WIDTH)
     for part in PARTS:
         rows_of_part = stand_in(0, (rows, WIDTH)).split(0, (INDICES, step)).narrow(1, first, part)
@@ -106,7 +106,9 @@ def test_parts_of_several_dtypes_are_cast_before_they_are_merged() -> None:
         )
         for key, first in (("a", 0), ("b", 2))
     ]
-    output = Output((), (Record("ab", "f", 0, 8),), {"ab": (Place(Box((0,), (4,)), 0),)})
+    output = OutputLayout(
+        (), (Record("ab", "f", 0, 8),), {"ab": (TensorPlace(Box((0,), (4,)), 0),)}
+    )
     catalog = Catalog(Path("/"), Path("/"), "torch", {}, entries)
     (transfer,), computed = plan_transfers(catalog, compose(mapped), output, {"ab": "bfloat16"})
     assert (transfer.tensor.stored_dtype, transfer.casts) == ("bfloat16", False)

@@ -23,7 +23,7 @@ from ckptctl.errors import (
 from ckptctl.remote.blocks import BLOCK, MOST, Blocks
 from ckptctl.remote.hub import parse
 from ckptctl.remote.store import FsspecStore
-from ckptctl.remote.trees import Place, Tree
+from ckptctl.remote.trees import RemoteTree, Tree
 from ckptctl.storage.files import source_files
 from ckptctl.storage.paths import named, source_path
 from ckptctl.storage.urls import hide, is_url, local_path, masked
@@ -44,7 +44,7 @@ def url(tmp_path: Path) -> str:
 
 def _served(store: FsspecStore) -> UrlPath:
     """Return the path of a store, as if that was found behind its URL."""
-    place = Place(store.url)
+    place = RemoteTree(store.url)
     place._trees[store.url] = Tree(store)
     return UrlPath(place, store.url)
 

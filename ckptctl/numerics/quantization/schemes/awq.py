@@ -14,7 +14,14 @@ from __future__ import annotations
 
 from ckptctl.errors import MappingError
 from ckptctl.numerics.quantization.formulas import IntegerGroups
-from ckptctl.numerics.quantization.scheme import Form, Group, Part, QuantizedWeight, Scheme, always
+from ckptctl.numerics.quantization.scheme import (
+    Form,
+    Group,
+    QuantizedWeight,
+    Scheme,
+    WeightPart,
+    always,
+)
 from ckptctl.units import counted
 
 BITS, WORD, EACH = 4, 32, 8
@@ -80,7 +87,7 @@ SCHEMES = (
             Form(
                 ".qweight",
                 ("int32",),
-                {"scale": Part(".scales", always), "zero": Part(".qzeros", _packed_by)},
+                {"scale": WeightPart(".scales", always), "zero": WeightPart(".qzeros", _packed_by)},
                 _weight,
                 tells={".qweight": (), ".qzeros": ()},
             ),

@@ -14,7 +14,14 @@ from collections.abc import Mapping
 
 from ckptctl.dtypes import LARGEST_FLOAT32
 from ckptctl.numerics.quantization.formulas import CodeBlocks
-from ckptctl.numerics.quantization.scheme import Form, Group, Part, QuantizedWeight, Scheme, always
+from ckptctl.numerics.quantization.scheme import (
+    Form,
+    Group,
+    QuantizedWeight,
+    Scheme,
+    WeightPart,
+    always,
+)
 
 METHODS = ("bitsandbytes",)
 LONGEST = 65_536
@@ -119,11 +126,11 @@ def _single(group: Group) -> str | None:
 
 def _codes(kind: str) -> Form:
     parts = {
-        "absmax": Part(".absmax", always),
-        "table": Part(".quant_map", always),
-        "state": Part(f".quant_state.bitsandbytes__{kind}", always),
-        "nested": Part(".nested_absmax", _nested, _single),
-        "nested_table": Part(".nested_quant_map", _nested, _single),
+        "absmax": WeightPart(".absmax", always),
+        "table": WeightPart(".quant_map", always),
+        "state": WeightPart(f".quant_state.bitsandbytes__{kind}", always),
+        "nested": WeightPart(".nested_absmax", _nested, _single),
+        "nested_table": WeightPart(".nested_quant_map", _nested, _single),
     }
     tells = dict.fromkeys((part.ending for part in parts.values()), ())
     return Form("", ("uint8",), parts, _four_bits, plain="", tells=tells)
@@ -137,7 +144,7 @@ SCHEMES = (
             Form(
                 ".weight",
                 ("int8",),
-                {"scale": Part(".SCB", always), "format": Part(".weight_format")},
+                {"scale": WeightPart(".SCB", always), "format": WeightPart(".weight_format")},
                 _eight_bits,
                 tells={".SCB": (), ".weight": ("int8",)},
             ),

@@ -16,7 +16,14 @@ from collections.abc import Mapping
 
 from ckptctl.numerics.quantization.config_groups import Arguments, arguments
 from ckptctl.numerics.quantization.formulas import Fp4Groups, IntegerGroups
-from ckptctl.numerics.quantization.scheme import Form, Group, Part, QuantizedWeight, Scheme, always
+from ckptctl.numerics.quantization.scheme import (
+    Form,
+    Group,
+    QuantizedWeight,
+    Scheme,
+    WeightPart,
+    always,
+)
 from ckptctl.numerics.quantization.schemes.fp8 import ACTIVATIONS, E8M0, FP8, scaled
 from ckptctl.units import counted
 
@@ -224,13 +231,13 @@ def _of_one_scale(group: Group) -> str | None:
 
 
 PARTS = {
-    "scale": Part(".weight_scale", always),
-    "zero": Part(".weight_zero_point", _of_asymmetric, _of_floats),
-    "order": Part(".weight_g_idx", _of_ordered, _of_unordered, _is_ordered),
-    "global": Part(".weight_global_scale", _of_two_scales, _of_one_scale),
+    "scale": WeightPart(".weight_scale", always),
+    "zero": WeightPart(".weight_zero_point", _of_asymmetric, _of_floats),
+    "order": WeightPart(".weight_g_idx", _of_ordered, _of_unordered, _is_ordered),
+    "global": WeightPart(".weight_global_scale", _of_two_scales, _of_one_scale),
 }
-PACKED = {**PARTS, "shape": Part(".weight_shape", _of_packed_integers)}
-UNPACKED = {**PARTS, "shape": Part(".weight_shape", dropped="shapes of unpacked weights")}
+PACKED = {**PARTS, "shape": WeightPart(".weight_shape", _of_packed_integers)}
+UNPACKED = {**PARTS, "shape": WeightPart(".weight_shape", dropped="shapes of unpacked weights")}
 KV = "KV cache scales"
 DROPPED = {
     **{

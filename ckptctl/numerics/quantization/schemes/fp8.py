@@ -13,7 +13,14 @@ from __future__ import annotations
 import math
 
 from ckptctl.numerics.quantization.formulas import Fp4Groups, ScaleBlocks
-from ckptctl.numerics.quantization.scheme import Form, Group, Part, QuantizedWeight, Scheme, always
+from ckptctl.numerics.quantization.scheme import (
+    Form,
+    Group,
+    QuantizedWeight,
+    Scheme,
+    WeightPart,
+    always,
+)
 
 FP8 = "float8_e4m3fn"
 E8M0 = "float8_e8m0fnu"
@@ -119,8 +126,8 @@ def _tensor(group: Group) -> QuantizedWeight:
 
 
 PACKED = ("int8", "float4_e2m1fn_x2")
-INVERSE = {"scale": Part("_scale_inv", always, uniform=_is_uncut)}
-NATIVE = {"scale": Part(".scale", always, uniform=_is_uncut)}
+INVERSE = {"scale": WeightPart("_scale_inv", always, uniform=_is_uncut)}
+NATIVE = {"scale": WeightPart(".scale", always, uniform=_is_uncut)}
 SCHEMES = (
     Scheme(
         "fp8 with block scales",
@@ -134,8 +141,8 @@ SCHEMES = (
                 tells={"_scale_inv": (), "": (FP8,)},
             ),
             Form(".weight", (FP8,), NATIVE, _weight),
-            Form("", PACKED, {"scale": Part("_scale_inv", always)}, _fp4, plain=""),
-            Form(".weight", PACKED, {"scale": Part(".scale", always)}, _fp4),
+            Form("", PACKED, {"scale": WeightPart("_scale_inv", always)}, _fp4, plain=""),
+            Form(".weight", PACKED, {"scale": WeightPart(".scale", always)}, _fp4),
         ),
         methods=("fp8", MXFP8),
         by_names=True,
@@ -148,7 +155,7 @@ SCHEMES = (
             Form(
                 ".weight",
                 (FP8,),
-                {"scale": Part(".weight_scale", always)},
+                {"scale": WeightPart(".weight_scale", always)},
                 _tensor,
                 tells={".weight_scale": ()},
             ),

@@ -18,7 +18,14 @@ from __future__ import annotations
 
 from ckptctl.errors import MappingError
 from ckptctl.numerics.quantization.formulas import IntegerGroups
-from ckptctl.numerics.quantization.scheme import Form, Group, Part, QuantizedWeight, Scheme, always
+from ckptctl.numerics.quantization.scheme import (
+    Form,
+    Group,
+    QuantizedWeight,
+    Scheme,
+    WeightPart,
+    always,
+)
 
 WORD = 32
 WIDTHS = (2, 3, 4, 8)
@@ -108,9 +115,9 @@ SCHEMES = (
                 ".qweight",
                 ("int32",),
                 {
-                    "scale": Part(".scales", always),
-                    "zero": Part(".qzeros", always),
-                    "order": Part(".g_idx", _in_order, uniform=_has_order),
+                    "scale": WeightPart(".scales", always),
+                    "zero": WeightPart(".qzeros", always),
+                    "order": WeightPart(".g_idx", _in_order, uniform=_has_order),
                 },
                 _weight,
                 tells={".qweight": (), ".qzeros": (), ".g_idx": ()},

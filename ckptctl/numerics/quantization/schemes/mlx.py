@@ -14,8 +14,15 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from ckptctl.numerics.quantization.formulas import MlxGroups
-from ckptctl.numerics.quantization.scheme import Form, Group, Part, QuantizedWeight, Scheme, always
-from ckptctl.numerics.quantization.statement import Statement
+from ckptctl.numerics.quantization.scheme import (
+    Form,
+    Group,
+    QuantizedWeight,
+    Scheme,
+    WeightPart,
+    always,
+)
+from ckptctl.numerics.quantization.statement import QuantizationStatement
 from ckptctl.units import counted
 
 FLOATS = ("float32", "bfloat16", "float16")
@@ -71,7 +78,9 @@ def _said(group: Group) -> tuple[str, int, int]:
     if own is False:
         raise statement.wrong(group.module, "it has scales, so it is quantized")
     if isinstance(own, Mapping):
-        statement = Statement(statement.method, own, f"{group.module} in {statement.where}")
+        statement = QuantizationStatement(
+            statement.method, own, f"{group.module} in {statement.where}"
+        )
         group = replace(group, statement=statement)
     mode = statement.content.get("mode", AFFINE)
     if isinstance(mode, str) and mode in FIXED:
@@ -111,9 +120,9 @@ SCHEMES = (
                 ".weight",
                 ("uint32",),
                 {
-                    "scales": Part(".scales", always),
-                    "biases": Part(".biases", _of_integers, _of_floats),
-                    "global": Part(".global_scale", forbidden=_not_understood),
+                    "scales": WeightPart(".scales", always),
+                    "biases": WeightPart(".biases", _of_integers, _of_floats),
+                    "global": WeightPart(".global_scale", forbidden=_not_understood),
                 },
                 _weight,
                 tells={".biases": (), ".weight": ("uint32",), ".scales": ("uint8",)},

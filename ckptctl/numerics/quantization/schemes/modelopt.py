@@ -10,10 +10,17 @@ from collections.abc import Mapping
 
 from ckptctl.errors import MappingError
 from ckptctl.numerics.quantization.formulas import Fp4Groups
-from ckptctl.numerics.quantization.scheme import Form, Group, Part, QuantizedWeight, Scheme, always
+from ckptctl.numerics.quantization.scheme import (
+    Form,
+    Group,
+    QuantizedWeight,
+    Scheme,
+    WeightPart,
+    always,
+)
 from ckptctl.numerics.quantization.schemes.compressed_tensors import DROPPED
 from ckptctl.numerics.quantization.schemes.fp8 import FP8, scaled
-from ckptctl.numerics.quantization.statement import Json, Statement
+from ckptctl.numerics.quantization.statement import Json, QuantizationStatement
 from ckptctl.units import counted
 
 NVFP4, MX = 16, 32
@@ -40,7 +47,10 @@ def _algorithm(group: Group, known: tuple[str, ...]) -> Json:
 
 def _nvfp4(group: Group) -> QuantizedWeight:
     found = _algorithm(group, OF_FP4)
-    width = Statement(content=found, where=group.statement.where).number("group_size") or NVFP4
+    width = (
+        QuantizationStatement(content=found, where=group.statement.where).number("group_size")
+        or NVFP4
+    )
     scale, whole = group.parts["scale"], group.parts["global"]
     lead = group.lead.shape
     shape = (*lead[:-1], 2 * lead[-1]) if len(lead) > 1 else (0, 0)
@@ -89,8 +99,8 @@ SCHEMES = (
                 ".weight",
                 ("uint8",),
                 {
-                    "scale": Part(".weight_scale", always),
-                    "global": Part(".weight_scale_2", always),
+                    "scale": WeightPart(".weight_scale", always),
+                    "global": WeightPart(".weight_scale_2", always),
                 },
                 _nvfp4,
                 tells={".weight_scale_2": (), ".weight_scale": ()},
@@ -99,8 +109,8 @@ SCHEMES = (
                 ".weight",
                 (FP8,),
                 {
-                    "scale": Part(".weight_scale", always),
-                    "global": Part(".weight_scale_2", forbidden=_of_fp8),
+                    "scale": WeightPart(".weight_scale", always),
+                    "global": WeightPart(".weight_scale_2", forbidden=_of_fp8),
                 },
                 _fp8,
             ),

@@ -7,7 +7,14 @@ Sources: ``transformers``' ``integrations/mxfp4.py`` and OpenAI's ``gpt_oss/torc
 
 from __future__ import annotations
 
-from ckptctl.numerics.quantization.scheme import Form, Group, Part, QuantizedWeight, Scheme, always
+from ckptctl.numerics.quantization.scheme import (
+    Form,
+    Group,
+    QuantizedWeight,
+    Scheme,
+    WeightPart,
+    always,
+)
 
 BLOCK = 32
 ENDING = "_blocks"
@@ -30,7 +37,7 @@ def _weight(group: Group) -> QuantizedWeight:
 def _form(dot: str) -> Form:
     blocks, scales = f"{dot}blocks", f"{dot}scales"
     tells = {blocks: ("uint8",), scales: ("uint8",)}
-    parts = {"scales": Part(scales, always)}
+    parts = {"scales": WeightPart(scales, always)}
     return Form(blocks, ("uint8",), parts, _weight, plain="", tells=tells)
 
 

@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from ckptctl.catalog import Blob, Box, Index
 from ckptctl.errors import CkptError, RefusedError
-from ckptctl.formats.base import OutputTensor, Place
+from ckptctl.formats.base import OutputTensor, TensorPlace
 from ckptctl.formats.dcp import metadata_writer as dcp_metadata_writer
 from ckptctl.formats.dcp.metadata import (
     TABLE,
@@ -225,7 +225,7 @@ def written(count: int = 1) -> tuple[bytes, dict[str, list[Box]]]:
     }
     blob = Blob("step", ("step",))
     items["step", None] = Item("__0_1.distcp", 0, 1 << 40)
-    places = {name: [Place(box, 0) for box in found] for name, found in boxes.items()}
+    places = {name: [TensorPlace(box, 0) for box in found] for name, found in boxes.items()}
     return encode(tensors, [blob], places, items), boxes
 
 

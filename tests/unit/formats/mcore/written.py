@@ -8,13 +8,13 @@ from pathlib import Path
 
 import torch
 
-from ckptctl.formats.base import Output, OutputRequest, OutputTensor, document
+from ckptctl.formats.base import OutputLayout, OutputRequest, OutputTensor, document
 from ckptctl.formats.mcore.mcore_writing import lay_out
 
 Tensors = Mapping[str, torch.Tensor]
 
 
-def laid_out(tensors: Tensors, **asked: object) -> Output:
+def laid_out(tensors: Tensors, **asked: object) -> OutputLayout:
     """Return where *tensors* go, whose names are those of layout ``mcore``."""
     wanted = [
         OutputTensor(name, str(one.dtype).removeprefix("torch."), tuple(one.shape), (name,))

@@ -8,7 +8,7 @@ from safetensors.torch import save_file
 
 from ckptctl import formats
 from ckptctl.catalog import Computed, Input
-from ckptctl.numerics.kinds.lora import Change
+from ckptctl.numerics.kinds.lora import LoraUpdate
 from ckptctl.planner.copying.blocks import rearranged
 from ckptctl.planner.strided import Strided
 from ckptctl.storage.computed import OpenFiles
@@ -73,7 +73,7 @@ def definition(
     root = inputs["base"].root
     others = {f"//{name}": rearranged(root, part) for name, part in parts.items()}
     made = (Input(root, others[f"//{name}"].entry(name, (), f"//{name}")) for name in parts)
-    change = Change(range(*rows), 0.7, dora)
+    change = LoraUpdate(range(*rows), 0.7, dora)
     every = (inputs["base"], *made)
     return Computed("lora", dtype, (ROWS, COLUMNS), every, arguments=(change,)), others
 

@@ -2,7 +2,7 @@ import pytest
 
 from ckptctl.catalog import TensorEntry
 from ckptctl.errors import DamagedError, MappingError, UnsupportedError
-from ckptctl.numerics.quantization.statement import Statement, of_config
+from ckptctl.numerics.quantization.statement import QuantizationStatement, of_config
 from ckptctl.numerics.quantization.survey import plain_names, survey
 
 PLAIN = {"group_size": 64, "bits": 4}
@@ -76,7 +76,7 @@ def test_what_does_not_fit_is_refused(said, changes, why):
 
 def test_without_a_statement_nothing_is_understood():
     entry = TensorEntry("a.weight", "uint32", (6, 16), (), ("a.weight",))
-    found = survey({"a.weight": entry}, Statement(), lambda _: b"")
+    found = survey({"a.weight": entry}, QuantizationStatement(), lambda _: b"")
     assert found.unknown == {"a.weight": "MLX"}
 
 

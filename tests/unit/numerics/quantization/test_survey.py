@@ -11,7 +11,12 @@ from ckptctl.catalog import TensorEntry
 from ckptctl.errors import CkptError
 from ckptctl.numerics.quantization.formulas import ScaleBlocks
 from ckptctl.numerics.quantization.scheme import methods, schemes
-from ckptctl.numerics.quantization.statement import Statement, of_config, of_file, without
+from ckptctl.numerics.quantization.statement import (
+    QuantizationStatement,
+    of_config,
+    of_file,
+    without,
+)
 from ckptctl.numerics.quantization.survey import (
     PLAIN_DTYPES,
     PLAIN_NAMES,
@@ -29,7 +34,7 @@ def surveyed(tensors: Tensors, said: dict[str, Any] | None = None, read: bytes =
         for name, (dtype, *shape) in tensors.items()
     }
     statement = of_config({"quantization_config": said}) if said is not None else None
-    return survey(entries, statement or Statement(), lambda _: read)
+    return survey(entries, statement or QuantizationStatement(), lambda _: read)
 
 
 def groups(form: str, **weights: Any) -> dict[str, Any]:
