@@ -175,7 +175,7 @@ def detect(path: str | TreePath) -> Format:
 
 def only_format(path: TreePath, sniffed: Mapping[str, str]) -> Format:
     """Return the one format that *path* looks like, or raise what else it is."""
-    part = any(one.parts and one.parts.fullmatch(path.name) for one in builtin().values())
+    part = any(one.part_names and one.part_names.fullmatch(path.name) for one in builtin().values())
     if part and path.is_file():
         what = f"`{path.name}` is one file of a checkpoint"
         raise FormatError(what, where=str(path), hint=f"pass its folder, `{path.parent}`")

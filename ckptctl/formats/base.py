@@ -241,7 +241,7 @@ class Format(ABC):
     marks: ClassVar[re.Pattern[str] | None] = None
     specializes: ClassVar[frozenset[str]] = frozenset()
     yields_to: ClassVar[frozenset[str]] = frozenset()
-    parts: ClassVar[re.Pattern[str] | None] = None
+    part_names: ClassVar[re.Pattern[str] | None] = None
     wholeness: ClassVar[str] = ""
     tested: ClassVar[str] = ""
     proof: ClassVar[str] = ""

@@ -38,8 +38,11 @@ class ByteCheckpointFormat(ItemFormat):
 
     def sniff(self, listing: Listing) -> str | None:
         """See :meth:`Format.sniff`."""
+        metadata = listing.items.get(METADATA)
+        if metadata is None or not metadata.is_file():
+            return None
         try:
-            with (listing.path / METADATA).open("rb") as file:
+            with metadata.open("rb") as file:
                 own = CLASS in file.read(64)
         except OSError:
             return None  # whoever reads it says why it cannot be read

@@ -24,7 +24,10 @@ LIBRARY = Path(ckptctl.__file__).parent
 SPELLED = re.compile(r"(?<![\w-])--[a-z]+(?:-[a-z]+)*")
 PROGRAMS = "ckptctl|hf|pip|python|sbatch"
 COMMAND = re.compile(rf"`[^`]*?(?:{PROGRAMS}|-m ckptctl) [^`]*`")
-OF_COMMANDS = {"cli", "options.py", "doctor.py", "known_formats.py", "__main__.py", "group.py"}
+OF_COMMANDS = {
+    *("cli", "doctor.py", "known_formats.py", "__main__.py", "group.py"),
+    *(file.name for file in LIBRARY.rglob("*options.py")),
+}
 """What speaks of command lines, and to those who type them."""
 APART = ("spell_option", "JsonField", "Format", "Option")
 """Calls that name options, and those whose texts describe: no function raises or notes them."""

@@ -25,7 +25,10 @@ from tests.unit.cli.conftest import environment
 PACKAGE = Path(ckptctl.__file__).parent
 WORK = tuple(
     f"{PACKAGE}/{part}"
-    for part in ("ops/", "storage/", "formats/", "planner/", "families.py", "documents.py")
+    for part in (
+        *("conversion/", "verbs/", "runs/", "facts/", "numerics/", "storage/", "formats/"),
+        *("planner/", "families.py", "documents.py"),
+    )
 )
 
 

@@ -38,7 +38,7 @@ def test_every_name_is_explained(module: str) -> None:
 def test_every_class_that_a_format_takes_or_returns_is_published() -> None:
     """Classes of ours in the annotations of the published ones."""
     published = importlib.import_module("ckptctl.plugins.formats")
-    classes = [getattr(published, name) for name in ("Format", "WritableFormat", "Output")]
+    classes = [getattr(published, name) for name in ("Format", "WritableFormat", "OutputLayout")]
     classes += [published.OutputRequest, published.ReadOptions, published.Listing]
     texts = [
         str(annotation)

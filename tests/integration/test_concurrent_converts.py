@@ -34,7 +34,7 @@ import ckptctl.__main__
 for name in (
     "cli.app",
     "cli.convert",
-    "ops.conversion.convert",
+    "conversion.convert",
     "storage.execution.executor",
     "storage.publish",
 ):

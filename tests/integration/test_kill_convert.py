@@ -83,8 +83,9 @@ def test_killed_at_random(source, tmp_path, to, options):
 
 OFTEN = """
 from functools import partial
-from ckptctl.storage.execution import options
-options.ExecutionOptions = partial(options.ExecutionOptions, journal_every=1)
+from ckptctl.storage.execution import execution_options
+often = partial(execution_options.ExecutionOptions, journal_every=1)
+execution_options.ExecutionOptions = often
 from ckptctl.cli.app import main
 main()
 """

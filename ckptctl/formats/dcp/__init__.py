@@ -48,7 +48,7 @@ class DcpFormat(ItemFormat, WritableFormat):
     title = "torch.distributed.checkpoint directory"
     recognized = "`.metadata`, unless it is ByteCheckpoint's or Megatron-Core's"
     marks = re.compile(re.escape(METADATA))
-    parts = re.compile(rf"{re.escape(METADATA)}|.*{re.escape(DATA)}", re.DOTALL)
+    part_names = re.compile(rf"{re.escape(METADATA)}|.*{re.escape(DATA)}", re.DOTALL)
     wholeness = (
         "the chunks in `.metadata` tile every tensor; the file of every chunk exists and is long "
         "enough"

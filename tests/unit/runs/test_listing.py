@@ -20,7 +20,7 @@ from ckptctl.runs.notes import stated_step
 from ckptctl.runs.removal import plan_prune
 from tests.runs import START, age, save_step, tear
 
-DATA = Path(__file__).parents[3] / "data"
+DATA = Path(__file__).parents[2] / "data"
 BEST = ("`last.ckpt` as the best", "`epoch=0-step=3.ckpt` as the best")
 
 

@@ -17,7 +17,7 @@ from tests.runs import START, age, save_step, tear
 from tests.unit.cli.conftest import run
 
 __all__ = ["run"]
-DCP = Path(__file__).parents[3] / "data" / "dcp" / "torchtitan" / "steps" / "ckpt" / "checkpoint"
+DCP = Path(__file__).parents[2] / "data" / "dcp" / "torchtitan" / "steps" / "ckpt" / "checkpoint"
 
 
 @pytest.fixture
@@ -54,7 +54,7 @@ def test_what_is_named_otherwise_is_no_newer_one(torn, name):
 
 
 def test_a_newer_file_of_lightnings_that_is_torn(tmp_path):
-    sample = Path(__file__).parents[3] / "data" / "wrappers" / "lightning_plain" / "ckpt"
+    sample = Path(__file__).parents[2] / "data" / "wrappers" / "lightning_plain" / "ckpt"
     shutil.copy(sample / "epoch=0-step=3.ckpt", tmp_path)
     assert formats.only_inside(tmp_path)
     (tmp_path / "epoch=1-step=5.ckpt").write_bytes(b"torn")

@@ -31,7 +31,7 @@ from tests.checkpoints import load_any_reference
 from tests.runs import START, age, save_step, tear
 
 LAST = Policy(last=1)
-DOCS = Path(__file__).parents[4] / "docs"
+DOCS = Path(__file__).parents[3] / "docs"
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
 
@@ -551,7 +551,7 @@ def test_what_lies_behind_a_link_is_no_part_of_a_checkpoint(run: Path) -> None:
 @pytest.mark.parametrize("text", ["global_step999", '"global_step2"', "/data/run/global_step2\n"])
 def test_a_run_with_a_pointer_is_no_checkpoint_itself(tmp_path: Path, text: str) -> None:
     """DeepSpeed's `latest`, whatever it names, stands beside saves: these are a run."""
-    source = Path(__file__).parents[3] / "data" / "deepspeed" / "z1_bf16" / "ckpt" / "global_step2"
+    source = Path(__file__).parents[2] / "data" / "deepspeed" / "z1_bf16" / "ckpt" / "global_step2"
     for step in (1, 2, 3):
         shutil.copytree(source, tmp_path / f"global_step{step}")
         age(tmp_path / f"global_step{step}", START + step * 60)

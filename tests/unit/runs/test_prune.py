@@ -117,7 +117,7 @@ def test_a_checkpoint_itself_is_refused(run):
 
 
 def test_a_folder_with_a_pointer_is_none(tmp_path):
-    source = Path(__file__).parents[3] / "data" / "deepspeed" / "z1_bf16" / "ckpt"
+    source = Path(__file__).parents[2] / "data" / "deepspeed" / "z1_bf16" / "ckpt"
     shutil.copytree(source, tmp_path / "run")
     shutil.copytree(source / "global_step2", tmp_path / "run" / "global_step1")
     shutil.copytree(source / "global_step2", tmp_path / "run" / "global_step3")
@@ -177,7 +177,7 @@ def test_links_do_not_say_what_the_others_lack(run, tmp_path):
 
 def test_what_lightning_saved_last_stays(tmp_path):
     """Torn ones of that name are not even listed, as nobody knows their step."""
-    sample = Path(__file__).parents[3] / "data" / "wrappers" / "lightning_plain" / "ckpt"
+    sample = Path(__file__).parents[2] / "data" / "wrappers" / "lightning_plain" / "ckpt"
     for name in ("last.ckpt", "last-v1.ckpt", "epoch=0-step=3.ckpt", "epoch=0-step=2.ckpt"):
         shutil.copy(sample / "last.ckpt", tmp_path / name)
     (tmp_path / "last-v2.ckpt").write_bytes(b"torn")
@@ -196,7 +196,7 @@ def test_what_lightning_saved_last_stays(tmp_path):
 
 def test_rules_do_not_apply_to_what_lightning_saved_last(tmp_path):
     """A pattern that matches nothing else keeps nothing."""
-    sample = Path(__file__).parents[3] / "data" / "wrappers" / "lightning_plain" / "ckpt"
+    sample = Path(__file__).parents[2] / "data" / "wrappers" / "lightning_plain" / "ckpt"
     for name in ("last.ckpt", "epoch=0-step=3.ckpt", "epoch=0-step=2.ckpt"):
         shutil.copy(sample / "last.ckpt", tmp_path / name)
     with pytest.raises(RefusedError, match="keeps nothing"):
@@ -492,7 +492,7 @@ def test_what_is_written_to_in_place_stays(run):
 
 
 def test_files_are_checkpoints_too(tmp_path):
-    source = Path(__file__).parents[3] / "data" / "wrappers" / "lightning_plain" / "ckpt"
+    source = Path(__file__).parents[2] / "data" / "wrappers" / "lightning_plain" / "ckpt"
     for step in (1, 20, 3):
         path = tmp_path / "run" / f"epoch=0-step={step}.ckpt"
         path.parent.mkdir(exist_ok=True)

@@ -113,7 +113,7 @@ def test_files_of_their_own(tmp_path: Path) -> None:
 def test_what_cannot_be_taken_apart_stays(tmp_path: Path) -> None:
     import shutil
 
-    source = Path(__file__).parents[3] / "data" / "deepspeed" / "z2_rr" / "ckpt" / "global_step2"
+    source = Path(__file__).parents[2] / "data" / "deepspeed" / "z2_rr" / "ckpt" / "global_step2"
     for step in (1, 2):
         shutil.copytree(source, tmp_path / f"global_step{step}")
         age(tmp_path / f"global_step{step}", START + step)

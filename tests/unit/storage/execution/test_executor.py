@@ -138,14 +138,14 @@ class Case:
         )
 
     def run(self, plan, **options):
-        journal = execution_options.pop("journal", None)
+        journal = options.pop("journal", None)
         self.progress = 0
 
         def count(nbytes):
             assert threading.current_thread() is threading.main_thread()
             self.progress += nbytes
 
-        return execute(plan, self.out, ExecutionOptions(**execution_options), count, journal)
+        return execute(plan, self.out, ExecutionOptions(**options), count, journal)
 
     def check(self, plan, done, checksum=True):
         data = (self.out / "all.bin").read_bytes()
