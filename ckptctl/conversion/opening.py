@@ -16,6 +16,7 @@ from ckptctl.conversion.recognition.model import Model, Request, understand
 from ckptctl.conversion.recognition.roots import unwrapped
 from ckptctl.conversion.sources import open_source
 from ckptctl.conversion.steps import advised
+from ckptctl.errors import RefusedError
 from ckptctl.formats.sidecar_files import documents
 from ckptctl.storage.destinations import Replaceable
 from ckptctl.storage.paths import named
@@ -32,6 +33,13 @@ def open_draft(src: str | TreePath, dst: str | TreePath, options: ConversionOpti
     destination = require_destination(source, named(dst), options.overwrite, may_go)
     if not destination.upload:
         require_fitting_name(destination.path, target)
+    elif target.single_file and destination.path.parent == destination.path:
+        raise RefusedError(
+            "the destination has no file name",
+            where=str(destination.given),
+            why=f"format {target.name} writes one file",
+            hint=f"add a name, for example `{destination.given}/model.pt`",
+        )
     trusted = options.assets if options.trust_assets else None
     opened = open_source(
         source,

@@ -36,7 +36,8 @@ from ckptctl.storage.unfinished import left_in
 from ckptctl.tree import TreePath
 
 VERSION = 5
-OTHER = "the interrupted run had other options, or the source has changed since"
+OTHER_RUN = "the interrupted run had other options, or the source has changed since"
+OTHER_VERSION = "another version of ckptctl began the interrupted run"
 LEAST_SIZES = (LEAST, LEAST, LEAST, 1 << 12)
 """Of limits, in bytes: what so many threads have of buffers that nobody begins more."""
 OUTCOMES = (0, len(fields(OutOfRange)))
@@ -405,7 +406,8 @@ class Journal:
                     return 0
                 restart = spell_option("--restart")
                 raise left.refusal(
-                    OTHER, f"pass {restart} to discard the partial output and start over"
+                    OTHER_RUN if header.get("journal") == VERSION else OTHER_VERSION,
+                    f"pass {restart} to discard the partial output and start over",
                 )
             self.limits = limits
             valid = len(first)

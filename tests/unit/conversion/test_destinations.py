@@ -11,6 +11,7 @@ import ckptctl
 from ckptctl.conversion.destinations import Destination, replaceable, require_destination
 from ckptctl.errors import RefusedError
 from ckptctl.storage import destinations
+from tests.checkpoints import save_hf, tiny_llama
 
 
 def test_free_space_is_counted_in_one_place(
@@ -63,3 +64,11 @@ def test_what_is_no_part_of_a_checkpoint_is_not_lost(
         ckptctl.convert(tiny_llama3_hf, target, to="dcp", overwrite=True)
     assert name in str(caught.value.why)
     assert (target / name).read_text() == "mine"
+
+
+def test_url_without_a_file_name_is_refused_for_formats_of_one_file(tmp_path: Path) -> None:
+    weights, config = tiny_llama()
+    source = save_hf(tmp_path / "hf", weights, config)
+    with pytest.raises(RefusedError, match="the destination has no file name"):
+        ckptctl.plan_conversion(source, "memory://bucket", to="torch")
+    assert ckptctl.plan_conversion(source, "memory://bucket/model.pt", to="torch").nbytes

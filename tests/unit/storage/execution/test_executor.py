@@ -514,7 +514,7 @@ def test_what_changed_in_the_staging_directory_is_done_again(case, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "spoil", ["digest", "journal", "size", "no-resume", "checksum", "source", "raw"]
+    "spoil", ["digest", "journal", "size", "no-resume", "checksum", "source", "raw", "version"]
 )
 def test_a_run_that_cannot_be_resumed_starts_over(case, monkeypatch, spoil):
     plan = case.everything()
@@ -538,11 +538,14 @@ def test_a_run_that_cannot_be_resumed_starts_over(case, monkeypatch, spoil):
         plan = replace(plan, sources=plan.sources | {"s0": identity(case.source / "s0")})
     elif spoil == "raw":
         os.utime(case.source / "config.json", ns=(1, 1))
+    elif spoil == "version":
+        monkeypatch.setattr("ckptctl.storage.execution.journal.VERSION", 1)
     else:
         resume = False
-    if spoil in ("digest", "checksum", "source", "raw"):
+    if spoil in ("digest", "checksum", "source", "raw", "version"):
         before = case.journal.read_bytes()
-        with pytest.raises(UnfinishedWorkError, match="had other options, or the source"):
+        reason = "another version of ckptctl" if spoil == "version" else "had other options, or"
+        with pytest.raises(UnfinishedWorkError, match=reason):
             case.run(plan, journal=case.journal, resume=True, checksum=checksum)
         assert case.journal.read_bytes() == before and (case.out / "litter").exists()
         resume = False
