@@ -2,20 +2,23 @@
 
 :func:`plan_conversion` decides everything and writes nothing; :func:`run_conversion` carries out
 exactly that plan. It proves that dropped data is redundant, copies into a staging directory,
-renames that to its final name, and with ``--verify`` reads the output again. At an object store,
-files appear one by one, the index last.
+renames that to its final name, and with ``--verify`` reads the output again. Behind a URL, files
+are made in a scratch directory and uploaded one by one, the index last; the Hugging Face Hub shows
+them all in one step.
 
 Stages of planning run in this order. Between them run steps (:mod:`.steps`): those that options ask
-for, and some for every conversion. All but the first and the last stage take a
-:class:`~.draft.Draft` and return an updated copy; only its notes are changed in place.
+for, and some for every conversion. ``open_draft`` makes a :class:`~.draft.Draft`, and
+``build_plan`` makes the plan of it; all between them take a draft and return an updated copy. Only
+its notes are changed in place.
 
-1. ``open_draft`` checks options and destination, and reads the index of the source and its
-   configuration. Steps at ``source`` change what detection sees: quantized tensors become virtual
+1. ``open_draft`` checks options, refuses a local destination that exists, and reads the index of
+   the source and its configuration. What is at a URL is looked at when the run begins. Steps at
+   ``source`` change what detection sees: with ``--dequantize``, quantized tensors become virtual
    plain ones.
 2. ``understand_model`` detects model type, layout and prefix. Steps at ``model`` add or replace
    tensors: ``--fill-from``.
-3. ``select_tensors`` applies ``--include`` and the like, and requires every tensor of the model.
-   Steps at ``selection`` compare what describes the model.
+3. ``select_tensors`` applies ``--include`` and the like, and requires every tensor of the model
+   unless ``--allow-missing`` is given. Steps at ``selection`` compare what describes the model.
 4. ``plan_layout_change`` says what tensors become. Steps at ``layout`` refuse what would lose
    scales.
 5. ``list_output_tensors`` says which elements each tensor of the output has, and proves that

@@ -1,8 +1,9 @@
 """Steps of a conversion, by the place in the pipeline where they run.
 
-A step is imported when it is carried out, so the pipeline depends on none. Other packages add
-steps by entry points ``ckptctl.steps``, which ``--step`` asks for; see
-``docs/how-to/add-a-step.md``.
+Built-in steps are imported when they are carried out, so the pipeline depends on none. Other
+packages add steps by entry points ``ckptctl.steps``, which ``--step`` asks for; see
+``docs/how-to/add-a-step.md``. They are loaded when planning begins. At ``files``, they must run
+after the built-in ones, which set the side files.
 """
 
 from __future__ import annotations
