@@ -88,7 +88,7 @@ def _quantize(scheme: _Scheme, out: Output) -> Rounding:
         across = scheme.columns or shape[1]
         for span in _whole_blocks(columns, shape[1], across, PIECE // len(block_rows)):
             blocks = _Blocks(out, scheme, matrix[:, span.start : span.stop])
-            scales = _finite(weight, scheme.scales(blocks.largest(weight), global_scale))
+            scales = blocks.scales(weight, global_scale)
             codes = blocks.quantize(scales if global_scale is None else scales / global_scale)
             part = _WantedPart(block_rows, span, out.rows, columns)
             total += blocks.rounding(part)
@@ -110,7 +110,7 @@ def _scales(scheme: _Scheme, out: Output) -> None:
         matrix = weight.read(block_rows)
         for span in _whole_blocks(wanted, shape[1], across, PIECE // len(block_rows)):
             blocks = _Blocks(out, scheme, matrix[:, span.start : span.stop])
-            scales = _finite(weight, scheme.scales(blocks.largest(weight), global_scale))
+            scales = blocks.scales(weight, global_scale)
             first = span.start // across - columns.start
             into = target[block_rows.start // scheme.rows - rows.start :][: len(scales)]
             into[:, first : first + scales.shape[1]].copy_(scheme.stored(scales))
@@ -192,14 +192,19 @@ class _Blocks:
             plain.zero_()
         plain[:height, :width].copy_(matrix)
 
-    def largest(self, weight: InputTensor) -> torch.Tensor:
-        """Return the largest absolute value of each block, ``[block rows, block columns]``."""
+    def scales(self, weight: InputTensor, global_scale: torch.Tensor | None) -> torch.Tensor:
+        """Return what each block is divided by, ``[block rows, block columns]``.
+
+        Raises:
+            RefusedError: *weight* has elements that no scale can represent.
+        """
         import torch
 
         bits = self._scratch("bits", "int32")
         torch.bitwise_and(self._plain.view(torch.int32), MAGNITUDE, out=bits)
         largest = bits.amax((1, 3)).view(torch.float32)
-        return _finite(weight, largest if self._scheme.is_float32 else largest.to(self._dtype))
+        largest = largest if self._scheme.is_float32 else largest.to(self._dtype)
+        return _finite(weight, self._scheme.scales(_finite(weight, largest), global_scale))
 
     def quantize(self, divisors: torch.Tensor) -> torch.Tensor:
         """Divide blocks, or multiply them, and return their codes, ``[rows, columns or bytes]``.
