@@ -157,6 +157,13 @@ def test_a_password_that_is_a_part_of_the_url(host: str, password: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore")
+def test_an_open_checkpoint_shows_no_password(host: str) -> None:
+    with ckptctl.open(f"http://u:safetensors@{host}/priv/{FILE}") as state:
+        assert state.path == f"http://***@{host}/priv/{FILE}"
+        assert repr(state).startswith(f"<LazyStateDict '{state.path}'")
+
+
+@pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
     ("user", "hidden"), [("e:e", ""), ("me:hunter22", "hunter22"), ("hunter22", "hunter22")]
 )

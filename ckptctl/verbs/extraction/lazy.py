@@ -20,6 +20,7 @@ from ckptctl.save_load.loading.reading import Reading, WantedBox, fill
 from ckptctl.save_load.loading.state_mapping import Wanted
 from ckptctl.storage.arithmetic import import_torch, tensor
 from ckptctl.storage.outcome import require_in_range
+from ckptctl.storage.paths import shown
 from ckptctl.storage.pickles.inert import Global, Inert, walk
 from ckptctl.storage.zips.zip_reader import StoredTensor
 from ckptctl.tree import TreePath
@@ -143,7 +144,7 @@ class LazyStateDict(Mapping[str, TensorHandle]):
     mapping is also a context manager. After its end, elements can no longer be read.
 
     Attributes:
-        path: The checkpoint, as given.
+        path: The checkpoint, as given, without the secrets of a URL.
         format: Name of its format, for example ``dcp``.
         metadata: Free-form strings stored by the format.
         leaves: Non-tensor values by name, each read on lookup. Only simple values are read, never
@@ -166,7 +167,7 @@ class LazyStateDict(Mapping[str, TensorHandle]):
         self._tensors = {
             key.removeprefix(self._prefix): self._mapping.tensors[key] for key in inside
         }
-        self.path = str(path)
+        self.path = shown(path)
         self.format = catalog.format
         self.metadata = catalog.metadata
         self.leaves = PlainLeaves(catalog, self._prefix, self._require_open)
