@@ -1,0 +1,186 @@
+"""Rename the tensors of a ``--fill-from`` source to the names of the base, copying none."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from ckptctl import families
+from ckptctl.catalog import Catalog, Computed, TensorEntry, computed_name
+from ckptctl.catalog import Path as KeyPath
+from ckptctl.columns import files_of
+from ckptctl.conversion.assets import CONFIG
+from ckptctl.conversion.draft import Draft
+from ckptctl.conversion.leaves import container
+from ckptctl.conversion.recognition.layout_change import LayoutRequest, apply_change
+from ckptctl.conversion.recognition.model import Description, Request, understand
+from ckptctl.conversion.sources import located
+from ckptctl.errors import MappingError, listed, spell_option
+from ckptctl.facts.agreed_change import agreed_change
+from ckptctl.planner.config_facts import Json, read_sizes
+from ckptctl.planner.copying.blocks import rearranged
+from ckptctl.planner.families.declarations import looked_up, spellings
+from ckptctl.planner.layouts import HF, Family
+from ckptctl.planner.mapping.detect import configured
+from ckptctl.planner.mapping.inner import ALONE, with_names_of
+from ckptctl.planner.mapping.mapped import ComposedTensor
+from ckptctl.planner.mapping.tensors import Change, map_tensors
+
+
+def rename_text_model(draft: Draft, whole: Family) -> Draft | None:
+    """Call a text model's tensors what they are called in *whole*, which sees pictures as well.
+
+    Returns:
+        None if it is no such part, or if the configuration that counts is not that of *whole*.
+    """
+    catalog, assets, options = draft.catalog, draft.assets, draft.options
+    config = assets.documents.get(CONFIG)
+    module = spellings(whole.sizes.get("d", ("", ""))[0])[0].rpartition(".")[0]
+    inner = looked_up(config or {}, module) if module else None
+    if config is None or not isinstance(inner, dict):
+        return None
+    if whole.name not in configured(families.families(), config):
+        return None
+    own = {k: one for k, one in catalog.documents.items() if k == CONFIG} or {CONFIG: inner}
+    known = understand(catalog, own, Request(None, options.from_layout, options.root))
+    part = families.families().get(known.model_type or "")
+    if part is None or known.layout is None:
+        return None
+    if part.name not in configured(families.families(), inner):
+        return None
+    joint = with_names_of(part, known.layout, whole, HF)
+    if joint is None:
+        return None
+    shapes = {name: entry.shape for name, entry in known.tensors.items()}
+    sizes = read_sizes(part, inner)
+    change = map_tensors(joint, ALONE, HF, shapes, sizes, partial=True, tied=False)
+    described = tuple(_nested(one, config, module) for one in assets.described)
+    draft = replace(draft, assets=replace(assets, described=described), origins={})
+    draft = rename_tensors(draft, change, known.root)
+    request = Request(whole.name, None, known.root.rstrip(".") or ".", options.sizes)
+    found = understand(draft.catalog, assets.documents, request)
+    return replace(draft, model=replace(found, layout=HF))
+
+
+def _nested(file: Description, config: Json, module: str) -> Description:
+    """Return what the text model's own config.json says, as that of the whole would say it."""
+    if (
+        file.name != CONFIG
+        or file.assets
+        or file.content.get("model_type") == config.get("model_type")
+    ):
+        return file
+    return replace(file, content={**config, module: file.content})
+
+
+def rename_to_layout(draft: Draft, layout: str) -> Draft:
+    """Call the source's tensors what they are called in *layout*."""
+    known = replace(draft.model, described=draft.assets.described)
+    if known.layout in (layout, None) or layout in known.alike:
+        return draft
+    change = agreed_change(known, known.tensors, LayoutRequest(layout, partial=True))
+    draft = rename_tensors(draft, change, known.root)
+    return replace(draft, model=replace(known, catalog=draft.catalog, layout=layout, alike=()))
+
+
+def rename_tensors(draft: Draft, change: Change, root: str) -> Draft:
+    """Call the source's tensors what they are called after *change*; nothing is copied for that.
+
+    Raises:
+        MappingError: The change drops or makes tensors, which has to be proven.
+    """
+    catalog = draft.catalog
+    zeros = {one.key for one in change.zeros}
+    made = [one.targets[0].key for one in change.tensors if one.sources[0].key in zeros]
+    dropped = dict.fromkeys([*change.dropped, *(one.part.key for one in change.redundant)])
+    if dropped or made:
+        raise MappingError(
+            f"cannot rename the source for {spell_option('--fill-from')} without dropping or "
+            "adding tensors",
+            where=catalog.path,
+            why=f"converting {change.source_layout} to {change.target_layout} drops or adds "
+            f"{listed([*dropped, *made], 2)}",
+            hint=f"convert the source with {spell_option(f'--to-layout {change.target_layout}')} "
+            "first",
+        )
+    summed, parts = apply_change(catalog, change, root)
+    old = {key: catalog.tensors[composed.sources[0].key] for key, composed in parts.items()}
+    paths = {key: key_path_next_to(entry, root, key) for key, entry in old.items()}
+    moved = {key: one for key, one in parts.items() if not one.renames}
+    entries, files = make_virtual_tensors(
+        summed, moved, root, f"{change.target_layout}/{root}", paths
+    )
+    origins: dict[str, str] = {}
+    for key, entry in old.items():
+        if key not in moved:
+            name = root + key
+            entries[key] = replace(entry, name=name, path=paths[key], alias_of=None)
+            origins[name] = draft.origins.get(entry.name, entry.name)
+    read = {key for composed in parts.values() for key in composed.keys}
+    rest = {name: one for name, one in catalog.tensors.items() if name not in read}
+    tensors = {**{root + key: entries[key] for key in parts}, **rest}
+    computed = {**summed.computed, **files}
+    draft = draft.with_catalog(replace(catalog, tensors=tensors, computed=computed))
+    return replace(draft, origins=origins)
+
+
+def make_virtual_tensors(
+    catalog: Catalog,
+    parts: Mapping[str, ComposedTensor],
+    root: str,
+    label: str,
+    paths: Mapping[str, KeyPath],
+) -> tuple[dict[str, TensorEntry], dict[str, Computed]]:
+    """Return tensors of another layout as virtual files.
+
+    Args:
+        catalog: What they are made of.
+        parts: The tensors by their names in the model.
+        root: Prefix of the model's names.
+        label: What the names of the files begin with.
+        paths: Key path of each tensor.
+    """
+    read = dict.fromkeys(key for composed in parts.values() for key in composed.keys)
+    stored = located(catalog, read).tensors
+    entries: dict[str, TensorEntry] = {}
+    files: dict[str, Computed] = {}
+    for key, composed in parts.items():
+        file = computed_name(label + key)
+        files[file] = made = rearranged(catalog.root, composed.elements(stored))
+        entries[key] = made.entry(root + key, paths[key], file)
+    return entries, files
+
+
+def key_path_next_to(entry: TensorEntry, root: str, key: str) -> KeyPath:
+    """Return the key path of the model's tensor *key* in the container of another one."""
+    head, prefix = container(entry.path, root)
+    return (*head, root.removeprefix(prefix) + key)
+
+
+def label_virtual_files(catalog: Catalog, label: str) -> Catalog:
+    """Return *catalog* with a label in the names of its virtual files, so that no others have them.
+
+    Args:
+        catalog: No virtual file of it is a rearranged tensor.
+        label: What the names begin with.
+    """
+    if not catalog.computed:
+        return catalog
+
+    names = {name: computed_name(label + name) for name in catalog.computed}
+
+    def labeled(entry: TensorEntry) -> TensorEntry:
+        if names.keys().isdisjoint(files_of(entry.extents)):
+            return entry
+        extents = (replace(one, file=names.get(one.file, one.file)) for one in entry.extents)
+        return replace(entry, extents=tuple(extents))
+
+    computed = {
+        names[name]: replace(
+            made,
+            inputs=tuple(replace(one, entry=labeled(one.entry)) for one in made.inputs),
+        )
+        for name, made in catalog.computed.items()
+    }
+    tensors = {name: labeled(entry) for name, entry in catalog.tensors.items()}
+    return replace(catalog, tensors=tensors, computed=computed)
