@@ -39,6 +39,7 @@ from ckptctl.conversion.sources import located
 from ckptctl.errors import MappingError, RefusedError, UsageError, spell_option
 from ckptctl.numerics.kinds.lora import LoraUpdate
 from ckptctl.planner.copying.blocks import rearranged
+from ckptctl.planner.layouts import Family
 from ckptctl.planner.mapping.adapters import PEFT, is_adapter
 from ckptctl.results import JsonField, Result
 from ckptctl.storage.computed import can_overflow
@@ -135,42 +136,8 @@ class Merging:
             raise MappingError(
                 "this is an adapter, not a base model", where=catalog.path, hint=ORDER
             )
-        family = chosen_family(known, known.layout)
         held = known.tensors
-        apart = with_experts_of(self.adapter, known, family)
-        if apart is not self.adapter:
-            self.adapter, self.config = apart, described(apart)
-            alpha, scaling = self.options.lora_alpha, self.settings.scaling
-            self.settings = settings(self.config, alpha, scaling, carries=SINGLE)
-        single = targets(self.adapter, self.config, self.settings, held)
-        rest = without(self.adapter, single)
-        self.layout = PEFT[0]
-        if rest.tensors or not single:
-            adapter = understand(rest, known.documents, Request(family.name))
-            require_one(adapter)
-            self.layout, self.root = adapter.layout or "", adapter.root
-        factors = readable_factors(self.adapter, self.root)
-        if rest.tensors or not single:
-            linear = embeddings_as_linear(rest).tensors
-            self.found = deltas(
-                family,
-                (known.layout or "", self.layout),
-                {name: entry.shape for name, entry in held.items()},
-                {key: entry for key, entry in factors.items() if entry.name in linear},
-                known.sizes(family, implied=True),
-                known.lists(family),
-                (str(catalog.path), str(self.adapter.path)),
-            )
-        check_magnitudes(
-            self.settings,
-            [delta.factors[1] for delta in self.found.changed if delta.magnitude],
-            [delta.factors[1] for delta in self.found.changed if not delta.magnitude],
-        )
-        require_saved(self.config, self.found.replaced)
-        biases = {delta.key.removesuffix("weight") + "bias" for delta in self.found.changed}
-        require_biases(self.config, sorted((biases & held.keys()) - self.found.replaced.keys()))
-        stacked = tuple(changes(single, held, factors))
-        self.found = replace(self.found, changed=(*self.found.changed, *stacked))
+        self._find_changes(known, chosen_family(known, known.layout))
         weights = _grouped(self.found.changed, lambda delta: delta.key)
         scaled = _grouped(self.found.changed, lambda delta: delta.bias and delta.bias[0])
         names = [*weights, *scaled, *self.found.replaced]
@@ -204,6 +171,49 @@ class Merging:
             )
         notes = (*catalog.notes, *(f"adapter: {note}" for note in self.adapter.notes))
         return replace(catalog, tensors=tensors, computed=computed, notes=notes)
+
+    def _find_changes(self, known: Model, family: Family) -> None:
+        """Match the adapter to the model and set *found*, *layout* and *root*.
+
+        Raises:
+            MappingError: The model is missing layers of the adapter.
+            UnsupportedError: Magnitudes, biases or trained modules are missing in the adapter.
+        """
+        held = known.tensors
+        apart = with_experts_of(self.adapter, known, family)
+        if apart is not self.adapter:
+            self.adapter, self.config = apart, described(apart)
+            alpha, scaling = self.options.lora_alpha, self.settings.scaling
+            self.settings = settings(self.config, alpha, scaling, carries=SINGLE)
+        single = targets(self.adapter, self.config, self.settings, held)
+        rest = without(self.adapter, single)
+        self.layout = PEFT[0]
+        if rest.tensors or not single:
+            adapter = understand(rest, known.documents, Request(family.name))
+            require_one(adapter)
+            self.layout, self.root = adapter.layout or "", adapter.root
+        factors = readable_factors(self.adapter, self.root)
+        if rest.tensors or not single:
+            linear = embeddings_as_linear(rest).tensors
+            self.found = deltas(
+                family,
+                (known.layout or "", self.layout),
+                {name: entry.shape for name, entry in held.items()},
+                {key: entry for key, entry in factors.items() if entry.name in linear},
+                known.sizes(family, implied=True),
+                known.lists(family),
+                (str(known.catalog.path), str(self.adapter.path)),
+            )
+        check_magnitudes(
+            self.settings,
+            [delta.factors[1] for delta in self.found.changed if delta.magnitude],
+            [delta.factors[1] for delta in self.found.changed if not delta.magnitude],
+        )
+        require_saved(self.config, self.found.replaced)
+        biases = {delta.key.removesuffix("weight") + "bias" for delta in self.found.changed}
+        require_biases(self.config, sorted((biases & held.keys()) - self.found.replaced.keys()))
+        stacked = tuple(changes(single, held, factors))
+        self.found = replace(self.found, changed=(*self.found.changed, *stacked))
 
     def _refuse_ties(self, changed: set[str], known: Model) -> None:
         """Refuse to change one of two tensors that are one, or become one when they are read."""
