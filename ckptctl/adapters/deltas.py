@@ -176,7 +176,9 @@ class _Formulas:
             key = _source(self.model[name])
             if name.partition(".")[0] in self.base.pinned:
                 pinned.add(key)
-            trained = self._trained(key, roles)
+            # A layer with factors keeps its trained bias in the base layer beneath them.
+            bias = roles.get("beneath") if len(self.shapes[key]) == 1 else None
+            trained = roles.get("saved") or bias
             if trained is not None:
                 replaced[key] = self._replacement(name, trained)
             else:
@@ -184,14 +186,6 @@ class _Formulas:
                 changed.setdefault((delta.key, delta.rows, delta.factors), delta)
         logical = frozenset(self.parts)
         return Deltas(tuple(changed.values()), replaced, frozenset(pinned), logical)
-
-    def _trained(self, key: str, roles: Mapping[str, ComposedTensor]) -> ComposedTensor | None:
-        """Return what takes the place of a tensor: one that was trained as a whole, or a bias.
-
-        The bias of a layer with factors is trained in the layer that these are laid over.
-        """
-        vector = len(self.shapes[key]) == 1
-        return roles.get("saved") or (roles.get("beneath") if vector else None)
 
     def _delta(self, name: str, roles: Mapping[str, ComposedTensor]) -> Delta:
         for role in ROLES[:2]:

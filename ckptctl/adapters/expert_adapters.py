@@ -240,7 +240,10 @@ def _renamed(
     catalog: Catalog, config: Json, family: Family, source: str, target: str
 ) -> tuple[Catalog, Json]:
     """Give what has no stacks the names that the model has with its experts so."""
-    keys = {_key_of(name): name for name in catalog.tensors}
+    keys = {
+        module_of(name) + WEIGHT if is_factor(name) else name.removeprefix(PREFIX): name
+        for name in catalog.tensors
+    }
     leaves = family.layout(target).leaves
     names: dict[str, str] = {}
     for group in match(family, family.layout(source), keys).groups:
@@ -264,11 +267,6 @@ def _renamed(
         new: replace(catalog.tensors[old], name=new, path=(new,)) for old, new in views.items()
     }
     return replace(catalog, tensors=tensors), under_other_names(config, views)
-
-
-def _key_of(name: str) -> str:
-    """Return the tensor of the model that one of an adapter is about."""
-    return module_of(name) + WEIGHT if is_factor(name) else name.removeprefix(PREFIX)
 
 
 def with_experts_of(adapter: Catalog, known: Model, family: Family) -> Catalog:

@@ -462,18 +462,13 @@ def target_modules_of_layers(modules: list[str], layers: int | None) -> list[str
     kinds: dict[str, list[str]] = {}
     for module in modules:
         kinds.setdefault(module.rpartition(".")[2], []).append(module)
-    return sorted(
-        name
-        for last, found in kinds.items()
-        for name in ([last] if _all_layers(found, layers) else found)
-    )
-
-
-def _all_layers(modules: list[str], layers: int | None) -> bool:
-    """Return whether *modules* are one of each layer, or the only one."""
-    alike = {skeleton(module) for module in modules}
-    numbered = {module for module in modules if module != skeleton(module)}
-    return len(alike) == 1 and len(modules) == (layers if numbered else 1)
+    targets: list[str] = []
+    for name, same_name in kinds.items():
+        templates = {skeleton(module) for module in same_name}
+        numbered = any(module != skeleton(module) for module in same_name)
+        in_every_layer = len(same_name) == (layers if numbered else 1)
+        targets += [name] if len(templates) == 1 and in_every_layer else same_name
+    return sorted(targets)
 
 
 def patterns(

@@ -114,7 +114,9 @@ def described(
         return None, (f"{why}; config.json is not written",)
 
     name = str(metadata.get("general.architecture", ""))
-    known = _architecture(name, metadata)
+    has_experts = metadata.get(f"{name}.expert_count")
+    known = ARCHITECTURES.get(f"{name}.experts") if has_experts else None  # Mixtral is "llama"
+    known = known or ARCHITECTURES.get(name)
     if known is None:
         return refused(f"GGUF architecture `{name}` is not supported")
     said = {key.removeprefix(f"{name}."): _shown(value) for key, value in metadata.items()}
@@ -181,13 +183,6 @@ def _shown(value: object) -> object:
 
 def _rounded(value: float) -> bytes:
     return struct.pack("<f", value) if abs(value) < LARGEST else struct.pack("<d", value)
-
-
-def _architecture(name: str, metadata: Mapping[str, object]) -> Architecture | None:
-    """Return what *name* stands for; Mixtral is called as Llama is, and has experts."""
-    if metadata.get(f"{name}.expert_count") and f"{name}.experts" in ARCHITECTURES:
-        name = f"{name}.experts"
-    return ARCHITECTURES.get(name)
 
 
 def _has(tensors: Collection[str], name: str) -> bool:

@@ -84,10 +84,6 @@ def _some(value: object, name: str, _: Values) -> int | None:
     return None if value == 0 and not isinstance(value, bool) else count(value, name)
 
 
-def _stated_window(value: object, name: str) -> int | None:
-    return count(int(value) if isinstance(value, str) and value.isdecimal() else value, name)
-
-
 def _read_window(value: object, name: str, _: Values) -> int | None:
     """Count the keys that a token attends to, itself included, of ``(left, right)``.
 
@@ -226,7 +222,15 @@ KINDS: Mapping[str, FactKind] = {
         lambda value, name, _: not flag(value, name),
     ),
     # How many keys a token attends to, itself included, or none.
-    "window": FactKind(_stated_window, _read_window, _write_window, neutral=None, null=True),
+    "window": FactKind(
+        lambda value, name: count(
+            int(value) if isinstance(value, str) and value.isdecimal() else value, name
+        ),
+        _read_window,
+        _write_window,
+        neutral=None,
+        null=True,
+    ),
     # A count of which none is 1.
     "groups": FactKind(
         count,

@@ -38,11 +38,9 @@ def for_layout(config: Json, family: Family | None, layout: str | None) -> Json:
         return config
     if layout == MLX:
         return {**config, TYPE: other}
-    return _as_text(config, family, own) if config[TYPE] == other else config
-
-
-def _as_text(config: Json, family: Family | None, own: object) -> Json:
-    """Return *config* as that of the text model, what it says inside going before the outside."""
+    if config[TYPE] != other:
+        return config
+    # As a config of the text model, where keys of `text_config` override the outer ones.
     inner = config.get(TEXT)
     outer = {name: value for name, value in config.items() if name != TEXT}
     known = {**outer, **(inner if isinstance(inner, Mapping) else {}), TYPE: own}

@@ -86,15 +86,16 @@ def possible(families: Mapping[str, Family], record: Json) -> list[str]:
     told = dict(_by_layers(families, told, record))
     best = max(told.values(), default=0)
     if not best and named:
-        by_class = {n for n in told if _provider(families[n]) == named}
+        styles = {name: families[name].megatron for name in told}
+        by_class = {
+            name
+            for name, style in styles.items()
+            if style and style.provider.rpartition(".")[2] == named
+        }
         told = {name: 0 for name in told if name in by_class} or told
     found = [name for name, length in told.items() if length == best]
     readable = [name for name in found if _readable(families[name], fields)]
     return _signed(families, readable or found, fields)
-
-
-def _provider(family: Family) -> str:
-    return family.megatron.provider.rpartition(".")[2] if family.megatron else ""
 
 
 def _by_layers(
@@ -103,17 +104,13 @@ def _by_layers(
     """Yield what of *told* the function allows that builds the layers, where Bridge states one."""
     spec = model_of(record).get("transformer_layer_spec")
     named = spec.get(TARGET) if isinstance(spec, Mapping) else None
-    own = {name: _own_layers(families[name]) for name in told}
+    specs = {name: style.spec if (style := families[name].megatron) else "" for name in told}
+    own = {n: spec if spec.startswith("megatron.bridge.") else "" for n, spec in specs.items()}
     yield from (
         (name, length)
         for name, length in told.items()
         if named is None or own[name] == (named if named in own.values() else "")
     )
-
-
-def _own_layers(family: Family) -> str:
-    spec = family.megatron.spec if family.megatron else ""
-    return spec if spec.startswith("megatron.bridge.") else ""
 
 
 def _fits(style: MegatronStyle, fields: Json) -> bool:

@@ -121,7 +121,11 @@ def _chosen(group: Group) -> Json:
         for one in groups
         if any(_matches(group.module, target, said) for target in _texts(one.get("targets")))
     ]
-    classes = [one for one in groups if any(map(_is_class, _texts(one.get("targets"))))]
+    classes = [  # whose targets are classes, such as ``Linear``, instead of layers
+        one
+        for one in groups
+        if any(t.isidentifier() and t[0].isupper() for t in _texts(one.get("targets")))
+    ]
     found = named or matching or classes
     if not found or any(one["weights"] != found[0]["weights"] for one in found):
         raise MappingError(
@@ -146,11 +150,6 @@ def _require_plain(said: QuantizationStatement) -> None:
 
 def _texts(value: object) -> list[str]:
     return [one for one in value if isinstance(one, str)] if isinstance(value, list) else []
-
-
-def _is_class(target: str) -> bool:
-    """Return whether a target is the name of a class, as ``Linear``, and not of a layer."""
-    return target.isidentifier() and target[0].isupper()
 
 
 def _matches(module: str, target: str, said: QuantizationStatement) -> bool:

@@ -60,9 +60,7 @@ class Roles:
         found = self._table.find(key)
         if found is None or not isinstance(found[0], Stored):
             return "other"
-        return self._role(found[0], shape)
-
-    def _role(self, stored: Stored, shape: Sequence[int]) -> Role:
+        stored = found[0]
         tensor, leaf = stored.parts[0]
         stem = tensor.name.partition(".")[0]
         quantized = tensor.scales or tensor.variant in self._family.quantized

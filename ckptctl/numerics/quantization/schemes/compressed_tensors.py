@@ -79,7 +79,12 @@ def _integers(
     """Return a weight of integers with scales of tensors, channels or groups of columns."""
     width, count = _groups(group, said, shape)
     if "zero" in group.parts:
-        _require_zeros(group, said, shape, count)
+        scale, zero = group.parts["scale"], group.parts["zero"]
+        words = -(-shape[-2] * said.bits // WORD)
+        packed = zero.dtype == "int32" and zero.shape == (*shape[:-2], words, count)
+        packed = packed and group.lead.dtype == "int32" and not said.symmetric
+        if not packed and (zero.dtype != "int8" or zero.shape != scale.shape):
+            raise group.unfit("expected a zero point for each scale", "zero")
     if "order" in group.parts:
         order = group.parts["order"]
         if order.dtype not in ("int32", "int64") or order.shape != shape[-1:] or count < 2:
@@ -110,15 +115,6 @@ def _groups(group: Group, said: Arguments, shape: tuple[int, ...]) -> tuple[int,
     if scale.dtype not in FLOATS or scale.numel != wanted or not shaped:
         raise group.unfit(f"expected {counted(wanted, 'float')} ({_words(said, width)})", "scale")
     return width, columns // width
-
-
-def _require_zeros(group: Group, said: Arguments, shape: tuple[int, ...], count: int) -> None:
-    scale, zero = group.parts["scale"], group.parts["zero"]
-    words = -(-shape[-2] * said.bits // WORD)
-    packed = zero.dtype == "int32" and zero.shape == (*shape[:-2], words, count)
-    packed = packed and group.lead.dtype == "int32" and not said.symmetric
-    if not packed and (zero.dtype != "int8" or zero.shape != scale.shape):
-        raise group.unfit("expected a zero point for each scale", "zero")
 
 
 def _words(said: Arguments, width: int) -> str:

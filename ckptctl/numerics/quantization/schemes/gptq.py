@@ -68,10 +68,6 @@ def _in_order(group: Group) -> str | None:
     return "`desc_act` is true" if group.statement.flag("desc_act") else None
 
 
-def _has_order(group: Group) -> bool:
-    return "order" in group.parts
-
-
 def _stored(group: Group) -> str:
     """Return how zero points are stored."""
     said = group.statement.content
@@ -117,7 +113,9 @@ SCHEMES = (
                 {
                     "scale": WeightPart(".scales", always),
                     "zero": WeightPart(".qzeros", always),
-                    "order": WeightPart(".g_idx", _in_order, uniform=_has_order),
+                    "order": WeightPart(
+                        ".g_idx", _in_order, uniform=lambda group: "order" in group.parts
+                    ),
                 },
                 _weight,
                 tells={".qweight": (), ".qzeros": (), ".g_idx": ()},

@@ -108,10 +108,6 @@ def _of_floats(group: Group) -> str | None:
     return f"`mode` is {mode}" if mode != AFFINE else None
 
 
-def _not_understood(_: Group) -> str:
-    return "a per-tensor scale in addition to group scales is not supported"
-
-
 SCHEMES = (
     Scheme(
         "MLX",
@@ -122,7 +118,12 @@ SCHEMES = (
                 {
                     "scales": WeightPart(".scales", always),
                     "biases": WeightPart(".biases", _of_integers, _of_floats),
-                    "global": WeightPart(".global_scale", forbidden=_not_understood),
+                    "global": WeightPart(
+                        ".global_scale",
+                        forbidden=lambda _: (
+                            "a per-tensor scale in addition to group scales is not supported"
+                        ),
+                    ),
                 },
                 _weight,
                 tells={".biases": (), ".weight": ("uint32",), ".scales": ("uint8",)},
