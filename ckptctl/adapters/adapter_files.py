@@ -1,4 +1,4 @@
-"""What an adapter comes with: its model's configuration, and its own in the target's words."""
+"""The files next to an adapter: its model's configuration and ``adapter_config.json``."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ from ckptctl.units import counted
 
 
 def open_adapter(draft: Draft) -> Draft:
-    """Select the factors for a format of adapters, and read the model's config next to them."""
+    """Select the LoRA factors for adapter formats, and read the model's config next to them."""
     catalog, assets, target = draft.catalog, draft.assets, draft.target
     if target.adapters:
         catalog = factors_only(catalog)
@@ -57,7 +57,7 @@ def open_adapter(draft: Draft) -> Draft:
 
 
 def describe_adapter(draft: Draft) -> Draft:
-    """Say what adapter_config.json says of an adapter, for formats that store it themselves."""
+    """Set the adapter's PEFT config on the draft, for formats that store it in their own files."""
     if not draft.is_adapter:
         return draft
     config = described(draft.catalog)
@@ -66,14 +66,14 @@ def describe_adapter(draft: Draft) -> Draft:
 
 
 def carries(change: Change) -> tuple[str, ...]:
-    """Return the words of a configuration whose tensors an output has a place for."""
+    """List the PEFT config fields that come with tensors and that the output can store."""
     if change.target_layout not in (None, *PEFT):
         return ()
     return SINGLE if change.identity else TRAINED
 
 
 def adapter_files(draft: Draft) -> Draft:
-    """Decide which files an adapter gets beside its tensors."""
+    """Decide which files to write next to an adapter's tensors."""
     if not draft.is_adapter:
         return draft
     catalog, assets = draft.catalog, draft.assets
@@ -125,7 +125,7 @@ def adapter_files(draft: Draft) -> Draft:
 
 
 def _require_same_biases(change: Change, assets: Assets) -> None:
-    """Refuse DoRA of layers with a bias where the other program treats that in another way."""
+    """Raise if source and target programs treat DoRA of layers with a bias differently."""
     layouts = (change.source_layout or "", change.target_layout or "")
     scaling = [layout for layout in layouts if layout in SCALED_BIASES]
     if len(scaling) != 1 or change.family is None:
@@ -154,7 +154,7 @@ def _require_same_biases(change: Change, assets: Assets) -> None:
 def adapter_config(
     ranks: Mapping[str, int], known: Settings, config: Json | None, dora: bool, layers: int | None
 ) -> dict[str, object]:
-    """Return an adapter_config.json for adapters that come from another program."""
+    """Build adapter_config.json for an adapter that another program trained."""
     for module, rank in ranks.items():
         known.scale(module, rank)
     if known.alpha is None:
@@ -194,14 +194,14 @@ def adapter_config(
 
 
 def renamed(config: Json, change: Change) -> Json:
-    """Return what PEFT says of an adapter whose layers get the names of another version."""
+    """Return the PEFT config of an adapter whose layers get the names of another layout."""
     views = {item.sources[0].key: item.targets[0].key for item in change.tensors}
     versions = {change.source_layout, change.target_layout} <= {*PEFT}
     return under_other_names(config, views) if versions else config
 
 
 def under_other_names(config: Json, views: Mapping[str, str]) -> Json:
-    """Return what PEFT says of an adapter whose tensors get other names, the values of *views*."""
+    """Rename modules in a PEFT config; *views* maps old tensor names to new ones."""
     if all(old == new for old, new in views.items()):
         return config
     factors = {module_of(old): module_of(new) for old, new in views.items() if is_factor(old)}
@@ -233,12 +233,12 @@ def under_other_names(config: Json, views: Mapping[str, str]) -> Json:
 
 
 def _module(key: str) -> str:
-    """Return the module that a whole tensor in an adapter is of."""
+    """Return the module of a fully trained tensor (PEFT's ``modules_to_save``)."""
     return module_of(key).rpartition(".")[0].removesuffix(".base_layer")
 
 
 def _under_other_names(stated: object, modules: Mapping[str, str]) -> list[str]:
-    """Return the ends of names that mean *modules*, whole names where others would not do."""
+    """Rename the endings in *stated*, or list full module names if endings no longer suffice."""
     ends = [modules.get(str(one), str(one)) for one in stated] if isinstance(stated, list) else []
     meant = all(any(f".{new}".endswith(f".{end}") for end in ends) for new in modules.values())
     return ends if meant else sorted(modules.values())

@@ -1,4 +1,4 @@
-"""Which rows of which tensor of a model an adapter changes, and with what."""
+"""Match an adapter to a model: which rows of which tensor change, and by which factors."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """What becomes of some rows of a tensor of the model.
+    """Low-rank change of some rows of one model tensor.
 
     Attributes:
         rows: The rows that change.
         factors: Names of A and B in the adapter.
-        a: Its columns are in the order of the model's.
-        b: Its rows are in the order of those that change, as are the lengths in *magnitude*.
-        magnitude: The lengths of the rows, or None without DoRA.
-        beneath: The adapter's own copy of the tensor, to be changed instead, or None.
-        bias: The model's bias that is scaled as the rows are, and where their elements begin in it;
-            or None if there is none or it stays.
+        a: ``[rank, columns]``, with the columns in the model's order.
+        b: ``[rows, rank]``, with the rows in the order of *rows*.
+        magnitude: DoRA's row norms in the order of *rows*, or None without DoRA.
+        beneath: The adapter's own copy of the base tensor, which is changed instead, or None.
+        bias: Name of the model's bias that DoRA scales too, and the index of its first element;
+            None if the bias stays as it is.
     """
 
     key: str
@@ -53,12 +53,12 @@ class Delta:
 
 @dataclass(frozen=True, slots=True)
 class Deltas:
-    """An adapter, laid over a model.
+    """All changes of an adapter to one model.
 
     Attributes:
-        replaced: For tensors that are exchanged as a whole what the adapter has instead.
-        pinned: Tensors of the model, changed or replaced, that are never cast.
-        logical: Names of what it changes or replaces in the tables of the model type.
+        replaced: Fully trained tensors of the adapter, by the model tensor that they replace.
+        pinned: Changed or replaced model tensors whose dtype must stay.
+        logical: Logical names (from the family's tables) of everything changed or replaced.
     """
 
     changed: tuple[Delta, ...]
@@ -76,16 +76,16 @@ def deltas(
     lists: Mapping[str, Sequence[int]],
     paths: tuple[str, str],
 ) -> Deltas:
-    """Lay an adapter over a model.
+    """Match an adapter's factors to the tensors of a model.
 
     Args:
-        base: The model type.
+        base: The model's family.
         layouts: The layouts of the model and of the adapter.
         shapes: Shapes of the model's tensors.
         factors: The adapter's tensors.
         sizes: Axis sizes from the model's configuration.
-        lists: Lists of layer numbers from there.
-        paths: Where the model and the adapter lie.
+        lists: Lists of layer numbers from the configuration.
+        paths: Paths of the model and the adapter, for errors.
     """
     both = f"adapter `{paths[1]}` and model `{paths[0]}`"
     try:
@@ -133,10 +133,10 @@ class _Formulas:
         self._choose_variants()
 
     def _choose_variants(self) -> None:
-        """Forget what a layer would be of another variant: the model shows which one it is of.
+        """Drop parts that belong to another variant of a layer than the one the model has.
 
-        An adapter has no more than one name for what two variants have, as a norm before experts
-        or before a dense layer.
+        The same adapter tensor can match several variants, such as the norm before experts and the
+        norm before a dense layer.
         """
         variants = {t.name.partition(".")[0] for t in self.base.tensors.values() if t.variant}
         there = {
@@ -154,7 +154,7 @@ class _Formulas:
         }
 
     def result(self, paths: str) -> Deltas:
-        """Return what changes; *paths* are those of both checkpoints, for errors."""
+        """Build the changes; *paths* names both checkpoints in errors."""
         homeless = [
             _source(item)
             for name, roles in self.parts.items()
@@ -214,9 +214,9 @@ class _Formulas:
         )
 
     def _rows_of(self, layer: ComposedTensor, item: ComposedTensor) -> Strided:
-        """Return the rows of a factor or a magnitude that go with those of a layer.
+        """Return the rows of a factor or magnitude that belong to the rows of *layer*.
 
-        Of a tensor whose parts are interleaved they are all rows, which its parts have in common.
+        If the parts of the tensor are interleaved, all its rows are returned, shared by its parts.
         """
         if _rows(layer) is not None and _rows(item) is not None:
             return item.elements(self.factors)
@@ -232,7 +232,7 @@ class _Formulas:
         return Strided.whole(stored)
 
     def _bias(self, name: str) -> tuple[str, int] | None:
-        """Return the bias of a layer with a magnitude, if that scales it, and where it begins."""
+        """Find the bias that DoRA scales with a layer, and the index of its first element."""
         head, dot, rest = name.partition(".")
         bias = scaled_biases(self.base, self.layouts[1]).get(head, "")
         item = self.model.get(f"{bias}{dot}{rest}")
@@ -256,7 +256,7 @@ class _Formulas:
         return next(leaves).dims[0]
 
     def _replacement(self, name: str, saved: ComposedTensor) -> Strided:
-        """Return what of the adapter takes the place of a tensor of the model."""
+        """Return an adapter tensor in the form in which the model stores the one it replaces."""
         old, new = self.model[name], self.factors[_source(saved)]
         if len(saved.sources) == 1 and not saved.sources[0].plus:
             if new.shape == self.shapes[_source(old)] and saved.place == old.place:
@@ -272,7 +272,7 @@ class _Formulas:
 
 
 def as_input(root: TreePath, tensor: Strided, computed: dict[str, Computed]) -> Input:
-    """Return a part of the adapter at *root*: a view, or a file that is added to *computed*."""
+    """Make an adapter tensor an input: a view, or a virtual file that is added to *computed*."""
     if tensor.parts and is_view(tensor):
         return Input(root, view(tensor.parts[0].of, tensor))
     made = rearranged(root, tensor)
@@ -291,7 +291,7 @@ def _piece(item: ComposedTensor) -> tuple[str, object]:
 
 
 def _rows(item: ComposedTensor) -> range | None:
-    """Return the rows that what is stored has of a tensor, or None if others lie between them."""
+    """Return the rows of the stored tensor that are the item's, or None if others lie between."""
     rows = item.shape[0]
     for begin, _, axes in _along_rows(item):
         if sum((size - 1) * stride for size, _, stride in axes) >= rows:
@@ -301,7 +301,7 @@ def _rows(item: ComposedTensor) -> range | None:
 
 
 def _along_rows(item: ComposedTensor) -> list[tuple[int, int, list[tuple[int, int, int]]]]:
-    """Return where each part of a tensor lies along the rows of what is stored."""
+    """List, for each part, its first row, its origin and its axes along the stored rows."""
     return [
         (
             part.begin[0],

@@ -1,11 +1,11 @@
-"""Factors of experts: each expert's own, or those of stacked ones, PEFT's ``target_parameters``.
+"""LoRA factors of experts, per expert or stacked (PEFT's ``target_parameters``).
 
 transformers 4, vLLM and most trainers name the layers of every expert; transformers 5 stacks
 them, and PEFT trains one A ``[E R, in]`` and one B ``[out, R E]`` for all E: expert e has R rows of
 A that follow each other, and every E-th column of B from the e-th on. The parameter is
-``[E, out, in]``, or ``[E, in, out]`` where its module says so: its shape tells. Of layers that the
-stack concatenates, gate and up, the parts of a stacked B share A; taken together, the ranks of
-their own factors add up, and B is block diagonal.
+``[E, out, in]``, or ``[E, in, out]`` where its module says so: its shape tells. Layers that the
+stack concatenates, such as gate and up, share A and have parts of a stacked B. When per-expert
+factors of such layers are joined, their ranks add up and B is block diagonal.
 
 Sources: peft's ``ParamWrapper`` and ``utils/transformers_weight_conversion.py``, vLLM's
 ``lora/model_manager.py`` (``_stack_moe_lora_weights``, ``_create_merged_loras_inplace``).
@@ -64,13 +64,13 @@ _NESTED = re.compile(r"(\.base_layer)+\Z")
 
 @dataclass(frozen=True, slots=True)
 class AdaptedParameter:
-    """A parameter of the model, and the factors that change it.
+    """A model parameter and the factors that change it.
 
     Attributes:
-        key: Its name in the model.
-        module: What the names of its factors begin with.
-        experts: How many matrices it consists of.
-        swapped: Whether these are ``[out, in]``.
+        key: Parameter name in the model.
+        module: Prefix of the names of its factors.
+        experts: Number of matrices in it.
+        swapped: Whether they are ``[out, in]`` instead of ``[in, out]``.
     """
 
     key: str
@@ -82,7 +82,7 @@ class AdaptedParameter:
 def targets(
     adapter: Catalog, config: Json | None, known: Settings, held: Mapping[str, TensorEntry]
 ) -> tuple[AdaptedParameter, ...]:
-    """Return the parameters of the model that factors of *adapter* are about."""
+    """Find the model parameters that the ``target_parameters`` of an adapter change."""
     stated = (config or {}).get(TARGETS)
     if not stated:
         return ()
@@ -99,7 +99,7 @@ def _target(
     known: Settings,
     held: Mapping[str, TensorEntry],
 ) -> Iterator[AdaptedParameter]:
-    """Yield what the factors of one module change; nothing: it is a layer like others."""
+    """Yield the parameter that a module's factors change; nothing for a regular linear layer."""
     inside = _NESTED.sub("", module).removeprefix(PREFIX)
     called = [f"{inside}.{one.rpartition('.')[2]}" for one in stated if _ends(inside, one)]
     if not called:
@@ -150,7 +150,7 @@ def _fitting(
     b: tuple[int, ...],
     known: Settings,
 ) -> Iterator[AdaptedParameter]:
-    """Yield the ways in which a parameter of *shape* can be changed by A and B."""
+    """Yield the ways in which factors A and B can change a parameter of *shape*."""
     if len(shape) not in (2, 3):
         return
     experts, rows, columns = shape if len(shape) == 3 else (1, *shape)
@@ -164,7 +164,7 @@ def _fitting(
 
 
 def without(adapter: Catalog, found: Sequence[AdaptedParameter]) -> Catalog:
-    """Return an adapter without the factors of single parameters."""
+    """Return the adapter without the factors of these parameters."""
     own = {f"{one.module}{suffix}" for one in found for suffix in (A, B)}
     rest = {name: entry for name, entry in adapter.tensors.items() if name not in own}
     return replace(adapter, tensors=rest)
@@ -175,7 +175,7 @@ def changes(
     held: Mapping[str, TensorEntry],
     factors: Mapping[str, TensorEntry],
 ) -> Iterator[Delta]:
-    """Yield what becomes of each expert."""
+    """Yield the low-rank change of each expert."""
     for one in found:
         a, b = factors[f"{one.module}{A}"], factors[f"{one.module}{B}"]
         rows = held[one.key].shape[-2]
@@ -186,7 +186,7 @@ def changes(
             left, right = across.select(2, expert), by_expert.select(0, expert)
             if not one.swapped:
                 left, right = right.permute((1, 0)), left.permute((1, 0))
-            # Patterns of ranks and alphas are about the parameter, which these end with.
+            # Rank and alpha patterns match parameter names, so the factor names end with one.
             names = (f"[{expert}].{one.key}{A}", f"[{expert}].{one.key}{B}")
             changed = range(expert * rows, (expert + 1) * rows)
             yield Delta(one.key, changed, names, right, left)
@@ -196,30 +196,30 @@ def changes(
 
 
 def convert_experts(draft: Draft) -> Draft:
-    """Give an adapter its experts apart, or stacked, as ``--experts`` says."""
+    """Unstack or stack an adapter's experts, as ``--experts`` says."""
     assert draft.options.experts is not None
     documents = draft.assets.documents
     return draft.with_catalog(with_experts(draft.catalog, documents, draft.options.experts))
 
 
 def keep_stacks(draft: Draft) -> Draft:
-    """Take the names of stacked experts for those of the format: no table describes them."""
+    """Name stacked experts as the output format does; no table describes them."""
     layout = formats.get(draft.catalog.format).layout
     return replace(draft, model=draft.model.by_names_alone(layout))
 
 
 def with_experts(catalog: Catalog, documents: Mapping[str, Json], how: Experts) -> Catalog:
-    """Return an adapter of PEFT's with its experts apart, or stacked; nothing is copied for that.
+    """Return a PEFT adapter with its experts unstacked or stacked, without copying data.
 
     Args:
         catalog: The adapter.
-        documents: What describes its model.
-        how: What is wanted.
+        documents: Config files of its model.
+        how: ``apart`` for per-expert factors, ``stacked`` for ``target_parameters``.
 
     Raises:
-        MappingError: Nothing describes the model, or it has no experts that can be stacked.
-        UnsupportedError: Factors of some experts lack.
-        RefusedError: It is so already, or the factors of a stack have different strengths.
+        MappingError: Config files are missing, or the model has no experts that can be stacked.
+        UnsupportedError: Factors of some experts are missing.
+        RefusedError: The adapter is in this form already, or experts of a stack differ in scale.
     """
     config = described(catalog)
     if config is None:
@@ -239,7 +239,7 @@ def with_experts(catalog: Catalog, documents: Mapping[str, Json], how: Experts) 
 def _renamed(
     catalog: Catalog, config: Json, family: Family, source: str, target: str
 ) -> tuple[Catalog, Json]:
-    """Give what has no stacks the names that the model has with its experts so."""
+    """Rename tensors that are in no stack to the names of layout *target*."""
     keys = {
         module_of(name) + WEIGHT if is_factor(name) else name.removeprefix(PREFIX): name
         for name in catalog.tensors
@@ -270,7 +270,7 @@ def _renamed(
 
 
 def with_experts_of(adapter: Catalog, known: Model, family: Family) -> Catalog:
-    """Give the experts of an adapter factors of their own, where its model keeps them apart."""
+    """Unstack the adapter's experts if the model stores them per expert."""
     config = (described(adapter) or {}).get(TARGETS)
     if not config or not stacked(family) or stack_keys(family, known.tensors):
         return adapter
@@ -284,7 +284,7 @@ def with_experts_of(adapter: Catalog, known: Model, family: Family) -> Catalog:
 
 
 def _apart(catalog: Catalog, config: Json, stacks: Sequence[Stack]) -> Catalog:
-    """Give each expert factors of its own: views of those of the stack."""
+    """Give each expert its own factors, which are views of the stack's."""
     known = settings(config, carries=SINGLE)
     by_key = {stack.key: stack for stack in stacks}
     found = targets(catalog, config, known, {key: one.entry for key, one in by_key.items()})
@@ -325,7 +325,7 @@ def _apart(catalog: Catalog, config: Json, stacks: Sequence[Stack]) -> Catalog:
 
 
 def _every(part: ExpertSlice) -> str:
-    """Return an expression for the layers of all experts, with and without their number."""
+    """Build a regex for a layer of all experts, with and without the expert number."""
     module, _, kind = part.modules[0].rpartition(".")
     parent = re.escape(module.rpartition(".")[0])
     return rf"{parent}\.(\d+\.)?{re.escape(kind)}"
@@ -341,7 +341,7 @@ def _of_expert(
 
 
 def _expression(stated: object, stack: Stack, kinds: Sequence[str]) -> str:
-    """Return ``target_modules`` that means what was meant, and *kinds* of layers of the experts."""
+    """Build a ``target_modules`` regex that matches *stated* and the experts' layers *kinds*."""
     parent = stack.key.rpartition(".")[0].rpartition(".")[2]
     ways = [stated] if isinstance(stated, str) else []
     if isinstance(stated, list) and stated:
@@ -355,7 +355,7 @@ def _expression(stated: object, stack: Stack, kinds: Sequence[str]) -> str:
 
 
 def _together(catalog: Catalog, config: Json, stacks: Sequence[Stack]) -> Catalog:
-    """Give all experts of a layer the factors of one parameter."""
+    """Join the per-expert factors of each layer to those of one stacked parameter."""
     known = settings(config, carries=SINGLE)
     if config.get("use_dora"):
         raise RefusedError(
@@ -379,7 +379,7 @@ def _together(catalog: Catalog, config: Json, stacks: Sequence[Stack]) -> Catalo
     strengths: dict[str, tuple[int, float]] = {}
     for stack, parts in found:
         siblings = in_module[stack.key.rpartition(".")[0]]
-        # The parameter that the module has first is wrapped first, so it lies deepest.
+        # PEFT wraps the first parameter of a module first, so its factors are nested deepest.
         depth = len(siblings) - 1 - siblings.index(stack)
         module = PREFIX + stack.key.rpartition(".")[0] + ".base_layer" * depth
         a, b, virtual = _joined(catalog.root, module, stack, parts, held)
@@ -392,7 +392,7 @@ def _together(catalog: Catalog, config: Json, stacks: Sequence[Stack]) -> Catalo
 
 
 def _present(catalog: Catalog, stack: Stack) -> list[ExpertSlice]:
-    """Return the parts of a stack that the adapter has, for all experts."""
+    """Return the slices of a stack that the adapter has factors for, for all experts."""
     found = []
     for part in stack.parts:
         there = [f"{PREFIX}{module}{A}" in catalog.tensors for module in part.modules]
@@ -415,7 +415,7 @@ def _joined(
     parts: Sequence[ExpertSlice],
     held: Mapping[str, TensorEntry],
 ) -> tuple[TensorEntry, TensorEntry, Computed]:
-    """Return A and B of a stack, and how B is computed."""
+    """Return A and B of a stack, and the virtual file that computes B."""
     first = held[f"{PREFIX}{parts[0].modules[0]}{A}"]
     ranks = [held[f"{PREFIX}{part.modules[0]}{A}"].shape[0] for part in parts]
     extents: list[Extent] = []
@@ -448,7 +448,7 @@ def _joined(
 
 
 def _moved(entry: TensorEntry, rows: int) -> Iterator[Extent]:
-    """Yield the extents of a matrix as a part of a larger one, from a row on."""
+    """Yield a matrix's extents at *rows* in a larger matrix."""
     for one in entry.extents:
         offsets = (one.box.offsets[0] + rows, *one.box.offsets[1:])
         yield replace(one, box=Box(offsets, one.box.sizes))
@@ -457,7 +457,7 @@ def _moved(entry: TensorEntry, rows: int) -> Iterator[Extent]:
 def _strength(
     known: Settings, parts: Iterable[ExpertSlice], held: Mapping[str, TensorEntry], rank: int
 ) -> float:
-    """Return the alpha that a stack of *rank* needs."""
+    """Return the alpha of a stack of *rank*; raise if its experts have different scales."""
     keys = [f"{PREFIX}{module}{A}" for part in parts for module in part.modules]
     scales = {known.scale(key, held[key].shape[0]): key for key in keys}
     if len(scales) > 1:
@@ -477,7 +477,7 @@ def _stacked_config(
     strengths: Mapping[str, tuple[int, float]],
     found: Sequence[tuple[Stack, list[ExpertSlice]]],
 ) -> dict[str, object]:
-    """Return what PEFT has to be told of the stacks, and of what is left of other modules."""
+    """Build the PEFT config for stacked experts and the other adapted modules."""
     experts = {m for _, parts in found for part in parts for m in part.modules}
     stacked = tuple(key.rpartition(".")[0] for key in strengths)
     factors = {module_of(name): name for name in tensors if name.endswith(A)}
@@ -500,7 +500,7 @@ def _stacked_config(
 
 
 def _of(pattern: str, modules: Iterable[str]) -> bool:
-    """Whether a pattern is one of *modules*."""
+    """Return whether a rank or alpha pattern is for one of *modules*."""
     return any(re.fullmatch(rf"(.*\.)?({pattern})", module) for module in modules)
 
 

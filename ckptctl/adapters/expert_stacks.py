@@ -1,4 +1,4 @@
-"""Parameters of a model that hold the experts of a layer stacked, and their layers one by one."""
+"""Parameters of a model that stack the experts of a layer, and their per-expert layers."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ _NUMBER = re.compile(r"\.(\d+)(?=\.)")
 
 @dataclass(frozen=True, slots=True)
 class ExpertSlice:
-    """One layer of each expert, as a part of a stacked parameter.
+    """One linear layer of every expert, as a slice of a stacked parameter.
 
     Attributes:
-        start: Its first row in the output of the stack.
-        rows: How many it has.
-        modules: Its names, expert by expert.
+        start: First output row in the stack.
+        rows: Number of output rows.
+        modules: Module names, one for each expert.
     """
 
     start: int
@@ -38,12 +38,13 @@ class ExpertSlice:
 
 @dataclass(frozen=True, slots=True)
 class Stack:
-    """A parameter of stacked experts.
+    """A parameter that stacks the experts of a layer.
 
     Attributes:
-        key: Its name in the model.
-        inputs: Columns of each layer in it.
-        swapped: Whether a layer is ``[out, in]``.
+        key: Parameter name in the model.
+        inputs: Input features of each layer.
+        swapped: Whether a layer is stored as ``[out, in]`` instead of ``[in, out]``.
+        parts: The layers that are concatenated along the output, such as gate and up.
     """
 
     key: str
@@ -53,23 +54,23 @@ class Stack:
 
     @property
     def experts(self) -> int:
-        """Return how many there are."""
+        """Number of experts."""
         return len(self.parts[0].modules)
 
     @property
     def outputs(self) -> int:
-        """Return the rows of all parts."""
+        """Output features of all parts together."""
         return sum(part.rows for part in self.parts)
 
     @property
     def entry(self) -> TensorEntry:
-        """Return the parameter without its elements: what has its shape."""
+        """The parameter's shape as a catalog entry without data."""
         sides = (self.outputs, self.inputs) if self.swapped else (self.inputs, self.outputs)
         return TensorEntry(self.key, "float32", (self.experts, *sides), (), (self.key,))
 
 
 def family_of(catalog: Catalog, config: Json | None) -> Family:
-    """Return the family of the model of an adapter with experts."""
+    """Return the family of the adapter's model, or raise if its config.json does not tell."""
     names = configured(families.families(), config) if config is not None else []
     if len(names) != 1:
         raise MappingError(
@@ -82,7 +83,7 @@ def family_of(catalog: Catalog, config: Json | None) -> Family:
 
 
 def stacks(catalog: Catalog, config: Json | None) -> Iterator[Stack]:
-    """Yield the parameters of the model that experts can be stacked in."""
+    """Yield the parameters of the model that can stack experts."""
     family = family_of(catalog, config)
     sizes = read_sizes(family, config)
     found = stacked(family)
@@ -92,7 +93,7 @@ def stacks(catalog: Catalog, config: Json | None) -> Iterator[Stack]:
             "another",
             where=catalog.path,
         )
-    # Where the configuration lists kinds of layers, it does not count them.
+    # A configuration that lists layer kinds does not state the number of each kind.
     numbers = (int(n) for name in catalog.tensors for n in _NUMBER.findall(name))
     most = 1 + max(numbers, default=0)
     for parts in found.values():
@@ -101,7 +102,7 @@ def stacks(catalog: Catalog, config: Json | None) -> Iterator[Stack]:
 
 
 def stacked(family: Family) -> dict[Template, list[tuple[Tensor, Leaf, Leaf]]]:
-    """Return what one layout stacks and another keeps apart: parts with both leaves, by key."""
+    """Map key templates of tensors that one layout stacks to their parts in both layouts."""
     if not {HF, STACKED} <= {*family.layouts}:
         return {}
     apart = family.layout(HF).leaves
@@ -115,7 +116,7 @@ def stacked(family: Family) -> dict[Template, list[tuple[Tensor, Leaf, Leaf]]]:
 
 
 def stack_keys(family: Family, keys: Collection[str]) -> dict[str, int]:
-    """Return which of *keys* hold experts, and how many layers of each, as a module has them."""
+    """Map those of *keys* that stack experts to the number of linear layers in each."""
     known = stacked(family)
     groups = match(family, family.layout(STACKED), keys).groups if known else ()
     held = {group.stored.template: group.keys for group in groups}
@@ -127,7 +128,7 @@ def stack_keys(family: Family, keys: Collection[str]) -> dict[str, int]:
 
 
 def _is_stack(leaf: Leaf, apart: Leaf) -> bool:
-    """Whether *leaf* is the same matrix for all experts that *apart* has one by one."""
+    """Return whether *leaf* stacks the matrices that *apart* stores per expert."""
     axes = apart.spread
     return len(axes) == 1 and len(apart.dims) == 2 and leaf.dims[:1] == (axes,) and not leaf.spread
 
@@ -135,7 +136,7 @@ def _is_stack(leaf: Leaf, apart: Leaf) -> bool:
 def _of_layers(
     family: Family, parts: Sequence[tuple[Tensor, Leaf, Leaf]], sizes: Mapping[str, int]
 ) -> Iterator[Stack]:
-    """Yield a stack for each layer."""
+    """Yield one stack for each layer."""
     tensor, leaf, apart = parts[0]
 
     def size(axes: tuple[str, ...]) -> int:

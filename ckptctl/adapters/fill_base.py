@@ -31,7 +31,7 @@ from ckptctl.planner.mapping.tensors import Change
 
 
 def open_base(options: ConversionOptions, documents: Mapping[str, Json]) -> Model:
-    """Read the index of the base; *documents* describe it where nothing beside it does."""
+    """Open the base; *documents* describe it if the base has no config files."""
     assert options.fill_from is not None
     catalog = unwrapped(formats.open_checkpoint(options.fill_from))
     if options.dequantize and quantized(catalog):
@@ -57,7 +57,7 @@ def different_model_error(draft: Draft, base: Model, why: str, hint: str = "") -
 
 
 def understand_as_base(draft: Draft, base: Model, family: Family) -> Draft:
-    """Understand the source as of the base's model type, or as the text model of it."""
+    """Recognize the source as the base's model type, or as the text model of it."""
     known = draft.model
     if known.model_type == family.name:
         return draft
@@ -82,7 +82,7 @@ def understand_as_base(draft: Draft, base: Model, family: Family) -> Draft:
 
 
 def require_same_facts(draft: Draft, base: Model, family: Family) -> None:
-    """Compare what configurations say of sizes and of what there is; note what else differs."""
+    """Raise if the configs differ on sizes or switches; note other differences."""
     own = [one for one in draft.assets.described if one.name in DOCUMENTS]
     structure = {fact_of(family, axis) for axis in family.sizes} | switched(family).keys()
     structure |= {"tie_word_embeddings"}

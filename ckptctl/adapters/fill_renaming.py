@@ -28,10 +28,10 @@ from ckptctl.planner.mapping.tensors import Change, map_tensors
 
 
 def rename_text_model(draft: Draft, whole: Family) -> Draft | None:
-    """Call a text model's tensors what they are called in *whole*, which sees pictures as well.
+    """Rename a text model's tensors to those of *whole*, the vision-language model.
 
     Returns:
-        None if it is no such part, or if the configuration that counts is not that of *whole*.
+        None if the source is no such text model, or config.json does not describe *whole*.
     """
     catalog, assets, options = draft.catalog, draft.assets, draft.options
     config = assets.documents.get(CONFIG)
@@ -63,7 +63,7 @@ def rename_text_model(draft: Draft, whole: Family) -> Draft | None:
 
 
 def _nested(file: Description, config: Json, module: str) -> Description:
-    """Return what the text model's own config.json says, as that of the whole would say it."""
+    """Return the text model's own config.json as a config of the vision-language model."""
     if (
         file.name != CONFIG
         or file.assets
@@ -74,7 +74,7 @@ def _nested(file: Description, config: Json, module: str) -> Description:
 
 
 def rename_to_layout(draft: Draft, layout: str) -> Draft:
-    """Call the source's tensors what they are called in *layout*."""
+    """Rename the source's tensors to the names of *layout*."""
     known = replace(draft.model, described=draft.assets.described)
     if known.layout in (layout, None) or layout in known.alike:
         return draft
@@ -84,10 +84,10 @@ def rename_to_layout(draft: Draft, layout: str) -> Draft:
 
 
 def rename_tensors(draft: Draft, change: Change, root: str) -> Draft:
-    """Call the source's tensors what they are called after *change*; nothing is copied for that.
+    """Rename the source's tensors as *change* does, without copying data.
 
     Raises:
-        MappingError: The change drops or makes tensors, which has to be proven.
+        MappingError: The change drops or creates tensors.
     """
     catalog = draft.catalog
     zeros = {one.key for one in change.zeros}
@@ -131,13 +131,13 @@ def make_virtual_tensors(
     label: str,
     paths: Mapping[str, KeyPath],
 ) -> tuple[dict[str, TensorEntry], dict[str, Computed]]:
-    """Return tensors of another layout as virtual files.
+    """Build virtual files for tensors of another layout.
 
     Args:
-        catalog: What they are made of.
+        catalog: The checkpoint that they are computed from.
         parts: The tensors by their names in the model.
         root: Prefix of the model's names.
-        label: What the names of the files begin with.
+        label: Prefix of the names of the virtual files.
         paths: Key path of each tensor.
     """
     read = dict.fromkeys(key for composed in parts.values() for key in composed.keys)
@@ -152,17 +152,17 @@ def make_virtual_tensors(
 
 
 def key_path_next_to(entry: TensorEntry, root: str, key: str) -> KeyPath:
-    """Return the key path of the model's tensor *key* in the container of another one."""
+    """Return the key path of the model's tensor *key* in the container of *entry*."""
     head, prefix = container(entry.path, root)
     return (*head, root.removeprefix(prefix) + key)
 
 
 def label_virtual_files(catalog: Catalog, label: str) -> Catalog:
-    """Return *catalog* with a label in the names of its virtual files, so that no others have them.
+    """Prefix the names of *catalog*'s virtual files, so that they collide with no others.
 
     Args:
-        catalog: No virtual file of it is a rearranged tensor.
-        label: What the names begin with.
+        catalog: A catalog without rearranged tensors among its virtual files.
+        label: Prefix of the names.
     """
     if not catalog.computed:
         return catalog

@@ -21,20 +21,20 @@ PREDICTED = (
     *("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_modules"),
     *("mtp_num_layers", "num_mtp_layers"),
 )
-"""What configurations call the number of layers that predict further tokens."""
+"""Names of the number of MTP (multi-token prediction) layers in config.json."""
 
 
 def find_unneeded_keys(
     family: Family, there: Matched, config: Json | None, other: Json | None, notes: Notes
 ) -> set[str]:
-    """Return the keys of a base that a configuration does not want.
+    """Find keys of the base that the source's configuration excludes.
 
     Args:
-        family: The model type.
-        there: What the base has.
-        config: The configuration.
-        other: The base's own.
-        notes: Told of the layers among them.
+        family: The model's family.
+        there: Tensors of the base, matched to the family's tables.
+        config: The source's config.json.
+        other: The base's config.json.
+        notes: Receives a note if MTP layers are skipped.
     """
     out = {tie.tensor for tie in family.ties if is_tied(family, config)}
     out |= does_without(family, config, base=False)
@@ -60,7 +60,7 @@ def find_unneeded_keys(
 
 
 def _predicting_tensors(family: Family) -> set[str]:
-    """Return the logical tensors of layers that predict further tokens."""
+    """Return the logical names of tensors of MTP layers."""
     behind = {one.index for one in family.shifts if one.place == "after"}
     return {
         name
@@ -70,7 +70,7 @@ def _predicting_tensors(family: Family) -> set[str]:
 
 
 def _predicting_layers(family: Family, config: Json | None) -> int | None:
-    """Return how many layers that predict further tokens a configuration counts."""
+    """Return the number of MTP layers that a configuration states, or None."""
     module = spellings(family.sizes.get("d", ("", ""))[0])[0].rpartition(".")[0]
     prefixes = ("", f"{module}.") if module else ("",)
     found = (looked_up(config or {}, prefix + name) for name in PREDICTED for prefix in prefixes)
@@ -84,9 +84,9 @@ def require_same_dtypes(
     taken: Mapping[str, TensorEntry],
     sources: Mapping[str, str],
 ) -> None:
-    """Refuse to mix dtypes: where the base has others than the source, unless both are cast.
+    """Raise if filling would mix dtypes or quantization schemes, unless ``--dtype`` casts all.
 
-    What is quantized has to be so in the same way.
+    Quantized tensors must use a scheme that the source uses.
     """
     where = f"{draft.catalog.path} and {base.catalog.path}"
     own_parts, parts = _quantized_parts(draft.catalog), _quantized_parts(base.catalog)
@@ -124,14 +124,14 @@ def require_same_dtypes(
 
 
 def _is_pinned(draft: Draft, family: Family, key: str) -> bool:
-    """Whether a tensor is never cast, and so may have a dtype of its own."""
+    """Return whether a tensor is never cast, so its dtype may differ."""
     found = next(family.layout(draft.model.layout or HF).table.all(key), None)
     parts = getattr(found[0], "parts", ()) if found else ()
     return any(t.name.partition(".")[0] in family.pinned for t, _ in parts)
 
 
 def _quantized_parts(catalog: Catalog) -> dict[str, str]:
-    """Return the tensors that quantized ones consist of, and how these are quantized."""
+    """Map each stored tensor of quantized weights to its quantization scheme."""
     seen = glanced(catalog)
     parts = {name: one.how for one in seen.weights for name in one.names}
     return dict.fromkeys((*seen.bare, *seen.lone), "unknown") | seen.ways | parts

@@ -1,7 +1,7 @@
-"""What ``--fill-from`` takes: what the source lacks, its configuration wants, and a base has.
+"""Fill tensors that the source is missing with those of the ``--fill-from`` base.
 
-What both have is the source's. The base is a checkpoint of the same model, in any format and
-layout: sizes, switches and shapes are compared, and what contradicts is refused.
+A tensor that both have is the source's. The base is a checkpoint of the same model, in any format
+and layout. Sizes, switches and shapes are compared, and contradictions are errors.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ from ckptctl.planner.mapping.tensors import Change
 
 
 def fill_from_base(draft: Draft) -> Draft:
-    """Add the tensors that the checkpoint lacks and the base of ``--fill-from`` has.
+    """Add tensors that the source is missing and the ``--fill-from`` base has.
 
     Raises:
-        MappingError: The base is another model.
-        RefusedError: Its dtypes are others, and no ``--dtype`` makes them one.
+        MappingError: The base is a different model.
+        RefusedError: Its dtypes differ, and no ``--dtype`` casts them to one.
     """
     options = draft.options
     assert options.fill_from is not None
@@ -55,7 +55,7 @@ def fill_from_base(draft: Draft) -> Draft:
     source = formats.existing(options.fill_from)
     require_destination(source, draft.destination.given, options.overwrite, replaceable)
     family = families.family(base.model_type or "")
-    # Which tensors are taken is noted first, but known last.
+    # The note on the filled tensors comes first, but is known last.
     notes, draft = draft.notes, replace(draft, notes=Notes())
     draft = understand_as_base(draft, base, family)
     require_same_facts(draft, base, family)
@@ -71,7 +71,7 @@ def fill_from_base(draft: Draft) -> Draft:
 
 
 def _in_one_layout(draft: Draft, base: Model, family: Family) -> tuple[Draft, Change]:
-    """Map the base to the source's layout, or else call the source's tensors as the base does."""
+    """Map the base to the source's layout, or rename the source's tensors to the base's layout."""
     own, other = draft.model.layout, base.layout or HF
     problem: CkptError | None = None
     for layout in dict.fromkeys([HF if is_base(own) else own or HF, other]):
@@ -88,10 +88,10 @@ def _in_one_layout(draft: Draft, base: Model, family: Family) -> tuple[Draft, Ch
 
 
 def _take_tensors(draft: Draft, base: Model, family: Family, change: Change) -> Draft:
-    """Add tensors of the base, and those that follow from the source's own.
+    """Add tensors of the base, and tensors that can be derived from the source's own.
 
-    Layers that predict further tokens may repeat the embedding and the head: the source's.
-    Some layouts have tensors of zeros that others lack.
+    MTP layers may repeat the embedding and the head, which are then the source's. Some layouts have
+    tensors of zeros that other layouts do not store.
     """
     known, root, own = draft.model, draft.model.root, draft.model.tensors
     catalog, parts = apply_change(base.catalog, change, base.root)
@@ -142,7 +142,7 @@ def _take_tensors(draft: Draft, base: Model, family: Family, change: Change) -> 
 
 
 def _require_shapes(draft: Draft, base: Model, parts: Mapping[str, ComposedTensor]) -> None:
-    """Refuse a base whose tensors have other shapes than the source's."""
+    """Raise if shared tensors of the base have other shapes than the source's."""
     own = draft.model.tensors
     differ = [
         f"`{key}` has shape {list(own[key].shape)} in the source and {list(part.shape)} in the base"
@@ -155,7 +155,7 @@ def _require_shapes(draft: Draft, base: Model, parts: Mapping[str, ComposedTenso
 
 
 def _note_other_layers(draft: Draft, family: Family, taken: Sequence[str], there: Matched) -> None:
-    """Note that the base gives what the source has in other layers: it may be incomplete."""
+    """Note that the source has the filled tensors in other layers, so it may be incomplete."""
     layout = family.layout(draft.model.layout or HF)
     groups = match(family, layout, draft.model.tensors).groups
     known = {tensor.name for group in groups for tensor, _ in group.stored.parts}

@@ -1,7 +1,7 @@
-"""The change of a weight as the product of two factors, by its singular value decomposition.
+"""Low-rank factors of a weight change, by singular value decomposition.
 
-Of all matrices of a rank the first terms of the decomposition come nearest to a given one, in the
-Frobenius norm (Eckart and Young, 1936).
+Truncating the decomposition gives the closest matrix of a rank in the Frobenius norm (Eckart and
+Young, 1936).
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ PIECE = 8 << 20
 
 @dataclass(frozen=True, slots=True)
 class Factors:
-    """B A instead of a change.
+    """Factors B and A whose product approximates a change.
 
     Attributes:
         a: ``[rank, columns]``.
-        b: ``[rows, rank]``; each has the root of the singular values.
+        b: ``[rows, rank]``; both factors contain the square roots of the singular values.
         error: Relative Frobenius error of their product.
         change: Frobenius norm of the change, divided by that of the base.
     """
@@ -37,17 +37,17 @@ class Factors:
 
     @property
     def rank(self) -> int:
-        """Return the size that both share."""
+        """Rank of the factors."""
         return len(self.a)
 
 
 @dataclass(frozen=True, slots=True)
 class LowRankChange:
-    """What a training added to a weight.
+    """Difference of a fine-tuned weight and its base.
 
     Attributes:
         delta: ``[rows, columns]``, in float32 or float64.
-        base: Frobenius norm of the weight before.
+        base: Frobenius norm of the base weight.
     """
 
     delta: torch.Tensor
@@ -55,7 +55,7 @@ class LowRankChange:
 
 
 def difference(base: torch.Tensor, tuned: torch.Tensor) -> LowRankChange:
-    """Return ``tuned - base`` of two floating weights ``[rows, columns]``."""
+    """Return ``tuned - base`` for two floating-point weights ``[rows, columns]``."""
     import torch
 
     wide = torch.float64 if torch.float64 in (base.dtype, tuned.dtype) else torch.float32
@@ -66,14 +66,14 @@ def difference(base: torch.Tensor, tuned: torch.Tensor) -> LowRankChange:
 def factors(
     name: str, change: LowRankChange, *, rank: int | None, energy: float | None, dtype: str
 ) -> Factors:
-    """Return the factors of a change that is no zeros; of *change* nothing is left.
+    """Factor a nonzero change; *change* is overwritten to save memory.
 
     Args:
-        name: For errors.
-        change: Of a weight; whoever holds both weights besides needs memory for them.
-        rank: How many terms are kept; None: as many as *energy* takes.
-        energy: The share of the sum of squares that is kept at least.
-        dtype: torch's name of that of the factors; errors are those after rounding.
+        name: Tensor name for errors.
+        change: The difference of two weights, overwritten here.
+        rank: Number of terms to keep, or None to keep as many as *energy* requires.
+        energy: Least fraction of the sum of squares to keep.
+        dtype: torch's name of the factors' dtype; reported errors include rounding to it.
 
     Raises:
         RefusedError: An element is infinite or NaN.
@@ -108,12 +108,12 @@ def factors(
 
 @dataclass(slots=True)
 class Stacking:
-    """The factors of the matrices of a stack, collected one by one: PEFT's of a parameter.
+    """Factors of a stacked parameter's matrices, collected one by one in PEFT's layout.
 
     Attributes:
         shape: ``[matrices, rows, columns]``.
-        parts: How many layers are concatenated in the rows: each has terms of its own.
-        dtype: torch's name of that of the factors.
+        parts: Number of layers concatenated along the rows; each gets its own terms.
+        dtype: torch's name of the factors' dtype.
     """
 
     shape: tuple[int, ...]
@@ -125,7 +125,7 @@ class Stacking:
     def add(
         self, name: str, number: int, change: LowRankChange, rank: int | None, energy: float | None
     ) -> None:
-        """Take a matrix with its change, of which nothing is left."""
+        """Add a changed matrix; *change* is overwritten."""
         import torch
 
         for part, delta in enumerate(change.delta.chunk(self.parts)):
@@ -139,14 +139,14 @@ class Stacking:
         self._norms.append((0.0, 0.0, change.base))
 
     def keep(self, base: torch.Tensor) -> None:
-        """Take a matrix without a change."""
+        """Add a matrix without a change."""
         import torch
 
         self._norms.append((0.0, 0.0, torch.linalg.norm(base.float()).item()))
 
     @property
     def factors(self) -> Factors | None:
-        """Return those of all, with the largest of their ranks; None: nothing is changed."""
+        """Factors of the whole stack at the largest rank of each part, or None if unchanged."""
         import torch
 
         experts, rows, columns = self.shape
@@ -171,7 +171,7 @@ class Stacking:
 
 
 def _terms(values: torch.Tensor, energy: float) -> int:
-    """Return the least number of terms whose squares are a share of those of all."""
+    """Return the least number of terms that contain *energy* of the sum of squares."""
     import torch
 
     squares = values.to(torch.float64).square()
@@ -181,7 +181,7 @@ def _terms(values: torch.Tensor, energy: float) -> int:
 
 
 def same(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Return whether two tensors hold the same, whatever their dtypes; NaN is NaN."""
+    """Return whether two tensors hold equal values, regardless of dtype; NaN equals NaN."""
     import torch
 
     if one.dtype == other.dtype and not one.is_floating_point():
@@ -192,7 +192,7 @@ def same(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def pieces(tensor: torch.Tensor) -> Iterator[bytes]:
-    """Yield the row-major bytes of a tensor, a few megabytes at a time."""
+    """Yield a tensor's row-major bytes in chunks of at most 8 MiB."""
     import torch
 
     content = tensor.contiguous().reshape(-1).view(torch.uint8)

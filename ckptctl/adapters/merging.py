@@ -49,12 +49,12 @@ from ckptctl.units import counted
 
 ORDER = "pass the base model before the adapter: `ckptctl merge BASE ADAPTER DST`"
 LARGEST = 256 << 20
-"""Bytes in float32 of the largest A: every thread keeps one."""
+"""Largest A in float32, in bytes: every thread keeps one in memory."""
 
 
 @dataclass(frozen=True, slots=True)
 class MergePlan(Result):
-    """What a merge will do; what is printed of it stands beside what is printed of the conversion.
+    """What a merge will do, next to the plan of the conversion.
 
     Attributes:
         conversion: The conversion of the merged model.
@@ -75,7 +75,7 @@ class MergePlan(Result):
 def plan_merge(
     base: str | TreePath, adapter: str | TreePath, dst: str | TreePath, options: MergeOptions
 ) -> MergePlan:
-    """Decide everything about a merge; without ``to`` in *options* the model's format is kept."""
+    """Plan a merge; without ``to`` in *options* the output keeps the model's format."""
     with families.using(options.converter):
         asked = options.to_format(options.to or _same_format(base, options))
         origin = formats.existing(adapter)
@@ -94,6 +94,7 @@ def plan_merge(
 
 
 def _same_format(base: str | TreePath, options: MergeOptions) -> str:
+    """Return the base's format, or raise if it can only be read."""
     found = formats.get(options.from_format) if options.from_format else formats.detect(base)
     if found.name not in formats.writable():
         raise UsageError(
@@ -104,14 +105,14 @@ def _same_format(base: str | TreePath, options: MergeOptions) -> str:
 
 
 class Merging:
-    """One adapter on its way into one model.
+    """Merge of one adapter into one model.
 
     Attributes:
-        adapter: Its catalog.
-        layout: Its layout, once it is known.
-        root: The prefix of its keys in a larger state dict, once it is known.
-        scales: The factors of B A that were used.
-        found: What it changes.
+        adapter: Catalog of the adapter.
+        layout: Layout of the adapter, set when it is matched.
+        root: Prefix of its keys in a larger state dict, set when it is matched.
+        scales: Scales of B A that were used.
+        found: The changes, set when the adapter is matched.
     """
 
     def __init__(self, path: TreePath, options: ConversionOptions, scaling: float | None) -> None:
@@ -216,7 +217,7 @@ class Merging:
         self.found = replace(self.found, changed=(*self.found.changed, *stacked))
 
     def _refuse_ties(self, changed: set[str], known: Model) -> None:
-        """Refuse to change one of two tensors that are one, or become one when they are read."""
+        """Raise if only one of two tied or shared tensors would change."""
         catalog, family = known.catalog, chosen_family(known, known.layout)
         hint = f"convert the model with {spell_option('--untie')} first"
         for name, entry in catalog.tensors.items():
@@ -259,7 +260,7 @@ class Merging:
         changes: Sequence[Delta],
         computed: dict[str, Computed],
     ) -> Computed:
-        """Return a bias that is scaled as the rows of its weight."""
+        """Return a bias that DoRA scales like the rows of its weight."""
         _require_plain(bias.entry)
         factors, arguments = self._factors_of(changes, computed)
         inputs = [bias]
@@ -271,9 +272,9 @@ class Merging:
     def _factors_of(
         self, changes: Sequence[Delta], computed: dict[str, Computed]
     ) -> tuple[list[list[Input]], tuple[LoraUpdate, ...]]:
-        """Return the factors of each of *changes*, and what the kind has to know of them.
+        """Return the factors of each delta, and the arguments of their kind.
 
-        Factors that are stored in another order are added to *computed*.
+        Factors that need another element order are added to *computed* as virtual files.
         """
         factors: list[list[Input]] = []
         arguments: list[LoraUpdate] = []
@@ -306,7 +307,7 @@ def _grouped(
 
 
 def _in_float32(entry: TensorEntry, computed: dict[str, Computed]) -> TensorEntry:
-    """Return a dequantized tensor before it is rounded; what is added to *computed* makes it."""
+    """Return a dequantized tensor before rounding, with its virtual file added to *computed*."""
     extent, *others = entry.extents
     made = computed.get(extent.file)
     if made is None or others or not can_overflow(made):

@@ -1,4 +1,4 @@
-"""What an adapter's configuration says: how strong it is, what it needs, which layers it changes.
+"""PEFT's ``adapter_config.json``: an adapter's scale, and the layers that it changes.
 
 Sources: peft's ``LoraConfig`` and ``LoraLayer.update_layer``, torchtune's
 ``tune_to_peft_adapter_config``.
@@ -38,11 +38,11 @@ FLOATING = ("float64", "float32", "float16", "bfloat16")
 """Dtypes of factors, and of the weights that they change."""
 TARGETS = "target_parameters"
 OF_EXPERTS = frozenset({"gate", "w1", "w2", "w3", "gate_proj", "up_proj", "down_proj"})
-"""What PEFT knows layers of single experts by (``_MOE_TARGET_MODULE_MAPPING``)."""
+"""Names by which PEFT recognizes layers of single experts (``_MOE_TARGET_MODULE_MAPPING``)."""
 WEIGHT = ".weight"
 MAMBA = frozenset({"falcon_h1", "falcon_mamba", "mamba", "mamba2", "nemotron_h"})
 UNWRAPPED = frozenset({"conv1d", "out_proj"})
-"""Layers of such models that PEFT refuses (``_check_lora_target_modules_mamba``)."""
+"""Layers of Mamba models that PEFT rejects (``_check_lora_target_modules_mamba``)."""
 _TOKEN = re.compile(
     r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|\(\?(?:[:=!]|<[=!]|P<\w+>)|\(\??|\{\d*(?:,\d*)?\}|.", re.DOTALL
 )
@@ -52,7 +52,7 @@ _MOST = 1 << 20
 
 
 def check_expressions(patterns: Mapping[str, object], where: str) -> None:
-    """Refuse expressions that are malformed, or could keep the matching busy for hours."""
+    """Raise if a regex is malformed, or could take too long to match."""
     for text in patterns:
         try:
             re.compile(text)
@@ -74,7 +74,7 @@ def check_expressions(patterns: Mapping[str, object], where: str) -> None:
 
 
 def matching(patterns: Mapping[str, float], module: str, otherwise: float | None) -> float | None:
-    """Return the value of the first pattern that *module* ends with, as PEFT looks it up."""
+    """Return the value of the first pattern that matches the end of *module*, as PEFT does."""
     for key, value in patterns.items():
         if _compiled(key).match(module):
             return value
@@ -87,10 +87,9 @@ def _compiled(text: str) -> re.Pattern[str]:
 
 
 def _ways(text: str) -> float:
-    """Return about how many ways there are to match *text*; infinite: not known.
+    """Estimate in how many ways *text* can match; infinite if unknown.
 
-    A repetition that is part of a repetition, and what changes how the rest is to be read, count
-    as infinitely many.
+    Nested repetitions, and groups that change how the rest is parsed, count as infinitely many.
     """
     ways, before = 1.0, ""
     alternatives = [1]
@@ -130,24 +129,24 @@ REFUSED = {
 BIASES = ("lora_only", "all")
 TRAINED = ("bias",)
 SINGLE = (*TRAINED, TARGETS)
-"""Words of the configuration whose tensors say by their names what they are; and all that can be
-merged, single parameters included."""
+"""Fields whose tensors are recognized by name; and all fields that can be merged, including single
+parameters."""
 MOVED = ("pissa", "olora", "corda", "loftq", "lora_ga", "mica")
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """How strong an adapter is.
+    """Scale and rank settings of an adapter.
 
     Attributes:
-        alpha: PEFT's ``lora_alpha``; None: not known.
-        rank: The rank that the configuration states; None: it follows from the shapes.
+        alpha: PEFT's ``lora_alpha``, or None if unknown.
+        rank: The configured rank, or None if it follows from the shapes.
         rslora: Whether alpha is divided by the square root of the rank.
-        ranks: Ranks of modules that have another one, by regular expression.
-        alphas: The same for alpha.
-        scaling: The factor of B A for all modules, where the user gave it.
-        dora: Whether there are magnitudes; None: not stated.
-        parameters: Weights that are adapted as parameters, by what their names end with.
+        ranks: ``rank_pattern``: ranks of modules that differ, by regex.
+        alphas: ``alpha_pattern``: the same for alpha.
+        scaling: The user's factor of B A for all modules, or None.
+        dora: Whether there are DoRA magnitudes, or None if the config does not say.
+        parameters: Endings of the names of weights adapted as parameters.
     """
 
     alpha: float | None = None
@@ -161,11 +160,16 @@ class Settings:
 
     @property
     def plain(self) -> bool:
-        """Return whether all modules have the same alpha and rank, divided plainly."""
+        """Whether all modules have the same alpha and rank, with alpha / rank as the scale."""
         return not (self.rslora or self.ranks or self.alphas)
 
     def scale(self, key: str, rank: int) -> float:
-        """Return the factor of B A, which float32 has a number for."""
+        """Return the scale of B A for tensor *key*, which float32 can represent.
+
+        Raises:
+            UnsupportedError: The rank differs from the config, or the scale is out of range.
+            UsageError: Alpha is unknown.
+        """
         module = self._target(module_of(key))
         stated = matching(self.ranks, module, self.rank)
         if stated is not None and stated != rank:
@@ -187,18 +191,18 @@ class Settings:
         return _factor("lora_alpha", alpha, alpha / self.divisor(rank), key)
 
     def divisor(self, rank: int) -> float:
-        """Return what alpha is divided by."""
+        """Return the number that alpha is divided by: the rank, or its root for rsLoRA."""
         return math.sqrt(rank) if self.rslora else rank
 
     def _target(self, module: str) -> str:
-        """Return what PEFT calls a layer: its weight, where that is listed as a parameter."""
+        """Return PEFT's name of a layer, which is its weight if that is listed as a parameter."""
         weight = module + WEIGHT
         listed = any(f".{weight}".endswith(f".{one}") for one in self.parameters)
         return weight if listed else module
 
 
 def _require_all_ranks(path: TreePath) -> None:
-    """Refuse one of the files in which verl saved what each rank had of an adapter.
+    """Raise if this is one of verl's per-rank adapter files.
 
     Source: ``MegatronCheckpointManager`` in ``verl/utils/checkpoint``.
     """
@@ -217,7 +221,7 @@ def _require_all_ranks(path: TreePath) -> None:
 
 
 def factors_only(catalog: Catalog) -> Catalog:
-    """Return an adapter without the weights of its model, where torchtitan saves them together."""
+    """Return an adapter without its model's weights, which torchtitan saves with it."""
     _require_all_ranks(catalog.path)
     names = [name for name in catalog.tensors if not is_factor(name)]
     if not is_adapter(catalog.tensors) or any(name.startswith(PREFIX) for name in catalog.tensors):
@@ -229,7 +233,7 @@ def factors_only(catalog: Catalog) -> Catalog:
 
 
 def embeddings_as_linear(catalog: Catalog) -> Catalog:
-    """Return an adapter with the factors of embeddings as if these were linear layers.
+    """Return an adapter with embedding factors in the form of linear layers' factors.
 
     PEFT looks tokens up in ``lora_embedding_A`` (R, tokens), and multiplies by ``lora_embedding_B``
     (width, R): their transposes are B and A of the embedding (tokens, width).
@@ -247,7 +251,7 @@ def embeddings_as_linear(catalog: Catalog) -> Catalog:
 
 
 def readable_factors(catalog: Catalog, root: str) -> dict[str, TensorEntry]:
-    """Return an adapter's tensors with their bytes, by their keys below *root*."""
+    """Return an adapter's tensors with their extents, by their keys below *root*."""
     adapter = embeddings_as_linear(catalog)
     for name, entry in adapter.tensors.items():
         if entry.dtype not in FLOATING:
@@ -259,7 +263,7 @@ def readable_factors(catalog: Catalog, root: str) -> dict[str, TensorEntry]:
 
 
 def require_biases(config: Json | None, lacking: Collection[str]) -> None:
-    """Refuse an adapter without the biases that were trained with it, as PEFT once saved them."""
+    """Raise if biases that were trained with the adapter are missing (older PEFT lost them)."""
     stated = (config or {}).get("bias")
     if stated in BIASES and lacking:
         raise UnsupportedError(
@@ -271,7 +275,7 @@ def require_biases(config: Json | None, lacking: Collection[str]) -> None:
 
 
 def check_magnitudes(known: Settings, with_: Collection[str], without: Collection[str]) -> None:
-    """Refuse magnitudes that the configuration does not know of, and missing ones."""
+    """Raise on magnitudes that contradict the config, or that only some modules have."""
     if known.dora is False and with_:
         problem, where = f"{CONFIG} states `use_dora: false`, but the adapter has magnitudes", with_
     elif without and (with_ or known.dora):
@@ -286,7 +290,7 @@ def check_magnitudes(known: Settings, with_: Collection[str], without: Collectio
 
 
 def require_saved(config: Json | None, saved: Collection[str]) -> None:
-    """Refuse an adapter that lacks all of the modules that were trained as a whole."""
+    """Raise if all modules that were trained in full are missing."""
     stated = (config or {}).get("modules_to_save")
     if stated and not saved:
         raise UnsupportedError(
@@ -298,7 +302,7 @@ def require_saved(config: Json | None, saved: Collection[str]) -> None:
 
 
 def require_adapter(catalog: Catalog, kind: type[CkptError], what: str, hint: str = "") -> None:
-    """Refuse a checkpoint without low-rank factors."""
+    """Raise if a checkpoint has no low-rank factors."""
     if not is_adapter(catalog.tensors):
         names = listed(list(catalog.tensors), 2)
         why = "no lora_A/lora_B tensors found" + (f" among {names}" if names else "")
@@ -306,7 +310,7 @@ def require_adapter(catalog: Catalog, kind: type[CkptError], what: str, hint: st
 
 
 def described(catalog: Catalog) -> Json | None:
-    """Return the adapter's configuration; None: there is none beside it."""
+    """Return the adapter's PEFT config, or None if there is none."""
     own = catalog.documents.get(CONFIG)
     return own if own is not None else adapter_config(catalog.root).get(CONFIG)
 
@@ -318,14 +322,14 @@ def settings(
     *,
     carries: Collection[str] = (),
 ) -> Settings:
-    """Return what *config* says of the adapter's strength.
+    """Read an adapter's scale settings from its PEFT config.
 
     Args:
-        config: What lies beside the adapter.
-        alpha: What the user says instead.
-        scaling: The factor itself, likewise.
-        carries: Words of it that the caller does justice to, others of which are refused:
-            biases, single parameters.
+        config: adapter_config.json, or None.
+        alpha: Overrides ``lora_alpha`` (``--lora-alpha``).
+        scaling: Overrides alpha / rank (``--scaling``).
+        carries: Fields that the caller supports, such as biases and single parameters. Other
+            fields of :data:`REFUSED` are errors.
     """
     config = config or {}
     _refuse(config, carries)
@@ -349,7 +353,7 @@ def settings(
 
 
 def _factor(name: str, stated: float, factor: float, key: str) -> float:
-    """Return *factor*, which is computed with in float32, unless that has no such number."""
+    """Return *factor*, or raise if float32 cannot represent it."""
     if stated and not SMALLEST_FLOAT32 <= abs(factor) <= LARGEST_FLOAT32:
         raise UnsupportedError(
             f"`{name}` of {stated:g} is out of range",
@@ -416,11 +420,11 @@ def _rank(name: str, value: float) -> int:
     return int(value)
 
 
-# ------------------------------------------------------------------ which layers PEFT is told of
+# ------------------------------------------------------------------ target modules of PEFT
 #
-# On transformers 5 PEFT takes every target that is called like a layer of one expert for the stack
-# of them, wherever it lies and however it is spelled: dense and shared layers too. A weight that is
-# listed as a parameter it takes for what it is, under the same names of tensors.
+# On transformers 5, PEFT treats every target with the name of an expert's layer as the expert
+# stack, even in dense and shared layers. A weight listed in `target_parameters` is taken
+# literally, and its tensors have the same names.
 #
 # Source: peft's ``utils/transformers_weight_conversion.py`` (``_convert_peft_config_moe``) and
 # ``tuners/tuners_utils.py`` (``_inject_parameters``).
@@ -430,21 +434,21 @@ Strength = tuple[int, float]
 
 
 def as_parameter(module: str) -> bool:
-    """Return whether PEFT finds a layer of a model with experts by its weight alone."""
+    """Return whether PEFT must target a layer's weight instead of the layer."""
     return module.rpartition(".")[2] in OF_EXPERTS
 
 
 def is_refused(model_type: str, module: str) -> bool:
-    """Return whether PEFT gives a layer no factors although it is linear."""
+    """Return whether PEFT gives this linear layer no factors."""
     return model_type in MAMBA and module.rpartition(".")[2] in UNWRAPPED
 
 
 def target_modules(chosen: Collection[str], keys: Iterable[str]) -> list[str]:
-    """Return PEFT's ``target_modules``: last names where these mean just *chosen*.
+    """Build PEFT's ``target_modules``, using last names where they match only *chosen*.
 
     Args:
-        chosen: Modules.
-        keys: The tensors of the model, whose modules all have a last name.
+        chosen: Full names of the target modules.
+        keys: Tensor names of the model.
     """
     steps = {tuple(key.split(".")) for key in keys}
     modules = {one[:end] for one in steps for end in range(1, len(one))}
@@ -455,9 +459,9 @@ def target_modules(chosen: Collection[str], keys: Iterable[str]) -> list[str]:
 
 
 def target_modules_of_layers(modules: list[str], layers: int | None) -> list[str]:
-    """Return PEFT's ``target_modules`` for a model of which only the number of *layers* is known.
+    """Build PEFT's ``target_modules`` if only the model's number of layers is known.
 
-    Last names are enough where they are of one module in each layer, or of the only one.
+    A last name is used if it stands for one module in each layer, or for a single module.
     """
     kinds: dict[str, list[str]] = {}
     for module in modules:
@@ -474,7 +478,7 @@ def target_modules_of_layers(modules: list[str], layers: int | None) -> list[str
 def patterns(
     strengths: Mapping[str, Strength], usual: tuple[object, object]
 ) -> dict[str, dict[str, float]]:
-    """Return the ranks and alphas of targets, by name, that have others than the *usual* ones."""
+    """Build the rank and alpha patterns of targets that differ from the *usual* rank and alpha."""
     odd = {re.escape(name): one for name, one in strengths.items() if one != usual}
     return {
         "rank_pattern": {name: rank for name, (rank, _) in odd.items()},
