@@ -1,4 +1,4 @@
-"""config.json and params.json: what they state, and each made from the other."""
+"""Facts of a model in config.json, params.json and Megatron's records, and conversion of each."""
 
 MEGATRON = "megatron"
-"""The extension of a catalog that has what Megatron's programs recorded of the model, by file."""
+"""Catalog extension with the model records of Megatron-based programs, by file."""

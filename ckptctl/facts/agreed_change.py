@@ -1,4 +1,4 @@
-"""A change of layout after every statement about the model is compared."""
+"""Change a layout after comparing every statement about the model."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from ckptctl.planner.mapping.tensors import Change
 def agree_on_change(
     known: Model, tensors: Mapping[str, TensorEntry], asked: LayoutRequest
 ) -> Notes:
-    """Compare every statement about a model of which *tensors* get another layout."""
+    """Compare every statement about a model; *tensors* will get another layout."""
     family, *_ = requested_layout(known, tensors, asked)
     if family is not None:
         compared = compared_tensors(known, family, tensors, asked)
@@ -41,7 +41,7 @@ def agree_on_change(
 
 
 def agreed_change(known: Model, tensors: Mapping[str, TensorEntry], asked: LayoutRequest) -> Change:
-    """Change the layout of a model after comparing every statement about it."""
+    """Compare every statement about a model, then change its layout."""
     agreed = agree_on_change(known, tensors, asked)
     change = change_layout(known, tensors, asked)
     return replace(change, notes=Notes((*agreed, *change.notes)))

@@ -1,4 +1,4 @@
-"""Whether all that describes a model says the same of it, and what ``--trust-assets`` decides."""
+"""Compare everything that describes a model, and apply ``--trust-assets``."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ WRONG = "with a wrong configuration, the same tensors produce different outputs"
 
 
 class ContradictionError(MappingError):
-    """Files that describe one model do not say the same of it."""
+    """Contradicting statements in the files that describe one model."""
 
 
 def agree(
@@ -66,21 +66,21 @@ def agree(
 ) -> Notes:
     """Compare every statement about a model with all others of the same fact.
 
-    Noted are differences that change nothing of what the tensors compute, and of facts that are
-    stated in two ways which one was taken.
+    Notes list differences that do not change what the model computes, and the value chosen where
+    ``--trust-assets`` decides.
 
     Args:
-        family: The model type; None: it is not known, and params.json is not understood.
-        described: The files that describe it.
-        given: What ``--set`` says.
-        asked: The model type, where the user named it.
+        family: The model's family, or None if unknown; params.json is then ignored.
+        described: The files that describe the model.
+        given: Sizes given by ``--set``.
+        asked: The model type that the user named, or None.
         tensors: The model's tensors.
-        trust_assets: Whether ``--assets`` decides.
+        trust_assets: Whether files of ``--assets`` take precedence.
 
     Raises:
-        ContradictionError: They do not say the same, or the tensors something else.
-        MappingError: What one of them says is not understood.
-        UsageError: One contradicts *given*.
+        ContradictionError: Files contradict each other, or the tensors contradict them.
+        MappingError: A file contains an unsupported value.
+        UsageError: A file contradicts *given*.
     """
     by_file, found = _compared(family, described, given or {}, asked, tensors, trust_assets)
     undecided = [one for one in found if not (trust_assets and one.decided)]
@@ -104,7 +104,7 @@ def _compared(
     tensors: Tensors | None,
     trust_assets: bool = False,
 ) -> tuple[Sequence[Sequence[Statement]], tuple[Contradiction, ...]]:
-    """Return what each of *described* says, and what contradicts each other."""
+    """Return the statements of each file in *described*, and the contradictions."""
     configs = [with_rope_type(one.content) for one in described if one.name == CONFIG]
     by_file = [[*_of_file(family, one, configs, asked)] for one in described]
     statements = [one for said in by_file for one in said]
@@ -130,13 +130,16 @@ def _compared(
 
 
 def contradictions_in(known: Model, files: Collection[str] = ()) -> tuple[Contradiction, ...]:
-    """Return the facts of a checkpoint's model that are stated in two ways.
+    """Return the contradictions among everything that describes a checkpoint's model.
 
-    Every command asks this, or has :func:`agree` raise the same. *files* are the names of those
-    that are read; empty: all.
+    Every command uses this or :func:`agree`.
+
+    Args:
+        known: The model.
+        files: Names of the description files to read; empty for all.
 
     Raises:
-        MappingError: What a file says is not understood.
+        MappingError: A file contains an unsupported value.
     """
     every = descriptions_of(known.catalog)
     described = tuple(one for one in every if not files or one.name in files)
@@ -145,9 +148,9 @@ def contradictions_in(known: Model, files: Collection[str] = ()) -> tuple[Contra
 
 
 def tensors_compared(known: Model) -> tuple[Family | None, Tensors | None]:
-    """Return the model type and the tensors to compare; None: no table describes them.
+    """Return the family and the tensors to compare, or None if no table describes them.
 
-    Quantized tensors that no table describes are those that they stand for.
+    Quantized tensors that no table describes are replaced by their dequantized tensors.
     """
     if not known.exact and glanced(known.catalog).weights:
         documents = {CONFIG: known.config, "params.json": known.params}
@@ -167,14 +170,14 @@ def tensors_compared(known: Model) -> tuple[Family | None, Tensors | None]:
 
 
 def disagreements(family: Family, described: Sequence[Description]) -> tuple[Contradiction, ...]:
-    """Return the facts on which *described* files, of a model or of two of a kind, differ."""
+    """Return the contradictions between *described* files, of one model or of two."""
     configs = [with_rope_type(one.content) for one in described if one.name == CONFIG]
     by_file = (_of_file(family, one, configs, family.name) for one in described)
     return contradictions(said for file in by_file for said in file)
 
 
 def _beside_megatron(family: Family, described: Sequence[Description]) -> Iterator[Statement]:
-    """Yield what a config.json means beside records of Megatron's programs."""
+    """Yield what a config.json implies in a checkpoint with records of Megatron."""
     from ckptctl.facts.megatron import fixed, silent
 
     for file in (one for one in described if one.name == CONFIG):
@@ -186,7 +189,7 @@ def _beside_megatron(family: Family, described: Sequence[Description]) -> Iterat
 def _of_file(
     family: Family | None, file: Description, configs: Sequence[Json], asked: str | None
 ) -> Iterator[Statement]:
-    """Yield what one file says."""
+    """Yield the statements of one file."""
     said: Iterable[Statement] = ()
     if file.name == CONFIG:
         said = of_config(family, file.content, file.place)
@@ -205,9 +208,9 @@ def _of_file(
 
 
 def _writer(family: Family, params: Json, configs: Sequence[Json]) -> Family | None:
-    """Return the family whose params.json this is: *family*, or one that refines or is refined.
+    """Return the family that *params* belong to: *family*, a refinement, or what it refines.
 
-    Sizes that tell a release (Llama 3.2) are believed; where they are others, a config.json tells.
+    Sizes that identify a release (Llama 3.2) decide first; otherwise a config.json does.
     """
     known = families.families()
     below = [one for one in known.values() if family.name in refined(one, known)]
@@ -223,7 +226,7 @@ def _writer(family: Family, params: Json, configs: Sequence[Json]) -> Family | N
 
 
 def _sizeless(family: Family) -> Signs:
-    """Return the signs of a family's params.json without sizes; those of sizes alone are none."""
+    """Return the identifying keys of a family's params.json other than sizes."""
     sizes = {name for _, name in family.sizes.values()}
     found = ({k: v for k, v in sign.items() if k not in sizes} for sign in family.params_signs)
     return tuple(sign for sign in found if sign)
@@ -236,7 +239,7 @@ def _holds(signs: Signs, values: Json) -> bool:
 def _require_given(
     family: Family, statements: Sequence[Statement], given: Mapping[str, int]
 ) -> None:
-    """Refuse a ``--set`` that something else contradicts: of the user nothing is overruled."""
+    """Raise if a ``--set`` contradicts a file: user values are never overruled."""
     said = [*of_sizes(family, given)]
     sources = {one.source for one in said}
     for found in contradictions([*said, *(one for one in statements if one.stated)]):
@@ -253,7 +256,7 @@ def _require_given(
 def _of_tensors(
     family: Family, tensors: Tensors, statements: Sequence[Statement]
 ) -> Iterator[Statement]:
-    """Yield what the tensors say of what *statements* switch on or off, and of sizes."""
+    """Yield what the tensors show about sizes, and about switches in *statements*."""
     rows = None
     if tensors.layout.name in PADDED_LAYOUTS:
         # Most layouts have no padding.
@@ -292,7 +295,7 @@ def _contradiction(
 def _notes(
     described: Sequence[Description], by_file: Sequence[Sequence[Statement]]
 ) -> Iterator[str]:
-    """Yield what two config.json differ on that changes no logits, and what only one says."""
+    """Yield notes on differences between config.json files that change no logits."""
     configs = [pair for pair in zip(described, by_file, strict=True) if pair[0].name == CONFIG]
     for file, said in configs:
         for other, theirs in configs:

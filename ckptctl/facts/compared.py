@@ -1,4 +1,4 @@
-"""Which facts of a config.json are compared with the tensors or with each other, by model type."""
+"""Facts of config.json that are compared with tensors or with each other, by family."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ckptctl.planner.layouts import Family
 
 
 def sizes_compared(family: Family) -> Iterator[str]:
-    """Yield the facts whose values shapes and the numbers of tensors show."""
+    """Yield the facts whose values tensor shapes and counts show."""
     for stated, _ in family.sizes.values():
         yield from (name for name in spellings(stated) if name)
     for _, formula in family.formulas:
@@ -22,7 +22,7 @@ def sizes_compared(family: Family) -> Iterator[str]:
 
 
 def layers_compared(family: Family) -> Iterator[str]:
-    """Yield the facts that say which tensors there are, and in which layers."""
+    """Yield the facts that determine the tensors of a model and the layers they are in."""
     for kind in family.kinds:
         yield from (*kind.facts, *filter(None, (kind.but,)))
     for demand in family.demands:
@@ -33,7 +33,7 @@ def layers_compared(family: Family) -> Iterator[str]:
 
 
 def counts_compared() -> Iterator[str]:
-    """Yield the facts that bound each other, in all model types."""
+    """Yield the facts that limit each other, in all families."""
     for module in _modules():
         yield from (module + name for name in sorted({*LIMITED, *LISTS}))
 

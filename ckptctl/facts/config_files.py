@@ -1,4 +1,4 @@
-"""Config files: compared with each other, written, and copied with other side files."""
+"""Config files of an output: compared with each other, written, and copied."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ from ckptctl.planner.mapping.tensors import Change
 
 
 def compare_descriptions(draft: Draft) -> Draft:
-    """Compare what describes the model of the source, and note what it disagrees on."""
+    """Compare the files that describe the source's model, and note differences."""
     asked = layout_request(draft)
     draft.notes.extend(agree_on_change(draft.model, draft.selection.tensors, asked))
     return draft
 
 
 def config_files(draft: Draft) -> Draft:
-    """Decide which files an output gets beside its tensors, unless it is an adapter."""
+    """Decide which config files to write next to the tensors of an output that is no adapter."""
     if draft.is_adapter:
         return draft
     assets, options, target, change = draft.assets, draft.options, draft.target, draft.change
@@ -81,7 +81,7 @@ def config_files(draft: Draft) -> Draft:
 
 
 def _about_transformers(draft: Draft, written: Collection[str]) -> tuple[str, ...]:
-    """Say what transformers, or who uses it, misses."""
+    """Note what transformers or its users will miss in the output."""
     assets, change = draft.assets, draft.change
     notes = (*_about_layout(change), *_about_class(assets.documents.get(CONFIG), change))
     if CONFIG not in {*assets.documents, *written}:
@@ -104,7 +104,7 @@ def _about_transformers(draft: Draft, written: Collection[str]) -> tuple[str, ..
 
 
 def _about_layout(change: Change) -> tuple[str, ...]:
-    """Say so where transformers does not look for the names that the output has."""
+    """Note if transformers does not expect the output's tensor names."""
     family, layout = change.family, change.target_layout
     if layout in (None, HF, BASE) or (family and HF not in family.layouts):
         return ()
@@ -116,10 +116,10 @@ def _about_layout(change: Change) -> tuple[str, ...]:
 
 
 def _about_class(config: Json | None, change: Change) -> tuple[str, ...]:
-    """Say so where vLLM does not find which class generates text, as transformers does.
+    """Note if config.json does not name the model class that vLLM needs.
 
-    Source: vLLM's ``transformers_utils/config.py``: earlier versions stop, later ones take the
-    class without a head.
+    Source: vLLM's ``transformers_utils/config.py``: earlier versions stop, later ones use the class
+    without a head.
     """
     if config is None or "model_type" not in config or config.get("architectures"):
         return ()
@@ -129,7 +129,7 @@ def _about_class(config: Json | None, change: Change) -> tuple[str, ...]:
 
 
 def _about_config(change: Change, assets: Assets) -> str:
-    """Say what config.json was made from, and what was taken for want of a word."""
+    """Note what config.json was generated from, and the defaults assumed."""
     family = change.family.name if change.family else "?"
     tied = "tied" if change.tied else "untied"
     params, made_from, known = assets.documents.get(PARAMS), PARAMS, dict[str, object]()
@@ -152,7 +152,7 @@ def _written(
     dtype: str | None,
     cast: bool,
 ) -> dict[str, Json]:
-    """Return the documents that an output gets, those of the source aside that hold for it."""
+    """Build the config files of an output that differ from the source's."""
     config, params = assets.documents.get(CONFIG), assets.documents.get(PARAMS)
     written: dict[str, Json] = {}
     if config is not None:
@@ -178,7 +178,7 @@ def _written(
 
 
 def _recorded(assets: Assets) -> Json:
-    """Return what Megatron's programs recorded of the model."""
+    """Merge the model records of Megatron-based programs."""
     return merged(one.content for one in assets.described if one.name == MEGATRON)
 
 
@@ -198,7 +198,7 @@ def _params(config: Json | None, params: Json | None, change: Change, ranks: int
 
 
 def _with_dtype(config: Json, dtype: str | None) -> Json:
-    """Return *config* with its dtype replaced, under the name it has there."""
+    """Return *config* with its dtype replaced, under the key that it uses."""
     names = [name for name in ("dtype", "torch_dtype") if name in config]
     if dtype is None or all(config[name] in (dtype, None) for name in names):
         return config
@@ -206,7 +206,7 @@ def _with_dtype(config: Json, dtype: str | None) -> Json:
 
 
 def adapted_config(config: Json, change: Change) -> Json:
-    """Return *config* as it holds after ``--untie`` and ``--vocab-size``."""
+    """Return *config* as it is after ``--untie`` and ``--vocab-size``."""
     if change.family is None:
         return config
     if not change.tied and config.get("tie_word_embeddings"):
@@ -226,5 +226,5 @@ def _replaced(values: Json, path: Sequence[str], value: object) -> Json:
 
 
 def dumped(content: Json) -> bytes:
-    """Return *content* as the JSON that transformers writes."""
+    """Serialize *content* in the JSON format of transformers."""
     return json.dumps(content, indent=2, ensure_ascii=False).encode() + b"\n"

@@ -1,8 +1,8 @@
-"""Statements of the same fact, whoever makes them, and where they contradict each other.
+"""Statements about the facts of a model, and contradictions between them.
 
-Facts have the names that config.json gives them; what describes the rotary frequencies is found
-under ``rope.`` whichever way it is spelled. A config.json states all that it holds but for the keys
-of ``IGNORED``; the keys of ``NOTED`` say nothing of what the tensors compute.
+Facts have their names in config.json. Facts of the rotary frequencies are under ``rope.``,
+whichever key a file uses. A config.json states all its keys except those of ``IGNORED``; the keys
+of ``NOTED`` do not change what the tensors compute.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from ckptctl.planner.families.facts import NEEDED
 from ckptctl.planner.layouts import Family
 
 PRECISION = 1e-6
-"""How far apart two spellings of one number may be: float32 has seven digits."""
+"""Relative tolerance between two spellings of a number: float32 has seven digits."""
 
 _WINDOWS = ("sliding_window", "max_window_layers")
 _SKIPPED = frozenset(key for keys in IGNORED.values() for key in keys)
@@ -48,15 +48,19 @@ _SKIPPED = frozenset(key for keys in IGNORED.values() for key in keys)
 
 @dataclass(frozen=True, slots=True)
 class Statement:
-    """What is said of one fact in one place.
+    """A value that one place states for a fact.
 
     Attributes:
-        stated: Whether it is said there; else it is what silence means there.
-        said: What the fact is called there.
-        stored: What is stored there, where it is not *value*.
-        shown: What is shown of a value that is not known, only that it is another one.
-        shows: Whether the tensors say it, whom no file overrules.
-        default: Whose default it is, where it is not stated; empty: it follows from the rest.
+        fact: Name of the fact, as in config.json.
+        value: Value of the fact.
+        source: Where it is stated, for messages.
+        stated: Whether the value is written there; otherwise it is implied by its absence.
+        said: The key used there, if it is not *fact*.
+        trusted: Whether ``--trust-assets`` gives it precedence.
+        stored: The stored value, if it is not *value*.
+        shown: Text to show for an unknown value that is known to differ.
+        default: Whose default it is if it is not stated; empty if implied by other keys.
+        shows: Whether the tensors show it, which no file overrules.
     """
 
     fact: str
@@ -80,10 +84,11 @@ class Statement:
 
 @dataclass(frozen=True, slots=True)
 class Contradiction:
-    """A fact that is stated in two ways.
+    """A fact with contradicting statements.
 
     Attributes:
-        statements: The first one of each value.
+        fact: Name of the fact.
+        statements: The first statement of each value.
     """
 
     fact: str
@@ -94,20 +99,20 @@ class Contradiction:
 
     @property
     def is_shown(self) -> bool:
-        """Return whether the tensors say something else than a file."""
+        """Whether the tensors contradict a file."""
         return any(one.shows for one in self.statements)
 
     @property
     def decided(self) -> Statement | None:
-        """Return what ``--assets`` says, where it says one thing and the tensors no other."""
+        """The ``--assets`` statement, if it is unambiguous and the tensors do not contradict it."""
         trusted = [one for one in self.statements if one.trusted]
         return trusted[0] if len(trusted) == 1 and not self.is_shown else None
 
 
 def contradictions(statements: Iterable[Statement]) -> tuple[Contradiction, ...]:
-    """Return the facts of which not all *statements* say the same, in the order of the first.
+    """Return the facts with contradicting *statements*, in the order of their first statement.
 
-    What is stated nowhere is no contradiction, whatever silence means.
+    Implied values alone do not contradict each other.
     """
     by_fact: dict[str, list[Statement]] = {}
     for one in statements:
@@ -127,7 +132,7 @@ def contradictions(statements: Iterable[Statement]) -> tuple[Contradiction, ...]
 
 
 def of_config(family: Family | None, config: Json, source: str) -> Iterator[Statement]:
-    """Yield what a config.json says."""
+    """Yield the statements of a config.json."""
     told = used(config)
     values = dict(leaves(normalized(told)))
     yield from _at_odds(told, source)
@@ -158,14 +163,14 @@ def of_config(family: Family | None, config: Json, source: str) -> Iterator[Stat
 
 
 def of_sizes(family: Family, given: Mapping[str, int]) -> Iterator[Statement]:
-    """Yield what ``--set`` says."""
+    """Yield the sizes of ``--set`` as statements."""
     for name, size in given.items():
         axis = axis_called(family, name)
         yield Statement(fact_of(family, axis), size, f"{spell_option(f'--set {name}={size}')}")
 
 
 def switched(family: Family) -> Mapping[str, set[str]]:
-    """Return what a config.json may switch on in *family*, and the tensors that come with it."""
+    """Map each config.json switch of *family* to the logical tensors that it adds."""
     module, dot, _ = spellings(family.sizes.get("d", ("", ""))[0])[0].rpartition(".")
     optional = {name.partition(".")[0] for name, one in family.tensors.items() if one.optional}
     found = {name: optional.intersection(tensors) for name, tensors in SWITCHES.items()}
@@ -176,11 +181,11 @@ def switched(family: Family) -> Mapping[str, set[str]]:
 def of_tensors(
     switches: Mapping[str, Collection[str]], present: Collection[str]
 ) -> Iterator[Statement]:
-    """Yield what the logical tensors that are there, by name without indices, say of switches.
+    """Yield the switches that the tensors show to be on or off.
 
     Args:
-        switches: See :func:`switched`.
-        present: Names of the tensors.
+        switches: Tensors by switch, from :func:`switched`.
+        present: Logical names of the tensors that are present, without indices.
     """
     for name, tensors in switches.items():
         on = any(tensor in present for tensor in tensors)
@@ -189,7 +194,7 @@ def of_tensors(
 
 
 def differences(one: Json, other: Json) -> dict[str, tuple[object, object]]:
-    """Return on which of the facts of :data:`NOTED` two config.json differ, and their values."""
+    """Map keys of :data:`NOTED` that differ between two config.json files to both values."""
     first, second = (
         {n: v for n, v in walked(file, is_module) if n.rpartition(".")[2] in NOTED}
         for file in (one, other)
@@ -202,7 +207,7 @@ def differences(one: Json, other: Json) -> dict[str, tuple[object, object]]:
 
 
 def unsaid(statements: Iterable[Statement], other: Iterable[Statement]) -> list[Statement]:
-    """Return what *statements* say and the *other* ones do not, but for what is empty."""
+    """List explicit, nonempty *statements* about facts that the *other* ones do not mention."""
     known = {one.fact for one in other}
     return [
         one
@@ -211,19 +216,20 @@ def unsaid(statements: Iterable[Statement], other: Iterable[Statement]) -> list[
     ]
 
 
-# -------------------------------------- what counts of one config.json admit of each other
+# -------------------------------------- counts of one config.json that limit each other
 
 EXPERTS = ("n_routed_experts", "num_experts", "num_local_experts")
 
 
 @dataclass(frozen=True, slots=True)
 class Limit:
-    """What a count may be, beside another one.
+    """A bound that one count puts on another.
 
     Attributes:
-        of: The names of the other one; the first that is stated counts.
-        kind: ``at most``: not more than the other; ``a divisor of``: it divides the other.
-        defaults: Whether it is compared where only one of the two is stated.
+        name: Name of the limited count.
+        of: Names of the limiting count, of which the first that is stated is used.
+        kind: ``at most`` the limiting count, or ``a divisor of`` it.
+        defaults: Whether to compare them if only one of the two is stated.
     """
 
     name: str
@@ -239,11 +245,11 @@ LIMITS = (
     Limit("topk_group", ("n_group",), "at most"),
 )
 LIMITED = frozenset(name for one in LIMITS for name in (one.name, *one.of))
-"""The facts that take part."""
+"""Facts in :data:`LIMITS`."""
 
 
 def exceeded(config: Json, source: str, prefix: str = "") -> Iterator[Contradiction]:
-    """Yield the counts in a config.json, and in the objects in it, that others do not admit."""
+    """Yield counts of a config.json, and of its nested objects, that exceed a limit."""
     for limit in LIMITS:
         value, stated = _count(config, limit.name)
         for name in limit.of:
@@ -266,17 +272,17 @@ def exceeded(config: Json, source: str, prefix: str = "") -> Iterator[Contradict
 
 
 def _count(config: Json, name: str) -> tuple[int | None, bool]:
-    """Return a count, or its default where it is not stated, and whether it is stated."""
+    """Return a count or its default, and whether the config states it."""
     value = config.get(name) if name in config else default_of(config, name)
     known = isinstance(value, int) and not isinstance(value, bool) and value >= 0
     return (int(str(value)) if known else None), name in config
 
 
-# ------------------------------------------------------------- the names of what is stated
+# ------------------------------------------------------------- names of facts
 
 
 def _at_odds(config: Json, source: str, prefix: str = "") -> Iterator[Statement]:
-    """Yield what two spellings of the rotary frequencies in one config.json say in two ways."""
+    """Yield facts of the rotary frequencies that two keys of one config.json contradict."""
     spelled = [("rope_theta", "rope_theta", config.get("rope_theta"))]
     for holder in sorted(ROPE):
         if isinstance(value := config.get(holder), Mapping):
@@ -297,14 +303,14 @@ def _at_odds(config: Json, source: str, prefix: str = "") -> Iterator[Statement]
 
 
 def used(config: Json) -> Json:
-    """Return *config* without windows that it does not use."""
+    """Return *config* without sliding-window keys that it disables."""
     unused = () if config.get("use_sliding_window") is not False else _WINDOWS
     inner = {key: used(one) for key in MODULES if isinstance(one := config.get(key), Mapping)}
     return {key: value for key, value in config.items() if key not in unused} | inner
 
 
 def leaves(values: Json, prefix: str = "") -> Iterator[tuple[str, object]]:
-    """Yield the facts that a config.json states, in its order, under their canonical names."""
+    """Yield the facts that a config.json states, in its order, by canonical name."""
     placed = looked_up(values, "rope.rope_type") in PLACED or prefix.endswith("rope.")
     for key, value in values.items():
         if key in _SKIPPED or key.startswith("_") or key in ROPE:
@@ -328,12 +334,12 @@ def _renamed(name: str) -> str:
 
 
 def respell(value: object) -> object:
-    """Return the word that others are versions of, where *value* is one of those."""
+    """Return the canonical spelling of *value* if it has one, otherwise *value*."""
     return SAME_WORDS.get(value, value) if isinstance(value, str) else value
 
 
 def _defaults(family: Family | None, config: Json) -> dict[str, object]:
-    """Return what a config.json means that does not say it."""
+    """Return the values that a config.json implies by not setting a key."""
     modules = ("", *(f"{name}." for name in MODULES[:1] if isinstance(config.get(name), Mapping)))
     found = {module + name: value for module in modules for name, value in SILENT.items()}
     if family is not None and family.params_signs and family.params.translated:
@@ -343,7 +349,7 @@ def _defaults(family: Family | None, config: Json) -> dict[str, object]:
 
 
 def _equal(one: object, other: object) -> bool:
-    """Return whether two values are the same, whatever a number is spelled like."""
+    """Return whether two values are equal, regardless of how a number is written."""
     one, other = (_number(value) if isinstance(value, str) else value for value in (one, other))
     if isinstance(one, bool) or isinstance(other, bool):
         return one is other
@@ -354,7 +360,7 @@ def _equal(one: object, other: object) -> bool:
 
 
 def _number(text: str) -> object:
-    """Return the number that a text spells, as YAML reads ``1e-05``; else the text itself."""
+    """Parse a number such as ``1e-05``, which YAML reads as text; return other text unchanged."""
     try:
         number = float(text)
     except ValueError:

@@ -1,4 +1,4 @@
-"""What files call the facts of a model: which keys of config.json are compared, and params.json.
+"""Names of a model's facts: the keys of config.json that are compared, ignored or renamed.
 
 Facts have the names that config.json gives them.
 """
@@ -13,7 +13,7 @@ from ckptctl.planner.config_facts import MODULES, Json
 def walked(
     values: Json, enters: Callable[[str], bool], prefix: str = ""
 ) -> Iterator[tuple[str, object]]:
-    """Yield what *values* state by full names, object by object where *enters* says so."""
+    """Yield all values by dotted name, descending into the objects for which *enters* is true."""
     for key, value in values.items():
         name = prefix + key
         if isinstance(value, Mapping) and enters(name):
@@ -23,7 +23,7 @@ def walked(
 
 
 def is_module(name: str) -> bool:
-    """Whether *name* is that of an object which describes a model inside of the model."""
+    """Return whether *name* is an object that describes a submodel."""
     return name.rpartition(".")[2] in MODULES
 
 
@@ -67,9 +67,9 @@ IGNORED: Mapping[str, tuple[str, ...]] = {
         "use_cache",
     ),
 }
-"""Keys of config.json that say nothing of what the tensors compute, by what they are about.
+"""Keys of config.json that do not affect what the tensors compute, by topic.
 
-Whatever begins with an underscore belongs to them.
+Keys that begin with an underscore are ignored too.
 """
 
 NOTED = (
@@ -79,13 +79,13 @@ NOTED = (
     "max_position_embeddings",
     "pad_token_id",
 )
-"""Keys of config.json that change no logits: that two files differ on them is said in a note."""
+"""Keys of config.json that change no logits: differences between files are only noted."""
 
 PLACED = ("dynamic", "longrope", "su", "yarn")
-"""Kinds of rotary scaling that ``max_position_embeddings`` takes part in."""
+"""Kinds of rotary scaling that depend on ``max_position_embeddings``."""
 
 SILENT: Mapping[str, object] = {"rope.rope_type": "default", "quantization_config": None}
-"""What a config.json means that does not say it, in every family."""
+"""Values that a config.json implies if it does not set the key, in every family."""
 
 SAME_WORDS = {"swish": "silu"}
 RENAMED = {
@@ -94,4 +94,4 @@ RENAMED = {
     "rope.partial_rotary_factor": "partial_rotary_factor",
     "original_max_position_embeddings": "rope.original_max_position_embeddings",
 }
-"""Names of versions of transformers for the same fact."""
+"""Canonical names of keys that versions of transformers spell differently."""

@@ -1,7 +1,7 @@
-"""config.json out of the metadata of a GGUF file.
+"""Build config.json from the metadata of a GGUF file.
 
-What llama.cpp has in its code instead of the metadata stands here as well: how Gemma scales its
-scores, that Qwen 3's router norms what it chose.
+Facts that llama.cpp has in its code instead of the metadata are here too: how Gemma scales
+attention scores, and that Qwen 3's router normalizes the weights of the selected experts.
 
 Sources: ``gguf/constants.py`` (0.19) for the keys; llama.cpp's ``llama-model.cpp`` and
 ``convert_hf_to_gguf.py``; transformers' ``integrations/ggml.py`` (5.23).
@@ -20,23 +20,24 @@ from ckptctl.numerics.quantization.ggml import BLOCKS
 from ckptctl.planner.families.facts import FACTS, Fact, facts_called
 
 FACTORS = "rope_freqs.weight"
-"""The tensor that has what llama.cpp divides rotary frequencies by."""
+"""The tensor of divisors of the rotary frequencies."""
 LARGEST = 3.4e38
 Json = dict[str, object]
 
 
 @dataclass(frozen=True, slots=True)
 class Architecture:
-    """What llama.cpp calls an architecture, in transformers' words.
+    """A llama.cpp architecture in transformers' terms.
 
     Attributes:
-        model_type: In config.json.
-        class_name: Of the model with a head.
-        always: What its config.json always says.
-        facts: What its metadata says beside :data:`KEYS`.
-        scores: Layers of the size whose scores are divided by the root of ``hidden_size / heads``
-            instead of that of the head dimension; 0: config.json does not say.
-        head_dim: Whether transformers assumes a head dimension that is not ``hidden_size / heads``.
+        model_type: ``model_type`` in config.json.
+        class_name: Class of the model with a head.
+        always: Keys that its config.json always has.
+        facts: Facts in its metadata in addition to :data:`KEYS`.
+        scores: Number of layers of the model size whose attention scores are divided by the root
+            of ``hidden_size / heads`` instead of the head dimension; 0 if config.json has no such
+            key.
+        head_dim: Whether transformers' default head dimension is not ``hidden_size / heads``.
     """
 
     model_type: str
@@ -59,14 +60,14 @@ SIZES = (
     *("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads"),
     *("num_key_value_heads", "head_dim", "rope_theta", "rms_norm_eps"),
 )
-"""What config.json calls the sizes that decide what tensors are and compute."""
+"""Keys of config.json for the sizes that determine the tensors and what they compute."""
 ASSUMED = frozenset(
     {
         *("num_key_value_heads", "head_dim", "rope_theta", "vocab_size"),
         *(fact.config for fact in (*CAPS, *TOKENS)),
     }
 )
-"""Facts that llama.cpp does without, because it assumes or counts them."""
+"""Facts that may be missing, because llama.cpp assumes or counts them."""
 EMBEDDING = "token_embd.weight"
 GEMMA = {"hidden_act": "gelu_pytorch_tanh", "hidden_activation": "gelu_pytorch_tanh"}
 ARCHITECTURES: Mapping[str, Architecture] = {
@@ -98,16 +99,16 @@ def described(
     tensors: Mapping[str, TensorEntry],
     factors: Sequence[float] | None,
 ) -> tuple[Json | None, tuple[str, ...]]:
-    """Return the config.json that a file's metadata amounts to, and what is to be said of it.
+    """Build config.json from a file's metadata, with the notes on it.
 
     Args:
-        metadata: Values by key, short arrays of numbers included.
+        metadata: Values by key, including short arrays of numbers.
         counts: The length of each other array.
-        tensors: Of the file, or of all files.
-        factors: The elements of :data:`FACTORS`; None: there is none.
+        tensors: Tensors of the file, or of all files of the checkpoint.
+        factors: The elements of :data:`FACTORS`, or None if that tensor is missing.
 
     Returns:
-        None where the architecture is not known, or something of it is not understood.
+        The config and notes; the config is None if the architecture or a value is unsupported.
     """
 
     def refused(why: str) -> tuple[None, tuple[str]]:
@@ -151,7 +152,7 @@ def described(
 
 
 def _assumed(config: Json, known: Architecture, tensors: Mapping[str, TensorEntry]) -> Json:
-    """Return what llama.cpp assumes where the metadata does not say it; transformers may not."""
+    """Return values that llama.cpp assumes if they are missing, where transformers may not."""
     heads, size = config["num_attention_heads"], config["hidden_size"]
     found: Json = {"num_key_value_heads": heads, "rope_theta": FACTS["rope_theta"].default}
     if known.head_dim and isinstance(size, int) and isinstance(heads, int) and heads:
@@ -163,7 +164,7 @@ def _assumed(config: Json, known: Architecture, tensors: Mapping[str, TensorEntr
 
 
 def sizes_of(config: Mapping[str, object]) -> Json:
-    """Return what a config.json that was made so says of sizes alone."""
+    """Return only the sizes of a config.json built by :func:`described`."""
     return {word: config[word] for word in SIZES if word in config}
 
 
@@ -174,7 +175,7 @@ def _is_number(value: object) -> bool:
 
 
 def _shown(value: object) -> object:
-    """Return a number of 32 bits as people write it: 1e-06, and not 9.999999974752427e-07."""
+    """Return the shortest decimal of a float32: 1e-06 instead of 9.999999974752427e-07."""
     if not isinstance(value, float) or not math.isfinite(value):
         return value
     digits = (float(f"{value:.{count}g}") for count in range(1, 10))
@@ -186,12 +187,12 @@ def _rounded(value: float) -> bytes:
 
 
 def _has(tensors: Collection[str], name: str) -> bool:
-    """Return whether *name* is there, quantized or not."""
+    """Return whether a tensor is present, quantized or not."""
     return name in tensors or any(f"{name}.{block.name}" in tensors for block in BLOCKS.values())
 
 
 def _dtype(tensors: Mapping[str, TensorEntry]) -> str:
-    """Return the dtype of most elements; of what is quantized what it is going to be."""
+    """Return the dtype of most elements; quantized ones count as bfloat16."""
     sizes: dict[str, int] = {}
     for one in tensors.values():
         kind = "bfloat16" if one.dtype == "uint8" else one.dtype
@@ -200,7 +201,7 @@ def _dtype(tensors: Mapping[str, TensorEntry]) -> str:
 
 
 def _scores(config: Json, layers: int) -> object:
-    """Return the number by whose root Gemma divides its scores."""
+    """Return the number whose root divides Gemma's attention scores."""
     size, heads = config.get("hidden_size"), config.get("num_attention_heads")
     largest = config.get("num_hidden_layers") == layers
     if largest and isinstance(size, int) and isinstance(heads, int) and heads:

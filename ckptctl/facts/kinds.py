@@ -1,4 +1,4 @@
-"""The kinds of values that facts have: how each is checked, and stated by Megatron-Core."""
+"""Kinds of fact values: how each is checked, and how Megatron-Core states it."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from ckptctl.units import counted
 Values: TypeAlias = Mapping[str, object]
 
 GREEDY, LIMITED = "greedy", "group_limited_greedy"
-"""DeepSeek-V2's ``topk_method``."""
+"""Values of DeepSeek-V2's ``topk_method``."""
 
 
 def number(value: object, name: str) -> float:
-    """Return the number that a configuration states under *name*."""
+    """Return the positive number under *name*, or raise."""
     ok = isinstance(value, (int, float)) and not isinstance(value, bool)
     if not ok or not 0 < float(str(value)) < math.inf:
         raise MappingError(f"`{name}` is not a positive number", where=name, why=f"it is {value!r}")
@@ -27,7 +27,7 @@ def number(value: object, name: str) -> float:
 
 
 def flag(value: object, name: str) -> bool:
-    """Return what is stated under *name*, which is true or false."""
+    """Return the boolean under *name*, or raise."""
     if isinstance(value, bool):
         return value
     raise MappingError(f"`{name}` must be true or false", where=name, why=f"it is {value!r}")
@@ -35,19 +35,19 @@ def flag(value: object, name: str) -> bool:
 
 Check: TypeAlias = Callable[[Any, str], object]
 Converter: TypeAlias = Callable[[Any, str, Values], object]
-"""Of a value, the name under which it is stated, and what else is stated there."""
+"""Converts a value, given its name and the other values of the same file."""
 
 
 @dataclass(frozen=True, slots=True)
 class FactKind:
-    """How a fact is stated.
+    """How values of a fact are checked, and converted from and to Megatron-Core's fields.
 
     Attributes:
-        check: Returns what config.json, params.json and GGUF state, where they state it.
-        read: Returns what Megatron-Core's field says, as config.json does; None: as *check*.
-        write: Returns the field that says what config.json does; None: as *check*.
-        neutral: What the fact is where a version of Megatron-Core cannot vary it.
-        null: Whether null is a value.
+        check: Validates a value of config.json, params.json or GGUF.
+        read: Converts Megatron-Core's field to the value in config.json, or None to use *check*.
+        write: Converts the value in config.json to the field, or None to use *check*.
+        neutral: The value in versions of Megatron-Core that have no such field.
+        null: Whether null is a valid value.
     """
 
     check: Check
@@ -58,22 +58,22 @@ class FactKind:
 
 
 def value_of(fact: Fact, value: object, name: str) -> object:
-    """Return what config.json or params.json states of *fact* under *name*; None: nothing."""
+    """Validate the value of *fact* that a file states under *name*, or return None for None."""
     return None if value is None else KINDS[fact.kind].check(value, name)
 
 
 def from_megatron(fact: Fact, fields: Values) -> object:
-    """Return what Megatron-Core's *fields*, which state it, say of *fact*, as config.json would."""
+    """Convert the value of *fact* in Megatron-Core's *fields* to that in config.json."""
     value, read = fields[fact.megatron], KINDS[fact.kind].read
     return read(value, fact.megatron, fields) if read else value_of(fact, value, fact.megatron)
 
 
 def to_megatron(fact: Fact, values: Values) -> object:
-    """Return the field of Megatron-Core that says of *fact* what *values* do.
+    """Convert the value of *fact* in config.json to Megatron-Core's field.
 
     Args:
         fact: The fact.
-        values: The facts of config.json by name, this one and those that it depends on.
+        values: Facts of config.json by name: this one and those that it depends on.
     """
     value, write = values[fact.config], KINDS[fact.kind].write
     return write(value, fact.config, values) if write else value_of(fact, value, fact.config)
@@ -85,10 +85,10 @@ def _some(value: object, name: str, _: Values) -> int | None:
 
 
 def _read_window(value: object, name: str, _: Values) -> int | None:
-    """Count the keys that a token attends to, itself included, of ``(left, right)``.
+    """Convert a ``(left, right)`` window to the number of keys that a token attends to.
 
-    Megatron-Core counts the keys before the token, transformers' ``sliding_window`` all of them.
-    Below 0 there is no bound; to the right, the causal mask sets one.
+    Megatron-Core counts the keys before the token, and transformers' ``sliding_window`` also the
+    token itself. A negative size means no bound; to the right, the causal mask is the bound.
     """
     if value is None:
         return None
@@ -108,7 +108,7 @@ def _write_window(value: object, name: str, _: Values) -> list[int] | None:
 
 
 def _read_dense(value: object, name: str, fields: Values) -> int:
-    """Return how many layers precede those with experts: ``[0, 0, 1, 1, ...]``."""
+    """Convert a list such as ``[0, 0, 1, 1]`` to the number of leading dense layers."""
     if value == 1 and not isinstance(value, bool):
         return 0
     if isinstance(value, (list, tuple)):
@@ -124,7 +124,7 @@ def _read_dense(value: object, name: str, fields: Values) -> int:
 
 
 def _write_dense(value: object, name: str, facts: Values) -> list[int]:
-    """Return for each layer whether it has experts."""
+    """Convert the number of leading dense layers to a 0 or 1 for each layer."""
     layers = count(facts["num_hidden_layers"], "num_hidden_layers") or 0
     if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= layers:
         raise MappingError(f"`{name}` is not a number of layers", why=f"it is {value!r}")
@@ -132,9 +132,9 @@ def _write_dense(value: object, name: str, facts: Values) -> list[int]:
 
 
 def _read_method(value: object, name: str, fields: Values) -> str:
-    """Return how experts are chosen: of all, or of the groups that weigh most.
+    """Return how experts are selected: from all, or from the best groups.
 
-    Megatron-Core weighs a group by several of its experts, transformers by the best one.
+    Megatron-Core ranks a group by several of its experts, transformers by the best one.
     """
     if (count(value, name) or 1) == 1:
         return GREEDY
@@ -147,7 +147,7 @@ def _read_method(value: object, name: str, fields: Values) -> str:
 
 
 def _write_method(value: object, name: str, facts: Values) -> int | None:
-    """Return of how many groups experts are chosen, if Megatron-Core chooses the same ones."""
+    """Return the number of groups, or raise if Megatron-Core would select other experts."""
     names = ("n_group", "num_experts_per_tok", "topk_group")
     groups, chosen, limit = (count(facts[one], one) or 1 for one in names)
     if groups > 1 and (value == GREEDY or chosen // limit != 1):
@@ -157,7 +157,7 @@ def _write_method(value: object, name: str, facts: Values) -> int | None:
 
 
 def _read_shared(value: object, name: str, fields: Values) -> int:
-    """Return how many experts the shared one is as large as."""
+    """Return the size of the shared expert as a number of routed experts."""
     if value in (None, 0):
         return 0
     size = count(value, name)
@@ -178,7 +178,7 @@ def _write_shared(value: object, name: str, facts: Values) -> int | None:
 
 
 def _read_root(value: object, name: str, _: Values) -> float | None:
-    """Return the number whose inverse root *value* is, whole where it may be."""
+    """Return the number with inverse square root *value*, as an integer if it is one."""
     if value is None:
         return None
     exact = number(value, name) ** -2
@@ -186,14 +186,14 @@ def _read_root(value: object, name: str, _: Values) -> float | None:
 
 
 def assets_hint() -> str:
-    """Return the advice to pass the configuration of the trained model."""
+    """Return the hint to pass the trained model's config.json."""
     return f"pass {spell_option('--assets DIR')} with the trained model's config.json"
 
 
 def inexpressible_error(
     file: str, name: str, value: object, why: str, hint: str | None = None
 ) -> MappingError:
-    """Build the error for a fact of config.json that *file* has no place for."""
+    """Build the error for a fact of config.json that *file* cannot express."""
     what = f"{file} cannot express `{name}`: {value!r}"
     return MappingError(what, where="config.json", why=why, hint=hint)
 
@@ -202,26 +202,26 @@ KINDS: Mapping[str, FactKind] = {
     "count": FactKind(count),
     "number": FactKind(number),
     "flag": FactKind(flag),
-    # A count or none.
+    # A count or null.
     "optional": FactKind(count, write=_some, null=True),
-    # A count or 0, which Megatron-Core states as none.
+    # A count or 0, which Megatron-Core states as null.
     "tally": FactKind(
         count, lambda value, name, others: _some(value, name, others) or 0, _some, neutral=0
     ),
-    # A number of which none is 1.
+    # A number for which null means 1.
     "factor": FactKind(
         number,
         lambda value, name, _: 1.0 if value is None else number(value, name),
         lambda value, name, _: None if value in (None, 1.0) else number(value, name),
         neutral=1.0,
     ),
-    # A flag that Megatron-Core turns round.
+    # A flag that Megatron-Core states inverted.
     "not": FactKind(
         flag,
         lambda value, name, _: None if value is None else not flag(value, name),
         lambda value, name, _: not flag(value, name),
     ),
-    # How many keys a token attends to, itself included, or none.
+    # The number of keys that a token attends to, including itself, or null.
     "window": FactKind(
         lambda value, name: count(
             int(value) if isinstance(value, str) and value.isdecimal() else value, name
@@ -231,19 +231,19 @@ KINDS: Mapping[str, FactKind] = {
         neutral=None,
         null=True,
     ),
-    # A count of which none is 1.
+    # A count for which null means 1.
     "groups": FactKind(
         count,
         lambda value, name, _: count(value, name) or 1,
         lambda value, name, _: None if value == 1 else count(value, name),
         neutral=1,
     ),
-    # How experts are chosen, of which Megatron-Core states the number of groups.
+    # How experts are selected, which Megatron-Core states as the number of groups.
     "method": FactKind(count, _read_method, _write_method),
-    # How many layers precede those with experts.
+    # The number of dense layers before those with experts.
     "dense": FactKind(count, _read_dense, _write_dense, neutral=0),
-    # How many experts the shared one is as large as.
+    # The size of the shared expert as a number of routed experts.
     "shared": FactKind(count, _read_shared, _write_shared, neutral=0),
-    # A number of which Megatron-Core states the inverse root.
+    # A number that Megatron-Core states as its inverse square root.
     "root": FactKind(number, _read_root, lambda value, name, _: 1 / math.sqrt(number(value, name))),
 }

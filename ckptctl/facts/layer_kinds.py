@@ -1,4 +1,4 @@
-"""Which layers a config.json says are of which kind, beside those that the tensors show."""
+"""Kinds and sizes of single layers in a config.json, compared with the tensors."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from ckptctl.planner.layouts import Family
 from ckptctl.planner.mapping.matching import Matched, Tensors
 
 LISTS = ("layer_types", "mlp_layer_types", "indexer_types", "no_rope_layers")
-"""Lists with an entry for each layer, of which transformers wants one for each."""
+"""Keys with a list that transformers requires to have one entry for each layer."""
 
 
 def misplaced(
     family: Family, config: Json, source: str, matched: Matched
 ) -> Iterator[Contradiction]:
-    """Yield the facts by which layers would be of other kinds than their tensors show."""
+    """Yield the facts that give layers another kind than their tensors show."""
     seen: set[str] = set()
     for kind in family.kinds:
         if kind.variant in seen:
@@ -49,7 +49,7 @@ def misplaced(
 def misfitting(
     family: Family, config: Json, source: str, tensors: Tensors
 ) -> Iterator[Contradiction]:
-    """Yield the sizes, stated for each layer, that the shapes of that layer contradict."""
+    """Yield per-layer sizes that the shapes of that layer contradict."""
     by_axis = {one.axis: one for one in family.layer_sizes}
     fixed = {**family.constants, **read_sizes(family, config)}
     total = tensors.matched.counts().get("i", 0)
@@ -80,7 +80,7 @@ def misfitting(
 
 
 def _layer_size(size: LayerSize, config: Json, layer: int, total: int) -> int | None:
-    """Return the size of a layer; None: it is not stated."""
+    """Return the size of a layer, or None if the config does not state it."""
     value = _value(config, size.fact)
     kinds = looked_up(config, size.kinds[0]) if size.kinds else None
     if isinstance(kinds, list) and layer < len(kinds) and kinds[layer] in size.kinds[1:]:
@@ -97,7 +97,7 @@ def _layer_size(size: LayerSize, config: Json, layer: int, total: int) -> int | 
 
 
 def uncounted_kinds(config: Json, source: str, prefix: str = "") -> Iterator[Contradiction]:
-    """Yield the lists of layers, in a config.json, that are not as long as it has layers."""
+    """Yield per-layer lists of a config.json whose length is not the number of layers."""
     number = config.get("num_hidden_layers")
     for name in LISTS:
         kinds = config.get(name)
@@ -112,7 +112,7 @@ def uncounted_kinds(config: Json, source: str, prefix: str = "") -> Iterator[Con
 
 
 def _layers(kind: LayerKind, config: Json, total: int) -> frozenset[int] | None:
-    """Return the layers that are of *kind*; None: nothing says it."""
+    """Return the layers of *kind*, or None if the config does not tell."""
     values = {name: _value(config, name) for name in (*kind.facts, kind.but) if name}
     if any(values[name] is None for name in kind.facts if name not in kind.when):
         return None
@@ -144,12 +144,12 @@ def _layers(kind: LayerKind, config: Json, total: int) -> frozenset[int] | None:
 
 
 def _value(config: Json, name: str) -> object:
-    """Return what a config.json states, or transformers' default where it is silent."""
+    """Return a value of config.json, or transformers' default if it is not set."""
     return looked_up(config, name) if states(config, name) else default_of(config, name)
 
 
 def _key(family: Family, matched: Matched, variant: str, layer: int) -> str:
-    """Return a key of *layer* that is of *variant* alone."""
+    """Return a key of *layer* that only *variant* has."""
     for (name, values), keys in matched.keys.items():
         if family.tensors[name].variant == variant and values[-1:] == (layer,):
             return next(iter(keys.values()))

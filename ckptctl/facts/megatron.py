@@ -1,9 +1,9 @@
-"""What Megatron's programs record of a model: read and written as the facts of config.json.
+"""Megatron's model records, read and written as the facts of config.json.
 
 The record is a plain dictionary: the ``args`` of Megatron-LM (``common.pt``), the parsed
 ``run_config.yaml`` of Megatron-Bridge, ``model.yaml`` of NeMo 2, or a ``TransformerConfig`` (verl).
-Nothing in it is imported or called; objects that are no plain values say nothing. What changes
-logits is stated, or the same in all models of the family, or refused by name.
+Nothing in it is imported or called, and only plain values are used. Fields that change logits are
+translated, checked to be as in all models of the family, or rejected by name.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ from ckptctl.planner.families.facts import NEEDED, NEUTRAL, Fact
 from ckptctl.planner.layouts import Family
 
 TARGET = "_target_"
-"""The key under which Bridge and NeMo name the class of an object."""
+"""Key under which Bridge and NeMo name the class of an object."""
 EXPERTS, FURTHER = "num_moe_experts", "mtp_num_layers"
 CONFIGURATION = "Megatron-Core's configuration"
 _SIMPLE = (bool, int, float, str, list, tuple)
 
 
 def style_of(family: Family) -> MegatronStyle:
-    """Return how Megatron-Core describes *family*; refuse a family that it does not know."""
+    """Return how Megatron-Core describes *family*; raise if it does not support the family."""
     if family.megatron is None:
         raise MappingError(
             f"there is no known Megatron-Core configuration for `{family.name}`",
@@ -53,18 +53,18 @@ def style_of(family: Family) -> MegatronStyle:
 
 
 def class_of(record: Json) -> str:
-    """Return the name of the class whose fields *record* states; empty: it names none."""
+    """Return the name of the class whose fields *record* has; empty if it names none."""
     named = model_of(record).get(TARGET)
     return named.rpartition(".")[2] if isinstance(named, str) else ""
 
 
 def merged(records: Iterable[Json]) -> dict[str, object]:
-    """Return what several *records* of one model state; the later ones' values win."""
+    """Merge the *records* of one model; later values win."""
     return {name: value for record in records for name, value in model_of(record).items()}
 
 
 def fields_of(record: Json) -> dict[str, object]:
-    """Return what *record* states in the words of Megatron-Core's configuration."""
+    """Return the values of *record* under Megatron-Core's field names."""
     values = model_of(record)
     fields = {name: value for name, value in values.items() if _is_plain(value)}
     fields |= {new: fields.pop(old) for old, new in ARGUMENTS.items() if old in fields}
@@ -99,7 +99,7 @@ def _is_plain(value: object) -> bool:
 
 
 def _activation(values: Json) -> dict[str, object]:
-    """Return the activation that *values* choose."""
+    """Return the activation fields that *values* select."""
     function = values.get("activation_func")
     named = function.get(TARGET) if isinstance(function, Mapping) else function
     if isinstance(named, str):
@@ -114,7 +114,7 @@ def _activation(values: Json) -> dict[str, object]:
 
 
 def _experts(fields: dict[str, object]) -> dict[str, object]:
-    """Return *fields* without those on experts where there are none, else with their sizes."""
+    """Return *fields* with expert sizes filled in, or without expert fields for dense models."""
     if "num_moe_experts" not in fields:
         return fields
     if fields["num_moe_experts"] is None:
@@ -131,7 +131,7 @@ def _experts(fields: dict[str, object]) -> dict[str, object]:
 
 
 def read(style: MegatronStyle, fields: Json) -> Iterator[tuple[Fact, object]]:
-    """Yield the facts that *fields* state, and their values in config.json."""
+    """Yield the facts in *fields* with their values in config.json."""
     for fact in style.words:
         if fact.megatron in fields and not isinstance(fields[fact.megatron], dict):
             value = from_megatron(fact, _local(style, fields))
@@ -140,7 +140,7 @@ def read(style: MegatronStyle, fields: Json) -> Iterator[tuple[Fact, object]]:
 
 
 def _local(style: MegatronStyle, fields: Json) -> Json:
-    """Return *fields* with one base of rotary frequencies, that of the layers without a window."""
+    """Return *fields* with one rotary base: that of the layers without a window."""
     bases = fields.get("rotary_base")
     if not style.local or not isinstance(bases, (list, tuple)) or len(bases) != 2:
         return fields
@@ -148,7 +148,7 @@ def _local(style: MegatronStyle, fields: Json) -> Json:
 
 
 def of_megatron(family: Family, record: Json, source: str) -> Iterator[Statement]:
-    """Yield what *record* says of a model of *family*, in the words of config.json."""
+    """Yield the statements of *record* about a model of *family*, as facts of config.json."""
     style = family.megatron
     if style is None:
         return
@@ -180,7 +180,7 @@ def of_megatron(family: Family, record: Json, source: str) -> Iterator[Statement
 
 
 def stated(family: Family, record: Json) -> dict[str, object]:
-    """Return the config.json that *record* states, as far as it does."""
+    """Return the config.json keys that *record* states."""
     style = family.megatron
     if style is None:
         return {}
@@ -200,10 +200,10 @@ def megatron_to_config(
     tied: bool | None = None,
     dtype: str | None = None,
 ) -> dict[str, object]:
-    """Return the config.json of a checkpoint that has only Megatron's *record*.
+    """Build config.json from Megatron's *record* for a checkpoint that has none.
 
-    *sizes*, solved from the tensors, win over *record*, but for the vocabulary, which is padded
-    there.
+    *sizes*, solved from the tensors, override *record*, except for the vocabulary, which is padded
+    in the tensors.
     """
     style, fields = style_of(family), fields_of(record)
     if not style.translated:
@@ -231,7 +231,7 @@ def megatron_to_config(
                 hint=assets_hint(),
             )
         config.setdefault(name, _json(allowed[0]))
-    # The class's own may lie beyond the vocabulary; no logits depend on it.
+    # The class's default may be outside the vocabulary; no logits depend on it.
     config |= {"pad_token_id": None, **style.written, **longest(record)}
     if style.local:
         config["rope_local_base_freq"] = _bases(fields)[0]
@@ -241,7 +241,7 @@ def megatron_to_config(
 
 
 def longest(record: Json) -> dict[str, object]:
-    """Return what config.json takes from *record* that changes no logits: the longest text."""
+    """Return the maximum sequence length for config.json, which changes no logits."""
     fields = fields_of(record)
     lengths = (count(fields.get(name), name) for name in LENGTHS)
     length = next((one for one in lengths if one), None)
@@ -256,7 +256,7 @@ def _named(family: Family, sizes: Mapping[str, int]) -> dict[str, int]:
 
 
 def _require_stated(style: MegatronStyle, told: Json, rope: Json | None) -> None:
-    """Refuse where something is not stated that changes logits."""
+    """Raise if a field that changes logits is missing."""
     lacking = {
         fact.config: fact.megatron
         for fact in style.words
@@ -278,6 +278,7 @@ def _require_stated(style: MegatronStyle, told: Json, rope: Json | None) -> None
 
 
 def _require_expected(family: Family, style: MegatronStyle, fields: Json) -> None:
+    """Raise if a field differs from its value in all models of the family."""
     for name, allowed in expected(style, fields).items():
         if name in fields and not allows(allowed, fields[name]):
             raise MappingError(
@@ -289,7 +290,7 @@ def _require_expected(family: Family, style: MegatronStyle, fields: Json) -> Non
 
 
 def _bases(fields: Json) -> tuple[float, float]:
-    """Return the bases of the rotary frequencies of layers with a window and without."""
+    """Return the rotary bases of layers with a window and without."""
     bases = fields.get("rotary_base")
     if isinstance(bases, (list, tuple)) and len(bases) == 2:
         return number(bases[0], "rotary_base"), number(bases[1], "rotary_base")
@@ -308,10 +309,7 @@ def _json(value: object) -> object:
 def config_to_fields(
     family: Family, config: Json, sizes: Mapping[str, int] | None = None
 ) -> dict[str, object]:
-    """Return the fields of Megatron-Core that mean what config.json says.
-
-    *sizes*, solved from the tensors, win.
-    """
+    """Return Megatron-Core's fields for a config.json; *sizes*, solved from the tensors, win."""
     style = style_of(family)
     values = _text(style, normalized(used(config)))
     _expressible(family, style, values)
@@ -344,7 +342,7 @@ def _text(style: MegatronStyle, config: Json) -> Json:
 
 
 def _stated(fact: Fact, values: Json, known: Mapping[str, int]) -> object:
-    """Return what config.json says of a fact, or means by its silence."""
+    """Return a fact of config.json, or its default if it is not set."""
     if fact.config in known:
         return known[fact.config]
     value = looked_up(values, fact.config)
@@ -362,7 +360,7 @@ def _stated(fact: Fact, values: Json, known: Mapping[str, int]) -> object:
 
 
 def _expressible(family: Family, style: MegatronStyle, values: Json) -> None:
-    """Refuse what Megatron-Core's configuration cannot say of the family."""
+    """Raise if Megatron-Core's configuration cannot express *values* for the family."""
     whose = f"Megatron's `{family.name}`"
     for name, allowed in style.config.items():
         value = looked_up(values, name)
@@ -383,7 +381,7 @@ def _expressible(family: Family, style: MegatronStyle, values: Json) -> None:
 
 
 def silent(family: Family, config: Json, source: str) -> Iterator[Statement]:
-    """Yield what config.json means by not stating a fact that Megatron's programs record."""
+    """Yield the defaults of config.json for unset facts that Megatron-based programs record."""
     style = family.megatron
     if style is None:
         return
@@ -395,7 +393,7 @@ def silent(family: Family, config: Json, source: str) -> Iterator[Statement]:
 
 
 def fixed(family: Family, config: Json, source: str) -> Iterator[Statement]:
-    """Yield what config.json says that no model which Megatron-Core runs as *family* does."""
+    """Yield config.json values that no Megatron-Core model of *family* can have."""
     style = family.megatron
     known = {} if style is None else {style.prefix + n: v for n, v in style.config.items()}
     for fact, allowed in known.items():
@@ -406,13 +404,13 @@ def fixed(family: Family, config: Json, source: str) -> Iterator[Statement]:
 
 
 def allows(allowed: Iterable[object], value: object) -> bool:
-    """Return whether *value* is one of *allowed*; true is not 1, a list is a tuple."""
+    """Return whether *value* is in *allowed*; true is not 1, but a list equals a tuple."""
     value = tuple(value) if isinstance(value, list) else value
     return any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in allowed)
 
 
 def expected(style: MegatronStyle, fields: Json) -> dict[str, tuple[object, ...]]:
-    """Return what the fields are that do not vary between models of a family."""
+    """Return the allowed values of fields that are the same in all models of a family."""
     own = {fact.megatron for fact in style.words}
     routed = EXPERTS in own or fields.get(EXPERTS) is not None
     neutral = {n: v for n, v in NEUTRAL.items() if routed or not n.startswith("moe_")}

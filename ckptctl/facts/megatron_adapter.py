@@ -1,8 +1,8 @@
-"""What Megatron-Bridge says of an adapter, ``peft`` in ``run_config.yaml``, and PEFT's words.
+"""Megatron-Bridge's adapter section (``peft`` in ``run_config.yaml``) and PEFT's config.
 
-Its ``LoRA`` has factors for whole linear layers, its ``CanonicalLoRA`` for each part of those that
-are concatenated, all of one rank and one alpha. Which layers have them it says by their last names,
-or by whole names in which ``*`` stands for anything. Sources: ``peft/lora.py``,
+``LoRA`` has factors for whole linear layers, and ``CanonicalLoRA`` for each part of concatenated
+layers, all with one rank and one alpha. Targets are last names of layers, or full names in which
+``*`` matches anything. Sources: ``peft/lora.py``,
 ``peft/canonical_lora.py`` and ``peft/module_matcher.py`` of Megatron-Bridge 0.3.
 """
 
@@ -20,18 +20,18 @@ SECTION = "peft"
 _CLASS = "megatron.bridge.peft."
 FUSED, CANONICAL = f"{_CLASS}lora.LoRA", f"{_CLASS}canonical_lora.CanonicalLoRA"
 RANK_ROWS = ".linear_in.weight"
-"""How the name of a factor ends whose rows are the rank."""
+"""Ending of the factor whose number of rows is the rank."""
 _FACTOR = re.compile(rf"(.*)\.adapter(?:\.adapter_(\w+))?{re.escape(RANK_ROWS)}")
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
 _PARTS: Mapping[str, tuple[str, ...]] = {
     "linear_qkv": ("linear_q", "linear_k", "linear_v"),
     "linear_fc1": ("linear_fc1_up", "linear_fc1_gate"),
 }
-"""What CanonicalLoRA calls the parts of a layer."""
+"""Names of the parts of a layer in CanonicalLoRA."""
 
 
 def peft_words(record: Json) -> dict[str, object]:
-    """Return what *record* says of an adapter, as ``adapter_config.json`` does; empty: nothing.
+    """Convert a *record*'s adapter section to PEFT's config, empty if there is none.
 
     Source: ``megatron/bridge/peft/lora.py`` (the factors' product times ``alpha / dim``).
     """
@@ -45,16 +45,16 @@ def peft_words(record: Json) -> dict[str, object]:
 def section(
     shapes: Mapping[str, tuple[int, ...]], stated: Json, layers: int | None
 ) -> dict[str, object]:
-    """Return what Bridge is to build.
+    """Build the adapter section for Megatron-Bridge.
 
     Args:
-        shapes: Of the factors, each layer by itself.
-        stated: What ``adapter_config.json`` says.
-        layers: How many the model has; None: not known.
+        shapes: Shapes of the factors, with one entry for each layer.
+        stated: Content of ``adapter_config.json``.
+        layers: Number of layers of the model, or None if unknown.
 
     Raises:
-        UsageError: Nobody says how strong the adapter is.
-        MappingError: Its layers have several ranks.
+        UsageError: Alpha is unknown.
+        MappingError: The layers have different ranks.
     """
     modules = {
         (found[1], found[2]): shape[0]
@@ -84,7 +84,7 @@ def section(
 
 
 def lacking(names: Iterable[str]) -> list[str]:
-    """Return the concatenated layers of which CanonicalLoRA would miss the factors of a part."""
+    """List concatenated layers with factors for only some parts, which CanonicalLoRA rejects."""
     found: dict[str, set[str]] = defaultdict(set)
     for name in names:
         if (factor := _FACTOR.fullmatch(name)) and factor[2]:
@@ -97,7 +97,7 @@ def lacking(names: Iterable[str]) -> list[str]:
 
 
 def _named(module: str, part: str | None) -> str:
-    """Return what Bridge calls a layer, or a part of one: ``linear_q``, ``linear_fc1_up``."""
+    """Return Bridge's name of a layer, or of one part: ``linear_q``, ``linear_fc1_up``."""
     if part is None:
         return module
     ends = (name for name in _PARTS.get(module.rpartition(".")[2], ()) if name.endswith(part))
@@ -106,7 +106,7 @@ def _named(module: str, part: str | None) -> str:
 
 
 def _targets(modules: Iterable[str], layers: int | None) -> Iterator[str]:
-    """Yield patterns that mean just *modules*: one for all layers, or one for each."""
+    """Yield patterns that match only *modules*: one for all layers, or one for each."""
     kinds: dict[str, list[str]] = defaultdict(list)
     for module in modules:
         layer = _LAYER.fullmatch(module)

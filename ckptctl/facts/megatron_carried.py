@@ -1,7 +1,7 @@
-"""What a checkpoint of Megatron's programs records, for another one of the same tensors.
+"""Megatron records of a source, adapted to an output with the same tensors.
 
-Plain values travel; an object that none can be made of is left out by name. How ranks divided the
-model, and what else they saved, is said anew: one rank, and weights alone.
+Plain values are copied; other objects are skipped and reported by name. Fields on model parallelism
+and saved state are rewritten: one rank, and only weights.
 """
 
 from __future__ import annotations
@@ -21,24 +21,24 @@ from ckptctl.facts.megatron_files import (
 from ckptctl.planner.config_facts import Json
 
 DIVISOR = "make_vocab_size_divisible_by"
-"""What the rows of a vocabulary are padded to a multiple of, times the tensor-parallel ranks."""
+"""Field with the padding multiple of the vocabulary, before the tensor-parallel ranks."""
 TAG = "!"
-"""The key under which a value of YAML that was not made is named."""
+"""Key with the name of a YAML object that was not constructed."""
 
 
 class Carried(NamedTuple):
-    """What travels, and the names of what does not."""
+    """Copied values, and the names of the values that were skipped."""
 
     values: dict[str, object]
     left_out: list[str]
 
 
 def arguments(record: Json, padded: int | None, dtype: str | None) -> Carried:
-    """Return Megatron-LM's arguments of a *record* of them.
+    """Adapt Megatron-LM's arguments in *record* to the output.
 
     Args:
-        record: What ``common.pt`` holds.
-        padded: The rows of the embedding; None: it is not there.
+        record: Content of ``common.pt``.
+        padded: Rows of the embedding, or None if it is missing.
         dtype: The element type of the weights.
     """
     found = _plain(record)
@@ -50,7 +50,7 @@ def arguments(record: Json, padded: int | None, dtype: str | None) -> Carried:
 
 
 def run_config(record: Json, padded: int | None, dtype: str | None) -> Carried:
-    """Return ``run_config.yaml`` of a *record* of it; see :func:`arguments`."""
+    """Adapt the ``run_config.yaml`` in *record* to the output, like :func:`arguments`."""
     found = _plain(record)
     stated = found.values.get("model")
     model = dict(stated) if isinstance(stated, Mapping) else {}
@@ -67,7 +67,7 @@ def _plain(record: Json) -> Carried:
 
 
 def _is_plain(value: object) -> bool:
-    """Whether JSON, too, can state *value*, and no part of it is a note of an object's name."""
+    """Return whether JSON can store *value*, and no part of it names a skipped object."""
     if isinstance(value, Mapping):
         keys = all(type(key) is str and key != TAG for key in value)
         return keys and all(map(_is_plain, value.values()))

@@ -1,4 +1,4 @@
-"""What is written of a model for Megatron's programs: Megatron-LM's ``args``, ``run_config.yaml``.
+"""Write a model's record for Megatron-based programs: ``args`` and ``run_config.yaml``.
 
 Sources: ``load_args_from_checkpoint`` and ``check_checkpoint_args`` in Megatron-LM's
 ``checkpointing.py``; ``load_model_config`` and ``read_run_config`` in Megatron-Bridge 0.3.
@@ -21,7 +21,7 @@ ONE_RANK = {
     "expert_model_parallel_size": 1,
     "expert_tensor_parallel_size": 1,
 }
-"""How many ranks saved: nothing is divided in what is written here."""
+"""Sizes of model parallelism: outputs are written as by one rank."""
 
 UNSAVED = {
     "ckpt_format": "torch_dist",
@@ -29,7 +29,7 @@ UNSAVED = {
     "no_save_optim": True,
     "no_save_rng": True,
 }
-"""What Megatron-LM asks before it loads the states of optimizer and random numbers."""
+"""Arguments by which Megatron-LM knows that there is no optimizer or RNG state."""
 
 LAYERS_ALIKE = {
     "add_position_embedding": True,
@@ -42,9 +42,9 @@ _NOT_ARGUMENTS = ("activation_func", "gated_linear_unit", "heterogeneous_block_s
 _GEMMA_ALONE = ("attn_logit_softcapping", "final_logit_softcapping")
 _GPT = "megatron.bridge.models.gpt_provider."
 PLAIN_LAYERS = {f"{_GPT}GPTModelProvider": f"{_GPT}default_layer_spec"}
-"""What builds the layers of a provider, unless a family has a function of its own."""
+"""Layer-spec function of a provider, unless the family has its own."""
 EXPERTS_RUN = {"moe_grouped_gemm": True, "moe_token_dispatcher_type": "alltoall"}
-"""How experts are computed where nobody says otherwise; no result depends on it."""
+"""Default implementation of experts; results do not depend on it."""
 BRIDGE = "megatron.bridge.training."
 
 
@@ -56,13 +56,13 @@ def arguments_of(
     padded: int | None = None,
     dtype: str | None = None,
 ) -> dict[str, object]:
-    """Return Megatron-LM's arguments that mean what config.json says.
+    """Build Megatron-LM's arguments for a config.json.
 
     Args:
         family: The model type.
-        config: config.json.
-        sizes: Axis sizes, solved from the tensors: they win.
-        padded: The rows of the embedding as it is stored; None: as many as the vocabulary has.
+        config: Content of config.json.
+        sizes: Axis sizes solved from the tensors, which override *config*.
+        padded: Rows of the stored embedding, or None for the vocabulary size.
         dtype: The element type of the weights.
     """
     fields = config_to_fields(family, config, sizes)
@@ -72,7 +72,7 @@ def arguments_of(
     }
     tied = found.pop("share_embeddings_and_output_weights")
     function, gated = fields["activation_func"], fields["gated_linear_unit"]
-    # There is no argument for some activations: models with them are built by other code.
+    # Models with other activations are not built from arguments.
     known = (function, gated) in ACTIVATIONS.values() or (function, gated) == ("gelu", False)
     chosen = {n: (function, gated) == one for n, one in ACTIVATIONS.items()} if known else {}
     grouped = fields.get("num_query_groups") != fields["num_attention_heads"]
@@ -92,7 +92,7 @@ def arguments_of(
 
 
 def precision(dtype: str | None) -> dict[str, bool]:
-    """Return which of the two half precisions the weights have, of which both programs ask."""
+    """Return the flags for the two half-precision dtypes, which both programs require."""
     return {"bf16": dtype == "bfloat16", "fp16": dtype == "float16"}
 
 
@@ -104,12 +104,12 @@ def run_config(
     padded: int | None = None,
     dtype: str | None = None,
 ) -> dict[str, object]:
-    """Return what ``run_config.yaml`` says, by which Megatron-Bridge builds the model.
+    """Build ``run_config.yaml``, from which Megatron-Bridge builds the model.
 
-    It takes what :func:`arguments_of` does.
+    Parameters are those of :func:`arguments_of`.
 
     Raises:
-        MappingError: Bridge has no provider for the family, or config.json says what it cannot.
+        MappingError: Bridge has no provider for the family, or cannot express config.json.
     """
     style = style_of(family)
     if not style.provider:
@@ -137,7 +137,7 @@ def run_config(
 
 
 def container(model: Json) -> dict[str, object]:
-    """Return what ``run_config.yaml`` says of a *model* that nobody trains."""
+    """Build the ``run_config.yaml`` document around a *model* section."""
     checkpoint = {
         TARGET: f"{BRIDGE}config.CheckpointConfig",
         "ckpt_format": "torch_dist",
@@ -154,7 +154,7 @@ def container(model: Json) -> dict[str, object]:
 
 
 def vocabulary(size: object, padded: int | None) -> dict[str, object]:
-    """Return by what Bridge pads *size* rows to *padded* ones: the least, times its ranks."""
+    """Return Bridge's fields that pad a vocabulary of *size* to *padded* rows."""
     if padded is None or not isinstance(size, int) or size >= padded:
         return {"vocab_size": size, "should_pad_vocab": False}
     powers = (1 << n for n in range(padded.bit_length()))
@@ -163,17 +163,17 @@ def vocabulary(size: object, padded: int | None) -> dict[str, object]:
 
 
 def dtype_of(dtype: str | None) -> dict[str, object]:
-    """Return how Bridge names a *dtype*."""
+    """Return Bridge's reference to a *dtype*."""
     return _function(f"torch.{dtype or 'float32'}")
 
 
 def _function(name: str) -> dict[str, object]:
-    """Return how Bridge names a thing that is not called."""
+    """Return Bridge's reference to an object that is not called."""
     return {TARGET: name, "_call_": False}
 
 
 def _spec(name: str) -> dict[str, object]:
-    """Return the function that builds the layers; Megatron-Core's own is told what to build of."""
+    """Return the layer-spec function, with arguments if it is Megatron-Core's own."""
     if name.startswith("megatron.bridge."):
         return _function(name)
     return {TARGET: name, "_partial_": True, "_args_": [], "use_transformer_engine": True}

@@ -1,4 +1,4 @@
-"""What Megatron's programs call the facts of a model, in the words of Megatron-Core.
+"""Names of a model's facts in Megatron-based programs, mapped to Megatron-Core's.
 
 Sources: Megatron-Core's ``transformer_config.py`` (0.16), Megatron-LM's
 ``megatron/training/arguments.py`` and ``load_args_from_checkpoint``, the providers of
@@ -15,20 +15,20 @@ ARGUMENTS: Mapping[str, str] = {
     "apply_layernorm_1p": "layernorm_zero_centered_gamma",
     "use_rope_scaling": "rope_scaling",
 }
-"""Arguments of Megatron-LM that its ``TransformerConfig`` has under another name."""
+"""Arguments of Megatron-LM with another name in ``TransformerConfig``."""
 
 TURNED: Mapping[str, str] = {
     "untie_embeddings_and_output_weights": "share_embeddings_and_output_weights",
     "disable_bias_linear": "add_bias_linear",
 }
-"""Arguments that say the contrary of a field."""
+"""Arguments that are the negation of a field."""
 
 ACTIVATIONS: Mapping[str, tuple[str, bool]] = {
     "swiglu": ("silu", True),
     "quick_geglu": ("quick_gelu", True),
     "squared_relu": ("squared_relu", False),
 }
-"""Arguments that are true, the activation that they choose, and whether it is a gate."""
+"""Boolean arguments, the activation that each selects, and whether it is gated."""
 
 FUNCTIONS: Mapping[str, str] = {
     "silu": "torch.nn.functional.silu",
@@ -37,7 +37,7 @@ FUNCTIONS: Mapping[str, str] = {
     "fast_gelu": "megatron.core.activations.fast_gelu",
     "squared_relu": "megatron.core.activations.squared_relu",
 }
-"""Where the functions lie that ``activation_func`` may be."""
+"""Import paths of the functions that ``activation_func`` may be."""
 
 SAME_FUNCTION: Mapping[str, str] = {"openai_gelu": "fast_gelu", "swish": "silu"}
 
@@ -48,8 +48,8 @@ LINEAR = frozenset(
         *("linear_num_key_heads", "linear_num_value_heads"),
     }
 )
-"""Fields that mean nothing without ``experimental_attention_variant``."""
+"""Fields that have no effect without ``experimental_attention_variant``."""
 DELTA = "gated_delta_net"
 
 LENGTHS = ("max_position_embeddings", "seq_length")
-"""Fields that say how long a text may be, the better one first."""
+"""Fields with the maximum sequence length, the preferred one first."""

@@ -1,14 +1,14 @@
 """config.json as mlx-lm reads and writes it.
 
-mlx-lm leaves out the vision tower of a model with pictures and ``vision_config`` of its
-config.json, whose ``model_type`` stays; the sizes may stand in ``text_config``. transformers has a
-model type for the text model alone, which mlx-lm does not know. A family says so by a sign of
-config.json with ``vision_config`` absent, beside its own.
+For a vision-language model, mlx-lm omits the vision tower and ``vision_config`` but keeps the
+``model_type``; sizes may be in ``text_config``. transformers has a separate model type for the text
+model, which mlx-lm does not support. Such a family has two signs of config.json: its own, and one
+with ``vision_config`` absent.
 
-Its models read what versions of transformers before 5 wrote: they look for ``rope_theta``,
-``rope_scaling``, ``sliding_window_pattern`` and ``global_head_dim`` and take defaults of their own
-where transformers 5 wrote ``rope_parameters``, ``layer_types`` and ``per_layer_config``. Towers had
-the model's ``model_type``, and some text models stood beside them instead of in ``text_config``.
+mlx-lm reads the keys of transformers before version 5: ``rope_theta``, ``rope_scaling``,
+``sliding_window_pattern`` and ``global_head_dim``. It uses its own defaults where transformers 5
+wrote ``rope_parameters``, ``layer_types`` and ``per_layer_config``. Vision towers had the model's
+``model_type``, and some text models were next to them instead of in ``text_config``.
 
 Sources: ``save_config`` and ``_get_classes`` of mlx-lm's ``utils.py`` and the ``ModelArgs`` in
 ``mlx_lm/models`` (0.32.2); the ``config.py`` in ``mlx_vlm/models`` (0.7.10); transformers'
@@ -26,11 +26,11 @@ from ckptctl.planner.layouts import MLX, Family
 
 TYPE, TEXT, TOWER = "model_type", "text_config", "vision_config"
 UNKNOWN = "proportional"
-"""A kind of scaling that versions before 5 did not have: ``rope_scaling`` would mean another."""
+"""A rotary scaling new in version 5: in ``rope_scaling`` it would be read as another kind."""
 
 
 def for_layout(config: Json, family: Family | None, layout: str | None) -> Json:
-    """Return *config* under the model type by which the programs of *layout* know *family*."""
+    """Return *config* with the ``model_type`` by which programs of *layout* know *family*."""
     signs = family.config_signs if family and MLX in family.layouts else ()
     own = next((one.get(TYPE) for one in signs if TOWER not in one), None)
     other = next((one.get(TYPE) for one in signs if TOWER in one and one[TOWER] is None), None)
@@ -48,9 +48,9 @@ def for_layout(config: Json, family: Family | None, layout: str | None) -> Json:
 
 
 def with_earlier_spelling(config: Json, family: Family | None) -> Json:
-    """Return *config* with what it says under names of transformers 5 under the earlier ones too.
+    """Add the keys of transformers before version 5 for those of version 5.
 
-    What it says under those already stays as it is.
+    Legacy keys that *config* has already are not changed.
     """
     config = _parts(config, family)
     sizes = _sizes(config, family) if family else {}
@@ -61,7 +61,7 @@ def with_earlier_spelling(config: Json, family: Family | None) -> Json:
 
 
 def _parts(config: Json, family: Family | None) -> Json:
-    """Return *config* with those of the text model and of the tower."""
+    """Add the legacy keys of the text model and of the vision tower."""
     text, tower, kind = (config.get(n) for n in (TEXT, "vision_config", "model_type"))
     if isinstance(text, Mapping):
         sizes = _sizes(config, family, f"{TEXT}.") if family else {}
@@ -94,7 +94,7 @@ def _rotary(config: Json) -> dict[str, object]:
 
 
 def _beside(family: Family) -> bool:
-    """Whether published files state the text model beside the tower instead of in an object."""
+    """Return whether published files state the text model next to the vision tower."""
     names = (spellings(one) for one, _ in family.sizes.values())
     return any(f"{TEXT}.{first}" in others for first, *others in names)
 
@@ -104,7 +104,7 @@ def _stated(values: Mapping[str, object]) -> dict[str, object]:
 
 
 def _windows(config: Json) -> dict[str, object]:
-    """Return every how many layers one sees all tokens, where that is regular."""
+    """Return the period of full-attention layers, if it is regular."""
     kinds = config.get("layer_types")
     if (
         not isinstance(kinds, list)
@@ -118,7 +118,7 @@ def _windows(config: Json) -> dict[str, object]:
 
 
 def _heads(config: Json) -> dict[str, object]:
-    """Return the sizes of heads that layers which see all tokens have for themselves."""
+    """Return the head sizes of full-attention layers, if all have the same."""
     stated = config.get("per_layer_config")
     layers = list(stated.values()) if isinstance(stated, Mapping) else []
     own = layers[0] if layers else None
@@ -129,7 +129,7 @@ def _heads(config: Json) -> dict[str, object]:
 
 
 def _sizes(config: Json, family: Family, within: str = "") -> dict[str, object]:
-    """Return sizes *within* an object under the first of their names, where another states them."""
+    """Return sizes *within* an object under their first name, if another name states them."""
     names = [spellings(one) for one, _ in family.sizes.values() if "|" in one]
     stated = ((first, looked_up(config, other)) for first, *others in names for other in others)
     found = {first: value for first, value in stated if value is not None}

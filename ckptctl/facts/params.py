@@ -1,4 +1,4 @@
-"""params.json as facts of config.json: read, written, and contradicted.
+"""params.json as facts of config.json: read, write and compare.
 
 Sources: Meta's ``ModelArgs`` in ``llama/model.py`` and ``llama_models/llama3``,
 mistral-inference's ``args.py``.
@@ -30,13 +30,13 @@ from ckptctl.planner.layouts import Family
 
 SCALED = "use_scaled_rope"
 FORMULA = ("multiple_of", "ffn_dim_multiplier")
-"""What gives the feed-forward size in Meta's files."""
+"""Keys that determine the feed-forward size in Meta's files."""
 _FFN = ((256, 1.0), (256, 1.5), (4096, 1.3), (1024, 1.3), (4096, 1.2))
 """Usual values of ``multiple_of`` and ``ffn_dim_multiplier``, tried first."""
 
 
 def preset(family: Family, params: Json) -> dict[str, object]:
-    """Return what config.json says beyond *params*, by the family's tables."""
+    """Return the config.json values that the family's tables give for *params*."""
     values: dict[str, object] = {}
     for signs, added in family.presets:
         if holds(signs, params):
@@ -45,7 +45,7 @@ def preset(family: Family, params: Json) -> dict[str, object]:
 
 
 def merge(values: dict[str, object], added: Json) -> None:
-    """Add *added* to *values*, inside of objects that both have."""
+    """Merge *added* into *values*, including the objects that both have."""
     for key, value in added.items():
         inner = values.get(key)
         if isinstance(inner, dict) and isinstance(value, Mapping) and key in MODULES:
@@ -55,7 +55,7 @@ def merge(values: dict[str, object], added: Json) -> None:
 
 
 def named_in(family: Family) -> set[str]:
-    """Return the names of params.json that mean something, or nothing of the model."""
+    """Return the keys of params.json that are facts, or that do not affect the model."""
     style = family.params
     known = {*style.silent, "tied_embeddings", *(fact.params for _, fact in style.facts)}
     known |= {one for names in family.sizes.values() for one in spellings(names[1])}
@@ -63,7 +63,7 @@ def named_in(family: Family) -> set[str]:
 
 
 def ffn_size(dim: int, multiple_of: int, multiplier: float | None) -> int:
-    """Return the feed-forward size that Meta's formula gives."""
+    """Return the feed-forward size by Meta's formula."""
     try:
         hidden = int(2 * (4 * dim) / 3)
         if multiplier is not None:
@@ -77,14 +77,14 @@ def ffn_size(dim: int, multiple_of: int, multiplier: float | None) -> int:
 
 
 def ffn_of(params: Json, dim: int) -> int:
-    """Return the feed-forward size that params.json gives by the formula."""
+    """Return the feed-forward size by Meta's formula for a params.json."""
     factor = params.get("ffn_dim_multiplier")
     multiple = count(params.get("multiple_of"), "multiple_of") or 256
     return ffn_size(dim, multiple, None if factor is None else number(factor, "ffn_dim_multiplier"))
 
 
 def of_params(family: Family, params: Json, source: str) -> Iterator[Statement]:
-    """Yield what a params.json says, in the words of config.json."""
+    """Yield the statements of a params.json, as facts of config.json."""
     style, values = family.params, with_rope_type(params)
     sizes = read_sizes(family, None, params)
     named = read_sizes(family, None, params, implied=False)
@@ -100,7 +100,7 @@ def of_params(family: Family, params: Json, source: str) -> Iterator[Statement]:
 
 
 def _said(family: Family, params: Json, source: str) -> list[Statement]:
-    """Return what a params.json says beside sizes."""
+    """Return the statements of a params.json other than sizes."""
     style, values, known = family.params, plain(params), named_in(family)
     found: list[Statement] = []
     for name, fact in style.facts:
@@ -121,7 +121,7 @@ def _said(family: Family, params: Json, source: str) -> list[Statement]:
 
 
 def _implied(family: Family, values: Json, source: str) -> Iterator[Statement]:
-    """Yield what a params.json means beyond its words."""
+    """Yield the statements that a params.json implies."""
     style = family.params
     scaling = f"{style.prefix}rope."
     told: dict[str, object] = {f"{scaling}rope_type": "default"}
@@ -142,10 +142,10 @@ def params_to_config(
     tied: bool | None = None,
     dtype: str | None = None,
 ) -> dict[str, object]:
-    """Return the config.json of a checkpoint that has only params.json.
+    """Build the config.json of a checkpoint that has only params.json.
 
-    *sizes*, solved from the tensors, win over formulas: vocabulary (-1 in Llama 2), feed-forward
-    size, key/value heads without repetitions, number of layers.
+    *sizes*, solved from the tensors, override formulas: vocabulary size (-1 in Llama 2),
+    feed-forward size, key/value heads without repetition, number of layers.
     """
     style, values = family.params, with_rope_type(params)
     _require_translated(family, "config.json", "params.json")
@@ -182,7 +182,7 @@ def params_to_config(
     told = values.get("tied_embeddings", family.tied) if tied is None else tied
     for place in {"", style.prefix}:
         _put(config, f"{place}tie_word_embeddings", bool(told))
-    # Written as transformers 5 does where the rotary frequencies are more than a base.
+    # Use transformers 5 keys if the rotary frequencies have more than a base.
     text = looked_up(config, style.within) if style.within else config
     if isinstance(text, dict) and isinstance(text.get("rope"), dict):
         text["rope_parameters"] = {**text.pop("rope"), "rope_theta": text.pop("rope_theta", None)}
@@ -190,7 +190,7 @@ def params_to_config(
 
 
 def _require_translated(family: Family, wanted: str, given: str) -> None:
-    """Refuse to make one file of the other where the family does not say how."""
+    """Raise if the family has no conversion between params.json and config.json."""
     if not family.params.translated:
         raise MappingError(
             f"cannot generate {wanted} of `{family.name}` from {given}",
@@ -199,7 +199,7 @@ def _require_translated(family: Family, wanted: str, given: str) -> None:
 
 
 def _put(values: dict[str, object], name: str, value: object) -> None:
-    """Set what *values* say under *name*, in which dots lead into nested objects."""
+    """Set a dotted *name* in nested objects."""
     *outer, last = name.split(".")
     for part in outer:
         inner = values.setdefault(part, {})
@@ -210,9 +210,9 @@ def _put(values: dict[str, object], name: str, value: object) -> None:
 
 
 def assumed(family: Family, params: Json) -> dict[str, object]:
-    """Return what config.json says for want of a word in *params*, by its names there.
+    """Return facts of config.json that params.json does not state, by name.
 
-    That is what differs between models of one family: ids of tokens, lengths, rotary periods.
+    These differ between models of one family: token IDs, lengths, rotary periods.
     """
     values, style = with_rope_type(params), family.params
     known = {n for n, fact in style.facts if looked_up(values, fact.params) is not None}
@@ -225,7 +225,7 @@ def assumed(family: Family, params: Json) -> dict[str, object]:
 
 
 def _understood(family: Family, params: Json) -> None:
-    """Refuse what params.json says and config.json of this family has no word for."""
+    """Raise if params.json has keys that config.json of this family cannot express."""
     style, known = family.params, named_in(family)
     names = known | style.constant.keys()
     for name, value in walked(params, lambda n: any(other.startswith(f"{n}.") for other in names)):
@@ -248,7 +248,7 @@ def _strange(name: str, value: object, why: str = "") -> MappingError:
 def _stated_once(
     config: dict[str, object], name: str, value: object, fact: Fact, extra: Json
 ) -> None:
-    """Put a fact into *config*; two statements of params.json may not disagree on it."""
+    """Set a fact in *config*, or raise if params.json states it twice with different values."""
     before = looked_up(config, name)
     if before not in (None, value) and looked_up(extra, name) != before:
         raise MappingError(
@@ -262,9 +262,10 @@ def _stated_once(
 def config_to_params(
     family: Family, config: Json, sizes: Mapping[str, int], *, ranks: int = 1
 ) -> dict[str, object]:
-    """Return the params.json that means what config.json says, with its makers' keys only.
+    """Build the params.json for a config.json, with only its publisher's keys.
 
-    With more model-parallel *ranks* than key/value heads the repeated number of heads is stated.
+    If there are more model-parallel *ranks* than key/value heads, the repeated number of heads is
+    written.
     """
     style, values = family.params, normalized(config)
     _require_translated(family, "params.json", "config.json")
@@ -290,7 +291,7 @@ def config_to_params(
 
 
 def _state(params: dict[str, object], fact: Fact, name: str, values: Json) -> None:
-    """Say in *params* what *values* of config.json say; a window of null is none at all."""
+    """Write a fact of config.json to *params*; a null window means none."""
     found, default = looked_up(values, name), fact.default
     if fact.kind == "window" and states(values, name):
         default = None
@@ -306,7 +307,7 @@ def _state(params: dict[str, object], fact: Fact, name: str, values: Json) -> No
 def _derived(
     family: Family, known: Mapping[str, int], values: Json, ranks: int
 ) -> dict[str, object]:
-    """Return what only Meta's params.json says."""
+    """Return the fields that only Meta's params.json has."""
     if known["h"] * known.get("e", 0) != known["d"]:
         raise _unsaid("head_dim", known.get("e"), "in Meta's layout it is always dim / n_heads")
     multiple, factor = ffn_params(known["d"], known["f"])
@@ -338,7 +339,7 @@ def ffn_params(dim: int, size: int) -> tuple[int, float | None]:
 
 
 def _expressible(style: ParamsStyle, values: Json) -> None:
-    """Refuse what params.json of this style cannot say."""
+    """Raise if params.json of this style cannot express *values*."""
     for name, rule in style.fixed:
         value = looked_up(values, name)
         if value is not None and value not in rule.allowed:

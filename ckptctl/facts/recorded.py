@@ -1,4 +1,4 @@
-"""Which model types Megatron's records of a checkpoint tell, and which they contradict."""
+"""Detect model families from Megatron's records of a checkpoint."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from ckptctl.planner.mapping.detect import Candidate, detect
 
 
 class Records:
-    """What Megatron's programs recorded of the model in a checkpoint."""
+    """Megatron's records of the model in a checkpoint."""
 
     def __init__(self, catalog: Catalog) -> None:
         self._record = merged(catalog.extensions.get(MEGATRON, {}).values())
@@ -37,7 +37,7 @@ class Records:
     def candidates(
         self, known: Mapping[str, Family], shapes: Mapping[str, tuple[int, ...]], root: str
     ) -> list[Candidate]:
-        """Return the families that are described, as far as the keys are exactly theirs."""
+        """Return the recorded families whose keys match exactly."""
         found: list[Candidate] = []
         for name in possible(known, self._record) if self._record else ():
             one, told = {name: known[name]}, stated(known[name], self._record)
@@ -46,16 +46,16 @@ class Records:
         return found
 
     def contradict(self, family: Family) -> bool:
-        """Return whether no model of *family* is described."""
+        """Return whether the records cannot describe a model of *family*."""
         return family.megatron is not None and not _fits(family.megatron, fields_of(self._record))
 
     def configuration(self, family: Family) -> Json | None:
-        """Return the config.json that is stated."""
+        """Build config.json from the records, or return None if they state nothing."""
         found = stated(family, self._record)
         return Translated(found) if found else None
 
     def state_padding(self, rows: int, size: int) -> bool:
-        """Return whether of *rows* of a vocabulary only *size* are no padding."""
+        """Return whether the records confirm that *rows* are *size* entries plus padding."""
         told = self._record
         unit = self._count("make_vocab_size_divisible_by", VOCABULARY_MULTIPLE)
         unit *= self._count("tensor_model_parallel_size", 1)
@@ -71,10 +71,10 @@ class Records:
 
 
 def possible(families: Mapping[str, Family], record: Json) -> list[str]:
-    """Return the model types that *record* may describe.
+    """Return the families that *record* may describe.
 
-    Bridge and NeMo name a class, which tells most families; Megatron-LM's arguments tell what the
-    model computes, and several families may compute the same.
+    Bridge and NeMo name a class, which identifies most families. Megatron-LM's arguments only
+    describe the computation, which several families may share.
     """
     named, fields = class_of(record), fields_of(record)
     told: dict[str, int] = {}
@@ -101,7 +101,7 @@ def possible(families: Mapping[str, Family], record: Json) -> list[str]:
 def _by_layers(
     families: Mapping[str, Family], told: Mapping[str, int], record: Json
 ) -> Iterator[tuple[str, int]]:
-    """Yield what of *told* the function allows that builds the layers, where Bridge states one."""
+    """Yield the candidates that fit the layer-spec function, if Bridge records one."""
     spec = model_of(record).get("transformer_layer_spec")
     named = spec.get(TARGET) if isinstance(spec, Mapping) else None
     specs = {name: style.spec if (style := families[name].megatron) else "" for name in told}
@@ -114,7 +114,7 @@ def _by_layers(
 
 
 def _fits(style: MegatronStyle, fields: Json) -> bool:
-    """Whether no field contradicts what is the same in all models of a family."""
+    """Return whether no field contradicts a value that all models of the family have."""
     known = expected(style, fields).items()
     needed = [fact for fact in style.words if fact.megatron == EXPERTS]
     if needed and fields.get(EXPERTS, 0) is None:
@@ -123,7 +123,7 @@ def _fits(style: MegatronStyle, fields: Json) -> bool:
 
 
 def _readable(family: Family, fields: Json) -> bool:
-    """Whether the words of *family* have values in *fields* that they may have."""
+    """Return whether all facts of *family* have valid values in *fields*."""
     assert family.megatron is not None
     try:
         list(read(family.megatron, fields))
@@ -134,7 +134,7 @@ def _readable(family: Family, fields: Json) -> bool:
 
 
 def _signed(families: Mapping[str, Family], names: list[str], fields: Json) -> list[str]:
-    """Return those of *names* whose signs in config.json hold, and of these the special ones."""
+    """Return the families whose config.json signs match, without those refined by another."""
     kept: list[str] = []
     for name in names:
         family = families[name]

@@ -1,4 +1,4 @@
-"""Rotary frequencies in the words of Megatron-Core and of GGUF, as config.json has them.
+"""Rotary frequencies of Megatron-Core and GGUF, converted from and to config.json.
 
 Megatron-Core's fields depend on the kind of attention; a GGUF file has keys and a tensor.
 
@@ -26,22 +26,22 @@ NEMO: Mapping[str, str] = {
     "high_freq_factor": "high_freq_factor",
     "old_context_len": ORIGINAL,
 }
-"""What NeMo 2 states of Llama 3's scaling, and what config.json calls that."""
+"""NeMo 2's fields of Llama 3's scaling, and their names in config.json."""
 YARN = {
     name.removeprefix("rope."): fact
     for name, fact in FACTS.items()
     if name.startswith("rope.") and fact.megatron
 }
-"""The numbers of YaRN: fields of latent attention; those of other attention begin with yarn_."""
+"""Parameters of YaRN, with field names of latent attention; others have the prefix yarn_."""
 TRUNCATE = "yarn_correction_range_round_to_int"
 """Whether YaRN's range of dimensions is rounded: ``truncate`` in config.json."""
 
 
 def rope_of_megatron(style: MegatronStyle, fields: Json) -> dict[str, object] | None:
-    """Return how Megatron-Core's *fields* scale the rotary frequencies, as config.json says it.
+    """Convert Megatron-Core's *fields* to ``rope_scaling`` of config.json.
 
     Returns:
-        The kind as ``rope_type``, and its numbers; None: *fields* do not say.
+        The kind as ``rope_type`` and its parameters, or None if *fields* do not tell.
     """
     if fields.get("multi_latent_attention") is True:
         return _rope_of_latent(fields)
@@ -91,7 +91,7 @@ def _yarn(fields: Json, prefix: str) -> dict[str, object]:
 
 
 def rope_to_megatron(style: MegatronStyle, scaling: Json) -> dict[str, object] | None:
-    """Return the fields that scale the rotary frequencies as *scaling* says; None: none do."""
+    """Convert ``rope_scaling`` to Megatron-Core's fields, or return None if impossible."""
     kind = scaling.get("rope_type") or "default"
     latent = True in style.fields.get("multi_latent_attention", ())
     if kind == "default" and latent:
@@ -123,17 +123,20 @@ def _yarn_fields(scaling: Json, *, latent: bool) -> Iterator[tuple[str, object]]
 # ------------------------------------------------------------------------------- GGUF
 
 LEGACY = "rope.scale_linear"
-"""What older files call the factor of rotary frequencies."""
+"""Key of the scaling factor in older files."""
 NEAR = 1e-3
 
 
 def rope_of_gguf(config: Json, keys: Json, factors: Sequence[float] | None) -> Json | None:
-    """Return the scaling that a GGUF file states; empty: none; None: it is not understood.
+    """Convert a GGUF file's scaling to ``rope_scaling``.
 
     Args:
-        config: What else config.json says.
-        keys: The metadata, without the architecture.
-        factors: What the tensor of factors divides frequencies by; None: there is none.
+        config: Other values of config.json.
+        keys: The metadata, by key without the architecture.
+        factors: Divisors of the frequencies from their tensor, or None if there is none.
+
+    Returns:
+        The scaling, empty if there is none, or None if it is unsupported.
     """
     kind = keys.get("rope.scaling.type", "none")
     if keys.get(LEGACY, 1.0) != 1.0 or not _rotates_all(config, keys):
@@ -156,7 +159,7 @@ def rope_of_gguf(config: Json, keys: Json, factors: Sequence[float] | None) -> J
 
 
 def _rotates_all(config: Json, keys: Json) -> bool:
-    """Return whether all of a head is rotated, as it is in all architectures that are known."""
+    """Return whether the whole head is rotated, as in all supported architectures."""
     size, heads = config.get("hidden_size"), config.get("num_attention_heads")
     whole = size // heads if isinstance(size, int) and isinstance(heads, int) and heads else None
     rotated = keys.get("rope.dimension_count")
@@ -164,7 +167,7 @@ def _rotates_all(config: Json, keys: Json) -> bool:
 
 
 def _is_llama3(config: Json, factors: Sequence[float], factor: float) -> bool:
-    """Return whether frequencies are divided as Llama 3.1 does it."""
+    """Return whether *factors* are those of Llama 3.1's scaling."""
     theta, pairs = config.get("rope_theta"), len(factors)
     if not isinstance(theta, float) or not all(0 < one < math.inf for one in (theta, *factors)):
         return False

@@ -1,8 +1,8 @@
-"""What the tensors of a checkpoint say of the facts that its configuration states.
+"""Compare the sizes that a configuration states with the tensors.
 
-Shapes show the sizes of axes. Of axes that only occur as a product, such as heads and their
-dimension, they show what is left when the others are as stated: each statement is tried in turn,
-and one that the tensors do not admit beside those before it is contradicted.
+Shapes show the sizes of axes. For axes that only occur in products, such as heads and head
+dimension, statements are assumed one after another. A statement that does not fit the shapes
+together with those before it is contradicted.
 """
 
 from __future__ import annotations
@@ -24,11 +24,12 @@ def of_shapes(
     stated: Sequence[Statement],
     padded: Mapping[str, int] | None = None,
 ) -> Iterator[Statement]:
-    """Yield what the shapes and the numbers of keys say where *stated* says something else.
+    """Yield what shapes and numbers of keys show where *stated* has other sizes.
 
-    What facts come to together is yielded as well: nobody states it as it is.
+    Sizes that follow from formulas over several facts are yielded together with what contradicts
+    them, since no file states them.
 
-    Sizes of *padded* axes are larger than stated, and may be so.
+    Sizes of *padded* axes may be larger than stated.
     """
     counts = tensors.matched.counts()
     chosen = tensors.matched
@@ -63,7 +64,7 @@ def _solved(
     said: Sequence[tuple[str, Statement]],
     padded: Mapping[str, int],
 ) -> Iterator[Statement]:
-    """Yield what shapes say of the sizes of axes, where *said* is something else."""
+    """Yield what shapes show about axis sizes where *said* has other values."""
     seen: dict[object, Observation] = {}
     for key, stored in tensors.matched.stored.items():
         if key in tensors.shapes:
@@ -78,7 +79,7 @@ def _solved(
     known: dict[str, int] = {}
     found = _solve(family, items, known)
     if found is None:
-        return  # they contradict each other, whatever is stated: mapping them says how
+        return  # shapes contradict each other: mapping the tensors reports how
     beside: list[str] = []
     for axis, size, one in wanted:
         more = _solve(family, items, {**known, axis: size})
@@ -103,7 +104,7 @@ def _solve(family: Family, items: Sequence[Observation], sizes: Mapping[str, int
 
 
 def _sizes(family: Family, stated: Sequence[Statement]) -> dict[str, Statement]:
-    """Return the first statement, or a trusted one, of the size of each axis."""
+    """Return the first, or a trusted, statement about the size of each axis."""
     by_fact: dict[str, Statement] = {}
     for one in sorted(stated, key=lambda one: (not one.trusted, not one.stated)):
         if isinstance(one.value, int) and not isinstance(one.value, bool) and one.value > 0:
@@ -113,7 +114,7 @@ def _sizes(family: Family, stated: Sequence[Statement]) -> dict[str, Statement]:
 
 
 def _formulas(family: Family, stated: Sequence[Statement]) -> Iterator[tuple[str, Statement]]:
-    """Yield what facts come to of which the size of an axis is made."""
+    """Yield axis sizes that formulas give for the stated facts."""
     values: dict[str, Statement] = {}
     for one in sorted(stated, key=lambda one: (not one.trusted, not one.stated)):
         if isinstance(one.value, int) and not isinstance(one.value, bool):
@@ -136,13 +137,13 @@ def _size(statement: Statement) -> int:
 
 
 def _alone(items: Sequence[Observation]) -> set[str]:
-    """Return the axes that are the whole of a dimension somewhere."""
+    """Return the axes that are a whole dimension of some tensor."""
     leaves = [leaf for item in items for leaf in item.stored.leaves if leaf.part is None]
     return {group[0] for leaf in leaves for group in leaf.dims if len(group) == 1}
 
 
 def _shown(family: Family, items: Sequence[Observation], axis: str) -> str:
-    """Return a tensor that shows the size of *axis*, the one where it stands alone if any does."""
+    """Describe a tensor that shows the size of *axis*, preferably as a whole dimension."""
     parts = {axis, *family.expand((axis,))}
     found: list[tuple[bool, int, int, Observation]] = []
     for place, item in enumerate(items):
@@ -158,7 +159,7 @@ def _shown(family: Family, items: Sequence[Observation], axis: str) -> str:
 
 
 def _called(tensors: Tensors, index: str) -> str:
-    """Return the key with the largest number of *index*."""
+    """Return the key with the largest number of *index*, in backquotes."""
     keys = (
         (max(column), group.keys[list(column).index(max(column))])
         for group in tensors.matched.groups
