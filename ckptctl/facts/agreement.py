@@ -259,7 +259,7 @@ def _of_tensors(
     """Yield what the tensors show about sizes, and about switches in *statements*."""
     rows = None
     if tensors.layout.name in PADDED_LAYOUTS:
-        # Most layouts have no padding.
+        # late, for a fast start: most layouts have no padding
         from ckptctl.conversion.recognition.vocabulary import rows_with_padding
 
         size = next((one.value for one in statements if one.fact == fact_of(family, AXIS)), None)

@@ -1,6 +1,6 @@
-"""Quantized tensors of a source: dequantized (``--dequantize``), or kept whole with their scales.
+"""Quantized tensors of a source: dequantize them (``--dequantize``), or keep their scales.
 
-Plain tensors are computed as they are read.
+Dequantized tensors are computed as they are read.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from ckptctl.units import counted
 
 
 def dequantize(draft: Draft) -> Draft:
-    """Dequantize the source, where it or else the base of ``--fill-from`` has to be."""
+    """Dequantize the source if requested, also before ``--fill-from`` if it is quantized."""
     options, catalog = draft.options, draft.catalog
     draft = replace(draft, assets=describe_plain(draft.assets))
     if options.dequantize is None or (options.fill_from and not quantized(catalog)):
@@ -53,7 +53,7 @@ def dequantize(draft: Draft) -> Draft:
 
 
 def quantization_in(directory: str | TreePath | None) -> list[QuantizationStatement]:
-    """Return what ``--assets``, if there is any, says of how weights are quantized."""
+    """Return the quantization statements of ``--assets``; empty without that option."""
     if directory is None:
         return []
     root = assets_folder(directory)
@@ -62,7 +62,7 @@ def quantization_in(directory: str | TreePath | None) -> list[QuantizationStatem
 
 
 def describe_plain(assets: Assets) -> Assets:
-    """Return *assets* as they hold once nothing is quantized any more."""
+    """Return *assets* without any statement of quantization."""
     described = tuple(replace(one, content=without(one.content)) for one in assets.described)
     config = assets.documents.get(CONFIG, {})
     sizes = {name: size for name, size in assets.sizes.items() if name not in QUANTIZATION}
@@ -77,7 +77,7 @@ def describe_plain(assets: Assets) -> Assets:
 
 
 def keep_scales(draft: Draft) -> Draft:
-    """Refuse a change of names or dtypes after which quantized elements have lost their scales."""
+    """Raise if the conversion would separate quantized weights from their scales."""
     names = {draft.model.root + name for name in draft.selection.tensors}
     renamed = not draft.change.identity
     keep_together(draft.catalog, names, renamed=renamed, dtype=draft.options.dtype)
@@ -87,9 +87,9 @@ def keep_scales(draft: Draft) -> Draft:
 def keep_together(
     catalog: Catalog, chosen: Collection[str], *, renamed: bool, dtype: str | None
 ) -> None:
-    """Refuse a conversion after which quantized elements have lost their scales.
+    """Raise if a conversion would separate quantized weights from their scales.
 
-    A copy of everything under the same names is not looked at: it loses nothing.
+    A complete copy under the same names is not checked, because it loses nothing.
     """
     if not renamed and dtype is None and catalog.tensors.keys() <= set(chosen):
         return
@@ -117,7 +117,7 @@ def keep_together(
 
 
 def require_uncast(catalog: Catalog, chosen: Collection[str], seen: Survey | None = None) -> None:
-    """Refuse a cast of *chosen* tensors where quantized elements are among them."""
+    """Raise if quantized weights are among *chosen* tensors that are to be cast."""
     names = {name for name in chosen if catalog.tensors[name].dtype == FP8}
     found = (seen or glanced(catalog)).weights if names else []
     cast = [weight.lead for weight in found if not names.isdisjoint(weight.names)]
@@ -137,7 +137,7 @@ Block = tuple[int, int]
 
 
 def keep_blocks(draft: Draft) -> Draft:
-    """Refuse to divide a float8 weight among ranks inside of a block."""
+    """Raise if ranks would get parts of a block of a float8 weight."""
     ranks = draft.ranks
     divide = division(draft.change, draft.target.layout) if ranks > 1 else None
     if divide is None:
@@ -171,7 +171,7 @@ def keep_blocks(draft: Draft) -> Draft:
 
 
 def _cut(shares: Sequence[RankShard | None], shape: tuple[int, ...], block: Block) -> bool:
-    """Return whether a rank's part begins or ends inside of a block of a matrix of *shape*."""
+    """Return whether a rank's shard begins or ends inside a block of a matrix of *shape*."""
     return any(
         offset % step or ((offset + size) % step and offset + size != whole)
         for share in shares

@@ -1,7 +1,7 @@
-"""Which tensors of a checkpoint are quantized, and how; the plain ones that they stand for.
+"""Detect the quantized tensors of a checkpoint, and replace them by dequantized ones.
 
-That is told by the schemes of ``ckptctl/numerics/quantization``, from names, dtypes, shapes and
-what files beside the weights say. Plain tensors are virtual: computed as they are read.
+The schemes of ``ckptctl/numerics/quantization`` detect them from names, dtypes, shapes and config
+files. Dequantized tensors are virtual: computed as they are read.
 """
 
 from __future__ import annotations
@@ -58,16 +58,16 @@ if TYPE_CHECKING:
     from ckptctl.numerics.quantization.scheme import QuantizedWeight
 
 SMALL = 1 << 20
-"""Most bytes of a tensor whose elements say what others stand for."""
+"""Largest tensor, in bytes, whose values schemes may read as metadata."""
 
 
 def statement_of(
     catalog: Catalog, more: Iterable[QuantizationStatement] = ()
 ) -> QuantizationStatement:
-    """Return what the files of a checkpoint, and *more*, say about how it is quantized.
+    """Return the quantization statement of a checkpoint's files and of *more*.
 
     Raises:
-        MappingError: They contradict each other.
+        MappingError: Statements contradict each other.
     """
     config = catalog.documents.get(CONFIG, {})
     said = [*all_of_config(config), *_beside(catalog.root, catalog.assets), *more]
@@ -79,7 +79,7 @@ def statement_of(
 def statements_in(
     root: TreePath, config: Json, names: Collection[str]
 ) -> Iterator[QuantizationStatement]:
-    """Yield what a folder apart from the weights says: its *config*, and files called *names*."""
+    """Yield the statements of a config folder: of its *config* and its files *names*."""
     for one in (*all_of_config(config), *_beside(root, names)):
         yield replace(one, where=f"{one.where} ({root})")
 
@@ -95,15 +95,15 @@ def _beside(root: TreePath, names: Collection[str]) -> Iterator[QuantizationStat
 
 
 def is_plain(catalog: Catalog) -> bool:
-    """Return whether neither a tensor nor a file of a checkpoint tells of quantization."""
+    """Return whether neither a tensor nor a file of a checkpoint indicates quantization."""
     return look_plain(catalog.tensors) and not statement_of(catalog).method
 
 
 def surveyed(catalog: Catalog, more: Iterable[QuantizationStatement] = ()) -> Survey:
-    """Return what the schemes make of a checkpoint, of which *more* is said elsewhere."""
+    """Survey the quantized tensors of a checkpoint; *more* are statements of other files."""
 
     def values(entry: TensorEntry) -> bytes:
-        # which only few schemes need
+        # late, for a fast start: only few schemes read values
         from ckptctl.storage.computed import open_reader
         from ckptctl.storage.tensor_reader import TensorReader
 
@@ -122,7 +122,7 @@ def surveyed(catalog: Catalog, more: Iterable[QuantizationStatement] = ()) -> Su
 
 
 def glanced(catalog: Catalog) -> Survey:
-    """Return the same of a checkpoint that is only looked at, whatever its files say."""
+    """Survey a checkpoint, reporting an unreadable quantization config as unknown."""
     try:
         return surveyed(catalog)
     except CkptError as error:
@@ -130,12 +130,12 @@ def glanced(catalog: Catalog) -> Survey:
 
 
 def quantized(catalog: Catalog) -> Mapping[str, str]:
-    """Return what is quantized, by the name of the tensor that it stands for, and how."""
+    """Map the dequantized name of each quantized tensor to its scheme."""
     return glanced(catalog).ways
 
 
 def unsaid(catalog: Catalog, config: Json | None, beside: Collection[str]) -> Iterator[str]:
-    """Say so where tensors are quantized and neither *config* nor a file *beside* it says how."""
+    """Note if tensors are quantized but neither *config* nor sidecar files state it."""
     said = config is not None and of_config(config) is not None
     narrow = any(dtypes.itemsize(entry.dtype) == 1 for entry in catalog.tensors.values())
     if config is None or said or not narrow or not BESIDE.keys().isdisjoint(beside):
@@ -150,7 +150,7 @@ def unsaid(catalog: Catalog, config: Json | None, beside: Collection[str]) -> It
 
 @contextmanager
 def advised(model: Model) -> Iterator[None]:
-    """Let errors about tensors without a place say that a checkpoint is quantized, if it is."""
+    """Add a dequantization hint to unmapped-tensor errors if the checkpoint is quantized."""
     catalog, root = model.catalog, model.root
     try:
         yield
@@ -172,8 +172,8 @@ def advised(model: Model) -> Iterator[None]:
 
 
 def _is_known_when_plain(catalog: Catalog) -> bool:
-    """Return whether a model type has the tensors that the quantized ones stand for."""
-    from ckptctl.conversion.recognition.model import understand  # which needs this module's names
+    """Return whether a family has the tensors of the dequantized checkpoint."""
+    from ckptctl.conversion.recognition.model import understand  # late: only for errors
 
     try:
         return bool(understand(dequantized(catalog, "bfloat16")).candidates)
@@ -182,12 +182,12 @@ def _is_known_when_plain(catalog: Catalog) -> bool:
 
 
 def weights(catalog: Catalog) -> list[QuantizedWeight]:
-    """Return the quantized tensors that are understood, in the checkpoint's order.
+    """Return the supported quantized weights, in the checkpoint's order.
 
     Raises:
-        DamagedError: Some are missing.
-        UnsupportedError: Some do not fit each other.
-        MappingError: What files say about them is not understood.
+        DamagedError: Tensors of a weight are missing.
+        UnsupportedError: Tensors of a weight do not match each other.
+        MappingError: A quantization statement is unsupported.
     """
     return _fitting(surveyed(catalog))
 
@@ -199,15 +199,15 @@ def _fitting(found: Survey) -> list[QuantizedWeight]:
 
 
 def orphans(catalog: Catalog) -> None:
-    """Refuse quantized tensors without scales, and scales without such."""
+    """Raise if quantized tensors have no scales, or scales have no quantized tensor."""
     _require_pairs(surveyed(catalog), catalog, DamagedError)
 
 
 def understood(found: Survey, method: str) -> bool:
-    """Return whether it is known how weights are stored, so that one can lack what others have.
+    """Return whether a scheme is known well enough to tell which tensors are missing.
 
-    That is so where one is whole, or where a file says that they are stored as a scheme has it
-    whose names alone tell. A configuration that is not understood says nothing of what is missing.
+    This is so if one weight is complete, or if a config states a scheme that is recognized by names
+    alone. An unsupported configuration says nothing about missing tensors.
     """
     known = (DamagedError, UnsupportedError)
     if any(not isinstance(error, known) for error in found.unfit.values()):
@@ -219,11 +219,11 @@ def understood(found: Survey, method: str) -> bool:
 
 
 def misfits(catalog: Catalog, seen: Survey | None = None) -> Iterator[Finding]:
-    """Yield what of a quantized checkpoint is not there, or does not fit the rest of its weight.
+    """Yield findings on missing or mismatched tensors of quantized weights.
 
     Args:
         catalog: The checkpoint.
-        seen: What the schemes make of it, where that is known.
+        seen: Survey of the checkpoint, or None to make one.
     """
     try:
         found, method = seen or surveyed(catalog), statement_of(catalog).method
@@ -254,14 +254,14 @@ def _require_pairs(found: Survey, catalog: Catalog, kind: type[CkptError]) -> No
 def dequantized(
     catalog: Catalog, dtype: str, more: Sequence[QuantizationStatement] | None = None
 ) -> Catalog:
-    """Return *catalog* with a plain tensor in place of every quantized one and its scales.
+    """Replace the quantized tensors of *catalog* and their scales by dequantized tensors.
 
-    The plain tensors are computed when they are read.
+    The dequantized tensors are virtual: computed when they are read.
 
     Args:
         catalog: A checkpoint.
-        dtype: Of the plain tensors.
-        more: What ``--assets`` says of it; None: that cannot be given.
+        dtype: dtype of the dequantized tensors.
+        more: Statements of ``--assets``, or None where that option does not exist.
     """
     seen = surveyed(catalog, more or ())
     found = _understood(seen, catalog, more)
@@ -294,7 +294,7 @@ def dequantized(
 
 
 def _notes(found: Survey, dtype: str) -> Iterator[str]:
-    """Say what becomes of what."""
+    """Note what was dequantized and which tensors were dropped."""
     ways = ", ".join(dict.fromkeys(weight.how for weight in found.weights))
     yield f"dequantized {counted(len(found.weights), 'tensor')} to {dtype} ({ways})"
     for what in dict.fromkeys(found.dropped.values()):
@@ -336,7 +336,7 @@ def _understood(
 
 
 def _advice(catalog: Catalog, more: Sequence[QuantizationStatement] | None) -> str:
-    """Say what is understood, or that a configuration is missing that would tell."""
+    """Return a hint: the supported schemes, or that a config is missing."""
     if statement_of(catalog, more or ()).method:
         from ckptctl.numerics.quantization.scheme import schemes
 
@@ -361,7 +361,7 @@ def _entry(weight: QuantizedWeight, lead: TensorEntry, computed: Computed) -> Te
 
 
 def _path(path: Path, weight: QuantizedWeight) -> Path:
-    """Return the key path of the plain tensor: with another end than the quantized one's."""
+    """Return the key path of the dequantized tensor, which may have another ending."""
     pairs = zip(weight.lead, weight.key, strict=False)
     same = len(list(takewhile(lambda pair: pair[0] == pair[1], pairs)))
     before, after, last = weight.lead[same:], weight.key[same:], path[-1]

@@ -1,7 +1,7 @@
-"""``--quantize``: linear weights of an output become quantized tensors, which are computed.
+"""``--quantize``: replace linear weights of an output by virtual quantized tensors.
 
-They are made of the plain tensors that the output would have: in its layout and dtype, dequantized
-or merged before. These are virtual; nothing holds them.
+They are computed from the unquantized tensors of the output, in its layout and dtype, after
+dequantizing or merging. Those are virtual too and never stored.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ PLAIN = ("float32", "bfloat16", "float16")
 
 
 def quantize(draft: Draft) -> Draft:
-    """Put quantized tensors in the place of the weights that ``--quantize`` is about."""
+    """Replace the weights that ``--quantize`` selects by quantized tensors."""
     recipe = recipes()[draft.options.quantize or ""]
     chosen = _chosen(draft, recipe)
     making = _Making(draft, recipe, together([tensor.name for tensor in chosen]))
@@ -69,10 +69,10 @@ def _note(made: Quantization, recipe: Recipe) -> str:
 
 
 def _ignored_modules(made: Quantization) -> tuple[str, ...]:
-    """Return the names of modules for the configuration's list of ignored modules.
+    """List the modules that the configuration must state as not quantized.
 
-    Stacked experts are listed by their parent module. A tied lm_head has no tensor of its own
-    and is listed, too.
+    Stacked experts are listed by their parent module. A tied lm_head has no tensor of its own, but
+    is listed too.
     """
     stacks = (one.name for one in made.unquantized if len(one.shape) > 2)
     apart = {name: name.rpartition(".")[0] for name in stacks if not name.endswith(WEIGHT)}
@@ -83,7 +83,7 @@ def _ignored_modules(made: Quantization) -> tuple[str, ...]:
 
 
 def _ragged(recipe: Recipe, chosen: Sequence[OutputTensor]) -> Iterator[str]:
-    """Say so where a block has rows of two weights once programs fuse them."""
+    """Note if blocks would contain rows of two weights that vLLM fuses."""
     down = next((part.block[0] for part in recipe.parts if part.block and part.block[0] > 1), 1)
     rows = {tensor.name: tensor.shape[0] for tensor in chosen}
     cut = [name for group in fused(rows) for name in group[:-1] if rows[name] % down]
@@ -96,7 +96,7 @@ def _ragged(recipe: Recipe, chosen: Sequence[OutputTensor]) -> Iterator[str]:
 
 
 def _stacks(chosen: Sequence[OutputTensor], change: Change) -> Iterator[str]:
-    """Say so where few programs read what is written."""
+    """Note that few programs read quantized stacks of experts."""
     stacked = [tensor.name for tensor in chosen if len(tensor.shape) == 3]
     if stacked:
         told = (
@@ -114,7 +114,7 @@ def _skip_hint() -> str:
 
 
 def _chosen(draft: Draft, recipe: Recipe) -> Sequence[OutputTensor]:
-    """Return the tensors that are quantized, all of which can be."""
+    """Select the tensors to quantize, or raise if one of them cannot be."""
     options, there = draft.options, [tensor.name for tensor in draft.tensors]
     linear = _linear(draft)
     also = _matching(there, options.quantize_also, "--quantize-also")
@@ -139,7 +139,7 @@ def _chosen(draft: Draft, recipe: Recipe) -> Sequence[OutputTensor]:
 
 
 def _require_whole(names: set[str], there: Sequence[str]) -> None:
-    """Refuse a choice that takes apart what programs read quantized together."""
+    """Raise if a selection splits weights that programs read quantized together."""
     read = (
         *((group, "vLLM fuses them into one weight") for group in fused(there)),
         *((group, "they belong to one module") for group in modules_of_experts(there)),
@@ -156,7 +156,7 @@ def _require_whole(names: set[str], there: Sequence[str]) -> None:
 
 
 def _linear(draft: Draft) -> dict[str, Role]:
-    """Return the linear weights of layers, as the family's tables have them, and what they are."""
+    """Map the linear weights of layers to their roles, from the family's tables."""
     change, catalog = draft.change, draft.catalog
     family = change.family
     already = quantized_already(catalog)
@@ -207,7 +207,7 @@ def _matching(names: Sequence[str], globs: Sequence[str], option: str) -> set[st
 def _require_possible(
     tensor: OutputTensor, recipe: Recipe, role: Role, family: Family | None
 ) -> None:
-    """Refuse a tensor that cannot be quantized so, by its name."""
+    """Raise if the recipe cannot quantize a tensor."""
     where, shape = f"tensor `{tensor.name}`", tensor.shape
     if role in ("experts", "stacked"):
         _require_readable(tensor, recipe, role, family)
@@ -233,7 +233,7 @@ def _require_possible(
 def _require_readable(
     tensor: OutputTensor, recipe: Recipe, role: Role, family: Family | None
 ) -> None:
-    """Refuse stacked experts that no program reads so."""
+    """Raise if no program reads stacked experts quantized in this way."""
     _, rows, columns = shape = tensor.shape
     down, across = recipe.stack or (1, 1)
     if not recipe.stack:
@@ -256,7 +256,7 @@ def _require_readable(
 
 
 def _one_by_one(family: Family | None) -> Iterator[str]:
-    """Yield how experts come apart, if the model type has such a layout."""
+    """Yield the option that unstacks experts, if the family has a layout for it."""
     for name in family.layouts if family else ():
         if family and _is_named_so(name) and not Roles(family, family.layout(name)).stacks:
             yield f"pass {spell_option(f'--to-layout {name}')} to write per-expert weights"
@@ -264,23 +264,23 @@ def _one_by_one(family: Family | None) -> Iterator[str]:
 
 
 def _is_named_so(layout: str) -> bool:
-    """Return whether *layout* has the names of transformers."""
+    """Return whether *layout* uses transformers' names."""
     return layout in (HF, BASE) or layout.startswith(f"{HF}-")
 
 
-# ---------------------------------------------------------------------------- what they become
+# ------------------------------------------------------------------------- virtual tensors
 
 
 def _key(name: str) -> str:
-    """Return the name of the virtual file of the quantized tensor called *name*."""
+    """Return the virtual file name of the quantized tensor *name*."""
     return computed_name(f"{name}@quantized")
 
 
 class _Making:
-    """Quantized tensors while they are planned.
+    """Builder of the virtual tensors of quantized weights.
 
     Attributes:
-        catalog: The source, with virtual tensors: quantized ones, and what these are made of.
+        catalog: The source with virtual tensors: quantized ones, and their unquantized inputs.
     """
 
     def __init__(self, draft: Draft, recipe: Recipe, groups: Mapping[str, tuple[str, ...]]) -> None:
@@ -294,7 +294,7 @@ class _Making:
         self._known: dict[str, Input] = {}
 
     def parts_of(self, tensor: OutputTensor) -> list[OutputTensor]:
-        """Return what *tensor* is stored as, in the order of the recipe."""
+        """Build the tensors that *tensor* is stored as, in the order of the recipe."""
         return [self._part(tensor, part) for part in self._recipe.parts]
 
     def _part(self, tensor: OutputTensor, part: StoredPart) -> OutputTensor:
@@ -319,7 +319,7 @@ class _Making:
         return self._known[key]
 
     def _plain(self, tensor: OutputTensor) -> Input:
-        """Return the plain tensor: that of the source where it is the same, else a virtual one."""
+        """Return the unquantized tensor: the source's own if unchanged, otherwise a virtual one."""
         key = computed_name(f"{tensor.name}@plain")
         if key not in self._known:
             composed = self._draft.mapped[tensor.name]

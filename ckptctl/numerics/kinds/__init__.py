@@ -1,1 +1,1 @@
-"""Kinds of virtual files, found by name: see :class:`ckptctl.storage.computed.Kind`."""
+"""Kinds of virtual files, loaded by name; see :class:`ckptctl.storage.computed.Kind`."""

@@ -1,12 +1,11 @@
-"""Kinds of bitsandbytes: in float32, rounded once.
+"""Kinds that dequantize bitsandbytes weights in float32, rounded once.
 
-``bnb_4bit``: two codes in a byte, the earlier one in its upper half; each stands for a number of a
-table, times the scale of its block of consecutive elements of the whole tensor. Sources:
+``bnb_4bit``: two codes in a byte, the first in the upper half. Each code is an index into a table,
+multiplied by the scale of its block of consecutive elements of the whole tensor. Sources:
 ``_dequantize_4bit_compute`` in ``bitsandbytes/backends/default/ops.py``, ``QuantState`` and
 ``dequantize_4bit`` in ``bitsandbytes/functional.py``. Inputs: bytes ``[elements / 2, 1]``; the
-table, float32 ``[16]``; the scales, float32 ``[blocks]``, or where they are quantized themselves
-uint8 ``[blocks]``, followed by their scales, float32 ``[blocks / nested_block]``, and their table,
-float32 ``[256]``.
+table, float32 ``[16]``; the scales, float32 ``[blocks]``. Quantized scales are uint8 ``[blocks]``,
+followed by their scales, float32 ``[blocks / nested_block]``, and their table, float32 ``[256]``.
 
 ``bnb_int8``: int8 times the largest of a row, times 1 / 127. Source: ``int8_vectorwise_dequant``
 there. Inputs: int8 ``[rows, columns]``, and the largest, float32 ``[rows]``.
@@ -36,7 +35,7 @@ def _bnb_4bit(out: Output) -> None:
 
 
 def _runs(rows: range, columns: range, width: int) -> Iterator[tuple[int, int]]:
-    """Yield which elements of the tensor a rectangle consists of, in a row each."""
+    """Yield the ranges of consecutive elements that make up a rectangle."""
     if len(columns) == width:
         yield rows.start * width, rows.stop * width
         return
@@ -45,7 +44,7 @@ def _runs(rows: range, columns: range, width: int) -> Iterator[tuple[int, int]]:
 
 
 def _numbers(out: Output, first: int, last: int) -> torch.Tensor:
-    """Return consecutive elements."""
+    """Return consecutive dequantized elements."""
     import torch
 
     packed, table, *_ = out.inputs

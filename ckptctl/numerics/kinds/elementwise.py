@@ -1,10 +1,9 @@
-"""Kinds that need no scales: constants, sums, and views that are conjugate or negative.
+"""Kinds without scales: constants, sums, and conjugated or negated views.
 
-``constant``: elements that are all the same, what a model type adds and no file holds; the argument
-is the element, None for 0. ``added``: elements as another tensor has them, each plus the number
-that the argument is, rounded once to the dtype. ``mirrored``: elements of a view that is lazily
-conjugate or negative, as torch saves it; the arguments are ``conj``, ``neg`` or both. The last two
-have one input, of the same dtype and shape.
+``constant``: equal elements that a model needs and no file has; the argument is the element, or
+None for 0. ``added``: another tensor's elements plus the argument, rounded once to the dtype.
+``mirrored``: elements of a lazily conjugated or negated view, as torch saves it; the arguments are
+``conj``, ``neg`` or both. The last two have one input, of the same dtype and shape.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ def _constant(out: Output) -> None:
 
 
 def _is_zero(computed: Computed) -> bool:
-    """Return whether no arithmetic is needed: zero is zero bytes in every dtype that has one."""
+    """Return whether the constant is +0, which is zero bytes in every dtype."""
     value = _value(computed)
     return value == 0 and math.copysign(1, value) > 0
 

@@ -1,9 +1,9 @@
-"""A kind that stacks the B of experts as PEFT's ``ParamWrapper`` keeps them.
+"""A kind that stacks LoRA B factors of experts as PEFT's ``ParamWrapper`` stores them.
 
-``experts_b``: ``[out, R E]`` of E experts and rank R, whose every E-th column from the e-th on is
-expert e's. It consists of parts, each with rows and a part of the rank of its own: what is neither
-is zero. The arguments are the first rows of the parts; the inputs, ``[rows, rank]``, are the parts
-of one expert after the other.
+``experts_b``: ``[out, R E]`` for E experts of rank R, where every E-th column from the e-th is that
+of expert e. It is block diagonal: each part has its own rows and ranks, and other elements are
+zero. The arguments are the first rows of the parts. The inputs, ``[rows, rank]``, are the parts of
+the first expert, then those of the next.
 """
 
 from __future__ import annotations

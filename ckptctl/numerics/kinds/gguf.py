@@ -1,8 +1,8 @@
-"""A kind that has llama.cpp's own package compute what GGUF files hold.
+"""A kind that dequantizes GGUF blocks with llama.cpp's package.
 
 ``gguf``: blocks of quantized elements, as ``gguf.quants.dequantize`` computes them in float32,
-rounded once. Input: the blocks, uint8 ``[..., blocks of a row * nbytes]``. The arguments
-are a :class:`~ckptctl.numerics.quantization.ggml.BlockType`.
+rounded once. Input: the blocks, uint8 ``[..., blocks of a row * nbytes]``. The arguments are a
+:class:`~ckptctl.numerics.quantization.ggml.BlockType`.
 """
 
 from __future__ import annotations
@@ -25,6 +25,6 @@ def _blocks(out: Output) -> None:
 
 
 KINDS = {
-    # Scales that are not finite show in what is computed, and are no numbers of a model.
+    # Non-finite results come from damaged scales, not from values of the model.
     "gguf": Kind(_blocks, overflows=True, package="gguf"),
 }

@@ -1,18 +1,17 @@
-"""Kinds that merge low-rank changes into rows of a weight: in float32, rounded once.
+"""Kinds that merge LoRA and DoRA updates into rows of a weight in float32, rounded once.
 
 LoRA (Hu et al., arXiv:2106.09685): ``W + scale · B A``. DoRA (Liu et al., arXiv:2402.09353): the
-rows of that, scaled to given lengths. Sources: peft's ``tuners/lora`` (``merge_and_unload``),
-torchtune's ``get_merged_lora_ckpt``. The arguments are :class:`Change`. A and the magnitudes are
-small by nature and are kept.
+rows of that, rescaled to given magnitudes. Sources: peft's ``tuners/lora`` (``merge_and_unload``),
+torchtune's ``get_merged_lora_ckpt``. The arguments are :class:`LoraUpdate`. A and the magnitudes
+are small and stay in memory.
 
-``lora``: the inputs are W, floating ``[rows, columns]``, then of each change A, ``[rank,
-columns]``, B, ``[rows of the change, rank]``, and where it has them magnitudes, one length for each
-row of B.
+``lora``: the inputs are W, floating-point ``[rows, columns]``, then for each update A, ``[rank,
+columns]``, B, ``[rows of the update, rank]``, and with DoRA the magnitudes, one for each row of B.
 
-``dora_bias`` is a bias that torchtune's DoRA scales as the rows of its weight: a layer computes
+``dora_bias``: a bias that torchtune's DoRA scales like the rows of its weight. A layer computes
 ``length / |W + scale · B A|`` times ``(W + scale · B A) x + bias`` (``modules/peft/dora.py``). PEFT
-leaves the bias as it is. The inputs are the bias, floating ``[rows]``, then of each change W, A, B
-and magnitudes.
+does not change the bias. The inputs are the bias, floating-point ``[rows]``, then for each update
+W, A, B and the magnitudes.
 """
 
 from __future__ import annotations
@@ -27,17 +26,17 @@ if TYPE_CHECKING:
 
 BLOCK = 64
 LIMIT = 4 << 20
-"""Bytes of W in float32 at a time, where a bias is scaled."""
+"""Bytes of W in float32 that are read at a time to scale a bias."""
 
 
 class LoraUpdate(NamedTuple):
-    """What is added to some rows of a weight.
+    """Low-rank update of some rows of a weight.
 
     Attributes:
-        rows: The rows.
-        scale: What B A is multiplied by.
-        has_magnitude: Whether they are scaled to given lengths then.
-        bias_start: Where the elements for the rows begin in a bias that is scaled as they are.
+        rows: The updated rows.
+        scale: Factor of B A.
+        has_magnitude: Whether the rows are then rescaled to DoRA magnitudes.
+        bias_start: Index of the first row's element in a bias that is scaled too.
     """
 
     rows: range
@@ -66,9 +65,9 @@ def _weight(out: Output) -> None:
 
 
 class _Factors:
-    """The factors of a change, the next ones of the inputs.
+    """Factors of one update, read from the next inputs.
 
-    Rows are counted among those that the change applies to.
+    Rows are relative to the first updated row.
     """
 
     def __init__(self, change: LoraUpdate, inputs: Iterator[InputTensor]) -> None:
@@ -77,7 +76,7 @@ class _Factors:
         self._magnitude = next(inputs) if change.has_magnitude else None
 
     def add_to(self, part: torch.Tensor, rows: range) -> None:
-        """Add scale · B A to *part*, which is *rows*."""
+        """Add scale · B A to *part*, the rows *rows* of the weight."""
         import torch
 
         a = self._a.read_all().to(torch.float32)
@@ -85,7 +84,7 @@ class _Factors:
         _add_product(part, b, a, self._scale)
 
     def scales(self, part: torch.Tensor, rows: range) -> torch.Tensor:
-        """Return DoRA's factors of *part*, to which B A is added already: ``[rows, 1]``."""
+        """Return DoRA's row scales ``[rows, 1]`` of *part*, which already includes B A."""
         import torch
 
         assert self._magnitude
@@ -95,10 +94,10 @@ class _Factors:
 
 
 def _add_product(part: torch.Tensor, b: torch.Tensor, a: torch.Tensor, scale: float) -> None:
-    """Add ``scale * b @ a``, with every element independent of how many rows *b* has.
+    """Add ``scale * b @ a`` so that elements do not depend on the number of rows of *b*.
 
-    Whole blocks of rows take the same way through the matrix multiplication, whatever part of a
-    weight is computed at once: equal inputs give equal bits.
+    Rows are multiplied in blocks of fixed size, so equal inputs give equal bits no matter which
+    rows are computed together.
     """
     whole = len(b) - len(b) % BLOCK
     for start in range(0, whole, BLOCK):
@@ -132,7 +131,7 @@ def _bias(out: Output) -> None:
     out.elements.copy_(scaled.view(1, -1))
 
 
-# The model's own elements are what may be infinite or NaN; what an adapter makes of them is not.
+# Elements of the model may be infinite or NaN; an overflow caused by the adapter is an error.
 KINDS = {
     "lora": Kind(_weight, overflows=True, keeps_infinite=True, rows=BLOCK),
     "dora_bias": Kind(_bias, overflows=True, keeps_infinite=True),

@@ -1,14 +1,14 @@
-"""Kinds that compute what MLX quantized.
+"""Kinds that dequantize MLX weights.
 
-Elements of a row lie in its uint32 from the lowest bits on, so in its bytes one after the other.
+Elements of a row fill its uint32 from the lowest bits, and thus its bytes in order.
 
-``mlx_affine``: integers times the scale of their group, plus its bias, both rounded to the dtype of
-the scales: what ``mlx.core.dequantize`` returns (0.32.4, on the CPU) is cast. Inputs: uint32
+``mlx_affine``: integers times the scale of their group plus its bias, both rounded to the dtype of
+the scales, as in ``mlx.core.dequantize`` (0.32.4, on the CPU), then cast. Inputs: uint32
 ``[..., columns * bits / 32]``, the scales and the biases, floating ``[..., columns / group]``.
 
 ``mlx_float``: E2M1 or E4M3 numbers times the scale of their group, in float32, rounded once.
-Inputs: uint32 as above, the scales, uint8. The mode ``nvfp4`` has E4M3 as scales, others have E8M0,
-whose 255 MLX takes for infinite. The arguments of both are
+Inputs: uint32 as above, and the scales, uint8. The mode ``nvfp4`` has E4M3 scales, other modes have
+E8M0, where MLX reads 255 as infinity. The arguments of both are
 :class:`~ckptctl.numerics.quantization.formulas.MlxGroups`.
 """
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 FOUR = 4
 TOGETHER = 8
-"""So many elements of any width are whole bytes."""
+"""Number of elements that fill whole bytes at any width."""
 
 
 def _affine(out: Output) -> None:
@@ -71,7 +71,7 @@ def _packed(out: Output, form: MlxGroups) -> torch.Tensor:
 
 
 def _looked_up(table: torch.Tensor, packed: torch.Tensor) -> torch.Tensor:
-    """Return the row of *table* of each byte; a row of up to 8 bytes is moved as one integer."""
+    """Return the row of *table* for each byte; short rows are gathered as one integer."""
     import torch
 
     places, width = packed.reshape(-1).int(), table.shape[1] * table.element_size()
@@ -82,7 +82,7 @@ def _looked_up(table: torch.Tensor, packed: torch.Tensor) -> torch.Tensor:
 
 
 def _unpacked(packed: torch.Tensor, bits: int) -> torch.Tensor:
-    """Return the integers of groups of :data:`TOGETHER`: ``[n, bits]`` bytes, ``[n, 8]``."""
+    """Unpack ``[n, bits]`` bytes to ``[n, 8]`` integers."""
     import torch
 
     word = torch.zeros(len(packed), dtype=torch.int64)
@@ -94,7 +94,7 @@ def _unpacked(packed: torch.Tensor, bits: int) -> torch.Tensor:
 
 @cache
 def _integers(bits: int, dtype: torch.dtype) -> torch.Tensor:
-    """Return the integers in every byte, ``[256, 8 / bits]``."""
+    """Return a table of the integers in every byte, ``[256, 8 / bits]``."""
     import torch
 
     every = torch.arange(256)[:, None] >> (torch.arange(8 // bits) * bits)
@@ -102,7 +102,7 @@ def _integers(bits: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 KINDS = {
-    # Scales and biases that are not finite show in what is computed, and are no numbers of a model.
+    # Non-finite results come from damaged scales or biases, not from values of the model.
     "mlx_affine": Kind(_affine, overflows=True),
     "mlx_float": Kind(_float, overflows=True),
 }

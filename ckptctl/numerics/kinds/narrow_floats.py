@@ -1,25 +1,26 @@
-"""Kinds that multiply floats of 8 or 4 bits by the scales of their blocks, and round once.
+"""Kinds that dequantize 8- and 4-bit floats with scales of blocks, rounded once.
 
 ``block_fp8``: float8 weights times the scale of their block, in float32. Source: ``weight_dequant``
-in DeepSeek-V3's ``inference/kernel.py``. The last block of a row or column may be smaller than the
-others. Inputs: float8 ``[..., rows, columns]``, and the scales, floating or E8M0 in uint8, ``[...,
-ceil(rows / block_rows), ceil(columns / block_columns)]``, or of any shape where there is one block
-across.
+in DeepSeek-V3's ``inference/kernel.py``. The last block of a row or column may be smaller. Inputs:
+float8 ``[..., rows, columns]``, and the scales, floating-point or E8M0 in uint8, ``[...,
+ceil(rows / block_rows), ceil(columns / block_columns)]``, or of any shape if a block spans all
+columns.
 
-Of both others the low half of a byte is the earlier E2M1 number.
+In both other kinds, the low half of a byte is the first E2M1 number.
 
-``mxfp4``: two E2M1 numbers in a byte, one E8M0 scale for each 32 of them. Sources: OCP Microscaling
-Formats (MX) v1.0; ``convert_moe_packed_tensors`` in ``transformers/integrations/mxfp4.py``.
-Inputs: uint8 ``[..., columns / 32, 16]``, and the scales, uint8 ``[..., columns / 32]``; s stands
-for 2 to the power of s - 127. That holds for 255 too, which the specification calls NaN:
-transformers and torch take it so.
+``mxfp4``: two E2M1 numbers in a byte, with an E8M0 scale for each 32 numbers. Sources: OCP
+Microscaling Formats (MX) v1.0; ``convert_moe_packed_tensors`` in
+``transformers/integrations/mxfp4.py``. Inputs: uint8 ``[..., columns / 32, 16]``, and the scales,
+uint8 ``[..., columns / 32]``, where s stands for 2 to the power of s - 127. This includes 255,
+which is NaN in the specification but not in transformers and torch.
 
-``fp4_groups``: two E2M1 numbers in a byte, in float32 times a scale for each group of columns, and
-of NVFP4 another one for the whole matrix. Sources: ``nvfp4`` and ``mxfp4`` in compressed-tensors'
-``compressors``; ``NVFP4QTensor`` in ModelOpt's ``torch/quantization/qtensor``; ``Fp8Dequantize`` in
-``transformers``' ``integrations/finegrained_fp8.py``. Inputs: bytes ``[..., rows, columns / 2]``;
-the scales, floating or E8M0 in uint8, ``[..., rows, columns / group]``; and of NVFP4 the global
-scale, float32, one for each matrix or one. A scale of 255 in uint8 is NaN here.
+``fp4_groups``: two E2M1 numbers in a byte, times a scale for each group of columns and, for NVFP4,
+a global scale for the whole matrix, in float32. Sources: ``nvfp4`` and ``mxfp4`` in
+compressed-tensors' ``compressors``; ``NVFP4QTensor`` in ModelOpt's ``torch/quantization/qtensor``;
+``Fp8Dequantize`` in ``transformers``' ``integrations/finegrained_fp8.py``. Inputs: bytes ``[...,
+rows, columns / 2]``; the scales, floating-point or E8M0 in uint8, ``[..., rows, columns / group]``;
+and for NVFP4 the global scale, float32, one in total or one for each matrix. A scale of 255 in
+uint8 is NaN here.
 """
 
 from __future__ import annotations
@@ -36,22 +37,22 @@ if TYPE_CHECKING:
 
 E4M3 = "float8_e4m3fn"
 NAN, NEGATIVE_NAN = 0x7F, 0xFF
-"""The only two NaN of E4M3."""
+"""The only two NaN codes of E4M3."""
 FP8_OF_HALVES = 256.0
 LARGE = 2.0**127
-"""Scales below it are finite."""
+"""Scales below this bound stay finite."""
 RANGES = 16
-"""Ranges of columns of which it is kept which blocks they are in."""
+"""Cached ranges of columns with the blocks that they are in."""
 NO_SIGN = ~0x4000
-"""All bits of a float16 but that where the sign of an int8 comes to lie a second time."""
+"""Mask for all bits of a float16 except the second copy of an int8's sign."""
 MX_BLOCK = 32
 TABLES = 16
-"""Tables that are kept: of each way of reading codes, and dtype."""
+"""Cached lookup tables, one for each code table and dtype."""
 FP4_OF_HALVES = 2.0**14
 APART, CODES, SEVENS, NUMBERS = (1 << 9) + (1 << 21), 0x1E001E00, 0x70007000, ~0x71FF71FF
 POWERS = ("uint8", "float8_e8m0fnu")
 """Dtypes of scales that are powers of two."""
-# Twice the numbers, and half of every factor: 2 to the power of 128 is more than a float holds.
+# DOUBLED is used with halved scales, since 2 to the power of 128 overflows a float32.
 E2M1 = tuple(sign * n for sign in (1, -1) for n in (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0))
 DOUBLED = tuple(2 * n for n in E2M1)
 
@@ -82,7 +83,7 @@ def _block_fp8(out: Output) -> None:
 
 
 def _bytes(tensor: InputTensor, rows: range, columns: range) -> torch.Tensor:
-    """Return elements of one byte as uint8."""
+    """Read one-byte elements as uint8."""
     import torch
 
     return tensor.read(rows, columns).view(torch.uint8)
@@ -90,14 +91,14 @@ def _bytes(tensor: InputTensor, rows: range, columns: range) -> torch.Tensor:
 
 @lru_cache(RANGES)
 def _blocks(start: int, stop: int, across: int) -> torch.Tensor:
-    """Return which block each of consecutive columns is in."""
+    """Return the block number of each of consecutive columns."""
     import torch
 
     return torch.arange(start, stop).div_(across, rounding_mode="floor")
 
 
 def factors(scale: torch.Tensor) -> torch.Tensor:
-    """Return scales as float32; of those in uint8, s stands for 2 to the power of s - 127."""
+    """Convert scales to float32; a uint8 scale s stands for 2 to the power of s - 127."""
     import torch
 
     if scale.dtype == torch.uint8:
@@ -114,7 +115,7 @@ def factors(scale: torch.Tensor) -> torch.Tensor:
 def _numbers(
     out: Output, raw: torch.Tensor, dtype: str, scale: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return float8 bytes as float32, until the next call, and what they are multiplied by."""
+    """Convert float8 bytes to float32 in shared memory; return them and their multiplier."""
     if dtype != E4M3 or not raw.numel() or _some_nan(raw):
         return from_bytes(raw, dtype), scale
     moved = fp8_halves(raw, out.scratch("moved", "int16", raw.numel()).view(raw.shape))
@@ -125,11 +126,11 @@ def _numbers(
 def times(
     factor: float, numbers: torch.Tensor, scale: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return what to multiply for *factor* * *numbers* * *scale*, of which *factor* is exact.
+    """Return operands with product *factor* * *numbers* * *scale*, folding in the exact factor.
 
     Args:
         factor: A power of two, at least 1.
-        numbers: float32; multiplied in place where scales are too large to be.
+        numbers: float32, multiplied in place if the scales would overflow.
         scale: float32.
     """
     if float(scale.abs().max()) * factor < LARGE:
@@ -138,10 +139,10 @@ def times(
 
 
 def fp8_halves(raw: torch.Tensor, into: torch.Tensor) -> torch.Tensor:
-    """Return bytes of E4M3 as float16 in the memory of int16, :data:`FP8_OF_HALVES` times less.
+    """Write E4M3 bytes as float16 / :data:`FP8_OF_HALVES` to the memory of int16 *into*.
 
-    That is several times faster than torch's own conversion: exponent and mantissa are moved into
-    their places, and the exponent of a float16 counts from another number.
+    This is several times faster than torch's conversion: exponent and mantissa are shifted into
+    place, and the exponent bias of float16 accounts for the factor.
     """
     import torch
 
@@ -150,20 +151,20 @@ def fp8_halves(raw: torch.Tensor, into: torch.Tensor) -> torch.Tensor:
 
 
 def _some_nan(raw: torch.Tensor) -> bool:
-    """Return whether one of E4M3's two NaN is there: the largest byte, and the largest int8."""
+    """Return whether E4M3 bytes contain NaN: 0xFF is the largest byte, 0x7F the largest int8."""
     import torch
 
     return int(raw.max()) == NEGATIVE_NAN or int(raw.view(torch.int8).max()) == NAN
 
 
 def from_bytes(raw: torch.Tensor, dtype: str) -> torch.Tensor:
-    """Return the float32 numbers of bytes that are elements of a dtype."""
+    """Convert bytes that are elements of *dtype* to float32 with a lookup table."""
     return _values(dtype).index_select(0, raw.int().view(-1)).view(raw.shape)
 
 
 @cache
 def _values(dtype: str) -> torch.Tensor:
-    """Return the number of every byte."""
+    """Return the float32 value of every byte."""
     import torch
 
     every = torch.arange(256, dtype=torch.uint8)
@@ -171,7 +172,7 @@ def _values(dtype: str) -> torch.Tensor:
 
 
 def _groups(rows: range, height: int, down: int) -> Iterator[tuple[int, int, int]]:
-    """Yield ``(row of the scales, first, last)`` for rows that share scales, counted from 0."""
+    """Yield ``(row of the scales, first, last)`` for rows that share scales, relative to *rows*."""
     steps = -(-height // down)
     start = rows.start
     while start < rows.stop:
@@ -202,7 +203,7 @@ def _fp4_groups(out: Output) -> None:
     packed = _bytes(weight, rows, range(groups.start * group // 2, groups.stop * group // 2))
     scale = factors(scales.read(rows, groups))
     powers = scales.entry.dtype in POWERS and not shared
-    # A power of two changes no digit: the product is exact in any dtype with its exponents.
+    # Multiplying by a power of two is exact in any dtype with enough exponent bits.
     dtype = out.computed.dtype if powers else "float32"
     straight = len(groups) * group == len(out.columns) and dtype == out.computed.dtype
     values = out.elements.view(-1)
@@ -223,7 +224,7 @@ def _fp4_groups(out: Output) -> None:
 
 
 def _global(scale: InputTensor, rows: range, height: int) -> torch.Tensor:
-    """Return the scale of the matrix that each row is of, ``[rows, 1]`` or ``[1, 1]``."""
+    """Return the global scale of each row's matrix, ``[rows, 1]`` or ``[1, 1]``."""
     import torch
 
     every = scale.read_all().to(torch.float32).view(-1, 1)
@@ -236,13 +237,13 @@ def _global(scale: InputTensor, rows: range, height: int) -> torch.Tensor:
 def nibbles(
     out: Output, packed: torch.Tensor, numbers: tuple[float, ...], into: torch.Tensor
 ) -> None:
-    """Put the number of each half of bytes, the low half first, into dense memory.
+    """Write the table entry for each half of each byte, low half first, to *into*.
 
     Args:
-        out: Has room for what is between.
-        packed: uint8, dense.
-        numbers: What each of 16 codes stands for.
-        into: bfloat16 or float32, two elements for each byte.
+        out: Provides scratch memory.
+        packed: Contiguous uint8.
+        numbers: The values of the 16 codes.
+        into: Contiguous bfloat16 or float32, with two elements for each byte.
     """
     import torch
 
@@ -254,10 +255,10 @@ def nibbles(
 
 
 def _fp4_halves(out: Output, packed: torch.Tensor) -> torch.Tensor:
-    """Return E2M1 numbers as float16, :data:`FP4_OF_HALVES` times less, until the next call.
+    """Convert E2M1 to float16 / :data:`FP4_OF_HALVES` in shared scratch memory.
 
-    The two of a byte go to the upper bits of both halves of an int32; there 7 is added to the sign,
-    which carries it to the highest bit.
+    The two codes of a byte are shifted to the upper bits of both halves of an int32. Adding 7 to
+    the sign carries it to the highest bit.
     """
     import torch
 
@@ -268,7 +269,7 @@ def _fp4_halves(out: Output, packed: torch.Tensor) -> torch.Tensor:
 
 @lru_cache(TABLES)
 def _pairs(numbers: tuple[float, ...], dtype: torch.dtype) -> torch.Tensor:
-    """Return the two numbers of every byte, as one element twice as wide, ``[256]``."""
+    """Return the two numbers of every byte as one element of twice the width, ``[256]``."""
     import torch
 
     table = torch.tensor(numbers)
@@ -278,7 +279,7 @@ def _pairs(numbers: tuple[float, ...], dtype: torch.dtype) -> torch.Tensor:
 
 @lru_cache(TABLES)
 def _fours(numbers: tuple[float, ...], dtype: torch.dtype) -> torch.Tensor:
-    """Return the four numbers of every two bytes, as one element, ``[65536]``."""
+    """Return the four numbers of every two bytes as one int64 element, ``[65536]``."""
     import torch
 
     pairs = _pairs(numbers, dtype)
@@ -288,14 +289,14 @@ def _fours(numbers: tuple[float, ...], dtype: torch.dtype) -> torch.Tensor:
 
 @cache
 def _powers(dtype: str) -> torch.Tensor:
-    """Return half the factor of every scale, ``[256]``; exact with eight bits of exponent."""
+    """Return half the factor of every E8M0 scale, ``[256]``, exact with 8 exponent bits."""
     import torch
 
     return torch.pow(2.0, torch.arange(256) - 128).to(getattr(torch, dtype))
 
 
 KINDS = {
-    # A NaN among the float8 elements is the source's own, one of a scale is not.
+    # Float8 elements may be NaN in the source, but scales may not.
     "block_fp8": Kind(_block_fp8, overflows=True, keeps_infinite=True),
     # E2M1 has neither infinities nor NaN.
     "mxfp4": Kind(_mxfp4, overflows=True),

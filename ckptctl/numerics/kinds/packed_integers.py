@@ -1,17 +1,17 @@
-"""Kinds that multiply integers, less their zero points, by the scale of their group, in float32.
+"""Kinds that dequantize integers with zero points and scales of groups in float32.
 
-Packed integers fill the bits of int32 words without gaps, the earlier ones the lower bits. What is
-stored less 2 to the power of (bits - 1) is said below to be centred. All are rounded once.
+Packed integers fill the bits of int32 words without gaps, from the lowest bits. *Centered* integers
+are stored plus 2 to the power of (bits - 1). Results are rounded once.
 
 ``int_groups``: groups of consecutive columns, as compressed-tensors and GPTQ have them. Sources:
 ``pack_quantized`` and ``naive_quantized`` in its ``compressors``, and ``_dequantize`` in its
 ``quantization/lifecycle/forward_helpers.py``; ``convert_gptq_file`` in GPTQModel's
-``utils/model_dequant.py``. Inputs: the integers, int8 ``[..., rows, columns]`` or centred and
+``utils/model_dequant.py``. Inputs: the integers, int8 ``[..., rows, columns]`` or centered and
 packed along the columns, int32 ``[..., rows, words]``; the scales, floating ``[..., rows,
 groups]``, where there is one group or one scale anything that has as many elements. Those that the
-arguments name follow: ``zero``, likewise int8, or centred and packed along the rows, int32 ``[...,
+arguments name follow: ``zero``, also int8, or centered and packed along the rows, int32 ``[...,
 words, groups]``; ``order``, the group of each column, ``[columns]``; ``shape``, the sizes that the
-weight has to have. GPTQ's lie transposed, and are not centred: int32 ``[words, rows]``; the scales,
+weight has to have. GPTQ's are transposed and not centered: int32 ``[words, rows]``; the scales,
 ``[groups, rows]``; ``zero``, ``[groups, words]``. Its groups need not divide a row.
 
 ``int_rows``: groups of consecutive rows of 4-bit integers, as AWQ has them; the matrix is the
@@ -37,16 +37,16 @@ if TYPE_CHECKING:
     import torch
 
 WORD = 32
-"""Bits of a word; as many integers of any width fill whole words."""
+"""Bits of a word, and a number of integers that fill whole words at any width."""
 FOUR, BYTE = 4, 8
 EACH = WORD // FOUR
 ORDERS = 8
-"""Numbers of columns of which it is kept which groups they are of."""
+"""Cached widths with the group of each column."""
 STRETCH = 4 << 20
-"""Bytes of a weight that lies transposed that are read at a time."""
+"""Bytes of a transposed weight that are read at a time."""
 
 Room = Callable[[str, str, int], "torch.Tensor"]
-"""Returns room for a use: its dtype, and how many elements; as :meth:`Output.scratch`."""
+"""Provides memory, given a use, a dtype and a number of elements, like :meth:`Output.scratch`."""
 
 
 def _new(_use: str, dtype: str, count: int) -> torch.Tensor:
@@ -56,7 +56,7 @@ def _new(_use: str, dtype: str, count: int) -> torch.Tensor:
 
 
 def unpacked(words: torch.Tensor, bits: int, dim: int, room: Room = _new) -> torch.Tensor:
-    """Return the integers, uint8, that fill int32 words along a dimension, the first or last."""
+    """Unpack uint8 integers from int32 words along the first or last dimension."""
     import torch
 
     if bits == BYTE and dim:
@@ -74,7 +74,7 @@ def unpacked(words: torch.Tensor, bits: int, dim: int, room: Room = _new) -> tor
     value = room("field", "int32", words.numel() // each).view(groups.select(axis, 0).shape)
     for field in range(fields):
         word, offset = divmod(field * bits, WORD)
-        # An arithmetic shift brings in copies of the sign, above what is kept.
+        # An arithmetic shift adds copies of the sign above the bits that are used.
         torch.bitwise_right_shift(groups.select(axis, word), offset, out=value)
         if (over := offset + bits - WORD) > 0:
             value.bitwise_and_((1 << (bits - over)) - 1)
@@ -84,7 +84,7 @@ def unpacked(words: torch.Tensor, bits: int, dim: int, room: Room = _new) -> tor
 
 
 def _apart(packed: torch.Tensor, room: Room) -> torch.Tensor:
-    """Return the lower and the upper half of each byte in two."""
+    """Return the lower and the upper half of each byte as two bytes."""
     import torch
 
     found, shifted = (
@@ -105,7 +105,7 @@ def _padded(words: torch.Tensor, each: int, dim: int) -> torch.Tensor:
 
 
 class _Weight(NamedTuple):
-    """The inputs and the arguments."""
+    """Inputs and arguments of a weight."""
 
     form: IntegerGroups
     integers: InputTensor
@@ -160,7 +160,7 @@ def _int_groups(out: Output) -> None:
 def _straight(
     out: Output, weight: _Weight, rows: range, place: range
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """Return the integers of some columns, and of all groups the scales and zero points."""
+    """Read the integers of some columns, and the scales and zero points of all groups."""
     import torch
 
     scale = _per_group(out, weight.scale, rows).to(torch.float32)
@@ -169,7 +169,7 @@ def _straight(
 
 
 def _require_middle(weight: _Weight, zeros: torch.Tensor, *, centred: bool) -> None:
-    """Refuse zero points of a weight that is said to be symmetric, unless they change nothing."""
+    """Raise if a symmetric weight has zero points that change the result."""
     if not weight.form.symmetric:
         return
     middle = 0 if centred else 1 << (weight.form.bits - 1)
@@ -186,7 +186,7 @@ def _require_middle(weight: _Weight, zeros: torch.Tensor, *, centred: bool) -> N
 
 
 def _stretch(weight: _Weight, row: int) -> range:
-    """Return which rows are read together with *row* where they are columns of what is stored."""
+    """Return the rows around *row* that are read together from a transposed weight."""
     height, width = weight.integers.entry.shape
     each = max(STRETCH // (4 * height) // WORD, 1) * WORD
     start = row // each * each
@@ -194,7 +194,7 @@ def _stretch(weight: _Weight, row: int) -> range:
 
 
 def _stretches(weight: _Weight, rows: range) -> Iterator[range]:
-    """Yield those of *rows* that are read together."""
+    """Split *rows* into ranges that are read together."""
     start = rows.start
     while start < rows.stop:
         stop = min(_stretch(weight, start).stop, rows.stop)
@@ -205,7 +205,7 @@ def _stretches(weight: _Weight, rows: range) -> Iterator[range]:
 def _transposed(
     out: Output, weight: _Weight, rows: range, place: range
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """Return the same of what lies transposed."""
+    """Read the integers of some columns, and all scales and zero points, if transposed."""
     import torch
 
     bits, offset = weight.form.bits, weight.form.offset
@@ -225,9 +225,9 @@ def _transposed(
 
 
 def _per_group(out: Output, tensor: InputTensor, rows: range) -> torch.Tensor:
-    """Return what each group of consecutive columns has one of, ``[rows, groups]``.
+    """Read a value for each group of columns, ``[rows, groups]``.
 
-    Of what each row, each matrix or the whole tensor has one of: ``[rows, 1]`` or ``[1, 1]``.
+    Values for each row, each matrix or the whole tensor are ``[rows, 1]`` or ``[1, 1]``.
     """
     import torch
 
@@ -243,7 +243,7 @@ def _per_group(out: Output, tensor: InputTensor, rows: range) -> torch.Tensor:
 
 
 def _integers(out: Output, weight: _Weight, rows: range, place: range) -> torch.Tensor:
-    """Return the integers of some columns, from one on that begins a word, int8."""
+    """Read the int8 integers of a range of columns that begins at a word."""
     import torch
 
     bits = weight.form.bits
@@ -256,7 +256,7 @@ def _integers(out: Output, weight: _Weight, rows: range, place: range) -> torch.
 
 
 def _zeros(out: Output, zero: InputTensor, rows: range) -> torch.Tensor:
-    """Return the zero points of rows, ``[rows, groups]``."""
+    """Read the zero points of rows, ``[rows, groups]``."""
     import torch
 
     form: IntegerGroups = out.arguments
@@ -273,7 +273,7 @@ def _zeros(out: Output, zero: InputTensor, rows: range) -> torch.Tensor:
 
 
 def _matrices(rows: range, height: int) -> Iterator[tuple[int, range]]:
-    """Yield the matrices that consecutive rows are of, and which of its rows."""
+    """Yield each matrix that consecutive rows belong to, with the rows in it."""
     start = rows.start
     while start < rows.stop:
         matrix, row = divmod(start, height)
@@ -283,7 +283,7 @@ def _matrices(rows: range, height: int) -> Iterator[tuple[int, range]]:
 
 
 def _order(weight: _Weight, width: int) -> torch.Tensor | None:
-    """Return which group each column is of; None: one after the other, and all are whole."""
+    """Return the group of each column, or None if groups are consecutive and complete."""
     import torch
 
     group = weight.form.group
@@ -326,7 +326,7 @@ def _int_rows(out: Output) -> None:
 
 
 def _of_group(weight: _Weight, group: int, place: range) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the zero points and scales of a group, ``[1, columns]`` each."""
+    """Read the zero points and scales of a group, ``[1, columns]`` each."""
     import torch
 
     assert weight.zero
@@ -340,9 +340,9 @@ def _words(place: range, bits: int) -> range:
 
 
 def _interleaved(words: torch.Tensor, room: Room = _new) -> torch.Tensor:
-    """Return what is packed in the order of AWQ, ``[rows, columns]``.
+    """Unpack integers in AWQ's order, ``[rows, columns]``.
 
-    Nibbles 0 to 7 of a word are columns 0, 2, 4, 6, 1, 3, 5, 7: two exchanges put them in order.
+    Nibbles 0 to 7 of a word are columns 0, 2, 4, 6, 1, 3, 5, 7. Two exchanges restore the order.
     """
     import torch
 

@@ -1,22 +1,23 @@
-"""Kinds that quantize a weight by the largest of its elements: round to nearest, without data.
+"""Kinds that quantize a weight by its largest elements: round to nearest, no calibration.
 
-Each way has a kind for the quantized elements and one for their scales. Both read the plain weight
-as they go, in pieces. It is the first input: float16, bfloat16 or float32, ``[rows, columns]``;
-arithmetic is done in its dtype where the reference does so, so that all bits are the same. A stack
-of weights of whole blocks is one of more rows.
+Each scheme has a kind for the quantized elements and one for their scales. Both read the weight in
+chunks. It is the first input: float16, bfloat16 or float32, ``[rows, columns]``. Arithmetic uses
+its dtype if the reference does, so that all bits are equal. A stack of weights with whole blocks is
+treated as a weight with more rows.
 
 ``to_fp8_block``: E4M3 times the inverse scale of its block of 128 x 128, in float32; the last block
 of a row or column may be smaller. Source: ``Fp8Quantize`` in transformers'
 ``integrations/finegrained_fp8.py``.
 
 ``to_fp8_channel``: E4M3, a scale for each row. ``to_mxfp8``: E4M3, an E8M0 scale for each 32
-elements. ``to_mxfp4``: two E2M1 numbers in a byte, the low half first, likewise. ``to_nvfp4``: the
-same with an E4M3 scale for each 16 elements; the second input is a float32 that all scales are
-multiplied by. Sources: compressed-tensors' ``calculate_qparams``, ``generate_mx_scales``,
-``generate_gparam`` and ``pack_fp4_to_uint8``, as llm-compressor's ``model_free_ptq`` calls them.
+elements. ``to_mxfp4``: two E2M1 numbers in a byte, the low half first, with the same scales.
+``to_nvfp4``: the same with an E4M3 scale for each 16 elements. The second input is the float32
+global scale, by which all scales are multiplied. Sources: compressed-tensors'
+``calculate_qparams``, ``generate_mx_scales``, ``generate_gparam`` and ``pack_fp4_to_uint8``, as
+llm-compressor's ``model_free_ptq`` calls them.
 
-``to_nvfp4_global`` is that number, of several weights together where programs fuse them; its inputs
-are of the kind ``largest``: the largest absolute value of a weight, found once.
+``to_nvfp4_global`` is that global scale, shared by weights that programs fuse. Its inputs are of
+the kind ``largest``: the largest absolute value of a weight, computed once.
 """
 
 from __future__ import annotations
@@ -39,32 +40,32 @@ if TYPE_CHECKING:
     Scales: TypeAlias = Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor]
 
 PIECE = 1 << 17
-"""Elements that are quantized at a time, or the rows that share scales of one block."""
+"""Elements that are quantized at a time; at least the rows of one block."""
 FP8, FP4 = 448.0, 6.0
-"""The largest numbers of E4M3 and of E2M1."""
+"""The largest values of E4M3 and E2M1."""
 BIAS = 127
 EXPONENT, MAGNITUDE = 0x7F800000, 0x7FFFFFFF
-"""Bits of a float32."""
+"""Bit masks of a float32."""
 E2M1_STEP = 1.5 * 2.0**22
-"""A float32 near this many times a power of two 2 ** e has a step of 2 ** (e - 1), as E2M1 has."""
+"""Near this multiple of 2 ** e, float32 numbers are 2 ** (e - 1) apart, as E2M1 numbers are."""
 E2M1_OF_HALVES = 2.0**-14
-"""Times this, the numbers of E2M1 are float16 with the same lowest bit of the exponent."""
+"""Factor after which E2M1 values are float16 values with the same lowest exponent bit."""
 CODE_BITS = ((9, 0x7), (12, 0x8), (21, 0x70), (24, 0x80))
 """Shifts and masks from two such float16 in an int32 to the two codes in a byte."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Scheme:
-    """How the elements of a matrix are quantized, block by block.
+    """Quantization of a matrix block by block.
 
     Attributes:
         rows: Rows of a block.
-        columns: Columns of a block; 0: all.
-        scales: Returns what blocks are divided by, of their largest absolute values and the global
+        columns: Columns of a block, or 0 for all.
+        scales: Computes the divisors of blocks from their largest absolute values and the global
             scale: ``[block rows, block columns]``.
-        stored: Returns these as they are stored.
-        is_float32: Whether all that is done in float32, whatever the dtype of the weight.
-        is_inverse: Whether the scales are the inverse ones: blocks are multiplied by them.
+        stored: Converts divisors to stored scales.
+        is_float32: Whether to compute in float32 regardless of the weight's dtype.
+        is_inverse: Whether *scales* returns factors instead of divisors.
         is_packed: Whether elements are E2M1, two in a byte, instead of E4M3.
     """
 
@@ -78,7 +79,7 @@ class _Scheme:
 
 
 def _quantize(scheme: _Scheme, out: Output) -> Rounding:
-    """Fill *out* with quantized elements and return how far they are off."""
+    """Fill *out* with quantized elements and return the rounding errors."""
     weight, shape, global_scale = _inputs(out)
     per_byte = 2 if scheme.is_packed else 1
     columns = range(out.columns.start * per_byte, out.columns.stop * per_byte)
@@ -100,7 +101,7 @@ def _quantize(scheme: _Scheme, out: Output) -> Rounding:
 
 
 def _scales(scheme: _Scheme, out: Output) -> None:
-    """Fill *out* with the scales of blocks as they are stored."""
+    """Fill *out* with the stored scales of blocks."""
     rows, columns, target = out.rows, out.columns, out.elements
     weight, shape, global_scale = _inputs(out)
     across = scheme.columns or shape[1]
@@ -117,14 +118,14 @@ def _scales(scheme: _Scheme, out: Output) -> None:
 
 
 def _inputs(out: Output) -> tuple[InputTensor, tuple[int, int], torch.Tensor | None]:
-    """Return the weight, its rows, those of a stack together, and columns; and the global scale."""
+    """Return the weight, its shape as a matrix, and the global scale or None."""
     weight, *shared = out.inputs
     *rows, columns = weight.entry.shape
     return weight, (math.prod(rows), columns), shared[0].read_all() if shared else None
 
 
 def _whole_blocks(wanted: range, size: int, block: int, most: int) -> Iterator[range]:
-    """Yield consecutive ranges of whole blocks that hold *wanted*, each of about *most* or one."""
+    """Yield ranges of whole blocks that cover *wanted*, of about *most* elements each."""
     step = max(block, most // block * block)
     end = min(-(-wanted.stop // block) * block, size)
     for start in range(wanted.start // block * block, end, step):
@@ -133,13 +134,13 @@ def _whole_blocks(wanted: range, size: int, block: int, most: int) -> Iterator[r
 
 @dataclass(frozen=True, slots=True)
 class _WantedPart:
-    """The wanted part of whole blocks.
+    """The part of whole blocks that is written.
 
     Attributes:
         block_rows: Rows of the weight in the blocks.
         block_columns: Columns of the weight in the blocks.
-        wanted_rows: Rows that are to be written.
-        wanted_columns: Columns that are to be written.
+        wanted_rows: Rows to write.
+        wanted_columns: Columns to write.
     """
 
     block_rows: range
@@ -149,16 +150,16 @@ class _WantedPart:
 
     @property
     def rows(self) -> range:
-        """Return the wanted rows among those of the blocks."""
+        """Rows in both the blocks and the output."""
         return _intersect(self.block_rows, self.wanted_rows)
 
     @property
     def columns(self) -> range:
-        """Return the wanted columns among those of the blocks."""
+        """Columns in both the blocks and the output."""
         return _intersect(self.block_columns, self.wanted_columns)
 
     def of(self, matrix: torch.Tensor, per_element: int = 1) -> torch.Tensor:
-        """Return the wanted part of a matrix whose elements hold *per_element* columns each."""
+        """Return the wanted part of a matrix with *per_element* columns in each element."""
         row = self.rows.start - self.block_rows.start
         column = self.columns.start - self.block_columns.start
         stop = column + len(self.columns)
@@ -170,12 +171,12 @@ def _intersect(first: range, second: range) -> range:
 
 
 class _Blocks:
-    """Whole blocks of a weight in float32, in memory that the next ones take.
+    """Whole blocks of a weight in float32, in scratch memory that the next blocks reuse.
 
     Args:
-        out: Has room for what is between.
-        scheme: How they are quantized.
-        matrix: Elements of the weight, ``[rows, columns]``; zeros fill up smaller blocks.
+        out: Provides scratch memory.
+        scheme: Quantization of the blocks.
+        matrix: Elements of the weight, ``[rows, columns]``; smaller blocks are padded with zeros.
     """
 
     def __init__(self, out: Output, scheme: _Scheme, matrix: torch.Tensor) -> None:
@@ -193,7 +194,7 @@ class _Blocks:
         plain[:height, :width].copy_(matrix)
 
     def scales(self, weight: InputTensor, global_scale: torch.Tensor | None) -> torch.Tensor:
-        """Return what each block is divided by, ``[block rows, block columns]``.
+        """Return the divisor of each block, ``[block rows, block columns]``.
 
         Raises:
             RefusedError: *weight* has elements that no scale can represent.
@@ -207,9 +208,9 @@ class _Blocks:
         return _finite(weight, self._scheme.scales(_finite(weight, largest), global_scale))
 
     def quantize(self, divisors: torch.Tensor) -> torch.Tensor:
-        """Divide blocks, or multiply them, and return their codes, ``[rows, columns or bytes]``.
+        """Quantize the blocks and return their codes, ``[rows, columns or bytes]``.
 
-        The quotients are rounded to the dtype that torch's arithmetic would give them.
+        Quotients are rounded to the dtype of torch's arithmetic.
         """
         import torch
 
@@ -226,7 +227,7 @@ class _Blocks:
         return self._e2m1() if self._scheme.is_packed else self._e4m3()
 
     def rounding(self, part: _WantedPart) -> Rounding:
-        """Return how far the wanted elements are off, of those that were quantized last."""
+        """Return the rounding errors of the wanted elements of the last quantization."""
         import torch
 
         off = self._values.mul_(self._factors).sub_(self._plain)
@@ -249,10 +250,9 @@ class _Blocks:
         return self._as_matrix(codes)
 
     def _e2m1(self) -> torch.Tensor:
-        """Round the quotients to E2M1 and return their codes, two in a byte, the first one low.
+        """Round the quotients to E2M1 and return their codes, two in a byte, low half first.
 
-        Adding a large number and subtracting it again rounds to multiples of its step, and to even
-        ones halfway.
+        Adding and subtracting a large number rounds to a multiple of its step, with ties to even.
         """
         import torch
 
@@ -307,7 +307,7 @@ def _of_rows(largest: torch.Tensor, _: torch.Tensor | None) -> torch.Tensor:
 
 
 def _power(largest: torch.Tensor, _: torch.Tensor | None, *, offset: int) -> torch.Tensor:
-    """Return powers of two: what rounds to more than the largest number is rounded up first."""
+    """Return scales that are powers of two, rounding up where a value would overflow."""
     import torch
 
     kinds = {torch.float32: (torch.int32, 23), torch.float16: (torch.int16, 10)}

@@ -1,4 +1,4 @@
-"""A kind that puts elements in another order and dtype than the source's.
+"""A kind that changes the order or dtype of the source's elements.
 
 ``rearranged``: the argument is a :class:`~ckptctl.planner.copying.blocks.BlockReader` of a tensor,
 seen as a matrix, that consists of elements of the inputs, all of them below one root.
@@ -20,7 +20,7 @@ from ckptctl.storage.execution.worker import TileEngine
 
 LIMITS = Limits(tile=MIB, widest=MIB, flat=MIB, arithmetic=4 * MIB, check=False)
 RECORDS = (Record("", "", 0, 0),)
-"""What the targets are said to be part of."""
+"""A placeholder record for the target boxes."""
 
 
 def _rearranged(out: Output) -> None:
@@ -35,7 +35,7 @@ def _rearranged(out: Output) -> None:
 
 
 def _needs_torch(computed: Computed) -> bool:
-    """Return whether elements are cast or moved one by one."""
+    """Return whether elements are cast, or moved one by one."""
     reader = _reader(computed)
     return reader.tensor.stored_dtype != computed.dtype or reader.permuted
 

@@ -1,9 +1,8 @@
-"""A kind that decompresses: elements of a write item of DCP that went through an extension.
+"""A kind that decompresses DCP write items stored with an extension.
 
-``unpacked``: the input is the bytes of the item; they hold one tensor of the file's dtype
-and shape in a ``torch.save`` zip. Such bytes can only be read from their first on: the whole item
-is decompressed once, into a temporary file, from which all threads of a run read. The items used
-last are kept.
+``unpacked``: the input is the bytes of the item, a ``torch.save`` zip with one tensor of the file's
+dtype and shape. Compressed bytes can only be read from the start, so the item is decompressed once
+into a temporary file, from which all threads read. Recently used items are cached.
 """
 
 from __future__ import annotations
@@ -29,11 +28,11 @@ from ckptctl.units import counted
 KEPT_ITEMS = 64
 KEPT_BYTES = 8 << 30
 MOST_TIMES, MOST_MORE = 4, 64 << 20
-"""How much longer than its elements an item may be: it may have a part of a larger storage."""
+"""Allowed size of an item relative to its elements, which may be part of a larger storage."""
 
 
 class _UnpackedItem(NamedTuple):
-    """A decompressed item, and the tensor in it."""
+    """A decompressed item and the tensor in it."""
 
     files: TemporaryFile
     entry: TensorEntry
@@ -56,7 +55,7 @@ def _unpacked(out: Output) -> None:
 
 
 def _read(files: SourceFiles, packed: TensorEntry, computed: Computed) -> _UnpackedItem:
-    """Decompress an item, and look at all of it."""
+    """Decompress an item and check its checksum."""
     name, place = packed.name, packed.extents[0]
     where = f"{files.root / place.file}, at byte {place.offset:,}"
     room = TemporaryFile(files.root, place.file)
@@ -85,9 +84,9 @@ def _read(files: SourceFiles, packed: TensorEntry, computed: Computed) -> _Unpac
 
 
 class TemporaryFile(SourceFiles):
-    """One file without a name on the disk, which is gone with this object.
+    """An unnamed temporary file, deleted with this object.
 
-    *root* and *name* are those of what it was made of, for errors.
+    *root* and *name* are those of its compressed source, for errors.
     """
 
     def __init__(self, root: TreePath, name: str) -> None:
@@ -107,7 +106,7 @@ class TemporaryFile(SourceFiles):
             os.close(self._descriptor)
 
     def append(self, pieces: Iterable[bytes]) -> None:
-        """Write *pieces* behind what there is."""
+        """Append *pieces* to the file."""
         for piece in pieces:
             left = memoryview(piece)
             while left:
@@ -119,11 +118,11 @@ class TemporaryFile(SourceFiles):
             self.nbytes += len(piece)
 
     def path(self, name: str) -> TreePath:
-        """Return the path that it is shown under."""
+        """Return the path of the compressed source, for errors."""
         return self.root / name
 
     def identity(self, name: str) -> FileIdentity:  # noqa: ARG002
-        """Return its size."""
+        """Return an identity with the current size."""
         return FileIdentity(self.nbytes, 0, 0, 0, 0)
 
     def read_some(self, name: str, offset: int, nbytes: int) -> bytes:

@@ -1,7 +1,7 @@
-"""How weights are quantized: what tells it, what plain tensors they stand for, what computes these.
+"""Quantization schemes: how they are detected and dequantized, and recipes of ``--quantize``.
 
-A *scheme* is one module in ``schemes``, found by itself; :mod:`.scheme` says what it consists of.
-:mod:`.survey` finds what the schemes understand of a checkpoint and what they do not, and
-:mod:`.statement` is what its files say about it. A *recipe* is a row in :mod:`.recipes`: what
-``--quantize`` makes of the weights that :mod:`.linear_weights` finds.
+A *scheme* is a module in ``schemes``, loaded automatically and described in :mod:`.scheme`.
+:mod:`.survey` finds the quantized weights of a checkpoint, supported and unsupported, and
+:mod:`.statement` reads its quantization configs. A *recipe* is a row in :mod:`.recipes` by which
+``--quantize`` quantizes the weights that :mod:`.linear_weights` finds.
 """

@@ -1,8 +1,8 @@
-"""``config_groups`` of compressed-tensors: how the weights of each layer are quantized.
+"""``config_groups`` of compressed-tensors: quantization settings for each layer.
 
-Which group a layer belongs to is told by its name: a target that is the name, then one that
-matches it, then one that names a class, as ``Linear``. What is quantized is told by the tensors; a
-layer that has such and is ignored is refused.
+A layer belongs to the group with a target that equals its name, then one that matches it, then one
+that is a class such as ``Linear``. Tensors decide which layers are quantized; it is an error if
+``ignore`` lists a quantized layer.
 
 Sources: ``quantization/quant_config.py``, ``quantization/quant_args.py`` and ``utils/match.py`` of
 compressed-tensors 0.20.
@@ -23,26 +23,27 @@ from ckptctl.units import counted
 NAME = "config_groups"
 MIXED = "mixed-precision"
 LONGEST = 300
-"""Characters of a pattern that names are matched with."""
+"""Longest allowed pattern, in characters."""
 REPEATED = re.compile(r"\)[*+{]")
-"""What makes a pattern take longer than names are long."""
+"""Nested repetition, whose matching time is not bounded by the length of names."""
 MOST = 5
-"""Parts of a pattern that repeat: as many times as names are long, each of them once more."""
+"""Most repetitions in a pattern: each multiplies the matching time by the length of names."""
 
 
 @dataclass(frozen=True, slots=True)
 class Arguments:
-    """How the weights of a group of layers are quantized.
+    """Quantization settings of the weights in a group.
 
     Attributes:
-        bits: Of an element.
+        bits: Bits of an element.
         kind: ``int`` or ``float``.
-        strategy: What has one scale: a ``tensor``, a ``channel``, a ``group`` of columns, a
-            ``block`` of rows and columns; ``tensor_group``: a group, and the tensor another one.
-        group: Columns of a group; 0: there are none.
+        strategy: The elements that share a scale: a ``tensor``, a ``channel``, a ``group`` of
+            columns or a ``block`` of rows and columns; ``tensor_group`` is a group plus a global
+            scale.
+        group: Columns of a group, or 0 without groups.
         block: Rows and columns of a block.
         symmetric: Whether there are no zero points.
-        order: ``actorder``: in which order columns were quantized; empty: it is not stated.
+        order: ``actorder``: the order in which columns were quantized, or empty if not set.
     """
 
     bits: int
@@ -55,14 +56,14 @@ class Arguments:
 
 
 def arguments(group: Group, formats: Mapping[str, tuple[str, ...]]) -> Arguments:
-    """Return how the weights of a layer are quantized.
+    """Return the quantization settings of a layer's weights.
 
     Args:
-        group: Its tensors.
-        formats: The formats that are understood, and the dtypes of the weights in each.
+        group: The layer's tensors.
+        formats: Dtypes of the weights in each supported format.
 
     Raises:
-        MappingError: The configuration does not say it, or contradicts itself or the tensors.
+        MappingError: The config has no settings for it, or contradicts itself or the tensors.
     """
     if isinstance(known := group.derived.get(NAME), Arguments):
         return known
@@ -137,7 +138,7 @@ def _chosen(group: Group) -> Json:
 
 
 def _require_plain(said: QuantizationStatement) -> None:
-    """Refuse what is done to weights beside quantizing them."""
+    """Raise if weights are sparse or transformed in addition to being quantized."""
     sparse = _mapping(said.content.get("sparsity_config")).get("format", "dense")
     if sparse != "dense":
         raise MappingError(

@@ -1,4 +1,4 @@
-"""What the kinds of :mod:`ckptctl.numerics.kinds` have to know of a quantized weight."""
+"""Parameters of quantized weights that the kinds of :mod:`ckptctl.numerics.kinds` need."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 
 class ScaleBlocks(NamedTuple):
-    """Blocks of elements that share a scale: rows and columns of one."""
+    """Rows and columns of a block of elements that share a scale."""
 
     rows: int
     columns: int
@@ -17,7 +17,7 @@ class Fp4Groups(NamedTuple):
 
     Attributes:
         group: Columns of a group.
-        divided: Whether scales are divided by the global one, and not multiplied.
+        divided: Whether scales are divided by the global scale instead of multiplied.
     """
 
     group: int
@@ -25,15 +25,15 @@ class Fp4Groups(NamedTuple):
 
 
 class IntegerGroups(NamedTuple):
-    """Integers with a scale for each group of columns; of AWQ, of rows.
+    """Integers with a scale for each group of columns (AWQ: of rows).
 
     Attributes:
-        group: Columns, or rows, of a group; they need not divide all of them.
-        bits: Of a packed integer; 0: each is an int8.
-        transposed: Whether they are stored transposed, and not centered.
-        offset: Number that is added to zero points, modulo the number of codes.
-        symmetric: Whether zero points have to be the middle of the codes.
-        optional: Which of ``zero``, ``order`` and ``shape`` follow the integers and the scales.
+        group: Columns or rows of a group; the last group may be smaller.
+        bits: Bits of a packed integer, or 0 if each is an int8.
+        transposed: Whether they are stored transposed and unsigned.
+        offset: Number added to zero points, modulo the number of codes.
+        symmetric: Whether zero points must be the middle of the codes.
+        optional: Those of ``zero``, ``order`` and ``shape`` that follow integers and scales.
     """
 
     group: int
@@ -45,12 +45,12 @@ class IntegerGroups(NamedTuple):
 
 
 class MlxGroups(NamedTuple):
-    """Elements of MLX with a scale for each group of columns.
+    """MLX elements with a scale for each group of columns.
 
     Attributes:
         group: Columns of a group.
-        bits: Of an element.
-        mode: As in ``mlx.core.quantize``.
+        bits: Bits of an element.
+        mode: Mode of ``mlx.core.quantize``.
     """
 
     group: int
@@ -59,12 +59,12 @@ class MlxGroups(NamedTuple):
 
 
 class CodeBlocks(NamedTuple):
-    """Codes of bitsandbytes with a scale for each block of elements.
+    """bitsandbytes codes with a scale for each block of elements.
 
     Attributes:
         block: Elements of a block.
-        nested_block: Scales that share a scale themselves; 0: they are not quantized.
-        offset: Number that is added to quantized scales.
+        nested_block: Scales in a block of quantized scales, or 0 if scales are not quantized.
+        offset: Number added to quantized scales.
     """
 
     block: int

@@ -1,4 +1,4 @@
-"""The types of tensors in GGUF files: their numbers, and how many elements are how many bytes.
+"""Tensor types of GGUF files: their numbers, block sizes and bytes.
 
 Source: ``GGML_QUANT_SIZES`` in the package ``gguf`` (0.19), ``ggml.h``.
 """
@@ -18,17 +18,17 @@ PLAIN: Mapping[int, str] = {
     28: "float64",
     30: "bfloat16",
 }
-"""Types whose elements are those of a dtype."""
+"""Types that store elements of a torch dtype."""
 
 
 class BlockType(NamedTuple):
-    """A type that stores elements of a row in blocks.
+    """A tensor type that stores the elements of a row in blocks.
 
     Attributes:
-        name: As llama.cpp writes it.
-        elements: Of a block.
-        nbytes: Of a block.
-        understood: Whether the package ``gguf`` dequantizes it.
+        name: llama.cpp's name.
+        elements: Elements in a block.
+        nbytes: Bytes of a block.
+        understood: Whether the package ``gguf`` can dequantize it.
     """
 
     name: str

@@ -1,9 +1,8 @@
-"""Which tensors of a model are linear weights of its layers, told from the family's tables.
+"""Find the linear weights of a model's layers in its family's tables.
 
-A matrix of a layer of the language model is one, whatever it is called, unless its table says that
-it is something else: a row for each word or each expert, a single number for each head, or a layer
-without the hidden size, as in a vision tower. What else programs never read quantized is data of
-the family (``Family.unquantized``).
+These are the matrices of the language model's layers, except those with a row for each token or
+expert, with a single row for each head, or in layers without the hidden size, such as a vision
+tower. ``Family.unquantized`` lists other weights that programs never read quantized.
 """
 
 from __future__ import annotations
@@ -23,20 +22,20 @@ FUSED = (
     ("q_a_proj", "kv_a_proj_with_mqa"),
     ("w1", "w3"),
 )
-"""Modules that vLLM makes one of: quantized are all of them or none, under one global scale.
+"""Modules that vLLM fuses: all or none are quantized, with one global scale.
 
 Source: ``FUSED_LAYER_NAMES`` in llm-compressor's ``observers/helpers.py``.
 """
 
 EXPERTS_READ = {"gate_up_proj": 2, "down_proj": 1}
-"""Stacks of a module ``experts``, and which of their dimensions the hidden size is.
+"""Stacks of a module ``experts``, and the dimension with the hidden size.
 
 Source: ``FP8Experts`` in transformers' ``integrations/finegrained_fp8.py``.
 """
 
 
 class Roles:
-    """What the tensors of one layout of a family are."""
+    """Roles of the tensors in one layout of a family."""
 
     def __init__(self, family: Family, layout: Layout) -> None:
         self._family = family
@@ -48,14 +47,14 @@ class Roles:
 
     @property
     def stacks(self) -> bool:
-        """Return whether the layout keeps experts stacked in one tensor."""
+        """Whether the layout stores experts stacked in one tensor."""
         return any(_stacked(leaf) for leaf in self._leaves.values())
 
     def of(self, key: str, shape: Sequence[int]) -> Role:
-        """Return what the tensor under *key* of the layout is.
+        """Return the role of the tensor *key*.
 
-        Weights of stacked experts are ``experts`` where they are ``[experts, out, in]`` under a
-        name that transformers reads quantized stacks by, else ``stacked``.
+        Stacked experts are ``experts`` if they are ``[experts, out, in]`` and have a name by which
+        transformers reads quantized stacks, otherwise ``stacked``.
         """
         found = self._table.find(key)
         if found is None or not isinstance(found[0], Stored):
@@ -83,7 +82,7 @@ def _stacked(leaf: Leaf) -> bool:
 
 
 def _read_stacked(leaf: Leaf) -> bool:
-    """Return whether ``FP8Experts`` has a stack as this one is: the second axis is the output."""
+    """Return whether ``FP8Experts`` reads a stack: its second axis must be the output."""
     module, _, name = leaf.key.text.rpartition(".")
     hidden = EXPERTS_READ.get(name, 0)
     simple = all(len(group) == 1 for group in leaf.dims)
@@ -91,12 +90,12 @@ def _read_stacked(leaf: Leaf) -> bool:
 
 
 def _layer(leaf: Leaf) -> str:
-    """Return what the keys of all tensors of a layer begin with, its number left out."""
+    """Return the common prefix of a layer's keys, without the layer number."""
     return leaf.key.text.partition("{")[0]
 
 
 def fused(names: Collection[str]) -> Iterator[tuple[str, ...]]:
-    """Yield those of *names* that are weights of modules that programs make one of."""
+    """Yield the groups of weights among *names* that programs fuse."""
     there = set(names)
     for name in names:
         module = name.removesuffix(WEIGHT)
@@ -108,7 +107,7 @@ def fused(names: Collection[str]) -> Iterator[tuple[str, ...]]:
 
 
 def modules_of_experts(names: Collection[str]) -> Iterator[tuple[str, ...]]:
-    """Yield those of *names* that are stacks of one module of experts."""
+    """Yield the groups of expert stacks among *names* that belong to one module."""
     found: dict[str, list[str]] = {}
     for name in names:
         module, _, last = name.rpartition(".")
@@ -118,6 +117,6 @@ def modules_of_experts(names: Collection[str]) -> Iterator[tuple[str, ...]]:
 
 
 def together(names: Collection[str]) -> Mapping[str, tuple[str, ...]]:
-    """Return for each of *names* those that it is fused with, itself included."""
+    """Map each of *names* to the names it is fused with, including itself."""
     groups = {name: group for group in fused(names) for name in group}
     return {name: groups.get(name, (name,)) for name in names}

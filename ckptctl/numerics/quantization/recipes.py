@@ -1,6 +1,6 @@
-"""Ways of quantizing weights without data: a :class:`Recipe` each, a row of :data:`RECIPES`.
+"""Recipes of ``--quantize``: weight-only quantization without calibration data.
 
-What computes the elements is a kind of ``ckptctl/numerics/kinds/quantizing.py``.
+The elements are computed by kinds in ``ckptctl/numerics/kinds/quantizing.py``.
 
 Sources: transformers' ``FineGrainedFP8Config`` and ``integrations/finegrained_fp8.py``; vLLM's
 ``layers/quantization/fp8.py``, which takes ``modules_to_not_convert`` for its ``ignored_layers``.
@@ -17,9 +17,9 @@ from dataclasses import dataclass
 WEIGHT, SCALE, PACKED = ".weight", ".weight_scale", ".weight_packed"
 FP8, FP4 = "float8_e4m3fn", "uint8"
 SIDE = 128
-"""Rows and columns of a block of FP8, as DeepSeek-V3 is published."""
+"""Rows and columns of an FP8 block, as in DeepSeek-V3."""
 MX, NV = 32, 16
-"""Elements that share a scale: a power of two in MX formats, an FP8 number in NVFP4."""
+"""Elements that share a scale, which is a power of two in MX formats and FP8 in NVFP4."""
 VERSION = "0.20.0"
 
 Json = Mapping[str, object]
@@ -27,14 +27,14 @@ Json = Mapping[str, object]
 
 @dataclass(frozen=True, slots=True)
 class StoredPart:
-    """One of the tensors that a quantized weight is stored as.
+    """One of the tensors that store a quantized weight.
 
     Attributes:
-        ending: What stands in its name in place of ``.weight``.
-        kind: What computes it: a kind in ``ckptctl/numerics/kinds``.
-        dtype: torch's name; empty: that of the plain weight.
-        block: Rows and columns of the weight that an element of it stands for, 0 for all of them;
-            None: it is one number for the whole weight.
+        ending: Replaces ``.weight`` in its name.
+        kind: The kind in ``ckptctl/numerics/kinds`` that computes it.
+        dtype: torch's name, or empty for the weight's dtype.
+        block: Rows and columns of the weight for each of its elements (0 for all), or None if it
+            is a single number.
     """
 
     ending: str
@@ -43,14 +43,14 @@ class StoredPart:
     block: tuple[int, int] | None
 
     def shape(self, weight: Sequence[int]) -> tuple[int, ...]:
-        """Return its shape for a weight ``[rows, columns]``, or ``[experts, rows, columns]``."""
+        """Return its shape for a weight ``[rows, columns]`` or ``[experts, rows, columns]``."""
         if self.block is None:
             return (1,)
         (*stack, rows, columns), (down, across) = weight, self.block
         return (*stack, -(-rows // (down or rows or 1)), -(-columns // (across or columns or 1)))
 
     def name(self, weight: str) -> str:
-        """Return its name for a weight, which in a stack of experts does not end in ``.weight``."""
+        """Return its name for a weight; names of expert stacks do not end in ``.weight``."""
         if weight.endswith(WEIGHT):
             return weight.removesuffix(WEIGHT) + self.ending
         return weight + self.ending.removeprefix(WEIGHT)
@@ -58,17 +58,17 @@ class StoredPart:
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """A way of quantizing weights.
+    """A quantization method of ``--quantize``.
 
     Attributes:
-        name: What ``--quantize`` calls it.
-        title: For people.
-        parts: What a weight is stored as; the first of them has its elements.
-        config: Returns ``quantization_config`` of config.json for modules that stay as they are.
-        columns: The number of columns of a weight has to be a multiple of it.
-        shared: The part with one number for all weights that programs fuse; None: there is none.
-        stack: Rows and columns of experts stacked in one tensor have to be multiples of these;
-            None: programs read experts one by one.
+        name: Value of ``--quantize``.
+        title: Description for messages.
+        parts: Tensors that store a weight, the quantized elements first.
+        config: Builds ``quantization_config`` of config.json, given the ignored modules.
+        columns: Required divisor of a weight's number of columns.
+        shared: The part with one value for all weights that programs fuse, or None.
+        stack: Required divisors of the rows and columns of stacked experts, or None if programs
+            only read experts one by one.
     """
 
     name: str
@@ -93,13 +93,13 @@ def _fine_grained(ignored: Sequence[str]) -> dict[str, object]:
 def _floats(
     bits: int, strategy: str, group: int | None = None, scale: str = ""
 ) -> dict[str, object]:
-    """Return how numbers are quantized: symmetric floats, of static scales.
+    """Return compressed-tensors' settings of symmetric floats with static scales.
 
     Args:
-        bits: Of a number.
-        strategy: What shares a scale, in compressed-tensors' words.
-        group: How many elements of a row do, where groups do.
-        scale: torch's name of the dtype of the scales; empty: that of the model.
+        bits: Bits of a number.
+        strategy: compressed-tensors' name of the elements that share a scale.
+        group: Elements of a row in a group, or None.
+        scale: torch's name of the scales' dtype, or empty for the model's dtype.
     """
     return {
         "num_bits": bits,
@@ -115,12 +115,12 @@ def _floats(
 def _compressed(
     layout: str, weights: Json, inputs: Json | None = None
 ) -> Callable[[Sequence[str]], dict[str, object]]:
-    """Return what makes the configuration of a model whose linear layers are quantized.
+    """Return a function that builds a compressed-tensors config for linear layers.
 
     Args:
-        layout: compressed-tensors' name of how the tensors are stored.
-        weights: How weights are quantized.
-        inputs: How programs quantize what layers take, as they go; None: not at all.
+        layout: compressed-tensors' name of the storage format.
+        weights: Settings of weights.
+        inputs: Settings of dynamically quantized activations, or None.
     """
 
     def made(ignored: Sequence[str]) -> dict[str, object]:
@@ -158,7 +158,7 @@ RECIPES = (
             StoredPart(".weight_scale_inv", "to_fp8_block_scales", "float32", (SIDE, SIDE)),
         ),
         config=_fine_grained,
-        # transformers' ``Fp8Quantize`` makes whole blocks of experts, which ``FP8Experts`` reads.
+        # transformers' ``FP8Experts`` reads stacks whose experts are whole blocks.
         stack=(SIDE, SIDE),
     ),
     Recipe(
@@ -190,7 +190,7 @@ RECIPES = (
         config=_compressed("mxfp8-quantized", _MXFP8, _MXFP8),
         columns=MX,
     ),
-    # Weights alone: to quantize what layers take as well takes data.
+    # Weights only: quantizing activations to FP4 requires calibration data.
     Recipe(
         name="nvfp4",
         title=f"NVFP4: FP4 with an FP8 scale per {NV} elements",
@@ -207,5 +207,5 @@ RECIPES = (
 
 
 def recipes() -> Mapping[str, Recipe]:
-    """Return the recipes by name."""
+    """Return all recipes by name."""
     return {recipe.name: recipe for recipe in RECIPES}

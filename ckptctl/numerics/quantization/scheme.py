@@ -1,8 +1,7 @@
-"""What a scheme of quantization consists of, and the registry of those that are known.
+"""Quantization schemes: their parts, and the registry of all schemes.
 
-A module of ``schemes`` has ``SCHEMES``. All else follows from it: what ``inspect`` calls a
-weight, which names a family's table is not asked about, what ``--dequantize`` computes, and what is
-refused.
+A module of ``schemes`` defines ``SCHEMES``. From it follow the descriptions in ``inspect``, the
+names that families' tables need not have, the computations of ``--dequantize``, and the errors.
 """
 
 from __future__ import annotations
@@ -23,18 +22,18 @@ from ckptctl.numerics.quantization.statement import QuantizationStatement
 
 @dataclass(frozen=True, slots=True)
 class QuantizedWeight:
-    """The tensors that stand for one plain tensor, and how that is computed.
+    """The tensors that store one weight quantized, and how to dequantize it.
 
     Attributes:
-        key: The plain tensor's name.
-        lead: The tensor of the quantized elements, whose place the plain one takes.
-        inputs: The tensors that it is computed from, in the order that the kind expects.
-        how: For people, as in ``fp8 blocks of 128x128``.
-        kind: What computes it: a kind in ``ckptctl/numerics/kinds``.
-        shape: Its shape, as the kind computes it.
-        arguments: What else the kind has to know; see :class:`~ckptctl.catalog.Computed`.
-        transposed: Whether the plain tensor has the last two dimensions in the other order.
-        others: Tensors that belong to it as well, and that nothing is computed from.
+        key: Name of the dequantized tensor.
+        lead: Name of the tensor of quantized elements, which the dequantized tensor replaces.
+        inputs: Names of the tensors that it is computed from, in the kind's order.
+        how: Description for messages, such as ``fp8 blocks of 128x128``.
+        kind: The kind in ``ckptctl/numerics/kinds`` that computes it.
+        shape: The shape that the kind computes.
+        arguments: Arguments of the kind; see :class:`~ckptctl.catalog.Computed`.
+        transposed: Whether the last two dimensions are swapped after that.
+        others: Names of further tensors of the weight, which are not needed to compute it.
     """
 
     key: str
@@ -49,26 +48,26 @@ class QuantizedWeight:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Return all tensors that stand for the plain one, the lead first."""
+        """Names of all tensors that store the weight, the lead first."""
         return tuple(dict.fromkeys((*self.inputs, *self.others)))
 
     @property
     def scale_blocks(self) -> ScaleBlocks | None:
-        """Return the blocks of rows and columns that share a scale, or None if groups do."""
+        """Blocks of rows and columns that share a scale, or None for other scales."""
         return self.arguments if isinstance(self.arguments, ScaleBlocks) else None
 
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Tensors that a :class:`Form` takes for one plain tensor.
+    """Tensors that a :class:`Form` matches as one weight.
 
     Attributes:
-        key: The plain tensor's name.
-        lead: The quantized elements.
-        parts: What lies beside them: tensors by role.
-        statement: What the checkpoint's files say.
-        values: Returns the bytes of a tensor of a few elements.
-        derived: What a scheme has derived of the statement, so that it does so once.
+        key: Name of the dequantized tensor.
+        lead: The tensor of quantized elements.
+        parts: The other tensors of the weight, by role.
+        statement: The checkpoint's quantization config.
+        values: Reads the bytes of a small tensor.
+        derived: Cache for values that a scheme derives from *statement*.
     """
 
     key: str
@@ -80,7 +79,7 @@ class Group:
 
     @property
     def module(self) -> str:
-        """Return the name of the layer, as configurations name it."""
+        """Name of the layer, as quantization configs have it."""
         return self.key.removesuffix(".weight")
 
     def quantized(
@@ -93,9 +92,9 @@ class Group:
         *,
         transposed: bool = False,
     ) -> QuantizedWeight:
-        """Return what the group stands for; see :class:`QuantizedWeight`.
+        """Build the quantized weight; see :class:`QuantizedWeight`.
 
-        It is computed from the quantized elements, followed by the parts in *roles* that are there.
+        It is computed from the quantized elements, followed by the present parts among *roles*.
         """
         read = [self.parts[role].name for role in roles if role in self.parts]
         others = [part.name for role, part in self.parts.items() if role not in roles]
@@ -112,7 +111,7 @@ class Group:
         )
 
     def unfit(self, why: str, role: str | None = None) -> UnsupportedError:
-        """Return the error that the tensors do not fit each other; *role* is the one to blame."""
+        """Build the error for tensors that do not match each other; *role* names the culprit."""
         if role is None or role not in self.parts:
             parts = (self.lead, *self.parts.values())
             told = f"`{self.lead.name}` does not match its declared quantization"
@@ -123,36 +122,36 @@ class Group:
         return UnsupportedError(told, where=self.lead.name, why=f"{shapes}: {why}")
 
     def unstated(self, key: str, why: str) -> MappingError:
-        """Return the error that the configuration has to say something, and does not."""
+        """Build the error for a required but missing or invalid setting."""
         error = self.statement.wrong(key, why)
         error.hint = f"correct the configuration to dequantize `{self.lead.name}`"
         return error
 
 
 Reason: TypeAlias = Callable[[Group], str | None]
-"""Returns what the configuration, or another tensor, says that decides; None: nothing does."""
+"""Returns the reason given by the config or another tensor, or None if it does not apply."""
 
 
 def always(_: Group) -> str:
-    """Say why every quantized weight has a tensor, whatever the configuration says."""
+    """Return the reason that a part is required in every weight."""
     return "dequantization requires it"
 
 
 def never(_: Group) -> None:
-    """Return that nothing decides."""
+    """Return None: no reason applies."""
 
 
 @dataclass(frozen=True, slots=True)
 class WeightPart:
-    """A tensor that is stored next to the quantized elements.
+    """A tensor stored next to the quantized elements.
 
     Attributes:
-        ending: How its name ends.
-        required: Says why it has to be there, or None where it may be missing.
-        forbidden: Says why it cannot be there, or None where it may.
-        uniform: Returns whether a weight has all of it, or None where something else decides that;
-            where nothing does, all weights of a checkpoint have it alike.
-        dropped: What it is, where a plain model has no use for it and no weight depends on it.
+        ending: Ending of its name.
+        required: Returns why it must be present, or None if it may be missing.
+        forbidden: Returns why it must be absent, or None if it is allowed.
+        uniform: Returns whether a weight has the complete part, or None if the config decides
+            that; all weights of a checkpoint without such a config must have the same.
+        dropped: Description, if dequantized models do not need it.
     """
 
     ending: str
@@ -163,26 +162,23 @@ class WeightPart:
 
     @property
     def essential(self) -> bool:
-        """Return whether it has to be there whatever the configuration says."""
+        """Whether it must be present regardless of the config."""
         return self.required is always
 
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """How the tensors are named that stand for one plain tensor.
-
-    All endings are put behind the same name.
+    """Naming of the tensors that store one weight: endings after a common prefix.
 
     Attributes:
-        lead: How the tensor of the quantized elements ends.
-        dtypes: Which dtypes that has.
-        parts: The tensors next to it, by role; which of them have to be there, may be missing, or
-            cannot be there.
-        make: Says what a group of such tensors stands for, after it has checked that they fit;
-            None: that is not understood.
-        plain: How the plain tensor ends.
-        tells: Endings that nothing else has, each with the dtypes that it tells something of;
-            none: of any. Such a tensor that is not part of a whole group is an error.
+        lead: Ending of the tensor of quantized elements.
+        dtypes: Possible dtypes of that tensor.
+        parts: The other tensors by role, which may be required, optional or forbidden.
+        make: Checks a group of such tensors and builds its weight, or None if this form is only
+            recognized.
+        plain: Ending of the dequantized tensor.
+        tells: Endings that only this form has, each with the dtypes for which that holds (empty
+            for any). Such a tensor outside a complete group is an error.
     """
 
     lead: str
@@ -194,16 +190,16 @@ class Form:
 
     @property
     def endings(self) -> tuple[str, ...]:
-        """Return all endings."""
+        """Endings of all tensors of the form."""
         return (self.lead, *(part.ending for part in self.parts.values()))
 
     def require_parts(self, group: Group) -> None:
-        """Refuse a group in which a required tensor is missing, or a forbidden one is there.
+        """Raise if a required tensor is missing, or a forbidden one is present.
 
         Raises:
             DamagedError: A tensor is missing.
-            UnsupportedError: The configuration rules a tensor out.
-            MappingError: What the configuration says is not understood.
+            UnsupportedError: The config forbids a tensor.
+            MappingError: The config has an unsupported value.
         """
         stem = group.lead.name.removesuffix(self.lead)
         missing: dict[str, str] = {}
@@ -217,7 +213,7 @@ class Form:
                 raise group.unfit(f"{why}, so this tensor is not allowed", role)
 
     def teller(self, name: str, dtype: str) -> str | None:
-        """Return the ending of *name* that tells that something is stored so, if it has one."""
+        """Return the ending by which *name* identifies this form, or None."""
         for ending, dtypes in self.tells.items():
             if name.endswith(ending) and (not dtypes or dtype in dtypes):
                 return ending
@@ -226,15 +222,15 @@ class Form:
 
 @dataclass(frozen=True, slots=True)
 class Scheme:
-    """A way in which weights are quantized.
+    """A quantization scheme.
 
     Attributes:
-        name: What people call it.
-        forms: How its tensors may be named, the more special ones first.
-        methods: The ``quant_method`` of a configuration that says so.
-        by_names: Whether names, dtypes and shapes alone tell it, whatever a configuration says.
-        in_tables: Whether families' tables have a place for its tensors.
-        dropped: Tensors that a plain model has no use for: how they end, and what they are.
+        name: Name for messages.
+        forms: Possible namings of its tensors, the more specific ones first.
+        methods: Values of ``quant_method`` for this scheme.
+        by_names: Whether names, dtypes and shapes identify it without a config.
+        in_tables: Whether families' tables include its tensors.
+        dropped: Endings of tensors that dequantized models do not need, with descriptions.
     """
 
     name: str
@@ -245,17 +241,17 @@ class Scheme:
     dropped: Mapping[str, str] = field(default_factory=dict)
 
     def fits(self, statement: QuantizationStatement) -> bool:
-        """Return whether a checkpoint of which that is said may be quantized so."""
+        """Return whether a checkpoint with this quantization config may use the scheme."""
         understood = any(form.make for form in self.forms)
         return understood and (self.by_names or statement.method in self.methods)
 
 
 def missing_error(group: Group, missing: Mapping[str, str]) -> DamagedError:
-    """Return the error that required tensors of a group are missing.
+    """Build the error for missing required tensors of a group.
 
     Args:
-        group: What is there.
-        missing: The names of those that are not, and why they are required.
+        group: The tensors that are present.
+        missing: Names of the missing tensors, and why they are required.
     """
     verb = "is" if len(missing) == 1 else "are"
     return DamagedError(
@@ -267,7 +263,7 @@ def missing_error(group: Group, missing: Mapping[str, str]) -> DamagedError:
 
 @cache
 def schemes() -> tuple[Scheme, ...]:
-    """Return all schemes, by name of their module."""
+    """Load all schemes, in the order of their modules' names."""
     names = sorted(module.name for module in pkgutil.iter_modules(modules.__path__))
     found = (importlib.import_module(f"{modules.__name__}.{name}") for name in names)
     every: list[Scheme] = []
@@ -277,6 +273,6 @@ def schemes() -> tuple[Scheme, ...]:
 
 
 def methods() -> frozenset[str]:
-    """Return each ``quant_method`` that is understood."""
+    """Return every supported ``quant_method``."""
     understood = (one for one in schemes() if any(form.make for form in one.forms))
     return frozenset(method for one in understood for method in one.methods)

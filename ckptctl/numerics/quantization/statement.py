@@ -1,8 +1,8 @@
-"""What the files beside the weights say about how these are quantized.
+"""Quantization configs: the statements of a checkpoint's files on how it is quantized.
 
 Sources: ``quantization_config`` of transformers' ``config.json``, which newer multimodal models
 have in the part about text; ``compression_config`` of older compressed-tensors;
-``quantization`` of mlx-lm, which repeats it as a ``quantization_config`` without a method;
+``quantization`` of mlx-lm, repeated there as a ``quantization_config`` without a method;
 ``hf_quant_config.json`` of ModelOpt (``modelopt/torch/export/convert_hf_config.py``);
 ``quantize_config.json`` of AutoGPTQ and GPTQModel; ``quant_config.json`` of AutoAWQ.
 """
@@ -24,31 +24,31 @@ KEYS: Mapping[str, str] = {
     QUANTIZATION: "fp8",
     "compression_config": "compressed-tensors",
 }
-"""Where config.json says it, and the ``quant_method`` that is meant where none is stated."""
+"""Keys of config.json with a quantization config, and its ``quant_method`` if it states none."""
 METHOD = "quant_method"
 BESIDE: Mapping[str, str] = {
     "hf_quant_config.json": "modelopt",
     "quantize_config.json": "gptq",
     "quant_config.json": "awq",
 }
-"""Files that say it where config.json does not, and the ``quant_method`` that they mean."""
+"""Separate files with a quantization config, and the ``quant_method`` that they imply."""
 
 
 COMPARED = (
     *("bits", "group_size", "desc_act", "checkpoint_format", "quant_algo", "version"),
     *("mode", "weight_block_size", "sym", "zero_point"),
 )
-"""What two statements have to say alike."""
+"""Keys on which two statements must agree."""
 
 
 @dataclass(frozen=True, slots=True)
 class QuantizationStatement:
-    """What is said of a checkpoint.
+    """Quantization config of a checkpoint.
 
     Attributes:
-        method: The ``quant_method``; empty: nothing is said.
-        content: All that is said, by the names that the file gives it.
-        where: The file, and where in it, for errors.
+        method: The ``quant_method``; empty if there is no config.
+        content: The config as it is in the file.
+        where: The file and the place in it, for errors.
     """
 
     method: str = ""
@@ -57,15 +57,15 @@ class QuantizationStatement:
 
     @property
     def inner(self) -> Json:
-        """Return what is said of weights, which hf_quant_config.json has one level down."""
+        """Settings of weights, which hf_quant_config.json nests one level deeper."""
         part = self.content.get("quantization")
         return part if isinstance(part, Mapping) else self.content
 
     def number(self, key: str, least: int = 1) -> int | None:
-        """Return a whole number, of at least *least*; None: it is not said.
+        """Return an integer of at least *least*, or None if it is not set.
 
         Raises:
-            MappingError: Something else is said.
+            MappingError: The value is not such an integer.
         """
         value = self.content.get(key)
         if value is None:
@@ -75,10 +75,10 @@ class QuantizationStatement:
         return value
 
     def flag(self, key: str) -> bool | None:
-        """Return a truth value; None: it is not said.
+        """Return a boolean, or None if it is not set.
 
         Raises:
-            MappingError: Something else is said.
+            MappingError: The value is not a boolean.
         """
         value = self.content.get(key)
         if value is not None and not isinstance(value, bool):
@@ -86,18 +86,18 @@ class QuantizationStatement:
         return value
 
     def wrong(self, key: str, why: str) -> MappingError:
-        """Return the error that what is said of *key* is not understood."""
+        """Build the error for an invalid or missing value of *key*."""
         said = f"{self.content[key]!r}" if key in self.content else "missing"
         return MappingError(f"`{key}` is {said}", where=self.where, why=why)
 
 
 def of_config(config: Json) -> QuantizationStatement | None:
-    """Return what config.json says first; None: nothing."""
+    """Return the first quantization config in config.json, or None if there is none."""
     return next(all_of_config(config), None)
 
 
 def all_of_config(config: Json) -> Iterator[QuantizationStatement]:
-    """Yield all that config.json says, wherever it does."""
+    """Yield all quantization configs in config.json, nested ones too."""
     inner = {f"{key}.": part for key, part in config.items() if key.endswith("_config")}
     for name, part in {"": config, **inner}.items():
         if name.removesuffix(".") in KEYS or not isinstance(part, Mapping):
@@ -110,17 +110,18 @@ def all_of_config(config: Json) -> Iterator[QuantizationStatement]:
 
 
 def of_file(name: str, content: Json) -> QuantizationStatement:
-    """Return what one of the files of :data:`BESIDE` says."""
+    """Return the quantization config in a file of :data:`BESIDE`."""
     return QuantizationStatement(str(content.get(METHOD, BESIDE[name])), content, name)
 
 
 def require_agreement(one: QuantizationStatement, other: QuantizationStatement) -> None:
-    """Refuse two statements, of one file or of two, that contradict each other.
+    """Raise if two quantization configs contradict each other.
 
-    AutoAWQ writes GEMM in one file and gemm in the other; null says nothing.
+    Case is ignored, since AutoAWQ writes GEMM in one file and gemm in the other; null states
+    nothing.
 
     Raises:
-        MappingError: They do; it says in what.
+        MappingError: A key has different values.
     """
     for key in COMPARED:
         values = [said.inner.get(key) for said in (one, other)]
@@ -137,7 +138,7 @@ def _plain(value: object) -> object:
 
 
 def without(config: Json) -> dict[str, object]:
-    """Return config.json without what it says of quantization."""
+    """Return config.json without its quantization configs."""
     kept = {key: value for key, value in config.items() if key not in KEYS}
     parts = {key: value for key, value in kept.items() if key.endswith("_config")}
     return kept | {key: without(value) for key, value in parts.items() if isinstance(value, dict)}

@@ -1,4 +1,4 @@
-"""What of a checkpoint is quantized: the weights that are understood, and all that is not."""
+"""Survey of a checkpoint's quantized weights, supported and unsupported."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ Values = Callable[[TensorEntry], bytes]
 Tensors = Mapping[str, TensorEntry]
 PLAIN_NAMES = (".weight", ".bias")
 PLAIN_DTYPES = ("bfloat16", "float16", "float32")
-"""No scheme has a tensor with such a name and such a dtype for one that tells of it."""
+"""A tensor with such an ending and dtype never identifies a scheme."""
 
 
 @dataclass(slots=True)
 class Survey:
-    """What the schemes make of a checkpoint.
+    """Quantized weights and other tensors of quantization schemes in a checkpoint.
 
     Attributes:
-        weights: What is understood, in the checkpoint's order.
-        unfit: What a scheme finds wrong, by the name of the tensor that it is found at.
-        unknown: What is quantized in a way that is not understood, and what that is called.
+        weights: Supported weights, in the checkpoint's order.
+        unfit: Errors that schemes found, by the name of the lead tensor.
+        unknown: Tensors of unsupported schemes, and the names of these.
         bare: Quantized tensors without scales.
-        lone: Scales without such.
-        dropped: Tensors that a plain model has no use for, and what they are.
+        lone: Scales without quantized tensors.
+        dropped: Tensors that dequantized models do not need, with descriptions.
     """
 
     weights: list[QuantizedWeight] = field(default_factory=list)
@@ -43,12 +43,12 @@ class Survey:
 
     @property
     def whole(self) -> bool:
-        """Return whether all that is quantized is understood."""
+        """Whether all quantized tensors are supported and complete."""
         return not (self.unfit or self.unknown or self.bare or self.lone)
 
     @property
     def ways(self) -> dict[str, str]:
-        """Return what is quantized, by the name of the tensor that it stands for, and how."""
+        """Descriptions of how tensors are quantized, by dequantized name."""
         unfit = {
             name: "mismatched scales" if isinstance(error, UnsupportedError) else error.what
             for name, error in self.unfit.items()
@@ -62,17 +62,17 @@ class Survey:
 
 
 def look_plain(tensors: Tensors) -> bool:
-    """Return whether no name and no dtype of *tensors* is one of a scheme."""
+    """Return whether no tensor has a name or dtype of a quantization scheme."""
     return all(n.endswith(PLAIN_NAMES) and e.dtype in PLAIN_DTYPES for n, e in tensors.items())
 
 
 def survey(tensors: Tensors, statement: QuantizationStatement, values: Values) -> Survey:
-    """Return what of *tensors* is quantized.
+    """Detect quantized weights and their scales among *tensors*.
 
     Args:
-        tensors: All of a checkpoint.
-        statement: What its files say.
-        values: Returns the bytes of a tensor of a few elements; called where shapes do not tell.
+        tensors: All tensors of a checkpoint.
+        statement: Its quantization config.
+        values: Reads the bytes of a small tensor, for schemes that shapes do not determine.
     """
     if not statement.method and look_plain(tensors):
         return Survey()
@@ -93,7 +93,7 @@ def survey(tensors: Tensors, statement: QuantizationStatement, values: Values) -
 
 
 def _schemes() -> tuple[Scheme, ...]:
-    from ckptctl.numerics.quantization.scheme import schemes  # which plain weights do without
+    from ckptctl.numerics.quantization.scheme import schemes  # late: for a fast start
 
     return schemes()
 
@@ -105,12 +105,12 @@ def _weights(
     statement: QuantizationStatement,
     values: Values,
 ) -> set[str]:
-    """Add the weights that are understood and what does not fit; return what they consist of."""
+    """Add supported weights and errors; return the names of their tensors."""
     by_dtype: dict[str, list[Form]] = {}
     for form in (form for one in chosen for form in one.forms if form.make):
         for dtype in form.dtypes:
             by_dtype.setdefault(dtype, []).append(form)
-    from ckptctl.numerics.quantization.scheme import Group
+    from ckptctl.numerics.quantization.scheme import Group  # late: for a fast start
 
     used: set[str] = set()
     made: list[tuple[Form, Group]] = []
@@ -139,9 +139,9 @@ def _weights(
 
 
 def _form(forms: Iterable[Form], name: str, tensors: Tensors) -> tuple[Form, Tensors] | None:
-    """Return the form that the quantized tensor *name* has, and what lies next to it, by role.
+    """Return the form of the quantized tensor *name*, and its other tensors by role.
 
-    Where none has all of its tensors, that of which most are there; None: none is.
+    If no form is complete, the one with most of its tensors is returned, or None if none has any.
     """
     best: tuple[Form, Tensors] | None = None
     for form in forms:
@@ -159,7 +159,7 @@ def _form(forms: Iterable[Form], name: str, tensors: Tensors) -> tuple[Form, Ten
 
 
 def _require_uniform(found: Survey, made: Sequence[tuple[Form, Group]]) -> None:
-    """Refuse weights that lack what others of the same form have, where nothing else decides."""
+    """Turn weights without a part that others of the same form have into errors."""
     from ckptctl.numerics.quantization.scheme import missing_error
 
     places = {
@@ -186,9 +186,9 @@ def _require_uniform(found: Survey, made: Sequence[tuple[Form, Group]]) -> None:
 
 
 def _add_unpaired(found: Survey, forms: Iterable[Form], tensors: Tensors, used: set[str]) -> None:
-    """Add elements without scales, and scales without elements, of *forms* that others have.
+    """Add unpaired quantized tensors and scales of forms that other weights have.
 
-    Their names alone would not tell it.
+    Their names alone would not identify them.
     """
     for form in (form for form in forms if form.lead):
         ends = tuple(part.ending for part in form.parts.values() if part.essential)
@@ -207,7 +207,7 @@ def _add_unpaired(found: Survey, forms: Iterable[Form], tensors: Tensors, used: 
 def _strange(
     found: Survey, chosen: Collection[Scheme], tensors: Tensors, used: Collection[str]
 ) -> None:
-    """Add what looks quantized and is no part of a weight that is understood."""
+    """Add tensors that look quantized but belong to no supported weight."""
     forms = [(one, form) for one in _schemes() for form in one.forms]
     told = [(end, dtypes) for _, form in forms for end, dtypes in form.tells.items()]
     last = tuple({end for end, dtypes in told if not dtypes})
@@ -228,9 +228,9 @@ def _strange(
 
 
 def plain_names(names: Collection[str]) -> Collection[str]:
-    """Return *names* with that of the plain weight for all that a quantized one is stored as.
+    """Replace the names of each quantized weight's tensors by its dequantized name.
 
-    Where no name is one of a scheme that no table describes, they are as they were.
+    *names* are returned unchanged if none belongs to a scheme outside the families' tables.
     """
     if all(name.endswith(PLAIN_NAMES) for name in names):
         return names
@@ -252,7 +252,7 @@ def plain_names(names: Collection[str]) -> Collection[str]:
 
 @cache
 def _telling() -> tuple[str, ...]:
-    """Return the endings of names that tell of a scheme that no table describes."""
+    """Return the endings that identify schemes outside the families' tables."""
     forms = (form for one in _schemes() if not one.in_tables for form in one.forms)
     return tuple({end for form in forms for end in form.tells if end != form.plain})
 

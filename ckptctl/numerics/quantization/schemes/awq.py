@@ -1,12 +1,12 @@
-"""AWQ: 4-bit integers packed along the columns of the transposed weight, groups of its rows.
+"""AWQ: 4-bit integers packed along the columns of the transposed weight, in groups of rows.
 
-``zero_point: false`` is said of symmetric weights: GPTQModel stores the middle of the codes for
-each zero point of such, AutoAWQ none, in its version ``marlin``.
+``zero_point: false`` means symmetric weights. GPTQModel then stores the middle of the codes as
+every zero point, and AutoAWQ (version ``marlin``) stores none.
 
-Where no version is stated, ``gemm`` is meant, as transformers and AutoAWQ take it: tensors of the
-other versions have other shapes.
+The default version is ``gemm``, as in transformers and AutoAWQ; tensors of other versions have
+other shapes.
 
-Source: ``dequantize_gemm`` in AutoAWQ's ``utils/packing_utils.py``, in GPTQModel as well;
+Source: ``dequantize_gemm`` in AutoAWQ's ``utils/packing_utils.py`` and in GPTQModel;
 ``pseudo_quantize_tensor`` in GPTQModel's ``looper/awq_processor.py``.
 """
 
@@ -57,7 +57,7 @@ def _weight(group: Group) -> QuantizedWeight:
 
 
 def _packed_by(group: Group) -> str:
-    """Say by which version weights are packed, all of which have zero points in ``gemm``."""
+    """Return why zero points are required, or raise if the version is unsupported."""
     said = group.statement
     for key in ("version", "format"):
         found = said.content.get(key, VERSION)
@@ -69,7 +69,7 @@ def _packed_by(group: Group) -> str:
 
 
 def _group_size(group: Group) -> int:
-    """Return the rows of a group, -1 for all of them, after a look at what else is said."""
+    """Return the rows of a group, or -1 for all rows."""
     said = group.statement
     bits = said.number("bits") or said.number("w_bit")
     if bits != BITS:

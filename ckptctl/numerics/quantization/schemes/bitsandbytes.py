@@ -1,6 +1,6 @@
-"""bitsandbytes: bytes of two 4-bit codes with scales of blocks, or int8 with scales of rows.
+"""bitsandbytes: packed 4-bit codes with scales of blocks, or int8 with scales of rows.
 
-What else is needed lies beside a 4-bit weight, as JSON in a tensor of bytes.
+Other parameters of a 4-bit weight are JSON in a tensor of bytes next to it.
 
 Sources: ``QuantState`` in ``bitsandbytes/functional.py``; ``dequantize_bnb_weight`` in
 ``transformers``' ``integrations/bitsandbytes.py``.
@@ -64,7 +64,7 @@ def _four_bits(group: Group) -> QuantizedWeight:
 
 
 def _state(group: Group) -> Mapping[str, object]:
-    """Return what the tensor of bytes says."""
+    """Parse the quantization state in the tensor of bytes."""
     entry = group.parts["state"]
     if entry.dtype != "uint8" or not 0 < entry.numel <= LONGEST:
         raise group.unfit("expected a few bytes of JSON", "state")

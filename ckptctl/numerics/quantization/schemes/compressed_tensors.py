@@ -1,9 +1,9 @@
-"""compressed-tensors, as llm-compressor writes it and Kimi K2 Thinking is published.
+"""compressed-tensors, as written by llm-compressor and published with Kimi K2 Thinking.
 
-Which tensors a weight has follows from its group of ``config_groups``, as in
-``compression_param_names`` of each compressor: zero points where it is not ``symmetric``,
-``weight_g_idx``, which group each column is of, where ``actorder`` is ``group`` (before 0.20, true
-as well). Older versions stored zero points of symmetric weights, too: zeros, which is checked.
+The tensors of a weight follow from its group of ``config_groups``, as in
+``compression_param_names`` of each compressor: zero points unless it is ``symmetric``, and
+``weight_g_idx``, the group of each column, if ``actorder`` is ``group`` (before 0.20 also true).
+Older versions stored zero points of symmetric weights too, which must be zero.
 
 Source: ``compressors`` of compressed-tensors 0.20.
 """
@@ -39,7 +39,7 @@ FORMATS: Mapping[str, tuple[str, ...]] = {
     "mxfp4-pack-quantized": ("uint8",),
     "mxfp8-quantized": (FP8,),
 }
-"""The dtypes of the weights in each format that is understood."""
+"""Dtypes of the weights in each supported format."""
 
 
 def _packed_weight(group: Group) -> QuantizedWeight:
@@ -58,7 +58,7 @@ def _packed_weight(group: Group) -> QuantizedWeight:
 
 
 def _columns(group: Group, said: Arguments, words: int) -> int:
-    """Return how many columns are packed: what scales of groups tell, or else a tensor says."""
+    """Return the number of packed columns, from the scales of groups or the ``shape`` tensor."""
     shape = group.parts.get("shape")
     code = {"int64": "q", "int32": "i"}.get(shape.dtype) if shape else None
     if shape and (code is None or shape.shape != (len(group.lead.shape),)):
@@ -76,7 +76,7 @@ def _columns(group: Group, said: Arguments, words: int) -> int:
 def _integers(
     group: Group, said: Arguments, shape: tuple[int, ...], bits: int = 0
 ) -> QuantizedWeight:
-    """Return a weight of integers with scales of tensors, channels or groups of columns."""
+    """Build a weight of integers with scales of tensors, channels or groups of columns."""
     width, count = _groups(group, said, shape)
     if "zero" in group.parts:
         scale, zero = group.parts["scale"], group.parts["zero"]
@@ -101,7 +101,7 @@ def _integers(
 
 
 def _groups(group: Group, said: Arguments, shape: tuple[int, ...]) -> tuple[int, int]:
-    """Return the columns of a group, and how many groups a row has; the scales fit that."""
+    """Return the columns of a group and the groups of a row; raise if scales do not match."""
     scale, columns = group.parts["scale"], shape[-1]
     width = said.group if said.strategy == "group" else columns
     if said.strategy not in ("group", "channel", "tensor") or not width or columns % width:
@@ -213,7 +213,7 @@ def _is_ordered(group: Group) -> bool | None:
 
 
 def _of_two_scales(group: Group) -> str | None:
-    """Say by what NVFP4 is told: by its scales, or, where these are missing, by its format."""
+    """Return why a weight is NVFP4 with a global scale: its other scales are FP8."""
     scale = group.parts.get("scale")
     if group.lead.dtype != "uint8" or scale is None or scale.dtype != FP8:
         return None

@@ -1,7 +1,7 @@
-"""Float8 weights with scales of blocks of rows and columns or of the whole tensor, and FP4 experts.
+"""Float8 weights with scales of blocks or of the whole tensor, and packed FP4 experts.
 
-A scale in uint8 is a power of two, E8M0; that is so only where the configuration says it. Experts
-may be packed FP4 there, with a scale of such a kind for each 32 columns.
+Scales in uint8 are powers of two (E8M0), only if the config says so. Experts may then be packed FP4
+with such a scale for each 32 columns.
 
 Sources: DeepSeek-V3's ``inference/fp8_cast_bf16.py``; ``transformers``'
 ``integrations/finegrained_fp8.py``, for DeepSeek-V4's experts and MXFP8 as well; AutoFP8, whose
@@ -33,7 +33,7 @@ DROPPED = dict.fromkeys((".input_scale", ".activation_scale", "_activation_scale
 
 
 def scaled(group: Group, how: str, block: tuple[int, int]) -> QuantizedWeight:
-    """Return a float8 weight with scales of blocks, none of which is taken for larger than it."""
+    """Build a float8 weight with scales of blocks, which are clipped to the weight's shape."""
     down, across = (max(min(pair), 1) for pair in zip(block, group.lead.shape[-2:], strict=True))
     return group.quantized(
         how, "block_fp8", group.lead.shape, ("scale",), ScaleBlocks(down, across)
@@ -63,19 +63,19 @@ def _weight(group: Group) -> QuantizedWeight:
 
 
 def _has_blocks(group: Group) -> bool:
-    """Return whether the configuration says that weights have scales of blocks."""
+    """Return whether the config states scales of blocks."""
     said = group.statement
     return said.method == MXFP8 or said.content.get(BLOCK) is not None
 
 
 def _has_one_scale(group: Group) -> bool:
-    """Return whether the configuration says that a weight has one scale."""
+    """Return whether the config states one scale for each weight."""
     content = group.statement.content
     return BLOCK in content and not _has_blocks(group)
 
 
 def _is_uncut(group: Group) -> bool | None:
-    """Return whether there is a scale for each block; None: one is enough, or that is stated."""
+    """Return whether every block has a scale, or None if one is enough or the config decides."""
     weight, scale = group.lead, group.parts["scale"]
     if _has_blocks(group) or _has_one_scale(group) or len(weight.shape) < 2:
         return None
@@ -85,7 +85,7 @@ def _is_uncut(group: Group) -> bool | None:
 
 
 def _scales(group: Group) -> tuple[str, ...]:
-    """Return the dtypes that scales may have."""
+    """Return the possible dtypes of scales."""
     said = group.statement
     exponents = said.content.get(FORMAT) == "ue8m0" or said.method == MXFP8
     return (*SCALES, "uint8") if exponents else SCALES

@@ -1,9 +1,9 @@
-"""GGUF: elements of a row in blocks, each with its scales.
+"""GGUF: rows of elements in blocks, each with its own scales.
 
-The reader of GGUF files gives a tensor of such a type the name that it has in the file, a dot and
-the type, and the bytes of its blocks as elements.
+The GGUF reader names a quantized tensor by its name in the file, a dot and the type; its elements
+are the bytes of the blocks.
 
-Source: ``gguf/quants.py`` (0.19), which computes them.
+Source: ``gguf/quants.py`` (0.19), which also dequantizes them.
 """
 
 from __future__ import annotations

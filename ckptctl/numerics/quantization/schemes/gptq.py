@@ -1,14 +1,13 @@
-"""GPTQ: integers packed along the rows of the transposed weight, scales and zero points of groups.
+"""GPTQ: integers packed along the rows of the transposed weight, with scales of row groups.
 
-``checkpoint_format`` says how zero points are stored: as they are in ``gptq_v2``, less one in
-``gptq``, which is what is meant where nothing is said.
+``checkpoint_format`` is the storage of zero points: unchanged in ``gptq_v2``, minus one in
+``gptq``, which is the default.
 
-``g_idx`` says which group each row is of, whatever ``desc_act`` is: so GPTQModel and transformers
-compute it. Where that is true all weights have it; else it may be missing, from all of them, as
-vLLM leaves it out.
+``g_idx`` is the group of each row regardless of ``desc_act``, as in GPTQModel and transformers. If
+``desc_act`` is true all weights have it. Otherwise it may be missing from all of them, since vLLM
+omits it.
 
-``sym: true`` is said where all zero points are the middle of the codes: kernels then do not read
-them.
+With ``sym: true`` all zero points are the middle of the codes, and kernels do not read them.
 
 Source: ``convert_gptq_file`` in GPTQModel's ``utils/model_dequant.py``; AutoGPTQ's
 ``nn_modules/qlinear``.
@@ -69,7 +68,7 @@ def _in_order(group: Group) -> str | None:
 
 
 def _stored(group: Group) -> str:
-    """Return how zero points are stored."""
+    """Return the storage format of zero points."""
     said = group.statement.content
     key = "checkpoint_format" if "checkpoint_format" in said else "format"
     found = said.get(key, V1)
@@ -83,7 +82,7 @@ def _stored(group: Group) -> str:
 
 
 def _sizes(group: Group, bits: int) -> tuple[int, int]:
-    """Return how many rows and columns are packed; there are whole words of rows."""
+    """Return the numbers of packed rows and columns; rows fill whole words."""
     words, columns = group.lead.shape if len(group.lead.shape) == 2 else (0, 0)
     rows = words * WORD // bits
     order = group.parts.get("order")
@@ -95,7 +94,7 @@ def _sizes(group: Group, bits: int) -> tuple[int, int]:
 
 
 def _groups(group: Group, rows: int) -> tuple[int, int]:
-    """Return the rows of a group, and how many groups there are."""
+    """Return the rows of a group, and the number of groups."""
     size = group.statement.number("group_size", -1)
     if size is None or size == 0:
         raise group.unstated("group_size", "expected a number of rows, or -1 for all")

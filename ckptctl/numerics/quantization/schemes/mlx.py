@@ -1,8 +1,8 @@
-"""MLX: integers with a scale and a bias for each group of a row, or floats of 4 and 8 bits.
+"""MLX: integers with a scale and a bias for each group of a row, or 4- or 8-bit floats.
 
-A row of elements is a row of uint32, its first element in the lowest bits. ``quantization`` in
-config.json says how many elements are a group and how many bits an element has, for all layers and
-by path for single ones.
+A row of elements is a row of uint32 with the first element in the lowest bits. ``quantization`` in
+config.json has the group size and the bits of an element, for all layers and, by path, for single
+layers.
 
 Sources: ``mlx.core.quantize`` (0.32.4); mlx-lm's ``utils.py`` (0.32.2), ``load_model`` and
 ``quantize_model``.
@@ -29,7 +29,7 @@ FLOATS = ("float32", "bfloat16", "float16")
 GROUPS = (32, 64, 128)
 BITS = (1, 2, 3, 4, 5, 6, 8)
 FIXED = {"mxfp4": (32, 4), "mxfp8": (32, 8), "nvfp4": (16, 4)}
-"""The size of a group and the bits of an element, of each mode whose elements are floats."""
+"""Group size and bits of an element in each mode with floats."""
 AFFINE = "affine"
 WORD = 32
 
@@ -58,7 +58,7 @@ def _weight(group: Group) -> QuantizedWeight:
 
 
 def _require_scales(group: Group, mode: str) -> None:
-    """Refuse scales and biases of other dtypes or shapes than *mode* has them."""
+    """Raise if scales or biases do not have the dtypes and shapes of *mode*."""
     scales = group.parts["scales"]
     if mode != AFFINE:
         if scales.dtype != "uint8":
@@ -72,7 +72,7 @@ def _require_scales(group: Group, mode: str) -> None:
 
 
 def _said(group: Group) -> tuple[str, int, int]:
-    """Return the mode, the size of a group and the bits of an element."""
+    """Return the mode, the group size and the bits of an element."""
     statement = group.statement
     own = statement.content.get(group.module)
     if own is False:

@@ -1,7 +1,7 @@
-"""NVIDIA's ModelOpt: NVFP4 with scales of blocks and of the whole tensor, FP8, MXFP8.
+"""NVIDIA's ModelOpt: NVFP4 with scales of blocks and of the tensor, FP8 and MXFP8.
 
 Source: ``to_quantized_weight`` in ``modelopt/torch/export/quant_utils.py`` and the classes in
-``modelopt/torch/quantization/qtensor``; ``convert_hf_config.py`` for what the files say.
+``modelopt/torch/quantization/qtensor``; ``convert_hf_config.py`` for the config files.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ OF_FP8 = ("FP8", "FP8_PER_CHANNEL_PER_TOKEN", "MXFP8")
 
 
 def _algorithm(group: Group, known: tuple[str, ...]) -> Json:
-    """Return what is said of the algorithm of a layer, which has to be one of *known*."""
+    """Return the settings of a layer's algorithm, which must be one of *known*."""
     said, found = group.statement, group.statement.inner
     if found.get("quant_algo") == MIXED:
         layers = found.get("quantized_layers")

@@ -1,6 +1,6 @@
-"""MXFP4: two E2M1 numbers in a byte, an E8M0 scale for each 32 of them.
+"""MXFP4: two E2M1 numbers in a byte, and an E8M0 scale for each 32 numbers.
 
-Hugging Face stores experts with the last two dimensions exchanged; OpenAI's own names do not.
+Hugging Face's format swaps the last two dimensions of experts; OpenAI's does not.
 
 Sources: ``transformers``' ``integrations/mxfp4.py`` and OpenAI's ``gpt_oss/torch/weights.py``.
 """

@@ -1,8 +1,8 @@
-"""Schemes that are recognized by the names of their tensors, and not understood any further.
+"""Unsupported schemes that are recognized by the names of their tensors.
 
-Sources: mistral-inference for its fp8; ``modelopt/torch/export/unified_export_hf.py`` for experts
-that are one parameter, which are stored transposed, and for weights that go with scales of
-activations; ``torchao/prototype/safetensors``.
+Sources: mistral-inference for its fp8; ``modelopt/torch/export/unified_export_hf.py`` for stacked
+experts, which are stored transposed, and for weights with activation scales;
+``torchao/prototype/safetensors``.
 """
 
 from __future__ import annotations
