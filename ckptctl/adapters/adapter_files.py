@@ -201,7 +201,7 @@ def renamed(config: Json, change: Change) -> Json:
 
 
 def under_other_names(config: Json, views: Mapping[str, str]) -> Json:
-    """Rename modules in a PEFT config; *views* maps old tensor names to new ones."""
+    """Rename modules in a PEFT config by *views*, which maps old tensor names to new ones."""
     if all(old == new for old, new in views.items()):
         return config
     factors = {module_of(old): module_of(new) for old, new in views.items() if is_factor(old)}

@@ -154,7 +154,10 @@ class _Formulas:
         }
 
     def result(self, paths: str) -> Deltas:
-        """Build the changes; *paths* names both checkpoints in errors."""
+        """Build the changes.
+
+        *paths* names both checkpoints in errors.
+        """
         homeless = [
             _source(item)
             for name, roles in self.parts.items()
@@ -272,7 +275,7 @@ class _Formulas:
 
 
 def as_input(root: TreePath, tensor: Strided, computed: dict[str, Computed]) -> Input:
-    """Make an adapter tensor an input: a view, or a virtual file that is added to *computed*."""
+    """Return an adapter tensor as a view, or as a virtual file that is added to *computed*."""
     if tensor.parts and is_view(tensor):
         return Input(root, view(tensor.parts[0].of, tensor))
     made = rearranged(root, tensor)

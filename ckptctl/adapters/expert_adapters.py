@@ -99,7 +99,7 @@ def _target(
     known: Settings,
     held: Mapping[str, TensorEntry],
 ) -> Iterator[AdaptedParameter]:
-    """Yield the parameter that a module's factors change; nothing for a regular linear layer."""
+    """Yield the parameter that a module's factors change, if it is not a regular linear layer."""
     inside = _NESTED.sub("", module).removeprefix(PREFIX)
     called = [f"{inside}.{one.rpartition('.')[2]}" for one in stated if _ends(inside, one)]
     if not called:
@@ -203,7 +203,7 @@ def convert_experts(draft: Draft) -> Draft:
 
 
 def keep_stacks(draft: Draft) -> Draft:
-    """Name stacked experts as the output format does; no table describes them."""
+    """Name stacked experts as the output format does, since no table describes them."""
     layout = formats.get(draft.catalog.format).layout
     return replace(draft, model=draft.model.by_names_alone(layout))
 
@@ -457,7 +457,7 @@ def _moved(entry: TensorEntry, rows: int) -> Iterator[Extent]:
 def _strength(
     known: Settings, parts: Iterable[ExpertSlice], held: Mapping[str, TensorEntry], rank: int
 ) -> float:
-    """Return the alpha of a stack of *rank*; raise if its experts have different scales."""
+    """Return the alpha of a stack of *rank*, or raise if its experts differ in scale."""
     keys = [f"{PREFIX}{module}{A}" for part in parts for module in part.modules]
     scales = {known.scale(key, held[key].shape[0]): key for key in keys}
     if len(scales) > 1:

@@ -31,7 +31,7 @@ from ckptctl.planner.mapping.tensors import Change
 
 
 def open_base(options: ConversionOptions, documents: Mapping[str, Json]) -> Model:
-    """Open the base; *documents* describe it if the base has no config files."""
+    """Open the base, described by *documents* if it has no config files."""
     assert options.fill_from is not None
     catalog = unwrapped(formats.open_checkpoint(options.fill_from))
     if options.dequantize and quantized(catalog):
@@ -82,7 +82,7 @@ def understand_as_base(draft: Draft, base: Model, family: Family) -> Draft:
 
 
 def require_same_facts(draft: Draft, base: Model, family: Family) -> None:
-    """Raise if the configs differ on sizes or switches; note other differences."""
+    """Raise if the configs differ on sizes or switches, and note other differences."""
     own = [one for one in draft.assets.described if one.name in DOCUMENTS]
     structure = {fact_of(family, axis) for axis in family.sizes} | switched(family).keys()
     structure |= {"tie_word_embeddings"}

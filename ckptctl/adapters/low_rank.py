@@ -66,7 +66,7 @@ def difference(base: torch.Tensor, tuned: torch.Tensor) -> LowRankChange:
 def factors(
     name: str, change: LowRankChange, *, rank: int | None, energy: float | None, dtype: str
 ) -> Factors:
-    """Factor a nonzero change; *change* is overwritten to save memory.
+    """Factor a nonzero change, overwriting *change* to save memory.
 
     Args:
         name: Tensor name for errors.
@@ -125,7 +125,7 @@ class Stacking:
     def add(
         self, name: str, number: int, change: LowRankChange, rank: int | None, energy: float | None
     ) -> None:
-        """Add a changed matrix; *change* is overwritten."""
+        """Add a changed matrix, overwriting *change*."""
         import torch
 
         for part, delta in enumerate(change.delta.chunk(self.parts)):
@@ -181,7 +181,7 @@ def _terms(values: torch.Tensor, energy: float) -> int:
 
 
 def same(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Return whether two tensors hold equal values, regardless of dtype; NaN equals NaN."""
+    """Return whether two tensors hold equal values (or NaN), regardless of dtype."""
     import torch
 
     if one.dtype == other.dtype and not one.is_floating_point():

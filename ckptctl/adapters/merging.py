@@ -75,7 +75,7 @@ class MergePlan(Result):
 def plan_merge(
     base: str | TreePath, adapter: str | TreePath, dst: str | TreePath, options: MergeOptions
 ) -> MergePlan:
-    """Plan a merge; without ``to`` in *options* the output keeps the model's format."""
+    """Plan a merge, keeping the model's format unless *options* set ``to``."""
     with families.using(options.converter):
         asked = options.to_format(options.to or _same_format(base, options))
         origin = formats.existing(adapter)

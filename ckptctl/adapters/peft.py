@@ -87,7 +87,7 @@ def _compiled(text: str) -> re.Pattern[str]:
 
 
 def _ways(text: str) -> float:
-    """Estimate in how many ways *text* can match; infinite if unknown.
+    """Estimate in how many ways *text* can match, or return infinity if unknown.
 
     Nested repetitions, and groups that change how the rest is parsed, count as infinitely many.
     """
@@ -191,7 +191,7 @@ class Settings:
         return _factor("lora_alpha", alpha, alpha / self.divisor(rank), key)
 
     def divisor(self, rank: int) -> float:
-        """Return the number that alpha is divided by: the rank, or its root for rsLoRA."""
+        """Return the divisor of alpha, which is the rank or, for rsLoRA, its square root."""
         return math.sqrt(rank) if self.rslora else rank
 
     def _target(self, module: str) -> str:

@@ -21,7 +21,7 @@ from ckptctl.planner.mapping.tensors import Change
 def agree_on_change(
     known: Model, tensors: Mapping[str, TensorEntry], asked: LayoutRequest
 ) -> Notes:
-    """Compare every statement about a model; *tensors* will get another layout."""
+    """Compare every statement about a model before *tensors* get another layout."""
     family, *_ = requested_layout(known, tensors, asked)
     if family is not None:
         compared = compared_tensors(known, family, tensors, asked)

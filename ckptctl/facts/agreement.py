@@ -177,7 +177,7 @@ def disagreements(family: Family, described: Sequence[Description]) -> tuple[Con
 
 
 def _beside_megatron(family: Family, described: Sequence[Description]) -> Iterator[Statement]:
-    """Yield what a config.json implies in a checkpoint with records of Megatron."""
+    """Yield the implied values of a config.json next to records of Megatron."""
     from ckptctl.facts.megatron import fixed, silent
 
     for file in (one for one in described if one.name == CONFIG):
@@ -208,7 +208,7 @@ def _of_file(
 
 
 def _writer(family: Family, params: Json, configs: Sequence[Json]) -> Family | None:
-    """Return the family that *params* belong to: *family*, a refinement, or what it refines.
+    """Return the family of *params*, which is *family* or related to it by refinement.
 
     Sizes that identify a release (Llama 3.2) decide first; otherwise a config.json does.
     """
@@ -239,7 +239,7 @@ def _holds(signs: Signs, values: Json) -> bool:
 def _require_given(
     family: Family, statements: Sequence[Statement], given: Mapping[str, int]
 ) -> None:
-    """Raise if a ``--set`` contradicts a file: user values are never overruled."""
+    """Raise if a ``--set`` contradicts a file, since user values are never overruled."""
     said = [*of_sizes(family, given)]
     sources = {one.source for one in said}
     for found in contradictions([*said, *(one for one in statements if one.stated)]):
@@ -256,7 +256,7 @@ def _require_given(
 def _of_tensors(
     family: Family, tensors: Tensors, statements: Sequence[Statement]
 ) -> Iterator[Statement]:
-    """Yield what the tensors show about sizes, and about switches in *statements*."""
+    """Yield statements of the tensors about sizes, and about switches in *statements*."""
     rows = None
     if tensors.layout.name in PADDED_LAYOUTS:
         # late, for a fast start: most layouts have no padding

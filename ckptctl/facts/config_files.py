@@ -81,7 +81,7 @@ def config_files(draft: Draft) -> Draft:
 
 
 def _about_transformers(draft: Draft, written: Collection[str]) -> tuple[str, ...]:
-    """Note what transformers or its users will miss in the output."""
+    """Note missing files that transformers or its users need."""
     assets, change = draft.assets, draft.change
     notes = (*_about_layout(change), *_about_class(assets.documents.get(CONFIG), change))
     if CONFIG not in {*assets.documents, *written}:
@@ -129,7 +129,7 @@ def _about_class(config: Json | None, change: Change) -> tuple[str, ...]:
 
 
 def _about_config(change: Change, assets: Assets) -> str:
-    """Note what config.json was generated from, and the defaults assumed."""
+    """Note the source of a generated config.json and the defaults assumed."""
     family = change.family.name if change.family else "?"
     tied = "tied" if change.tied else "untied"
     params, made_from, known = assets.documents.get(PARAMS), PARAMS, dict[str, object]()

@@ -360,7 +360,7 @@ def _equal(one: object, other: object) -> bool:
 
 
 def _number(text: str) -> object:
-    """Parse a number such as ``1e-05``, which YAML reads as text; return other text unchanged."""
+    """Parse a number such as ``1e-05``, which YAML reads as text, or return *text* unchanged."""
     try:
         number = float(text)
     except ValueError:

@@ -192,7 +192,7 @@ def _has(tensors: Collection[str], name: str) -> bool:
 
 
 def _dtype(tensors: Mapping[str, TensorEntry]) -> str:
-    """Return the dtype of most elements; quantized ones count as bfloat16."""
+    """Return the dtype of most elements, where quantized ones count as bfloat16."""
     sizes: dict[str, int] = {}
     for one in tensors.values():
         kind = "bfloat16" if one.dtype == "uint8" else one.dtype

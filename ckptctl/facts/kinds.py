@@ -132,7 +132,7 @@ def _write_dense(value: object, name: str, facts: Values) -> list[int]:
 
 
 def _read_method(value: object, name: str, fields: Values) -> str:
-    """Return how experts are selected: from all, or from the best groups.
+    """Return whether experts are selected from all or from the best groups.
 
     Megatron-Core ranks a group by several of its experts, transformers by the best one.
     """

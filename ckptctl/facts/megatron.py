@@ -43,7 +43,7 @@ _SIMPLE = (bool, int, float, str, list, tuple)
 
 
 def style_of(family: Family) -> MegatronStyle:
-    """Return how Megatron-Core describes *family*; raise if it does not support the family."""
+    """Return how Megatron-Core describes *family*, or raise if it does not support the family."""
     if family.megatron is None:
         raise MappingError(
             f"there is no known Megatron-Core configuration for `{family.name}`",
@@ -53,13 +53,13 @@ def style_of(family: Family) -> MegatronStyle:
 
 
 def class_of(record: Json) -> str:
-    """Return the name of the class whose fields *record* has; empty if it names none."""
+    """Return the name of the class whose fields *record* has, or "" if it names none."""
     named = model_of(record).get(TARGET)
     return named.rpartition(".")[2] if isinstance(named, str) else ""
 
 
 def merged(records: Iterable[Json]) -> dict[str, object]:
-    """Merge the *records* of one model; later values win."""
+    """Merge the *records* of one model, where later values win."""
     return {name: value for record in records for name, value in model_of(record).items()}
 
 
@@ -140,7 +140,7 @@ def read(style: MegatronStyle, fields: Json) -> Iterator[tuple[Fact, object]]:
 
 
 def _local(style: MegatronStyle, fields: Json) -> Json:
-    """Return *fields* with one rotary base: that of the layers without a window."""
+    """Return *fields* with the rotary base of layers without a window as the only one."""
     bases = fields.get("rotary_base")
     if not style.local or not isinstance(bases, (list, tuple)) or len(bases) != 2:
         return fields
@@ -309,7 +309,10 @@ def _json(value: object) -> object:
 def config_to_fields(
     family: Family, config: Json, sizes: Mapping[str, int] | None = None
 ) -> dict[str, object]:
-    """Return Megatron-Core's fields for a config.json; *sizes*, solved from the tensors, win."""
+    """Return Megatron-Core's fields for a config.json.
+
+    *sizes*, solved from the tensors, override it.
+    """
     style = style_of(family)
     values = _text(style, normalized(used(config)))
     _expressible(family, style, values)
@@ -404,7 +407,10 @@ def fixed(family: Family, config: Json, source: str) -> Iterator[Statement]:
 
 
 def allows(allowed: Iterable[object], value: object) -> bool:
-    """Return whether *value* is in *allowed*; true is not 1, but a list equals a tuple."""
+    """Return whether *value* is in *allowed*.
+
+    True is not 1, but a list equals a tuple.
+    """
     value = tuple(value) if isinstance(value, list) else value
     return any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in allowed)
 

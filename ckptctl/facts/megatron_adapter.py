@@ -106,7 +106,7 @@ def _named(module: str, part: str | None) -> str:
 
 
 def _targets(modules: Iterable[str], layers: int | None) -> Iterator[str]:
-    """Yield patterns that match only *modules*: one for all layers, or one for each."""
+    """Yield patterns that match only *modules*, with one for all layers or one for each."""
     kinds: dict[str, list[str]] = defaultdict(list)
     for module in modules:
         layer = _LAYER.fullmatch(module)

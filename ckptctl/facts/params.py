@@ -291,7 +291,7 @@ def config_to_params(
 
 
 def _state(params: dict[str, object], fact: Fact, name: str, values: Json) -> None:
-    """Write a fact of config.json to *params*; a null window means none."""
+    """Write a fact of config.json to *params*, omitting a null window."""
     found, default = looked_up(values, name), fact.default
     if fact.kind == "window" and states(values, name):
         default = None

@@ -24,7 +24,7 @@ def of_shapes(
     stated: Sequence[Statement],
     padded: Mapping[str, int] | None = None,
 ) -> Iterator[Statement]:
-    """Yield what shapes and numbers of keys show where *stated* has other sizes.
+    """Yield the sizes shown by shapes and numbers of keys that differ from *stated*.
 
     Sizes that follow from formulas over several facts are yielded together with what contradicts
     them, since no file states them.
@@ -64,7 +64,7 @@ def _solved(
     said: Sequence[tuple[str, Statement]],
     padded: Mapping[str, int],
 ) -> Iterator[Statement]:
-    """Yield what shapes show about axis sizes where *said* has other values."""
+    """Yield the axis sizes shown by shapes that differ from *said*."""
     seen: dict[object, Observation] = {}
     for key, stored in tensors.matched.stored.items():
         if key in tensors.shapes:

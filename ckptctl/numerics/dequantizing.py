@@ -53,7 +53,7 @@ def dequantize(draft: Draft) -> Draft:
 
 
 def quantization_in(directory: str | TreePath | None) -> list[QuantizationStatement]:
-    """Return the quantization statements of ``--assets``; empty without that option."""
+    """Return the quantization statements of ``--assets``, or none without that option."""
     if directory is None:
         return []
     root = assets_folder(directory)

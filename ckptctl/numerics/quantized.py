@@ -79,7 +79,7 @@ def statement_of(
 def statements_in(
     root: TreePath, config: Json, names: Collection[str]
 ) -> Iterator[QuantizationStatement]:
-    """Yield the statements of a config folder: of its *config* and its files *names*."""
+    """Yield the statements of a config folder, from its *config* and its files *names*."""
     for one in (*all_of_config(config), *_beside(root, names)):
         yield replace(one, where=f"{one.where} ({root})")
 
@@ -100,7 +100,7 @@ def is_plain(catalog: Catalog) -> bool:
 
 
 def surveyed(catalog: Catalog, more: Iterable[QuantizationStatement] = ()) -> Survey:
-    """Survey the quantized tensors of a checkpoint; *more* are statements of other files."""
+    """Survey the quantized tensors of a checkpoint, given statements of its and *more* files."""
 
     def values(entry: TensorEntry) -> bytes:
         # late, for a fast start: only few schemes read values
@@ -294,7 +294,7 @@ def dequantized(
 
 
 def _notes(found: Survey, dtype: str) -> Iterator[str]:
-    """Note what was dequantized and which tensors were dropped."""
+    """Note the dequantized and the dropped tensors."""
     ways = ", ".join(dict.fromkeys(weight.how for weight in found.weights))
     yield f"dequantized {counted(len(found.weights), 'tensor')} to {dtype} ({ways})"
     for what in dict.fromkeys(found.dropped.values()):
@@ -336,7 +336,7 @@ def _understood(
 
 
 def _advice(catalog: Catalog, more: Sequence[QuantizationStatement] | None) -> str:
-    """Return a hint: the supported schemes, or that a config is missing."""
+    """Return a hint with the supported schemes, or that a config is missing."""
     if statement_of(catalog, more or ()).method:
         from ckptctl.numerics.quantization.scheme import schemes
 

@@ -319,7 +319,7 @@ class _Making:
         return self._known[key]
 
     def _plain(self, tensor: OutputTensor) -> Input:
-        """Return the unquantized tensor: the source's own if unchanged, otherwise a virtual one."""
+        """Return the unquantized tensor, which is the source's own if unchanged, else virtual."""
         key = computed_name(f"{tensor.name}@plain")
         if key not in self._known:
             composed = self._draft.mapped[tensor.name]

@@ -71,7 +71,7 @@ def _packed(out: Output, form: MlxGroups) -> torch.Tensor:
 
 
 def _looked_up(table: torch.Tensor, packed: torch.Tensor) -> torch.Tensor:
-    """Return the row of *table* for each byte; short rows are gathered as one integer."""
+    """Return the row of *table* for each byte, moving short rows as one integer."""
     import torch
 
     places, width = packed.reshape(-1).int(), table.shape[1] * table.element_size()

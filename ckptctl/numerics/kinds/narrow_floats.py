@@ -98,7 +98,7 @@ def _blocks(start: int, stop: int, across: int) -> torch.Tensor:
 
 
 def factors(scale: torch.Tensor) -> torch.Tensor:
-    """Convert scales to float32; a uint8 scale s stands for 2 to the power of s - 127."""
+    """Convert scales to float32, where uint8 s stands for 2 to the power of s - 127."""
     import torch
 
     if scale.dtype == torch.uint8:
@@ -115,7 +115,7 @@ def factors(scale: torch.Tensor) -> torch.Tensor:
 def _numbers(
     out: Output, raw: torch.Tensor, dtype: str, scale: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Convert float8 bytes to float32 in shared memory; return them and their multiplier."""
+    """Convert float8 bytes to float32 in shared memory, and return them with their multiplier."""
     if dtype != E4M3 or not raw.numel() or _some_nan(raw):
         return from_bytes(raw, dtype), scale
     moved = fp8_halves(raw, out.scratch("moved", "int16", raw.numel()).view(raw.shape))

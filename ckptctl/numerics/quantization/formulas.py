@@ -25,7 +25,7 @@ class Fp4Groups(NamedTuple):
 
 
 class IntegerGroups(NamedTuple):
-    """Integers with a scale for each group of columns (AWQ: of rows).
+    """Integers with a scale for each group of columns or, in AWQ, of rows.
 
     Attributes:
         group: Columns or rows of a group; the last group may be smaller.

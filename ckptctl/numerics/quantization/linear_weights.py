@@ -82,7 +82,7 @@ def _stacked(leaf: Leaf) -> bool:
 
 
 def _read_stacked(leaf: Leaf) -> bool:
-    """Return whether ``FP8Experts`` reads a stack: its second axis must be the output."""
+    """Return whether ``FP8Experts`` reads a stack, whose second axis must be the output."""
     module, _, name = leaf.key.text.rpartition(".")
     hidden = EXPERTS_READ.get(name, 0)
     simple = all(len(group) == 1 for group in leaf.dims)

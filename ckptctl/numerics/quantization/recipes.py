@@ -50,7 +50,7 @@ class StoredPart:
         return (*stack, -(-rows // (down or rows or 1)), -(-columns // (across or columns or 1)))
 
     def name(self, weight: str) -> str:
-        """Return its name for a weight; names of expert stacks do not end in ``.weight``."""
+        """Return its name for a weight, which in an expert stack does not end in ``.weight``."""
         if weight.endswith(WEIGHT):
             return weight.removesuffix(WEIGHT) + self.ending
         return weight + self.ending.removeprefix(WEIGHT)

@@ -92,9 +92,10 @@ class Group:
         *,
         transposed: bool = False,
     ) -> QuantizedWeight:
-        """Build the quantized weight; see :class:`QuantizedWeight`.
+        """Build the quantized weight of the group.
 
-        It is computed from the quantized elements, followed by the present parts among *roles*.
+        It is computed from the quantized elements, followed by the present parts among *roles*. See
+        :class:`QuantizedWeight`.
         """
         read = [self.parts[role].name for role in roles if role in self.parts]
         others = [part.name for role, part in self.parts.items() if role not in roles]
@@ -111,7 +112,7 @@ class Group:
         )
 
     def unfit(self, why: str, role: str | None = None) -> UnsupportedError:
-        """Build the error for tensors that do not match each other; *role* names the culprit."""
+        """Build the error for tensors that do not match each other, blaming the part *role*."""
         if role is None or role not in self.parts:
             parts = (self.lead, *self.parts.values())
             told = f"`{self.lead.name}` does not match its declared quantization"
@@ -138,7 +139,7 @@ def always(_: Group) -> str:
 
 
 def never(_: Group) -> None:
-    """Return None: no reason applies."""
+    """Return None, since no reason applies."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,7 +169,7 @@ class WeightPart:
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """Naming of the tensors that store one weight: endings after a common prefix.
+    """Naming of the tensors that store one weight, by endings after a common prefix.
 
     Attributes:
         lead: Ending of the tensor of quantized elements.

@@ -105,7 +105,7 @@ def _weights(
     statement: QuantizationStatement,
     values: Values,
 ) -> set[str]:
-    """Add supported weights and errors; return the names of their tensors."""
+    """Add supported weights and errors, and return the names of their tensors."""
     by_dtype: dict[str, list[Form]] = {}
     for form in (form for one in chosen for form in one.forms if form.make):
         for dtype in form.dtypes:

@@ -101,7 +101,7 @@ def _integers(
 
 
 def _groups(group: Group, said: Arguments, shape: tuple[int, ...]) -> tuple[int, int]:
-    """Return the columns of a group and the groups of a row; raise if scales do not match."""
+    """Return the columns of a group and the groups of a row, or raise if scales do not match."""
     scale, columns = group.parts["scale"], shape[-1]
     width = said.group if said.strategy == "group" else columns
     if said.strategy not in ("group", "channel", "tensor") or not width or columns % width:
@@ -213,7 +213,7 @@ def _is_ordered(group: Group) -> bool | None:
 
 
 def _of_two_scales(group: Group) -> str | None:
-    """Return why a weight is NVFP4 with a global scale: its other scales are FP8."""
+    """Return why a weight is NVFP4 with a global scale, which is that other scales are FP8."""
     scale = group.parts.get("scale")
     if group.lead.dtype != "uint8" or scale is None or scale.dtype != FP8:
         return None

@@ -82,7 +82,7 @@ def _stored(group: Group) -> str:
 
 
 def _sizes(group: Group, bits: int) -> tuple[int, int]:
-    """Return the numbers of packed rows and columns; rows fill whole words."""
+    """Return the numbers of packed rows (in whole words) and columns."""
     words, columns = group.lead.shape if len(group.lead.shape) == 2 else (0, 0)
     rows = words * WORD // bits
     order = group.parts.get("order")
