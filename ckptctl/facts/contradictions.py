@@ -1,8 +1,8 @@
 """Statements about the facts of a model, and contradictions between them.
 
 Facts have their names in config.json. Facts of the rotary frequencies are under ``rope.``,
-whichever key a file uses. A config.json states all its keys except those of ``IGNORED``; the keys
-of ``NOTED`` do not change what the tensors compute.
+whichever key a file uses. A config.json states all its keys except those that do not affect what
+the tensors compute (see :mod:`ckptctl.facts.fact_names`).
 """
 
 from __future__ import annotations
