@@ -102,11 +102,6 @@ def _read_window(value: object, name: str, _: Values) -> int | None:
     )
 
 
-def _write_window(value: object, name: str, _: Values) -> list[int] | None:
-    size = count(value, name)
-    return None if size is None else [size - 1, 0]
-
-
 def _read_dense(value: object, name: str, fields: Values) -> int:
     """Convert a list such as ``[0, 0, 1, 1]`` to the number of leading dense layers."""
     if value == 1 and not isinstance(value, bool):
@@ -227,7 +222,7 @@ KINDS: Mapping[str, FactKind] = {
             int(value) if isinstance(value, str) and value.isdecimal() else value, name
         ),
         _read_window,
-        _write_window,
+        lambda value, name, _: None if (size := count(value, name)) is None else [size - 1, 0],
         neutral=None,
         null=True,
     ),

@@ -3,21 +3,21 @@
 Packed integers fill the bits of int32 words without gaps, from the lowest bits. *Centered* integers
 are stored plus 2 to the power of (bits - 1). Results are rounded once.
 
-``int_groups``: groups of consecutive columns, as compressed-tensors and GPTQ have them. Sources:
+``int_groups``: groups of consecutive columns, as in compressed-tensors and GPTQ. Sources:
 ``pack_quantized`` and ``naive_quantized`` in its ``compressors``, and ``_dequantize`` in its
 ``quantization/lifecycle/forward_helpers.py``; ``convert_gptq_file`` in GPTQModel's
 ``utils/model_dequant.py``. Inputs: the integers, int8 ``[..., rows, columns]`` or centered and
-packed along the columns, int32 ``[..., rows, words]``; the scales, floating ``[..., rows,
-groups]``, where there is one group or one scale anything that has as many elements. Those that the
-arguments name follow: ``zero``, also int8, or centered and packed along the rows, int32 ``[...,
-words, groups]``; ``order``, the group of each column, ``[columns]``; ``shape``, the sizes that the
-weight has to have. GPTQ's are transposed and not centered: int32 ``[words, rows]``; the scales,
-``[groups, rows]``; ``zero``, ``[groups, words]``. Its groups need not divide a row.
+packed along the columns, int32 ``[..., rows, words]``; the scales, floating-point ``[..., rows,
+groups]``, or any shape with as many elements if there is one group or one scale. Then follow the
+inputs that the arguments name: ``zero``, also int8, or centered and packed along the rows, int32
+``[..., words, groups]``; ``order``, the group of each column, ``[columns]``; ``shape``, the
+required shape of the weight. GPTQ's are transposed and not centered: int32 ``[words, rows]``; the
+scales, ``[groups, rows]``; ``zero``, ``[groups, words]``. Its groups need not divide a row.
 
-``int_rows``: groups of consecutive rows of 4-bit integers, as AWQ has them; the matrix is the
-weight transposed. Source: ``convert_awq_file`` in GPTQModel's ``utils/model_dequant.py``. Inputs:
-the integers, 8 columns in a word in an order of its own, int32 ``[rows, words]``; the scales,
-floating ``[groups, columns]``; ``zero``, packed likewise, int32 ``[groups, words]``.
+``int_rows``: groups of consecutive rows of 4-bit integers, as in AWQ; the matrix is the transposed
+weight. Source: ``convert_awq_file`` in GPTQModel's ``utils/model_dequant.py``. Inputs: the
+integers, 8 columns in a word in AWQ's order, int32 ``[rows, words]``; the scales, floating-point
+``[groups, columns]``; ``zero``, packed in the same way, int32 ``[groups, words]``.
 
 The arguments of both are :class:`~ckptctl.numerics.quantization.formulas.IntegerGroups`.
 """
@@ -310,29 +310,24 @@ def _in_a_row(width: int, group: int) -> torch.Tensor:
 
 
 def _int_rows(out: Output) -> None:
+    import torch
+
     weight, rows, columns = _weight(out), out.rows, out.columns
+    assert weight.zero
     place = range(columns.start // EACH * EACH, -(-columns.stop // EACH) * EACH)
     words, group = _words(place, FOUR), weight.form.group
     codes = _interleaved(weight.integers.read(rows, words), out.scratch)
     some = slice(columns.start - place.start, columns.stop - place.start)
     for number in range(rows.start // group, -(-rows.stop // group)):
         own = range(max(number * group, rows.start), min((number + 1) * group, rows.stop))
-        zero, scale = _of_group(weight, number, place)
+        one = range(number, number + 1)
+        zero = _interleaved(weight.zero.read(one, words)).to(torch.float32)
+        scale = weight.scale.read(one, place).to(torch.float32)
         _require_middle(weight, zero, centred=False)
         part = slice(own.start - rows.start, own.stop - rows.start)
         numbers = out.scratch("numbers", "float32", len(own) * len(place))
         numbers = numbers.view(len(own), -1).copy_(codes[part]).sub_(zero).mul_(scale)
         out.elements[part].copy_(numbers[:, some])
-
-
-def _of_group(weight: _Weight, group: int, place: range) -> tuple[torch.Tensor, torch.Tensor]:
-    """Read the zero points and scales of a group, ``[1, columns]`` each."""
-    import torch
-
-    assert weight.zero
-    one = range(group, group + 1)
-    zero = _interleaved(weight.zero.read(one, _words(place, FOUR)))
-    return zero.to(torch.float32), weight.scale.read(one, place).to(torch.float32)
 
 
 def _words(place: range, bits: int) -> range:

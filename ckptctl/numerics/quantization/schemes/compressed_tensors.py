@@ -182,10 +182,6 @@ def _is_float(group: Group) -> bool:
     return group.lead.dtype in ("uint8", FP8)
 
 
-def _of_packed_integers(group: Group) -> str | None:
-    return None if _is_float(group) else "`pack-quantized` stores the shape of every weight"
-
-
 def _of_asymmetric(group: Group) -> str | None:
     symmetric = _is_float(group) or arguments(group, FORMATS).symmetric
     return None if symmetric else "`symmetric` is false"
@@ -232,7 +228,15 @@ PARTS = {
     "order": WeightPart(".weight_g_idx", _of_ordered, _of_unordered, _is_ordered),
     "global": WeightPart(".weight_global_scale", _of_two_scales, _of_one_scale),
 }
-PACKED = {**PARTS, "shape": WeightPart(".weight_shape", _of_packed_integers)}
+PACKED = {
+    **PARTS,
+    "shape": WeightPart(
+        ".weight_shape",
+        lambda group: (
+            None if _is_float(group) else "`pack-quantized` stores the shape of every weight"
+        ),
+    ),
+}
 UNPACKED = {**PARTS, "shape": WeightPart(".weight_shape", dropped="shapes of unpacked weights")}
 KV = "KV cache scales"
 DROPPED = {

@@ -87,10 +87,6 @@ def _fp8(group: Group) -> QuantizedWeight:
     return scaled(group, f"ModelOpt FP8 with {how}", (rows if single else 1, columns))
 
 
-def _of_fp8(group: Group) -> str:
-    return f"`quant_algo` is {_algorithm(group, OF_FP8)['quant_algo']}"
-
-
 SCHEMES = (
     Scheme(
         "ModelOpt",
@@ -110,7 +106,12 @@ SCHEMES = (
                 (FP8,),
                 {
                     "scale": WeightPart(".weight_scale", always),
-                    "global": WeightPart(".weight_scale_2", forbidden=_of_fp8),
+                    "global": WeightPart(
+                        ".weight_scale_2",
+                        forbidden=lambda group: (
+                            f"`quant_algo` is {_algorithm(group, OF_FP8)['quant_algo']}"
+                        ),
+                    ),
                 },
                 _fp8,
             ),
