@@ -1,11 +1,11 @@
 """LoRA factors of experts, per expert or stacked (PEFT's ``target_parameters``).
 
-transformers 4, vLLM and most trainers name the layers of every expert; transformers 5 stacks
-them, and PEFT trains one A ``[E R, in]`` and one B ``[out, R E]`` for all E: expert e has R rows of
-A that follow each other, and every E-th column of B from the e-th on. The parameter is
-``[E, out, in]``, or ``[E, in, out]`` where its module says so: its shape tells. Layers that the
-stack concatenates, such as gate and up, share A and have parts of a stacked B. When per-expert
-factors of such layers are joined, their ranks add up and B is block diagonal.
+transformers 4, vLLM and most trainers name the layers of every expert; transformers 5 stacks them,
+and PEFT trains one A ``[E R, in]`` and one B ``[out, R E]`` for all E: expert e has R consecutive
+rows of A, and every E-th column of B from the e-th on. The parameter is ``[E, out, in]`` or ``[E,
+in, out]``, which its shape shows. Layers that the stack concatenates, such as gate and up, share A
+and have parts of a stacked B. When per-expert factors of such layers are joined, their ranks add up
+and B is block diagonal.
 
 Sources: peft's ``ParamWrapper`` and ``utils/transformers_weight_conversion.py``, vLLM's
 ``lora/model_manager.py`` (``_stack_moe_lora_weights``, ``_create_merged_loras_inplace``).
@@ -107,7 +107,7 @@ def _target(
     found = [name for name in called if name in held]
     rank = matching(known.ranks, called[0], known.rank)
     if not found and called == [inside + WEIGHT] and adapter.tensors[module + A].shape[0] == rank:
-        return  # The factors of a layer, whatever the model calls that.
+        return  # Factors of a linear layer, which the model may name differently.
     if not found:
         raise MappingError(
             "the model is missing a parameter of the adapter",

@@ -129,8 +129,7 @@ REFUSED = {
 BIASES = ("lora_only", "all")
 TRAINED = ("bias",)
 SINGLE = (*TRAINED, TARGETS)
-"""Fields whose tensors are recognized by name; and all fields that can be merged, including single
-parameters."""
+"""Fields whose tensors are recognized by name, and all fields that can be merged."""
 MOVED = ("pissa", "olora", "corda", "loftq", "lora_ga", "mica")
 
 

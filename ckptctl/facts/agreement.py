@@ -159,7 +159,7 @@ def tensors_compared(known: Model) -> tuple[Family | None, Tensors | None]:
             plain = dequantized(known.catalog, "bfloat16")
             asked = Request(known.request.model_type, root=known.root)
             known = understand(plain, stated, asked)
-        except CkptError:  # what is wrong with it is found elsewhere
+        except CkptError:  # other checks report the error
             return None, None
     if known.model_type is None or not known.pairs:
         return None, None

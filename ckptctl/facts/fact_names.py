@@ -1,6 +1,6 @@
 """Names of a model's facts: the keys of config.json that are compared, ignored or renamed.
 
-Facts have the names that config.json gives them.
+Facts have their names in config.json.
 """
 
 from __future__ import annotations

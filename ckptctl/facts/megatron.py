@@ -156,12 +156,12 @@ def of_megatron(family: Family, record: Json, source: str) -> Iterator[Statement
     called = {field: name for name, field in (*ARGUMENTS.items(), *TURNED.items())}
     for fact, value in read(style, fields):
         if fact.megatron == FURTHER and not value:
-            continue  # trained without them, which no other layer's result depends on
+            continue  # trained without MTP layers, on which no other layer depends
         field = fact.megatron
         said = called[field] if called.get(field) in model_of(record) else field
         stored = f"{fields[field]}" if fact.kind == "window" and value is not None else ""
         yield Statement(style.prefix + fact.config, value, source, said=said, stored=stored)
-    for fact in style.words:  # None is said of models without experts
+    for fact in style.words:  # dense models state None
         if fact.megatron == EXPERTS and fields.get(EXPERTS, 0) is None:
             yield Statement(style.prefix + fact.config, 0, source, said=called[EXPERTS])
     rope = rope_of_megatron(style, fields) or {}

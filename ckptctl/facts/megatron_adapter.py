@@ -2,8 +2,10 @@
 
 ``LoRA`` has factors for whole linear layers, and ``CanonicalLoRA`` for each part of concatenated
 layers, all with one rank and one alpha. Targets are last names of layers, or full names in which
-``*`` matches anything. Sources: ``peft/lora.py``,
-``peft/canonical_lora.py`` and ``peft/module_matcher.py`` of Megatron-Bridge 0.3.
+``*`` matches anything.
+
+Sources: ``peft/lora.py``, ``peft/canonical_lora.py`` and ``peft/module_matcher.py`` of
+Megatron-Bridge 0.3.
 """
 
 from __future__ import annotations

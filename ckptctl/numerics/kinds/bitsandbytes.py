@@ -7,8 +7,9 @@ multiplied by the scale of its block of consecutive elements of the whole tensor
 table, float32 ``[16]``; the scales, float32 ``[blocks]``. Quantized scales are uint8 ``[blocks]``,
 followed by their scales, float32 ``[blocks / nested_block]``, and their table, float32 ``[256]``.
 
-``bnb_int8``: int8 times the largest of a row, times 1 / 127. Source: ``int8_vectorwise_dequant``
-there. Inputs: int8 ``[rows, columns]``, and the largest, float32 ``[rows]``.
+``bnb_int8``: int8 times the largest absolute value of the row, times 1 / 127. Source:
+``int8_vectorwise_dequant`` in the same file. Inputs: int8 ``[rows, columns]``, and the largest
+absolute values, float32 ``[rows]``.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ LIMIT = 4 << 20
 
 
 class LoraUpdate(NamedTuple):
-    """Low-rank update of some rows of a weight.
+    """Low-rank update of some rows of a weight, whose ``repr`` is part of plan digests.
 
     Attributes:
         rows: The updated rows.

@@ -1,4 +1,7 @@
-"""Parameters of quantized weights that the kinds of :mod:`ckptctl.numerics.kinds` need."""
+"""Parameters of quantized weights that the kinds of :mod:`ckptctl.numerics.kinds` need.
+
+Plan digests include their ``repr``, so other names of classes or fields would end ``--resume``.
+"""
 
 from __future__ import annotations
 

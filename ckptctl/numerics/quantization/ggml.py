@@ -22,7 +22,7 @@ PLAIN: Mapping[int, str] = {
 
 
 class BlockType(NamedTuple):
-    """A tensor type that stores the elements of a row in blocks.
+    """A block-wise tensor type, whose ``repr`` is part of plan digests.
 
     Attributes:
         name: llama.cpp's name.

@@ -1,10 +1,10 @@
 """Quantization configs: the statements of a checkpoint's files on how it is quantized.
 
-Sources: ``quantization_config`` of transformers' ``config.json``, which newer multimodal models
-have in the part about text; ``compression_config`` of older compressed-tensors;
-``quantization`` of mlx-lm, repeated there as a ``quantization_config`` without a method;
-``hf_quant_config.json`` of ModelOpt (``modelopt/torch/export/convert_hf_config.py``);
-``quantize_config.json`` of AutoGPTQ and GPTQModel; ``quant_config.json`` of AutoAWQ.
+Sources: ``quantization_config`` of transformers' ``config.json``, nested in the text config of
+newer multimodal models; ``compression_config`` of older compressed-tensors; ``quantization`` of
+mlx-lm, repeated there as a ``quantization_config`` without a method; ``hf_quant_config.json`` of
+ModelOpt (``modelopt/torch/export/convert_hf_config.py``); ``quantize_config.json`` of AutoGPTQ and
+GPTQModel; ``quant_config.json`` of AutoAWQ.
 """
 
 from __future__ import annotations
