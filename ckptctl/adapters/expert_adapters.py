@@ -433,7 +433,9 @@ def _joined(
                     why=f"A is {a.dtype} {list(a.shape)}, B is {b.dtype} {list(b.shape)}; "
                     f"expected {first.dtype} {list(shapes[0])} and {list(shapes[1])}",
                 )
-            extents += _moved(a, at)
+            for extent in a.extents:
+                offsets = (extent.box.offsets[0] + at, *extent.box.offsets[1:])
+                extents.append(replace(extent, box=Box(offsets, extent.box.sizes)))
             at += rank
             inputs.append(Input(root, b))
     shape = (stack.outputs, sum(ranks) * stack.experts)
@@ -445,13 +447,6 @@ def _joined(
         virtual.entry(module + B, (module + B,), file),
         virtual,
     )
-
-
-def _moved(entry: TensorEntry, rows: int) -> Iterator[Extent]:
-    """Yield a matrix's extents at *rows* in a larger matrix."""
-    for one in entry.extents:
-        offsets = (one.box.offsets[0] + rows, *one.box.offsets[1:])
-        yield replace(one, box=Box(offsets, one.box.sizes))
 
 
 def _strength(

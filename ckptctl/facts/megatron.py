@@ -66,7 +66,7 @@ def merged(records: Iterable[Json]) -> dict[str, object]:
 def fields_of(record: Json) -> dict[str, object]:
     """Return the values of *record* under Megatron-Core's field names."""
     values = model_of(record)
-    fields = {name: value for name, value in values.items() if _is_plain(value)}
+    fields = {n: value for n, value in values.items() if value is None or type(value) in _SIMPLE}
     fields |= {new: fields.pop(old) for old, new in ARGUMENTS.items() if old in fields}
     for name, field in TURNED.items():
         turned = fields.pop(name, None)
@@ -92,10 +92,6 @@ def model_of(record: Json) -> Json:
         if isinstance(inner, Mapping) and {TARGET, "num_layers", "config"} & inner.keys():
             return model_of(inner)
     return record
-
-
-def _is_plain(value: object) -> bool:
-    return value is None or type(value) in _SIMPLE
 
 
 def _activation(values: Json) -> dict[str, object]:
@@ -230,7 +226,8 @@ def megatron_to_config(
                 where="Megatron's configuration",
                 hint=assets_hint(),
             )
-        config.setdefault(name, _json(allowed[0]))
+        value = allowed[0]
+        config.setdefault(name, list(value) if isinstance(value, tuple) else value)
     # The class's default may be outside the vocabulary; no logits depend on it.
     config |= {"pad_token_id": None, **style.written, **longest(record)}
     if style.local:
@@ -299,10 +296,6 @@ def _bases(fields: Json) -> tuple[float, float]:
     )
 
 
-def _json(value: object) -> object:
-    return list(value) if isinstance(value, tuple) else value
-
-
 # ------------------------------------------------------------------------------- write
 
 
@@ -314,7 +307,9 @@ def config_to_fields(
     *sizes*, solved from the tensors, override it.
     """
     style = style_of(family)
-    values = _text(style, normalized(used(config)))
+    values: Json = normalized(used(config))
+    inner = looked_up(values, style.prefix.rstrip(".")) if style.prefix else None
+    values = inner if isinstance(inner, Mapping) else values
     _expressible(family, style, values)
     known = _named(family, read_sizes(family, config) | dict(sizes or {}))
     facts = {fact.config: _stated(fact, values, known) for fact in style.words}
@@ -337,11 +332,6 @@ def config_to_fields(
         fields["rotary_base"] = [base, fields["rotary_base"]]
     length = count(looked_up(values, "max_position_embeddings"), "max_position_embeddings")
     return fields | ({} if length is None else dict.fromkeys(LENGTHS, length))
-
-
-def _text(style: MegatronStyle, config: Json) -> Json:
-    inner = looked_up(config, style.prefix.rstrip(".")) if style.prefix else config
-    return inner if isinstance(inner, Mapping) else config
 
 
 def _stated(fact: Fact, values: Json, known: Mapping[str, int]) -> object:

@@ -30,7 +30,10 @@ CODES, NESTED_CODES = 16, 256
 
 def _four_bits(group: Group) -> QuantizedWeight:
     state = _state(group)
-    shape = tuple(_whole(group, size) for size in _list(group, state.get("shape")))
+    sizes = state.get("shape")
+    if not isinstance(sizes, list):
+        raise group.unfit(f"its `shape` is {sizes!r}", "state")
+    shape = tuple(_whole(group, size) for size in sizes)
     kind, block = state.get("quant_type"), _whole(group, state.get("blocksize"))
     count = math.prod(shape)
     if not shape or group.lead.numel != -(-count // 2) or block % 2:
@@ -75,12 +78,6 @@ def _state(group: Group) -> Mapping[str, object]:
     if not isinstance(found, Mapping):
         raise group.unfit("it is not a JSON object", "state")
     return found
-
-
-def _list(group: Group, value: object) -> list[object]:
-    if not isinstance(value, list):
-        raise group.unfit(f"its `shape` is {value!r}", "state")
-    return value
 
 
 def _whole(group: Group, value: object) -> int:

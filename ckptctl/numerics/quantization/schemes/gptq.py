@@ -63,10 +63,6 @@ def _weight(group: Group) -> QuantizedWeight:
     )
 
 
-def _in_order(group: Group) -> str | None:
-    return "`desc_act` is true" if group.statement.flag("desc_act") else None
-
-
 def _stored(group: Group) -> str:
     """Return the storage format of zero points."""
     said = group.statement.content
@@ -113,7 +109,11 @@ SCHEMES = (
                     "scale": WeightPart(".scales", always),
                     "zero": WeightPart(".qzeros", always),
                     "order": WeightPart(
-                        ".g_idx", _in_order, uniform=lambda group: "order" in group.parts
+                        ".g_idx",
+                        lambda group: (
+                            "`desc_act` is true" if group.statement.flag("desc_act") else None
+                        ),
+                        uniform=lambda group: "order" in group.parts,
                     ),
                 },
                 _weight,
