@@ -4,25 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
+from ckptctl.adapters import merging
+from ckptctl.adapters.merging import MergePlan
+from ckptctl.conversion import convert as conversion
 from ckptctl.conversion.conversion_options import (
     NOT_CONSOLIDATED,
     ConsolidationOptions,
     ConversionOptions,
     MergeOptions,
 )
+from ckptctl.conversion.plan import ConversionPlan, ConversionResult
 from ckptctl.keywords import keywords
 from ckptctl.option_checks import AnyPath
 from ckptctl.options import Option
+from ckptctl.storage.publish import sweeping
+from ckptctl.verbs import consolidate_metadata
+from ckptctl.verbs.consolidate_metadata import MetadataPlan, MetadataResult
+from ckptctl.verbs.lora_extraction import extract_lora as lora
 from ckptctl.verbs.lora_extraction.lora_options import LoraExtractionOptions
-
-if TYPE_CHECKING:
-    from ckptctl.adapters.merging import MergePlan
-    from ckptctl.conversion.plan import ConversionPlan, ConversionResult
-    from ckptctl.verbs.consolidate_metadata import MetadataPlan, MetadataResult
-    from ckptctl.verbs.lora_extraction.lora_result import LoraExtraction
-
+from ckptctl.verbs.lora_extraction.lora_result import LoraExtraction
 
 Progress = Annotated[
     Callable[[int], None] | None,
@@ -64,9 +66,7 @@ def plan_conversion(src: AnyPath, dst: AnyPath, options: ConversionOptions) -> C
     Raises:
         CkptError: The conversion would fail or would not be safe.
     """
-    from ckptctl.conversion.convert import plan_conversion
-
-    return plan_conversion(src, dst, options)
+    return conversion.plan_conversion(src, dst, options)
 
 
 @keywords(_Conversion)
@@ -81,12 +81,9 @@ def convert(src: AnyPath, dst: AnyPath, options: _Conversion) -> ConversionResul
     Raises:
         CkptError: The conversion failed. Nothing was published, unless ``verify`` failed.
     """
-    from ckptctl.conversion.convert import plan_conversion, run_conversion
-    from ckptctl.storage.publish import sweeping
-
     with sweeping(dst):
-        plan = plan_conversion(src, dst, options)
-    return run_conversion(plan, options.progress)
+        plan = conversion.plan_conversion(src, dst, options)
+    return conversion.run_conversion(plan, options.progress)
 
 
 @keywords(MergeOptions)
@@ -102,9 +99,7 @@ def plan_merge(base: AnyPath, adapter: AnyPath, dst: AnyPath, options: MergeOpti
     Raises:
         CkptError: The merge would fail or would not be safe.
     """
-    from ckptctl.adapters.merging import plan_merge
-
-    return plan_merge(base, adapter, dst, options)
+    return merging.plan_merge(base, adapter, dst, options)
 
 
 @keywords(_Merge)
@@ -120,13 +115,9 @@ def merge(base: AnyPath, adapter: AnyPath, dst: AnyPath, options: _Merge) -> Con
     Raises:
         CkptError: The merge failed. Nothing was published, unless ``verify`` failed.
     """
-    from ckptctl.adapters.merging import plan_merge
-    from ckptctl.conversion.convert import run_conversion
-    from ckptctl.storage.publish import sweeping
-
     with sweeping(dst):
-        plan = plan_merge(base, adapter, dst, options)
-    return run_conversion(plan.conversion, options.progress)
+        plan = merging.plan_merge(base, adapter, dst, options)
+    return conversion.run_conversion(plan.conversion, options.progress)
 
 
 @keywords(_LoraExtraction)
@@ -144,9 +135,7 @@ def extract_lora(
     Raises:
         CkptError: The extraction failed. Nothing was published.
     """
-    from ckptctl.verbs.lora_extraction.extract_lora import extract_lora
-
-    return extract_lora(base, tuned, out, options, options.progress)
+    return lora.extract_lora(base, tuned, out, options, options.progress)
 
 
 @keywords(ConsolidationOptions, without=NOT_CONSOLIDATED)
@@ -163,12 +152,8 @@ def plan_consolidation(
         CkptError: The checkpoint is incomplete, or the consolidation would not be safe.
     """
     if options.metadata_only:
-        from ckptctl.verbs.consolidate_metadata import plan_metadata
-
-        return plan_metadata(src)
-    from ckptctl.conversion.convert import plan_conversion
-
-    return plan_conversion(src, options.dst or "", options.conversion())
+        return consolidate_metadata.plan_metadata(src)
+    return conversion.plan_conversion(src, options.dst or "", options.conversion())
 
 
 @keywords(_Consolidation, without=NOT_CONSOLIDATED)
@@ -183,13 +168,8 @@ def consolidate(src: AnyPath, options: _Consolidation) -> ConversionResult | Met
         CkptError: The consolidation failed. Nothing was published, unless ``verify`` failed.
     """
     if options.metadata_only:
-        from ckptctl.verbs.consolidate_metadata import plan_metadata, run_metadata
-
-        return run_metadata(plan_metadata(src))
-    from ckptctl.conversion.convert import plan_conversion, run_conversion
-    from ckptctl.storage.publish import sweeping
-
+        return consolidate_metadata.run_metadata(consolidate_metadata.plan_metadata(src))
     dst = options.dst or ""
     with sweeping(dst):
-        plan = plan_conversion(src, dst, options.conversion())
-    return run_conversion(plan, options.progress)
+        plan = conversion.plan_conversion(src, dst, options.conversion())
+    return conversion.run_conversion(plan, options.progress)

@@ -4,29 +4,34 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 from ckptctl.keywords import keywords
 from ckptctl.option_checks import AnyPath, place
 from ckptctl.options import Option
 from ckptctl.shared_options import MapOptions, ModelsOptions
 from ckptctl.storage.threads import Watch, unwatched
+from ckptctl.verbs.comparison.diff import diff as compare_checkpoints
 from ckptctl.verbs.comparison.diff_options import DiffOptions
+from ckptctl.verbs.comparison.diff_result import Difference
+from ckptctl.verbs.doctor import Diagnosis
+from ckptctl.verbs.doctor import doctor as run_checks
+from ckptctl.verbs.extraction.extract import Extraction
+from ckptctl.verbs.extraction.extract import extract as extract_tensors
 from ckptctl.verbs.extraction.extract_options import ExtractOptions, OpenOptions
+from ckptctl.verbs.extraction.lazy import LazyStateDict
+from ckptctl.verbs.inspection.inspect import inspect as inspect_checkpoint
 from ckptctl.verbs.inspection.inspect_options import InspectOptions
+from ckptctl.verbs.inspection.inspect_result import Inspection
+from ckptctl.verbs.key_map import KeyMap, map_key
+from ckptctl.verbs.models import Models
+from ckptctl.verbs.models import models as list_models
+from ckptctl.verbs.report.data import Report
+from ckptctl.verbs.report.gather import report as write_report
 from ckptctl.verbs.report.report_options import ReportOptions
+from ckptctl.verbs.verification.verify import verify as verify_checkpoint
 from ckptctl.verbs.verification.verify_options import VerifyOptions
-
-if TYPE_CHECKING:
-    from ckptctl.verbs.comparison.diff_result import Difference
-    from ckptctl.verbs.doctor import Diagnosis
-    from ckptctl.verbs.extraction.extract import Extraction
-    from ckptctl.verbs.extraction.lazy import LazyStateDict
-    from ckptctl.verbs.inspection.inspect_result import Inspection
-    from ckptctl.verbs.key_map import KeyMap
-    from ckptctl.verbs.models import Models
-    from ckptctl.verbs.report.data import Report
-    from ckptctl.verbs.verification.verify_result import Verification
+from ckptctl.verbs.verification.verify_result import Verification
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,9 +62,7 @@ def diff(a: AnyPath, b: AnyPath, options: DiffOptions) -> Difference:
         CkptError: One of them is missing, not recognized or damaged, or a given layout does not
             fit.
     """
-    from ckptctl.verbs.comparison.diff import diff
-
-    return diff(a, b, options)
+    return compare_checkpoints(a, b, options)
 
 
 @keywords(ExtractOptions)
@@ -74,9 +77,7 @@ def extract(path: AnyPath, tensor: str, options: ExtractOptions) -> Extraction:
     Raises:
         CkptError: The extraction failed. Nothing was written.
     """
-    from ckptctl.verbs.extraction.extract import extract
-
-    return extract(path, tensor, options)
+    return extract_tensors(path, tensor, options)
 
 
 @keywords(OpenOptions)
@@ -92,8 +93,6 @@ def open(path: AnyPath, options: OpenOptions) -> LazyStateDict:
     Raises:
         CkptError: The checkpoint is missing or not recognized, or its index is damaged.
     """
-    from ckptctl.verbs.extraction.lazy import LazyStateDict
-
     return LazyStateDict(path, options)
 
 
@@ -108,9 +107,7 @@ def inspect(path: AnyPath, options: InspectOptions) -> Inspection:
     Raises:
         CkptError: The checkpoint is missing or not recognized, or its index is damaged.
     """
-    from ckptctl.verbs.inspection.inspect import inspect
-
-    return inspect(path, options)
+    return inspect_checkpoint(path, options)
 
 
 @keywords(_Report)
@@ -128,9 +125,7 @@ def report(path: AnyPath, options: _Report) -> Report:
         CkptError: A checkpoint is missing or not recognized, or the page already exists. No page
             was written.
     """
-    from ckptctl.verbs.report.gather import report
-
-    return report(path, options, options.progress or unwatched)
+    return write_report(path, options, options.progress or unwatched)
 
 
 @keywords(VerifyOptions)
@@ -145,9 +140,7 @@ def verify(path: AnyPath, options: VerifyOptions) -> Verification:
         CkptError: The checkpoint does not exist or is not recognized. Damage is a finding, not an
             error.
     """
-    from ckptctl.verbs.verification.verify import verify
-
-    return verify(path, options)
+    return verify_checkpoint(path, options)
 
 
 @keywords(MapOptions)
@@ -164,8 +157,6 @@ def map(key: str, options: MapOptions) -> KeyMap:
     Raises:
         CkptError: The key, model type or layout is unknown.
     """
-    from ckptctl.verbs.key_map import map_key
-
     return map_key(key, options)
 
 
@@ -179,9 +170,7 @@ def models(options: ModelsOptions) -> Models:
     Raises:
         CkptError: The model type or layout is unknown.
     """
-    from ckptctl.verbs.models import models
-
-    return models(options)
+    return list_models(options)
 
 
 def doctor(directory: AnyPath = ".") -> Diagnosis:
@@ -194,6 +183,4 @@ def doctor(directory: AnyPath = ".") -> Diagnosis:
     Raises:
         CkptError: The directory does not exist. A failed check is a finding, not an error.
     """
-    from ckptctl.verbs.doctor import doctor
-
-    return doctor(Path(place(directory)))
+    return run_checks(Path(place(directory)))

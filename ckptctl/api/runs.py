@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from ckptctl.keywords import keywords
 from ckptctl.option_checks import AnyPath, place
+from ckptctl.runs import removal
+from ckptctl.runs.listing import Newest, RunFolder, newest, read_run
+from ckptctl.runs.removal import PrunePlan, PruneResult
 from ckptctl.runs.run_options import PruneOptions
+from ckptctl.runs.run_store import run_store
 from ckptctl.tree import TreePath
-
-if TYPE_CHECKING:
-    from ckptctl.runs.listing import Newest, RunFolder
-    from ckptctl.runs.removal import PrunePlan, PruneResult
 
 
 def ls(root: AnyPath = ".") -> RunFolder:
@@ -23,8 +21,6 @@ def ls(root: AnyPath = ".") -> RunFolder:
     Raises:
         CkptError: The folder is missing or cannot be read.
     """
-    from ckptctl.runs.listing import read_run
-
     return read_run(_looked_at_anew(root))
 
 
@@ -38,15 +34,11 @@ def latest(root: AnyPath = ".") -> Newest:
         SourceNotFoundError: No checkpoint in the folder is complete.
         UnsupportedError: The verdict on the newest checkpoint is unknown. It may be complete.
     """
-    from ckptctl.runs.listing import newest
-
     return newest(_looked_at_anew(root))
 
 
 def _looked_at_anew(root: AnyPath) -> TreePath:
     """Return the folder of a run; what an earlier call saw behind a URL is forgotten."""
-    from ckptctl.runs.run_store import run_store
-
     path = place(root)
     run_store(path).refresh()
     return path
@@ -63,10 +55,8 @@ def plan_prune(root: AnyPath, options: PruneOptions) -> PrunePlan:
     Raises:
         CkptError: No option selects checkpoints to keep, or the removal would not be safe.
     """
-    from ckptctl.runs.removal import plan_prune
-
     policy, thin = options.policy(), options.thin is not None
-    return plan_prune(place(root), policy, force=options.force, thin=thin)
+    return removal.plan_prune(place(root), policy, force=options.force, thin=thin)
 
 
 @keywords(PruneOptions)
@@ -84,9 +74,8 @@ def prune(root: AnyPath, options: PruneOptions) -> PruneResult:
         PartialError: Some checkpoints could not be removed.
         CkptError: The removal failed. Nothing was removed.
     """
-    from ckptctl.runs.removal import plan_prune, run_prune
-
     policy, thin = options.policy(), options.thin is not None
-    result = run_prune(plan_prune(place(root), policy, force=options.force, thin=thin))
+    plan = removal.plan_prune(place(root), policy, force=options.force, thin=thin)
+    result = removal.run_prune(plan)
     result.require_all()
     return result

@@ -8,7 +8,7 @@ import traceback
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, Any
 
 import typer
 from typer.core import TyperGroup
@@ -88,14 +88,11 @@ def _told(ctx: Any, args: Sequence[str]) -> Iterator[None]:
             from ckptctl.cli.usage import explained
 
             error = explained(error, ctx, args)
-        _fail(error, Printer(machine), bool(ctx.params.get("debug")))
-
-
-def _fail(error: BaseException, output: Printer, debug: bool) -> NoReturn:
-    shown = _explain(error)
-    if debug or not told():
-        output.error(shown, "".join(traceback.format_exception(error)) if debug else None)
-    raise typer.Exit(shown.exit_code) from None
+        shown, debug = _explain(error), bool(ctx.params.get("debug"))
+        if debug or not told():
+            trace = "".join(traceback.format_exception(error)) if debug else None
+            Printer(machine).error(shown, trace)
+        raise typer.Exit(shown.exit_code) from None
 
 
 def _explain(error: BaseException) -> CkptError:

@@ -90,9 +90,6 @@ def carry_out(
         ranks: Those that carry it out.
         more: What ``--json`` prints beside plan or result.
     """
-    from ckptctl.storage.unfinished import UnfinishedWorkError
-    from ckptctl.storage.urls import HUB, scheme_of
-
     output.statement(plan.statement)
     shortfall = _shortfall(plan, dst) if plan.missing else None
     if shortfall and ranks.rank == 0 and output.mode != "json":
@@ -112,14 +109,35 @@ def carry_out(
         obstacles = list(_obstacles(plan))
         for obstacle in obstacles:
             output.warning(obstacle)
-        _end(shortfall, output, ranks)
-        if not obstacles:
-            output.hint(f"run it with `{typed_again()}`")
-        return
+    else:
+        obstacles = []
+        result = _run_plan(output, plan, dst, options.yes, ranks)
+        output.answer(
+            name,
+            *(result, *more),
+            names=(dst,),
+            rows=_result_rows(result, dst),
+            human=lambda: _show_result(output, result, dst),
+        )
+    if shortfall and output.mode == "json" and ranks.rank == 0:
+        raise shortfall
+    if shortfall:  # people have read it already
+        raise typer.Exit(shortfall.exit_code)
+    if options.dry_run and not obstacles:
+        output.hint(f"run it with `{typed_again()}`")
+
+
+def _run_plan(
+    output: Printer, plan: ConversionPlan, dst: TreePath, yes: bool, ranks: Coordinator
+) -> ConversionResult:
+    """Execute *plan*, asking the user first before an upload to the Hub or a restart."""
+    from ckptctl.storage.unfinished import UnfinishedWorkError
+    from ckptctl.storage.urls import HUB, scheme_of
+
     for line in (*told("dropped", plan.dropped), *told("skipped", plan.left_out)):
         output.note(line)
     if plan.upload and scheme_of(str(plan.plan.target)) == HUB:
-        _announce(output, plan, dst, options.yes)
+        _announce(output, plan, dst, yes)
     try:
         result = _execute(output, plan, ranks)
     except UnfinishedWorkError as error:
@@ -129,14 +147,7 @@ def carry_out(
     for note in result.notes:
         output.note(note)
     warn_out_of_range(output, result.out_of_range)
-    output.answer(
-        name,
-        *(result, *more),
-        names=(dst,),
-        rows=_result_rows(result, dst),
-        human=lambda: _show_result(output, result, dst),
-    )
-    _end(shortfall, output, ranks)
+    return result
 
 
 def _obstacles(plan: ConversionPlan) -> Iterator[str]:
@@ -217,15 +228,6 @@ def _shortfall(plan: ConversionPlan, dst: TreePath) -> PartialError:
         hint=f"run {suggested('verify', plan.source.path)} to see what is damaged, "
         "or pass `--json` to list all missing items",
     )
-
-
-def _end(shortfall: PartialError | None, output: Printer, ranks: Coordinator) -> None:
-    """End with the exit code of *shortfall*, if there is one; people have read it already."""
-    if shortfall is None:
-        return
-    if output.mode == "json" and ranks.rank == 0:
-        raise shortfall
-    raise typer.Exit(shortfall.exit_code)
 
 
 def _plan_rows(plan: ConversionPlan, dst: TreePath) -> Iterator[Row]:

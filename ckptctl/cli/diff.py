@@ -147,7 +147,12 @@ def show(output: Printer, found: Difference) -> None:
         _names(output, counted(len(side.only), "tensor") + f" only in {letter}", side.only)
         others = counted(len(side.only_leaves), "non-tensor value")
         _names(output, f"{others} only in {letter}", side.only_leaves)
-    for title, alike in _by_kind(found).items():
+    groups: dict[str, list[TensorDifference]] = {}
+    for one in found.tensors:
+        dtypes = f" ({one.dtype_a}, {one.dtype_b})" if "dtype" in one.kinds else ""
+        title = " and ".join(f"{kind}{dtypes if kind == 'dtype' else ''}" for kind in one.kinds)
+        groups.setdefault(title, []).append(one)
+    for title, alike in groups.items():
         output.line(f"{counted(len(alike), *DIFFERS)} in {title}")
         rows = [_human_row(one, found) for one in alike[:SHOWN]]
         if not any(one.values and one.values.nonfinite for one in alike):
@@ -157,16 +162,6 @@ def show(output: Printer, found: Difference) -> None:
     if found.leaves:
         output.line(counted(len(found.leaves), *LEAF_DIFFERS))
         output.first_rows(found.leaves, lambda one: (one.name, one.a, one.b), LEAVES)
-
-
-def _by_kind(found: Difference) -> dict[str, list[TensorDifference]]:
-    """Return the tensors that differ by how they do, in their order."""
-    groups: dict[str, list[TensorDifference]] = {}
-    for one in found.tensors:
-        dtypes = f" ({one.dtype_a}, {one.dtype_b})" if "dtype" in one.kinds else ""
-        title = " and ".join(f"{kind}{dtypes if kind == 'dtype' else ''}" for kind in one.kinds)
-        groups.setdefault(title, []).append(one)
-    return groups
 
 
 def _human_row(one: TensorDifference, found: Difference) -> tuple[str, ...]:

@@ -102,6 +102,9 @@ def _row(output: Printer, one: Checkpoint, newest: bool) -> Row:
     state += f", but {LACKS.format(one.lacks)}" if one.lacks else ""
     # On a terminal it stands next to the verdict: a column of its own would be nearly empty.
     state += ", newest" if newest and human else ""
+    protection = one.protection
+    if link := one.entry.link:
+        protection = (*protection[:-1], f"{protection[-1]} to `{link}`")
     return (
         one.name,
         str(one.step),
@@ -109,12 +112,6 @@ def _row(output: Printer, one: Checkpoint, newest: bool) -> Row:
         format_bytes(nbytes) if human else str(nbytes),
         one.format or "-",
         Painted(state, "missing" if one.writing else VERDICTS[one.verdict]),
-        ", ".join((*_protection(one), *(["newest"] if newest and not human else []))),
+        ", ".join((*protection, *(["newest"] if newest and not human else []))),
         ", ".join(f"{n} {x:g}" if human else f"{n} {x!r}" for n, x in one.metrics.items()),
     )
-
-
-def _protection(one: Checkpoint) -> tuple[str, ...]:
-    """Return what protects a checkpoint; of a link, where it leads."""
-    link, said = one.entry.link, one.protection
-    return (*said[:-1], f"{said[-1]} to `{link}`") if link else said

@@ -14,7 +14,7 @@ from ckptctl.options import Argument
 from ckptctl.shared_options import MapOptions
 
 if TYPE_CHECKING:
-    from ckptctl.planner.mapping.preview import Arrival, Contribution, Range
+    from ckptctl.planner.mapping.preview import Contribution, Range
     from ckptctl.verbs.key_map import KeyMap
 
 
@@ -82,23 +82,19 @@ def _show(output: Printer, found: KeyMap) -> None:
         output.line(f"  dropped: {found.route.dropped}")
     for arrival in found.route.arrivals:
         output.line()
-        _show_arrival(output, arrival)
+        shape = f"[{', '.join(map(str, arrival.shape))}]"
+        each = "".join(
+            f"  one per {axis}" + ("" if size.number is None else f" of {size}")
+            for axis, size in arrival.each.items()
+        )
+        where = f"  in {arrival.variant} layers" if arrival.variant else ""
+        output.line(f"{arrival.key}  {shape}{each}{where}")
+        output.table([_human(piece) for piece in arrival.pieces], COLUMNS)
     pieces = [piece for arrival in found.route.arrivals for piece in arrival.pieces]
     said = legend(found.family, " ".join(f"{one.source_axes} {one.target_axes}" for one in pieces))
     if said:
         output.line()
         output.sentence(f"  {said}", "dim")
-
-
-def _show_arrival(output: Printer, arrival: Arrival) -> None:
-    shape = f"[{', '.join(map(str, arrival.shape))}]"
-    each = "".join(
-        f"  one per {axis}" + ("" if size.number is None else f" of {size}")
-        for axis, size in arrival.each.items()
-    )
-    where = f"  in {arrival.variant} layers" if arrival.variant else ""
-    output.line(f"{arrival.key}  {shape}{each}{where}")
-    output.table([_human(piece) for piece in arrival.pieces], COLUMNS)
 
 
 def _human(piece: Contribution) -> tuple[str, ...]:

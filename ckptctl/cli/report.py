@@ -15,7 +15,6 @@ from ckptctl.cli.output import Printer
 from ckptctl.cli.progress import progress
 from ckptctl.errors import StorageError, UsageError
 from ckptctl.shared_options import Checkpoint
-from ckptctl.tree import TreePath
 from ckptctl.units import counted
 from ckptctl.verbs.report.report_options import STDOUT, ReportOptions
 
@@ -47,7 +46,10 @@ def report(
     target = options.output
     output = Printer(json, quiet or target == STDOUT)
     if target is None and not json:
-        options = replace(options, output=_page_of(path, options.other))
+        paths = (path, options.other)
+        names = [Path(path).name or Path(path).absolute().name for path in paths if path]
+        page_name = "-".join([*filter(None, names), "report"]) + ".html"
+        options = replace(options, output=Path(page_name))
     if target == STDOUT:
         if json:
             raise UsageError(
@@ -69,12 +71,6 @@ def report(
         raise typer.Exit(found.error.exit_code)
     if found.verification.read_failed:
         raise typer.Exit(StorageError.exit_code)
-
-
-def _page_of(*paths: str | TreePath | None) -> Path:
-    """Return where the page goes if nothing says so: into the working directory."""
-    names = [Path(path).name or Path(path).absolute().name for path in paths if path]
-    return Path("-".join([*filter(None, names), "report"]) + ".html")
 
 
 def _print(output: Printer, found: Report) -> None:

@@ -97,14 +97,10 @@ def explained(error: Any, group: Any, words: Sequence[str]) -> UsageError:
     if option:
         return UsageError(f"{shown} requires a value", hint=example or shows)
     kind = "argument" if argument else "option"
-    what = f"missing {kind} {shown} ({_in_brackets(parameter.help)})"
+    first = first_sentence(parameter.help).removesuffix(".")
+    meaning = first if first[1:2].isupper() else first[:1].lower() + first[1:]
+    what = f"missing {kind} {shown} ({meaning})"
     return UsageError(what, hint=example or shows)
-
-
-def _in_brackets(text: str) -> str:
-    """Return the first sentence of a help as part of another one."""
-    first = first_sentence(text).removesuffix(".")
-    return first if first[1:2].isupper() else first[:1].lower() + first[1:]
 
 
 def _instead(option: str, command: Any, group: Any, words: Sequence[str]) -> str | None:

@@ -63,26 +63,20 @@ class HubUrl:
 def parse(url: str) -> HubUrl:
     """Return the parts of *url*."""
     match = _URL.fullmatch(normal(url).rstrip("/"))
-    wrong = match and _why_none(match["repository"])
-    if match is None or wrong:
-        what = "this is not a Hub repository"
-        raise UsageError(what, where=masked(url), why=wrong, hint=FORM)
-    revision = match["revision"] and unquote(match["revision"])
-    kind = KINDS[match["kind"] or "models"]
-    return HubUrl(kind, match["repository"], revision, (match["path"] or "").strip("/"))
-
-
-def _why_none(repository: str) -> str | None:
-    """Return the client's objection to the name of a repository; None: it has none."""
+    what = "this is not a Hub repository"
+    if match is None:
+        raise UsageError(what, where=masked(url), hint=FORM)
     from huggingface_hub import utils as hub  # its names are lazy: no type checker sees them
     from huggingface_hub.errors import HFValidationError
 
     client: Any = hub
     try:
-        client.validate_repo_id(repository)
+        client.validate_repo_id(match["repository"])
     except HFValidationError as error:
-        return str(error)
-    return None
+        raise UsageError(what, where=masked(url), why=str(error), hint=FORM) from None
+    revision = match["revision"] and unquote(match["revision"])
+    kind = KINDS[match["kind"] or "models"]
+    return HubUrl(kind, match["repository"], revision, (match["path"] or "").strip("/"))
 
 
 class HubStore(Store):

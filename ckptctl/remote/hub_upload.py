@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ckptctl.errors import CkptError, RefusedError, spell_option
-from ckptctl.remote.hub import LOGIN, HubUrl, hub_errors, look, parse
+from ckptctl.remote.hub import LOGIN, hub_errors, look, parse
 from ckptctl.storage.crc import is_digest_of
 from ckptctl.tree import TreeEntry
 from ckptctl.version import __version__
@@ -42,7 +42,9 @@ class HubUpload:
         self._lock = threading.Lock()
         self._quiet = _Quiet()
         self._added: dict[str, CommitOperationAdd] = {}
-        with hub_errors(self._url, "list the repository", _creating(self._at)):
+        kind = "" if self._at.kind == "model" else f" --type {self._at.kind}"
+        create_hint = f"create it with `hf repos create {self._at.repository}{kind}`, or {LOGIN}"
+        with hub_errors(self._url, "list the repository", create_hint):
             info: Any = self._api.repo_info(
                 self._at.repository, revision=self._at.revision, repo_type=self._at.kind
             )
@@ -141,11 +143,6 @@ class HubUpload:
             return name == self._inner(single)
         folder, _, last = name.rpartition("/")
         return folder == self._at.path and WEIGHTS.fullmatch(last) is not None
-
-
-def _creating(at: HubUrl) -> str:
-    kind = "" if at.kind == "model" else f" --type {at.kind}"
-    return f"create it with `hf repos create {at.repository}{kind}`, or {LOGIN}"
 
 
 def _is_same(found: TreeEntry, added: CommitOperationAdd) -> bool:

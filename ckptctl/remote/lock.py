@@ -227,7 +227,11 @@ class ConditionalObject:
         Of several that try, one succeeds where the store replaces on conditions; elsewhere the
         others learn of it by reading it.
         """
-        self._version = self._version_there()
+        self._version = ""
+        if self._versions:
+            self._system.invalidate_cache()
+            with suppress(FileNotFoundError):
+                self._version = entry_of(self._system.info(self._path), "").version
         if self.read() != content:
             return False
         if self._version:
@@ -272,14 +276,6 @@ class ConditionalObject:
         """Return when it was written, in nanoseconds; 0: the store does not tell."""
         self._system.invalidate_cache()
         return entry_of(self._system.info(path or self._path), "").mtime_ns
-
-    def _version_there(self) -> str:
-        if not self._versions:
-            return ""
-        self._system.invalidate_cache()
-        with suppress(FileNotFoundError):
-            return entry_of(self._system.info(self._path), "").version
-        return ""
 
     def _note(self, answer: object) -> None:
         """Note what the store answers to a write."""

@@ -118,8 +118,13 @@ class FsspecStore:
         path = self.path(folder)
         with self.errors(folder, "list"):
             try:
-                if self._web and not folder and not self._is_listing(path):
-                    return [entry_of(self.system.info(path), ITSELF)]
+                if self._web and not folder:
+                    # A web page may be a listing; anything else is a file.
+                    is_page = str(self.system.info(path).get("mimetype", "")).startswith(
+                        "text/html"
+                    )
+                    if not is_page:
+                        return [entry_of(self.system.info(path), ITSELF)]
                 listed = self.system.ls(path, detail=True)
             except (FileNotFoundError, NotADirectoryError) as error:
                 raise_other(error)
@@ -314,10 +319,6 @@ class FsspecStore:
             found += sync(self.system.loop, answer["Body"].read)
         finally:
             answer["Body"].close()
-
-    def _is_listing(self, path: str) -> bool:
-        """Return whether a web address shows a page, which may be a listing, or is a file."""
-        return str(self.system.info(path).get("mimetype", "")).startswith("text/html")
 
 
 def _etag(target: Any) -> str:

@@ -216,8 +216,9 @@ class RemoteTree(FileTree):
     def drop(self, url: str) -> None:
         """See :class:`FileTree`."""
         with self._lock:
-            for other in [other for other in self._trees if _overlap(other, url)]:
-                del self._trees[other]
+            for other in list(self._trees):
+                if _inside(other, url) or _inside(url, other):
+                    del self._trees[other]
 
     def failure(self, url: str) -> CkptError | None:
         """See :class:`FileTree`."""
@@ -289,10 +290,6 @@ def open_url(url: str) -> UrlPath:
 def store_at(path: UrlPath) -> FsspecStore:
     """Return the folder at *path* to write to."""
     return FsspecStore(path.tree.secret_of(path.url), path.url)
-
-
-def _overlap(url: str, other: str) -> bool:
-    return _inside(url, other) or _inside(other, url)
 
 
 def _inside(url: str, folder: str) -> bool:

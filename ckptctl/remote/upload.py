@@ -81,7 +81,11 @@ class ObjectUpload:
             self.resumed += kept.size
             return
         self._lock.require()
-        if self._make_room(self._outdated(name) if kept else []):
+        outdated: list[str] = []
+        if kept:  # another version of *name* was uploaded: the index goes with it
+            index = self._asked.names[-1]
+            outdated = [index, name] if self._kept.pop(index, None) else [name]
+        if self._make_room(outdated):
             self._lock.require()
         self._begun.append(name)
         try:
@@ -168,11 +172,6 @@ class ObjectUpload:
             for name, one in left.sent.items()
             if name in self._asked.names and self._objects.is_same(name, one, self._before)
         }
-
-    def _outdated(self, name: str) -> list[str]:
-        """Return the files that go where another file *name* was sent: the index, too."""
-        last = self._asked.names[-1]
-        return [last, name] if self._kept.pop(last, None) else [name]
 
     def _make_room(self, others: list[str]) -> bool:
         """Remove *others*, and what was there before, if that still is; return whether any was."""
