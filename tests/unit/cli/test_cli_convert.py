@@ -97,6 +97,7 @@ def calls(monkeypatch):
 
     module = SimpleNamespace(plan_conversion=plan, run_conversion=run)
     monkeypatch.setitem(sys.modules, "ckptctl.conversion.convert", module)
+    monkeypatch.setattr("ckptctl.api.conversion.conversion", module)
     monkeypatch.setattr(formats, "names", lambda: ("dcp", "deepspeed", "hf"))
     monkeypatch.setattr(formats, "writable", lambda: ("dcp", "hf"))
     return found
