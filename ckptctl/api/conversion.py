@@ -1,4 +1,4 @@
-"""Public functions that write checkpoints: convert, merge, extract_lora, consolidate; plans."""
+"""Public functions that plan and write checkpoints: convert, merge, extract_lora, consolidate."""
 
 from __future__ import annotations
 

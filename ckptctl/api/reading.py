@@ -1,4 +1,4 @@
-"""Public functions that read checkpoints, compare and describe them."""
+"""Public functions that read, compare and describe checkpoints."""
 
 from __future__ import annotations
 

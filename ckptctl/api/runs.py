@@ -1,4 +1,4 @@
-"""Public functions about the folder of a run: its checkpoints, the newest one, and which go."""
+"""Public functions for training runs: list, find and prune checkpoints."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def latest(root: AnyPath = ".") -> Newest:
 
 
 def _looked_at_anew(root: AnyPath) -> TreePath:
-    """Return the folder of a run; what an earlier call saw behind a URL is forgotten."""
+    """Return the folder of a run, with cached listings of a URL dropped."""
     path = place(root)
     run_store(path).refresh()
     return path
@@ -50,7 +50,7 @@ def plan_prune(root: AnyPath, options: PruneOptions) -> PrunePlan:
 
     Args:
         root: Folder of the training run's checkpoints.
-        options: All others. What *keep* or one of its kind keeps stays.
+        options: All other arguments. Checkpoints that any *keep* option matches are kept.
 
     Raises:
         CkptError: No option selects checkpoints to keep, or the removal would not be safe.
@@ -63,12 +63,12 @@ def plan_prune(root: AnyPath, options: PruneOptions) -> PrunePlan:
 def prune(root: AnyPath, options: PruneOptions) -> PruneResult:
     """Remove the checkpoints of a training run that no option keeps, without confirmation.
 
-    The newest complete checkpoint always stays, and so do checkpoints that a pointer such as
-    ``latest`` names.
+    The newest complete checkpoint is always kept, and so are targets of pointers such as
+    ``latest``.
 
     Args:
         root: Folder of the training run's checkpoints.
-        options: All others.
+        options: All other arguments.
 
     Raises:
         PartialError: Some checkpoints could not be removed.

@@ -1,4 +1,4 @@
-"""The program: finds its commands, turns errors into messages and exit codes."""
+"""The ``ckptctl`` program: command lookup, error messages and exit codes."""
 
 from __future__ import annotations
 
@@ -34,17 +34,17 @@ EXAMPLES = (
 
 
 class CkptGroup(PlainText, TyperGroup):
-    """A command group at whose edge every exception becomes a message and an exit code."""
+    """The command group, which turns every exception into a message and an exit code."""
 
     def main(self, *args: Any, **options: Any) -> Any:
-        """Run the program, or tell the shell what may come next."""
+        """Run the program, or print completions if the shell requested them."""
         if completion.wanted():
             return completion.offer(lambda: super(CkptGroup, self).main(*args, **options))
         return super().main(*args, **options)
 
     # Typer's own context class is not public, hence Any.
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Remember the command line as it was typed, for hints that repeat it."""
+        """Parse *args*, and remember them for hints that repeat the command line."""
         if args[:1] == ["help"]:  # `help CMD` is `CMD --help`
             args = [*args[1:], "--help"]
         remember(args)
@@ -52,7 +52,7 @@ class CkptGroup(PlainText, TyperGroup):
             return super().parse_args(ctx, list(args))
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        """Find the command, or say which one may be meant."""
+        """Find the command; an unknown name raises an error that suggests one."""
         if not ctx.resilient_parsing and self.get_command(ctx, args[0]) is None:
             from ckptctl.cli.usage import no_such_command
 
@@ -60,28 +60,28 @@ class CkptGroup(PlainText, TyperGroup):
         return super().resolve_command(ctx, args)
 
     def invoke(self, ctx: Any) -> Any:
-        """Run the command."""
+        """Run the command and check that its output was written."""
         with _told(ctx, typed_words()), terminable():
             try:
                 result = super().invoke(ctx)
             except typer.Exit:
                 require_answer()
                 raise
-            # A reader that went away is noticed here, not while the interpreter shuts down.
+            # A closed pipe is noticed here, not while the interpreter shuts down.
             require_answer()
         return result
 
 
 @contextmanager
 def _told(ctx: Any, args: Sequence[str]) -> Iterator[None]:
-    """Turn what goes wrong while *args* are parsed or obeyed into a message and an exit code."""
+    """Report exceptions raised while parsing or running *args*, and exit with their code."""
     machine = wants_json(args)
     try:
         yield
     except (typer.Exit, BrokenPipeError):
         raise
     except (Exception, KeyboardInterrupt) as error:
-        # Typer prints the help where nothing was asked for.
+        # Typer prints the help if no command was given.
         if ctx.resilient_parsing or type(error).__name__ == "NoArgsIsHelpError":
             raise
         if hasattr(error, "format_message"):
@@ -160,12 +160,12 @@ def root(
 
 
 def program(only: str = "", *, overview: bool = False) -> typer.Typer:
-    """Return the program with all its commands.
+    """Build the Typer program.
 
     Args:
-        only: The name of a command: where there is such a one, no other is imported.
-        overview: Whether what the commands are called and are for is enough: they take nothing
-            then. Typer would take hundreds of options apart, in a third of the time of `--help`.
+        only: Name of the only command to import. If there is no such command, all are imported.
+        overview: Register only names and summaries. Parsing the options of all commands would
+            take a third of the time of `--help`.
     """
     made = typer.Typer(
         name="ckptctl",
@@ -183,7 +183,7 @@ def program(only: str = "", *, overview: bool = False) -> typer.Typer:
 
 
 def __getattr__(name: str) -> typer.Typer:
-    """Return the program with all its commands as ``app``."""
+    """Build ``app``, the program with all its commands, on first access."""
     if name != "app":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     found = globals()[name] = program()
@@ -195,7 +195,7 @@ def main() -> None:
     # Python leaves None where a daemon's parent closed a stream.
     sys.stdout = sys.stdout or open(os.devnull, "w")  # noqa: PTH123, SIM115
     sys.stderr = sys.stderr or open(os.devnull, "w")  # noqa: PTH123, SIM115
-    # torch says so at import where NumPy, which nothing here needs, is not installed.
+    # torch warns at import if NumPy, which is not needed here, is not installed.
     warnings.filterwarnings("ignore", "Failed to initialize NumPy", UserWarning)
     words = [word for word in sys.argv[1:3] if word != "help"]  # `help CMD` is `CMD --help`
     overview = not completion.wanted() and set(words) <= {*HELP}

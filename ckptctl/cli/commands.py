@@ -1,8 +1,8 @@
-"""Commands: Typer's, made from what their functions and dataclasses of options declare.
+"""Typer commands, built from the options that functions and dataclasses declare.
 
-Every parameter is text to Typer, or a flag: what text means says its declaration
-(:mod:`ckptctl.options`). So Typer has nothing to convert, for which since 0.29 it imports pydantic
-and builds a model for each parameter: that takes longer than most commands.
+To Typer, every parameter is text or a flag. The declarations (:mod:`ckptctl.options`) parse the
+text. Typer therefore converts nothing: since 0.29 it would import pydantic and build a model for
+each parameter, which takes longer than most commands.
 """
 
 from __future__ import annotations
@@ -40,22 +40,22 @@ else:
     Base = object
 
 FLAT = 12
-"""Arguments and options that the help shows without panels."""
+"""Most arguments and options that the help shows without panels."""
 MANY = 15
-"""Options that ``-h`` shows in full; of more it shows those that are used most."""
+"""Most options that ``-h`` shows in full. If there are more, it shows the common ones."""
 MOST_WIDE = 30
-"""The first column of the help, beyond which the second begins a line of its own."""
+"""Most characters in the first column of the help."""
 _ARGUMENT = re.compile(r"^\[?([A-Z]+)\]?( <\w+>)?$")
-"""How Typer calls an argument in the help: 0.26 with brackets, 0.29 with its type."""
+"""An argument in Typer's help: with brackets in 0.26, with its type in 0.29."""
 _SENTENCE = re.compile(r"(?<=\.)\s+(?=[A-Z`\[])")
-"""Between sentences, and in front of ``[default: ...]``."""
+"""The space between sentences, or before ``[default: ...]``."""
 
 HELP = "Show a summary (-h) or all options (--help)."
-"""What ``-h, --help`` does where they differ."""
+"""Help text of ``-h, --help`` if the two differ."""
 FORMS = ("json", "quiet", "markdown")
-"""Parameters that say in which form the answer is printed, of which one can be given.
+"""Parameters that set the output format, at most one of which can be given.
 
-``--format`` says so, too; see :data:`FORM`."""
+``--format`` (:data:`FORM`) also sets it."""
 Json = Annotated[bool, Option("Print one JSON document.", panel="Output", brief=True)]
 Quiet = Annotated[
     bool,
@@ -72,11 +72,11 @@ COLOR = Declared(
     output.When | None,
     None,
 )
-"""What every command takes, and the program in front of it."""
+"""Option of every command and of the program itself."""
 
 
 def _form(text: str) -> str:
-    """Return the value of ``--format``; where it is the format of a checkpoint, say what is."""
+    """Parse the value of ``--format``; a checkpoint format raises an error that explains it."""
     if text not in get_args(output.Form):
         checkpoint = text in readable_formats({})
         close = nearest(text, get_args(output.Form))
@@ -104,7 +104,7 @@ FORM = Declared(
     output.Form | None,
     None,
 )
-"""What every command takes that prints rows."""
+"""Option of every command that prints rows."""
 SingleProcess = Annotated[
     bool,
     Option("Run as a single process, ignoring torchrun's environment variables.", panel="Advanced"),
@@ -113,7 +113,7 @@ SingleProcess = Annotated[
 
 @dataclass(frozen=True, kw_only=True)
 class RunOptions(Options):
-    """How a command carries out a conversion, and what it prints."""
+    """Options of commands that execute or show a conversion plan."""
 
     dry_run: Annotated[
         bool, Option("Show the plan without reading or writing data.", flags="-n --dry-run")
@@ -139,13 +139,13 @@ class Command:
     """One command of the program.
 
     Attributes:
-        run: Carries it out. Its docstring is the help; each parameter that is an ``Annotated`` with
-            an :class:`Option` is one, and one that is a dataclass of them stands for all its own.
+        run: Function of the command. Its docstring is the help text. A parameter annotated with
+            an :class:`Option` is an option; an options dataclass stands for all its fields.
         examples: Command lines for the help.
-        prints: What ``--json`` prints; see :class:`ckptctl.documents.Document`.
-        bare: Whether it does something without arguments; else that shows its help.
-        without: Fields of dataclasses that it does not offer.
-        rows: Whether it prints rows, and so takes ``--format``.
+        prints: Types that ``--json`` prints; see :class:`ckptctl.documents.Document`.
+        bare: Whether the command runs without arguments instead of showing its help.
+        without: Fields of the options dataclasses to leave out.
+        rows: Whether the command prints rows and therefore takes ``--format``.
     """
 
     run: Callable[..., None]
@@ -157,15 +157,15 @@ class Command:
 
     @property
     def name(self) -> str:
-        """Return what it is called."""
+        """The command's name on the command line."""
         return self.run.__name__.strip("_").replace("_", "-")
 
     def add_to(self, app: typer.Typer, *, overview: bool = False) -> None:
-        """Make it a command of *app*.
+        """Register the command with *app*.
 
         Args:
             app: The program.
-            overview: Whether what it is called and is for is enough.
+            overview: Register only the name and the summary.
         """
         every = () if overview else self.every()
         function = _named(self.run) if overview else self._function(every)
@@ -177,7 +177,7 @@ class Command:
         how(function)
 
     def declared(self) -> tuple[Declared, ...]:
-        """Return the options that the function declares, in the order of its parameters."""
+        """List the options that the function declares, in the order of its parameters."""
         own = {one.name: one for one in declared(self.run)}
         options = (
             [own[name]] if name in own else declared(hint)
@@ -187,11 +187,11 @@ class Command:
         return tuple(one for some in options for one in some if one.name not in self.without)
 
     def every(self) -> tuple[Declared, ...]:
-        """Return all that the command takes, with what the program adds to each."""
+        """List all options of the command, including ``--format`` and ``--color``."""
         return (*self.declared(), *([FORM] if self.rows else []), COLOR)
 
     def _function(self, every: Sequence[Declared]) -> Callable[..., None]:
-        """Return what Typer takes for the command, which takes *every* option."""
+        """Build the function that Typer inspects and calls, with a parameter for *every* option."""
         own = {one.name for one in declared(self.run)}
         hints = {name: hint for name, hint in get_type_hints(self.run).items() if name != "return"}
 
@@ -232,17 +232,17 @@ def command(
     without: tuple[str, ...] = (),
     rows: bool = True,
 ) -> Callable[[Callable[..., None]], Command]:
-    """Make a function a command; see :class:`Command`."""
+    """Decorate a function as a command; see :class:`Command`."""
     return lambda run: Command(run, examples, prints, bare, without, rows)
 
 
 def epilog(examples: tuple[str, ...]) -> str:
-    """Return an epilog that shows *examples* as they are."""
+    """Format *examples* as the epilog of a help text, without rewrapping."""
     return "\n".join(("\b", "Examples:", *(f"  {line}" for line in examples)))
 
 
 def commands(only: str = "") -> Iterator[Command]:
-    """Yield all commands, one in a module; where one is called *only*, no other is imported."""
+    """Yield all commands; if one is named *only*, import and yield no other."""
     names = [module.name for module in pkgutil.iter_modules(cli.__path__)]
     module_of = only.replace("-", "_")
     for name in [module_of] if module_of in names else names:
@@ -251,7 +251,7 @@ def commands(only: str = "") -> Iterator[Command]:
 
 
 def _require_one_form(values: Mapping[str, object]) -> None:
-    """Refuse options of which one alone could say how the answer is printed."""
+    """Raise if more than one option sets the output format."""
     given = [f"`--{name}`" for name in FORMS if values.get(name)]
     form = values.get(FORM.name)
     if form and not (form == "json" and given == ["`--json`"]):
@@ -279,7 +279,7 @@ def _named(function: Callable[..., Any]) -> Callable[[], None]:
 
 
 def _parameter(one: Declared) -> inspect.Parameter:
-    """Return the parameter of a function that Typer makes *one* from."""
+    """Build the function parameter from which Typer derives the option *one*."""
     option = one.option
     argument = isinstance(option, Argument)
     more: dict[str, Any] = {
@@ -309,21 +309,21 @@ def _completion(one: Declared) -> Callable[[typer.Context], list[str]]:
             return list(one.words)
         arguments = (p for p in context.command.params if p.param_type_name == "argument")
         first = next(arguments, None)
-        # Of an option that lacks its value yet, the parser leaves the arguments before it aside.
+        # If an option has no value yet, the parser moves the arguments before it to `args`.
         named = (first and context.params.get(str(first.name))) or next(iter(context.args), None)
         return list(offers({**context.params, "": named}))
 
-    # Typer looks at the parameters' types.
+    # Typer inspects the types of the parameters.
     offered.__annotations__ = {"context": typer.Context, "return": list[str]}
     return offered
 
 
 class PlainText(Base):
-    """Takes text as it is: what it means says its declaration (:meth:`Declared.read`)."""
+    """Mixin that keeps parameters as text, for :meth:`Declared.read` to parse."""
 
     # Typer's own classes of contexts and parameters are not public, hence Any.
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Let Typer find the values, and convert none but flags from the environment."""
+        """Let Typer find the values, and convert only flags from the environment."""
         for one in self.get_params(ctx):
             if type(one.default) is not bool:
                 vars(one).setdefault("process_value", partial(_take_text, one, one.process_value))
@@ -331,35 +331,35 @@ class PlainText(Base):
 
 
 def _take_text(parameter: Any, process: Callable[[Any, Any], Any], ctx: Any, value: Any) -> Any:
-    """Return what was typed; Typer refuses what is missing, and calls what a value triggers."""
+    """Return *value* as typed; Typer handles missing values and callbacks."""
     missing = value is None and parameter.required and not ctx.resilient_parsing
     triggers = value is not None and parameter.callback is not None
     return process(ctx, value) if missing or triggers else value
 
 
 class PlainCommand(PlainText, TyperCommand):
-    """A command whose help names arguments alone, as in ``convert [OPTIONS] SRC DST``.
+    """A command whose usage line shows only argument names: ``convert [OPTIONS] SRC DST``.
 
     Attributes:
-        brief: Options that ``-h`` shows beside those in *Common*, where it does not show all.
+        brief: Options that a short ``-h`` shows in addition to those in *Common*.
     """
 
     brief: frozenset[str] = frozenset()
     _long = _summary = False
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
-        """Write the help that is asked for: ``--help`` is the long one."""
+        """Write the short help for ``-h`` or the full help for ``--help``."""
         options = [one for one in self.get_params(ctx) if one.param_type_name == "option"]
         self._long = len(options) > MANY
         self._summary = self._long and "--help" not in typed_words()
         super().format_help(ctx, formatter)
 
     def collect_usage_pieces(self, ctx: Any) -> list[str]:
-        """Return the usage line without Typer's braces."""
+        """Collect the parts of the usage line, without Typer's braces."""
         return [piece.strip("{}") for piece in super().collect_usage_pieces(ctx)]
 
     def format_help_text(self, ctx: Any, formatter: Any) -> None:
-        """Write what the command is for: all of it, or its first sentence."""
+        """Write the description of the command, or its first paragraph in the short help."""
         text = self.help
         try:
             if self._summary:
@@ -369,7 +369,7 @@ class PlainCommand(PlainText, TyperCommand):
             self.help = text
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
-        """Write arguments, and options in panels, all in the same two columns."""
+        """Write the arguments, and the options in panels, with the same column widths."""
         panels: dict[str, list[tuple[str, str]]] = {"Arguments": [], "Options": []}
         params: list[Any] = self.get_params(ctx)
         many = len(params) > FLAT
@@ -394,7 +394,7 @@ class PlainCommand(PlainText, TyperCommand):
                     formatter.write_dl([(name.ljust(width), text) for name, text in rows])
 
     def format_epilog(self, ctx: Any, formatter: Any) -> None:
-        """Write examples, and behind a short help where the long one is."""
+        """Write the examples; the short help also refers to ``--help``."""
         super().format_epilog(ctx, formatter)
         if self._summary:
             count = sum(one.param_type_name == "option" for one in self.get_params(ctx))
@@ -403,5 +403,5 @@ class PlainCommand(PlainText, TyperCommand):
 
 
 def first_sentence(text: str) -> str:
-    """Return the first sentence of the help of an option."""
+    """Return the first sentence of an option's help text."""
     return _SENTENCE.split(text)[0]

@@ -1,7 +1,7 @@
-"""What the shell offers on TAB: silent whatever goes wrong, and over in two seconds.
+"""Shell completion, which never prints errors and ends after two seconds.
 
-The scripts that ``--show-completion`` prints call the program with ``_CKPTCTL_COMPLETE`` set; what
-it prints then, one line each, is offered.
+The scripts that ``--show-completion`` prints call the program with ``_CKPTCTL_COMPLETE`` set. The
+program then prints one completion per line.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from typing import Any
 VARIABLE = "_CKPTCTL_COMPLETE"
 SECONDS = 2.0
 BREAKS = frozenset(":=")
-"""Where bash splits words although the program's words go on (``COMP_WORDBREAKS``, man 1 bash)."""
+"""Characters at which bash splits words inside arguments (``COMP_WORDBREAKS``, man 1 bash)."""
 
 
 class _TooLateError(BaseException):
-    """Time is over; no handler of errors is to mistake it for one."""
+    """The time limit expired. A BaseException, so that no error handler catches it."""
 
 
 def wanted() -> bool:
-    """Return whether the shell asks what may come next."""
+    """Return whether the shell requests completions."""
     return os.environ.get(VARIABLE, "").startswith("complete_")
 
 
 def offer(complete: Callable[[], Any]) -> None:
-    """Print what *complete* prints if all goes well, else nothing.
+    """Run *complete* and print its output, or nothing if it fails; then exit.
 
     Args:
         complete: Typer's completion, which ends with ``SystemExit``.
@@ -56,7 +56,7 @@ def offer(complete: Callable[[], Any]) -> None:
 
 
 def _join_words() -> str:
-    """Put words together that bash took apart, and return what it keeps of the last one."""
+    """Rejoin words that bash split, and return the prefix of the last one that bash keeps."""
     words = os.environ.get("COMP_WORDS", "").split("\n")
     current = int(os.environ.get("COMP_CWORD", "0"))
     if current >= len(words):

@@ -56,13 +56,13 @@ def convert(src: Source, dst: Destination, options: ConversionOptions, run: RunO
 
 
 def planned(ranks: Coordinator, plan: Callable[[], T], dst: TreePath | None) -> T:
-    """Return what is planned, the same on all ranks.
+    """Build the plan on every rank; if one rank fails, raise on all.
 
     Args:
-        ranks: Those that will carry it out.
-        plan: Makes it.
-        dst: What an earlier run may have left something beside, which goes if its output is there
-            already; None: nothing is touched.
+        ranks: Ranks that will execute the plan.
+        plan: Function that builds the plan.
+        dst: Destination next to which stale staging files are removed if the plan is refused, or
+            None to leave them.
     """
     from ckptctl.storage.publish import sweeping
 
@@ -79,16 +79,16 @@ def carry_out(
     ranks: Coordinator,
     *more: Result,
 ) -> None:
-    """Show *plan*, or carry it out and show the result.
+    """Execute *plan* and show the result, or only show the plan for ``--dry-run``.
 
     Args:
-        name: The command.
-        output: Where to print.
-        plan: What to do.
-        dst: The destination as it was typed.
-        options: Whether only to show it, and whether to upload to the Hub without asking.
-        ranks: Those that carry it out.
-        more: What ``--json`` prints beside plan or result.
+        name: Name of the command.
+        output: Printer for plan, result and messages.
+        plan: Plan to execute.
+        dst: Destination as typed.
+        options: Options of the execution, such as ``dry_run`` and ``yes``.
+        ranks: Ranks that execute the plan.
+        more: Additional results for ``--json``.
     """
     output.statement(plan.statement)
     shortfall = _shortfall(plan, dst) if plan.missing else None
@@ -121,7 +121,7 @@ def carry_out(
         )
     if shortfall and output.mode == "json" and ranks.rank == 0:
         raise shortfall
-    if shortfall:  # people have read it already
+    if shortfall:  # already printed, except in JSON mode
         raise typer.Exit(shortfall.exit_code)
     if options.dry_run and not obstacles:
         output.hint(f"run it with `{typed_again()}`")
@@ -151,7 +151,7 @@ def _run_plan(
 
 
 def _obstacles(plan: ConversionPlan) -> Iterator[str]:
-    """Yield the reasons for which the plan would be refused as things are."""
+    """Yield the reasons why executing the plan now would be refused."""
     from ckptctl.installed import INSTALL_TORCH, has_torch
     from ckptctl.storage.publish import LEFT, unfinished
 
@@ -165,10 +165,10 @@ def _obstacles(plan: ConversionPlan) -> Iterator[str]:
 
 
 def _announce(output: Printer, plan: ConversionPlan, dst: TreePath, yes: bool) -> None:
-    """Say which files others will see, and go on if the user, where there is one, agrees.
+    """List the files to upload, and ask the user for confirmation if possible.
 
     Raises:
-        RefusedError: The user does not.
+        RefusedError: The user declined.
     """
     if output.mode != "json":
         output.report(f"files to upload to {dst}:")
@@ -180,11 +180,11 @@ def _announce(output: Printer, plan: ConversionPlan, dst: TreePath, yes: bool) -
 
 
 def _execute(output: Printer, plan: ConversionPlan, ranks: Coordinator) -> ConversionResult:
-    """Carry out *plan*; after Ctrl-C say which part of the work is kept, and how to resume."""
+    """Execute *plan*; on Ctrl-C, report how much work was kept and how to resume it."""
     from ckptctl.conversion.convert import run_conversion
     from ckptctl.storage.publish import unfinished
 
-    def beginning() -> str:  # only asked if progress is shown
+    def beginning() -> str:  # only called if progress is shown
         return "loading torch" if plan.arithmetic else ""
 
     ending = "verifying" if plan.options.verify else "syncing"
@@ -204,7 +204,7 @@ def _execute(output: Printer, plan: ConversionPlan, ranks: Coordinator) -> Conve
 
 
 def _ask_to_restart(output: Printer, error: CkptError, ranks: Coordinator) -> None:
-    """Go on only if the user says so on a terminal."""
+    """Ask whether to discard partial output; raise *error* unless the user agrees."""
     if typed_words() and "--resume" not in typed_words():
         resumed, restarted = typed_again("--resume"), typed_again("--restart")
         error.hint = f"resume with `{resumed}`, or start over with `{restarted}`"
@@ -216,7 +216,7 @@ def _ask_to_restart(output: Printer, error: CkptError, ranks: Coordinator) -> No
 
 
 def _shortfall(plan: ConversionPlan, dst: TreePath) -> PartialError:
-    """Return the error about what is missing in the output."""
+    """Return the error about items that are missing in the source and the output."""
     found = [reason for reason, _ in by_reason(plan.missing)]
     what = "item" if any(name in plan.source.blobs for name in plan.missing) else "tensor"
     count = counted(len(plan.missing), f"{what} is", f"{what}s are")
@@ -282,7 +282,7 @@ def _show_plan(output: Printer, plan: ConversionPlan, dst: TreePath) -> None:
 
 
 def _counts(plan: ConversionPlan) -> str:
-    """Return how many tensors are read and written, and what changes, in one line."""
+    """Format the numbers of tensors read, written and changed as one line."""
     moved = f"{plan.mapped:,} renamed or reordered" if plan.mapped else ""
     summary = plan.summary
     if not summary.changes:
@@ -298,7 +298,7 @@ def _show_reasons(output: Printer, title: str, keys: Mapping[str, str]) -> None:
 
 
 def warn_out_of_range(output: Printer, found: Mapping[str, OutOfRange]) -> None:
-    """Say what was published although it became infinite, NaN or saturated, if anything was."""
+    """Warn about elements that became infinite, NaN or saturated, if there are any."""
     if found:
         output.warning(f"elements became infinite, NaN or saturated: {worst(found)}")
 

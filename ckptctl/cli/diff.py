@@ -85,7 +85,7 @@ def diff(
 
 
 def _lines(found: Difference) -> Iterator[tuple[str, ...]]:
-    """Yield all that differs."""
+    """Yield a row per difference."""
     for side, letter in ((found.a, "a"), (found.b, "b")):
         yield from ((f"only_{letter}", name) for name in side.only)
         yield from ((f"only_leaf_{letter}", name) for name in side.only_leaves)
@@ -129,13 +129,13 @@ def _row(
 
 
 def _equal_numbers(one: TensorDifference, found: Difference) -> bool:
-    """Return whether the dtype alone differs, and the numbers were compared."""
+    """Return whether only the dtype differs and the compared numbers are equal."""
     compared = not found.structure and not found.within
     return one.kinds == ("dtype",) and compared and not one.has_several_dtypes
 
 
 def show(output: Printer, found: Difference) -> None:
-    """Print how two checkpoints differ: what explains it, then each kind with the worst first."""
+    """Print the differences of two checkpoints by kind, the largest first."""
     output.sentence(_headline(found), "bold")
     for line in _explained(found):
         output.sentence(f"  {line}", "dim")
@@ -165,7 +165,7 @@ def show(output: Printer, found: Difference) -> None:
 
 
 def _human_row(one: TensorDifference, found: Difference) -> tuple[str, ...]:
-    """Return a row below the title of its kind: of what differs only shapes are not said there."""
+    """Make a row below the title of its kind, which names all differences but shapes."""
     row = _row(one, found, "{:.3g}".format)
     shapes = f"{list(one.shape_a)} {list(one.shape_b)}" if "shape" in one.kinds else ""
     return (f"  {row[0]}", shapes, *row[2:])
@@ -193,7 +193,7 @@ def _named(side: Side) -> str:
 
 
 def _explained(found: Difference) -> Iterator[str]:
-    """Yield what was compared and how, and what explains the differences."""
+    """Yield notes on the extent of the comparison and on explained differences."""
     yield from found.notes
     values = counted(found.compared_leaves, "non-tensor value")
     tensors = counted(found.compared, "tensor")

@@ -1,4 +1,4 @@
-"""Findings for people: those with one cause are one, as ``inspect`` and ``verify`` print them."""
+"""Findings grouped by cause, as ``inspect`` and ``verify`` print them."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ if TYPE_CHECKING:
 
 
 class FindingGroup(NamedTuple):
-    """Findings that have one cause: those in one file, say."""
+    """Findings with the same cause, for example in one file."""
 
     findings: Sequence[Finding]
 
     @property
     def first(self) -> Finding:
-        """Return the one that is shown for all."""
+        """The finding that represents the group."""
         return self.findings[0]
 
     @property
     def title(self) -> str:
-        """Return what is wrong, and how often."""
+        """The problem, and the number of findings if there are several."""
         count = len(self.findings)
         return self.first.what + (f" ({counted(count, 'time')})" if count > 1 else "")
 
     @property
     def where(self) -> str:
-        """Return the first place, how many others there are, and the file."""
+        """The first location, the number of others, and the file."""
         inside = replace(self.first, file=None).where
         if len(self.findings) < 2 or not inside:
             return self.first.where
@@ -38,7 +38,7 @@ class FindingGroup(NamedTuple):
 
     @property
     def line(self) -> str:
-        """Return all of it as one line, in which no file is named twice."""
+        """Title, location and reason as one line, without repeating the file."""
         file, why = self.first.file, f" ({self.first.why})" if self.first.why else ""
         named = file and (file in self.first.what or f"`{file}`" in why)
         where = self.where.removesuffix(f"{file}").removesuffix(", ") if named else self.where
@@ -46,7 +46,7 @@ class FindingGroup(NamedTuple):
 
 
 def grouped(findings: Iterable[Finding]) -> list[FindingGroup]:
-    """Return *findings*, those together that differ only in the tensor or value of one file."""
+    """Group *findings* of one file that differ only in the tensor or value."""
     found: dict[object, list[Finding]] = {}
     for number, one in enumerate(findings):
         cause = (one.severity, one.what, one.why, one.file) if one.file else number

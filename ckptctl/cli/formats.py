@@ -75,12 +75,12 @@ def _title(known: KnownFormat) -> str:
 
 
 def access(known: KnownFormat) -> str:
-    """Return what can be done with a format, for people."""
+    """Return whether a format can be written or only read, as text."""
     return "read, written" if known.written else "read only"
 
 
 def layout(known: Format) -> str:
-    """Return the layout of a format, for people."""
+    """Return the layout of a format as text."""
     return (known.layout or "any") + (", others" if known.layout and known.other_layouts else "")
 
 
@@ -114,12 +114,12 @@ def _facts(known: KnownFormat) -> Iterator[tuple[str, str]]:
 
 
 def facts(text: str) -> list[str]:
-    """Return the facts that a format's text consists of."""
+    """Split the text of a format into its facts."""
     return text.split("; ") if text else []
 
 
 def written(known: Written) -> Iterator[str]:
-    """Yield what a written checkpoint is like, for people."""
+    """Yield the properties of checkpoints written in a format, as text."""
     yield (
         "directory, with sidecar files" if known.directory else "single file, without sidecar files"
     )

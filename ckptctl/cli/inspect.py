@@ -29,15 +29,15 @@ if TYPE_CHECKING:
     from ckptctl.verbs.inspection.inspect_result import Inspection, TensorInfo
 
 CANDIDATES = 12
-"""Possible model types that a terminal shows."""
+"""Most candidate model types that a terminal shows."""
 LEAVES = 8
-"""Leaves that a terminal shows."""
+"""Most non-tensor values that a terminal shows."""
 RUN = (tables.name("path"), Column("format"), tables.number("bytes"), tables.prose("verdict"))
 
 
 @dataclass(frozen=True, kw_only=True)
 class ShowOptions(Options):
-    """Which tensors of a checkpoint are listed, and in which order."""
+    """Selection and order of the listed tensors."""
 
     tensors: Annotated[
         bool,
@@ -128,7 +128,7 @@ def _print_tensors(
     show: ShowOptions,
     options: InspectOptions,
 ) -> None:
-    """Print what a checkpoint is, and its tensors in a table or a tree."""
+    """Print the summary of a checkpoint and its tensors as a table or a tree."""
     if output.mode == "human" or not show.tensors:
         _print_summary(output, found)
     if show.tensors or options.stats:
@@ -146,16 +146,16 @@ def _print_tensors(
 def _branches(
     found: Inspection, shown: Sequence[TensorInfo], show: ShowOptions, options: InspectOptions
 ) -> list[listing.Branch]:
-    """Return the tree: of a training checkpoint, unless it is asked for more, that of the model."""
+    """Build the tree of *shown*; without ``--depth`` or ``--include``, collapse training state."""
     if show.depth or options.include:
         return listing.tree(shown, show.sort, show.depth)
     return listing.folded(shown, found.root, found.format, show.sort)
 
 
 def _warn(output: Printer, found: Inspection) -> None:
-    """Say why it is not complete; of a run, how many are not, as the table says why."""
+    """Warn that a checkpoint, or some checkpoints of a run, are not complete."""
     if not found.checkpoints:
-        if output.mode != "human":  # there it stands below the headline
+        if output.mode != "human":  # on a terminal, it is listed below the headline
             output.warning(f"{found.verdict}: {_first(found.problems)}")
         return
     count = counted(len(found.checkpoints), "checkpoint")
@@ -171,7 +171,7 @@ def _print_run(output: Printer, found: Inspection) -> None:
     if found.run:
         show_run(output, found.run)
         others = [one for one in found.run.checkpoints if not one.complete]
-        answers = all(one.torn or one.writing for one in others)  # else `latest` may fail
+        answers = all(one.torn or one.writing for one in others)  # otherwise `latest` may fail
         if answers and len(others) < len(found.run.checkpoints):
             output.hint(f"{suggested('latest', found.path)} prints the newest complete checkpoint")
         return
@@ -257,7 +257,7 @@ def _rows(found: Inspection) -> Iterator[Row]:
 
 
 def _leaves(found: Inspection) -> str:
-    """Return the names of leaves beside the optimizer's, those first of which a value is known."""
+    """Format the non-tensor values other than the optimizer's, those with known values first."""
     from ckptctl.conversion.recognition.roots import FOLDED, part_of
 
     names = [*found.values, *(name for name in found.blobs if name not in found.values)]

@@ -1,9 +1,9 @@
-"""The tensors of a checkpoint as rows: collapsed into a tree, one by one, or in Markdown.
+"""Tensor listings: a collapsed tree, a row per tensor, or Markdown.
 
-In a tree, thousands of names are short: ``model.layers.0.w`` to ``model.layers.31.w`` become one
-branch ``model.layers.[0-31]``; layers that differ form branches of their own, as in ``[0-2]`` and
-``[3-60]``. The same holds at every depth, for experts inside of layers too. Of a training
-checkpoint the model is a tree, and what else a trainer saved one branch for each kind.
+The tree shortens thousands of names: ``model.layers.0.w`` to ``model.layers.31.w`` become one
+branch ``model.layers.[0-31]``. Layers that differ form separate branches, such as ``[0-2]`` and
+``[3-60]``. This applies at every depth, including experts in layers. For a training checkpoint,
+the model is a tree, and each other kind of training state is one branch.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ TREE = (
     Column(drop=1),
     tables.name(keep=24, drop=2),
 )
-"""On a terminal."""
+"""Columns of the tree on a terminal."""
 LEAVES = tables.titled("name", "dtype", "shape", "copies", "bytes")
-"""In a pipe."""
+"""Columns of the tree as TSV."""
 TENSORS = (
     tables.name("name"),
     Column("dtype", drop=1),
@@ -50,11 +50,11 @@ TENSORS = (
     Column("histogram", drop=4),
 )
 PLAIN = 4
-"""Those of them that are shown without ``--stats``."""
+"""Number of these columns that are shown without ``--stats``."""
 
 
 def collapsed(output: Printer, branches: Sequence[Branch]) -> list[Row]:
-    """Return the tree: nested on a terminal, elsewhere a row per leaf with its full name."""
+    """List the tree's rows: nested for a terminal, otherwise one per leaf with its full name."""
     walked = walk(branches)
     if output.mode == "human":
         most = max((one.nbytes for one in branches), default=0) if output.draws else 0
@@ -73,7 +73,7 @@ def collapsed(output: Printer, branches: Sequence[Branch]) -> list[Row]:
 
 
 def _indented(nesting: int, branch: Branch, most: int) -> Row:
-    """Return the cells of a branch; *most* bytes have a whole bar, 0: none has any."""
+    """Make the row of a branch; *most* bytes fill its size bar, and 0 omits the bar."""
     label = "  " * nesting + branch.label
     times = f" x {branch.copies:,}" if branch.copies > 1 else ""
     bar = Painted("" if nesting or not most else share(branch.nbytes, most), "name")
@@ -86,7 +86,7 @@ def _indented(nesting: int, branch: Branch, most: int) -> Row:
 
 
 def share(part: int, most: int, width: int = 16) -> str:
-    """Return a bar whose length is *part* of *width* characters, which stand for *most*."""
+    """Draw a bar of *part* / *most* of *width* characters."""
     eighths = -(-8 * width * part // most)
     return "█" * (eighths // 8) + _PARTS[eighths % 8].strip()
 
@@ -94,7 +94,7 @@ def share(part: int, most: int, width: int = 16) -> str:
 def listed_tensors(
     output: Printer, shown: Sequence[TensorInfo], sort: str, stats: bool
 ) -> list[tuple[str, ...]]:
-    """Return a row per tensor."""
+    """Make one row per tensor, sorted by name or size."""
     ordered = sorted(shown, key=lambda t: (-t.nbytes if sort == "size" else 0, natural_key(t.name)))
     return [
         (
@@ -121,36 +121,36 @@ def _numbers(statistics: Statistics | None) -> tuple[str, ...]:
 
 
 def bars(histogram: Sequence[int]) -> str:
-    """Return *histogram* as one character per bin; an empty bin is a dot."""
+    """Draw *histogram* with one character per bin; an empty bin is a dot."""
     top = max(histogram, default=0)
     scale = len(_BARS) - 1
     return "".join(_BARS[round(scale * count / top)] if count else "." for count in histogram)
 
 
 def short(dtype: str) -> str:
-    """Return what tables call *dtype*."""
+    """Return the short name of *dtype*, or *dtype* itself if unknown."""
     from ckptctl.dtypes import BY_NAME
 
     return BY_NAME[dtype].short if dtype in BY_NAME else dtype
 
 
 def size(output: Printer, nbytes: int) -> str:
-    """Return *nbytes* for people, or exactly."""
+    """Format *nbytes* with a unit for a terminal, otherwise as an exact number."""
     return format_bytes(nbytes) if output.mode == "human" else str(nbytes)
 
 
 def model(found: Inspection) -> str:
-    """Return the model type, or those that are possible."""
+    """Format the model type, or the candidates if it is ambiguous."""
     return found.model_type or possible(found.candidates) or "unknown model type"
 
 
 def files(found: Inspection) -> str:
-    """Return bytes and number of files."""
+    """Format the total size and the number of files."""
     return f"{format_bytes(found.nbytes)} in {counted(len(found.files), 'file')}"
 
 
 def markdown(found: Inspection, branches: Sequence[Branch]) -> Iterator[str]:
-    """Yield the lines of a list of facts and of a table of *branches*."""
+    """Yield the lines of a Markdown summary and a table of *branches*."""
     for name, value in (
         ("Format", found.format),
         ("Model type", model(found)),
@@ -181,7 +181,7 @@ def _cell(text: str) -> str:
 
 
 def _code(name: str) -> str:
-    # Inside a table a bar ends the cell even in code, and a backtick ends the code.
+    # In a table, a bar ends the cell even in code, and a backtick ends the code.
     return f"`{name}`" if not {"`", "|"} & set(name) else _cell(name)
 
 
@@ -190,7 +190,7 @@ def _code(name: str) -> str:
 Order = Literal["name", "size"]
 Signature = tuple[object, ...]
 MAX_PARTS = 64
-"""Names with more parts keep the rest in the last one: recursion stays bounded."""
+"""Most parts that a name is split into, which bounds the recursion."""
 
 
 class Branch(NamedTuple):
@@ -198,11 +198,11 @@ class Branch(NamedTuple):
 
     Attributes:
         label: Name relative to the parent, as in ``model.layers.[0-31]``.
-        copies: How many equal ones this stands for.
-        tensors: Tensors in all copies, inside one copy of the parent.
-        nbytes: Bytes in all copies, inside one copy of the parent; aliases count nothing.
-        dtype: Of a single tensor; None: this is a group.
-        children: What one copy holds; empty where the depth was limited.
+        copies: Number of equal tensors or groups that this branch represents.
+        tensors: Number of tensors in all copies, within one copy of the parent.
+        nbytes: Bytes in all copies, within one copy of the parent. Aliases count as 0.
+        dtype: Dtype of a single tensor, or None for a group.
+        children: Branches of one copy. Empty if the depth was limited.
     """
 
     label: str
@@ -224,9 +224,9 @@ class _Node:
 def tree(
     tensors: Iterable[TensorInfo], sort: Order = "name", depth: int | None = None
 ) -> list[Branch]:
-    """Build the tree of *tensors*; *sort* by size puts the largest first.
+    """Build the tree of *tensors*, sorted by name or by size (largest first).
 
-    What lies below *depth* parts of a name is summed up.
+    Tensors below the first *depth* parts of a name are summed up.
     """
     root = _Node()
     for tensor in tensors:
@@ -238,7 +238,7 @@ def tree(
 
 
 def folded(tensors: Sequence[TensorInfo], root: str, format: str, sort: Order) -> list[Branch]:
-    """Build the tree of a model under *root*; what else a trainer saved is a branch each."""
+    """Build the tree of the model under *root*, with one branch per kind of training state."""
     from ckptctl.conversion.recognition.roots import FOLDED, Part, part_of
 
     parts: dict[Part, list[TensorInfo]] = {}
@@ -263,7 +263,7 @@ def walk(branches: Sequence[Branch]) -> Iterator[tuple[int, str, int, Branch]]:
 
 
 def spans(indices: Sequence[int]) -> str:
-    """Return ascending *indices* shortly: ``0-31``, ``0-46:2`` (every second), ``0,5``."""
+    """Format ascending *indices* as ranges: ``0-31``, ``0-46:2`` (every second), ``0,5``."""
     parts: list[str] = []
     start = 0
     while start < len(indices):
@@ -298,7 +298,7 @@ def _children(node: _Node, depth: int | None) -> list[Branch]:
 
 
 def _joined(key: str, node: _Node, depth: int | None) -> list[Branch]:
-    """Return *node* with its name put before those of its children, so that only groups nest."""
+    """Return the branches of *node* with its name as a prefix, so that only groups nest."""
     branches = [_leaf(key, node.leaf)] if node.leaf else []
     if depth is not None and depth <= 1:
         below = _children(node, None)
@@ -308,7 +308,7 @@ def _joined(key: str, node: _Node, depth: int | None) -> list[Branch]:
 
 
 def _groups(numbered: dict[int, _Node], depth: int | None) -> Iterator[Branch]:
-    """Yield the children called 0, 1, 2, ..., equal ones together."""
+    """Yield branches of the numbered children, equal ones merged."""
     hide = depth is not None and depth <= 1
     alike: dict[Signature, list[int]] = {}
     below: dict[int, list[Branch]] = {}
@@ -355,5 +355,5 @@ def _ordered(branches: Iterable[Branch], sort: Order) -> list[Branch]:
 
 
 def _is_index(key: str) -> bool:
-    # A short ASCII number written plainly: `007` is a name, and int() refuses 5000 digits.
+    # A short decimal number without leading zeros; int() rejects more than 4300 digits.
     return key.isascii() and key.isdecimal() and len(key) <= 18 and str(int(key)) == key

@@ -72,7 +72,7 @@ def ls(
 
 
 def _show(output: Printer, run: RunFolder) -> None:
-    """Print the table, and the other entries of the folder, which are no checkpoints by name."""
+    """Print the table, and mention entries of the folder that are not checkpoints."""
     from ckptctl.runs.entries import STEPLESS
     from ckptctl.runs.protections import POINTERS
 
@@ -100,7 +100,7 @@ def _row(output: Printer, one: Checkpoint, newest: bool) -> Row:
     nbytes, human = one.entry.nbytes, output.mode == "human"
     state = one.state + (f": {one.problem}" if one.problem else "")
     state += f", but {LACKS.format(one.lacks)}" if one.lacks else ""
-    # On a terminal it stands next to the verdict: a column of its own would be nearly empty.
+    # On a terminal, it is part of the verdict, because a separate column would be mostly empty.
     state += ", newest" if newest and human else ""
     protection = one.protection
     if link := one.entry.link:

@@ -142,7 +142,7 @@ _FILES = ("config.json", "params.json")
 
 
 def legend(family: Family, axes: str) -> str:
-    """Say what the letters in *axes* stand for, as far as configurations have a name for it."""
+    """Explain the axis letters in *axes* for which model configs have a name."""
     from ckptctl.planner.families.declarations import spellings
 
     wholes = ((whole, part) for whole, parts in family.composite.items() for part in parts)
@@ -158,14 +158,14 @@ def legend(family: Family, axes: str) -> str:
 
 
 def _made(family: Family, axis: str) -> str:
-    """Say what the parts of an axis are: of a head, pairs of elements that rotate together."""
+    """Format an axis as a product of its parts, such as the rotary pairs of a head."""
     parts = family.composite[axis]
     fixed = (f", {part} is {family.constants[part]}" for part in parts if part in family.constants)
     return f"= {' x '.join(parts)}{''.join(fixed)}"
 
 
 def _proofs(model: ModelType) -> dict[str, list[str]]:
-    """Return the layouts by what their logits were compared with."""
+    """Group the layouts by the implementation that their logits were compared with."""
     found: dict[str, list[str]] = {}
     for name in model.layouts:
         proof = model.proof(name)

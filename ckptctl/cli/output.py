@@ -1,11 +1,11 @@
-"""The only printer: what reaches the user's terminal, pipe or program, and how.
+"""All output of the command line: tables, JSON, messages and errors.
 
-stdout carries the answer, stderr everything else. A terminal gets columns that fit, and color
-unless ``NO_COLOR`` or ``TERM=dumb`` forbid it; anything else gets the same facts tab-separated,
-in full and without color. ``--format`` chooses one of them for any stream. Names come from files
-that others wrote, so everything printed is escaped here.
+Results go to stdout, everything else to stderr. A terminal gets columns that fit, and color unless
+``NO_COLOR`` or ``TERM=dumb`` is set. A pipe or file gets the same facts tab-separated, in full and
+without color. ``--format`` overrides this choice. Names come from untrusted files, so everything
+printed is escaped here.
 
-Three colors say how whole a thing is, and nothing else: see :data:`STYLES`.
+Green, yellow and red show verdicts and nothing else: see :data:`STYLES`.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ STYLES: Mapping[object, str] = {
     "missing": "33",
     "damaged": "31",
 }
-"""Cyan for names; green, yellow and red for what is complete, missing and damaged."""
+"""ANSI codes: cyan for names; green, yellow and red for complete, missing and damaged."""
 VERDICTS: Mapping[str, Style] = {
     Verdict.COMPLETE: "complete",
     Verdict.DAMAGED: "damaged",
@@ -55,16 +55,16 @@ NARROW = 20
 WIDE = 100
 MARK = "…"
 _unwritten: list[OSError] = []
-"""What kept the answer from being written."""
+"""Errors from writing the results to stdout."""
 
 
 @dataclass
 class OutputSettings:
-    """The way in which the user wants output, for the whole program.
+    """Output settings of the whole program.
 
     Attributes:
-        color: What ``--color`` says.
-        form: What ``--format`` says; None: a table on a terminal, else tab-separated rows.
+        color: Value of ``--color``.
+        form: Value of ``--format``. None prints a table on a terminal and TSV otherwise.
     """
 
     color: When = "auto"
@@ -75,19 +75,19 @@ WANTED = OutputSettings()
 
 
 class StoppedError(CkptError):
-    """The user stopped the run."""
+    """The user interrupted the command."""
 
     exit_code = 130
     code = "interrupted"
 
 
 class Printer:
-    """Prints in one mode for the length of one command.
+    """Printer for the output of one command, in one mode.
 
     Args:
-        machine: The answer is one JSON document.
-        quiet: The answer is names or paths alone, one per line; no hints and no progress.
-        header: Whether tables have titles in a pipe.
+        machine: Print the results as one JSON document.
+        quiet: Print only names or paths, one per line, without hints or progress.
+        header: Print a header line in TSV output.
     """
 
     def __init__(self, machine: bool = False, quiet: bool = False, header: bool = True) -> None:
@@ -97,17 +97,17 @@ class Printer:
 
     @property
     def draws(self) -> bool:
-        """Return whether a terminal has the room and the characters for bars beside a table."""
+        """Whether the terminal is wide enough for bars and its encoding supports them."""
         return self.mode == "human" and _columns() >= WIDE and _mark() == MARK
 
     @property
     def chatty(self) -> bool:
-        """Return whether statements, hints and progress are wanted."""
+        """Whether to print statements, hints and progress."""
         return self.mode in ("human", "plain")
 
     @property
     def asks(self) -> bool:
-        """Return whether somebody can be asked."""
+        """Whether the user can be prompted."""
         return self.mode != "json" and _tty(sys.stderr) and sys.stdin.isatty()
 
     def answer(
@@ -119,15 +119,15 @@ class Printer:
         human: Callable[[], None],
         columns: Sequence[Column] = (),
     ) -> None:
-        """Print the answer of the command *name* in the form that is asked for.
+        """Print the results of the command *name* in the current mode.
 
         Args:
-            name: The command.
-            results: What the JSON document holds.
-            names: The lines of ``--quiet``.
-            rows: What stands tab-separated in a pipe.
-            human: Prints it for a terminal.
-            columns: What *rows* consist of, where they are a table.
+            name: Name of the command.
+            results: Results whose fields form the JSON document.
+            names: Lines of ``--quiet`` output.
+            rows: Rows of TSV output.
+            human: Function that prints the results for a terminal.
+            columns: Columns of *rows*, if they form a table.
         """
         if self.mode == "json":
             self.document(name, *results)
@@ -140,17 +140,17 @@ class Printer:
             human()
 
     def line(self, text: str = "", style: Style | None = None) -> None:
-        """Print one line of the answer."""
+        """Print one line to stdout."""
         self.text(_styled(sys.stdout, visible(text), style))
 
     def sentence(self, text: str, style: Style | None = None) -> None:
-        """Print a line of the answer for people, which goes on below where a terminal ends."""
+        """Print one line to stdout, wrapped to the width of the terminal."""
         indent = len(text) - len(text.lstrip())
         for part in _wrapped(visible(text), _columns(), " " * indent + GAP):
             self.text(_styled(sys.stdout, part, style))
 
     def headline(self, subject: object, *facts: object) -> None:
-        """Print what the answer is about, and the facts in a row, as many as a line can hold."""
+        """Print the subject and its facts on one line, wrapped between facts if necessary."""
         room, lines = _columns(), [[Painted(visible(f"{subject}   "), "bold")]]
         for fact in (Painted(visible(str(one)), style_of(one) or "bold") for one in facts):
             used = sum(len(part.text) for part in lines[-1])
@@ -164,7 +164,7 @@ class Printer:
             self.text("".join(_painted("".join(map(str, run)), style) for style, run in runs))
 
     def table(self, rows: Iterable[Row], columns: Sequence[Column]) -> None:
-        """Print *rows*: as a table that fits on a terminal, tab-separated and whole elsewhere."""
+        """Print *rows* as a table that fits the terminal, or in full as TSV."""
         if self.mode == "human":
             lines = tables.lines(columns, rows, _columns(), _mark(), _painted)
         else:
@@ -177,17 +177,17 @@ class Printer:
     def first_rows(
         self, items: Sequence[T], row: Callable[[T], Row], columns: Sequence[Column]
     ) -> None:
-        """Print the *row* of each of the first *items*, and how many more there are."""
+        """Print a *row* for each of the first *items*, and the number of remaining ones."""
         self.table(map(row, items[: tables.SHOWN]), columns)
         self.more(len(items))
 
     def more(self, count: int) -> None:
-        """Print how many of *count* rows are not shown, if any."""
+        """Print the number of rows out of *count* that are not shown, if any."""
         if text := tables.more(count):
             self.line(text)
 
     def facts(self, rows: Iterable[tuple[str, str]]) -> None:
-        """Print labels, and what is to be said of each; below where a terminal ends it goes on."""
+        """Print labeled texts in two columns, wrapped to the width of the terminal."""
         known = list(rows)
         start = max((len(label) for label, _ in known), default=0) + len(GAP)
         width = max(_columns(), start + NARROW)
@@ -196,21 +196,21 @@ class Printer:
             self.text("\n".join((label.ljust(start) + said[0].lstrip(), *said[1:])).rstrip())
 
     def document(self, name: str, *results: Result, to: TextIO | None = None) -> None:
-        """Print the answer, all fields of *results*, as the JSON document of the command *name*."""
+        """Print the fields of *results* as the JSON document of the command *name*."""
         fields = {key: value for one in results for key, value in one.to_json().items()}
         head = {"schema": schema_name(name), "ckptctl": __version__}
         _write(to or sys.stdout, _json(head | fields))
 
     def schema(self, schema: Mapping[str, object]) -> None:
-        """Print a JSON Schema, which is the answer in every mode."""
+        """Print a JSON Schema as JSON in every mode."""
         self.text(_json(schema))
 
     def text(self, text: str) -> None:
-        """Print a part of the answer as it is."""
+        """Print *text* to stdout unchanged."""
         _write(sys.stdout, text)
 
     def flush(self) -> None:
-        """Write the answer as far as it is known: what follows on stderr comes after it."""
+        """Flush stdout, so that later messages on stderr follow the results."""
         try:
             sys.stdout.flush()
         except BrokenPipeError:
@@ -219,23 +219,23 @@ class Printer:
             _unwritten.append(error)
 
     def statement(self, text: str) -> None:
-        """Say on stderr what is about to happen, in one line."""
+        """Print to stderr what is about to happen, in one line."""
         if self.chatty:
             for line in _said(visible(text)):
                 self.report(line, "dim")
 
     def note(self, text: str) -> None:
-        """Say on stderr what the user should know but need not act on."""
+        """Print a note to stderr that needs no action."""
         if self.chatty:
             self._labeled("note", text, "name")
 
     def warning(self, text: str) -> None:
-        """Say on stderr what is wrong although the command goes on."""
+        """Print a warning to stderr; the command continues."""
         if self.mode != "json":
             self._labeled("warning", text, "bold")
 
     def hint(self, text: str) -> None:
-        """Say on stderr what to do next, if somebody reads it there."""
+        """Print a hint about the next step to stderr, if it is a terminal."""
         if self.chatty and _tty(sys.stderr):
             self._labeled("hint", text, "name")
 
@@ -244,11 +244,11 @@ class Printer:
         _write(sys.stderr, _styled(sys.stderr, visible(text), style))
 
     def error(self, error: CkptError, trace: str | None = None) -> None:
-        """Print *error* to stderr: as a JSON object, or as what, where, why and what to do.
+        """Print *error* to stderr, as a JSON object or as labeled lines.
 
         Args:
-            error: What to show.
-            trace: A traceback, for ``--debug``.
+            error: Error to print, with location, reason and hint.
+            trace: Traceback, for ``--debug``.
         """
         if self.mode == "json":
             from ckptctl.documents import ErrorDocument, TracedError
@@ -266,24 +266,24 @@ class Printer:
 
     def _labeled(self, label: str, text: str, style: Style) -> None:
         said = f"{label}: {visible(as_typed(text))}"
-        # A hint stays one line: its command is there to be copied.
+        # A hint is not wrapped, so that its command can be copied.
         lines = [said] if label == "hint" else _said(said)
         lines[0] = _styled(sys.stderr, f"{label}:", style) + lines[0].removeprefix(f"{label}:")
         _write(sys.stderr, "\n".join(lines))
 
 
 def wants_json(words: Sequence[str]) -> bool:
-    """Return whether a command line asks for JSON, before it is parsed."""
+    """Return whether a command line that is not parsed yet requests JSON."""
     options = words[: words.index("--")] if "--" in words else words
     pairs = pairwise(options)
     return not {"--json", f"{FORMAT}=json"}.isdisjoint(options) or (FORMAT, "json") in pairs
 
 
 def colored(stream: TextIO) -> bool:
-    """Whether *stream* gets color.
+    """Return whether to print color to *stream*.
 
-    ``FORCE_COLOR`` is about what is said to people: what a program may read stays plain, unless
-    ``--color always`` asks for it.
+    ``FORCE_COLOR`` only applies to stderr. Results that a program may parse are colored only with
+    ``--color always``.
     """
     if WANTED.color != "auto":
         return WANTED.color == "always"
@@ -296,19 +296,19 @@ def colored(stream: TextIO) -> bool:
 
 
 def _columns() -> int:
-    """Return the width of the answer: of the terminal, ``COLUMNS``, or else one for a pipe."""
+    """Return the width of stdout in columns, from the terminal, ``COLUMNS`` or a default."""
     piped = WANTED.form == "table" and not _tty(sys.stdout)
     return shutil.get_terminal_size((WIDE, 24) if piped else (80, 24)).columns
 
 
 def _said(text: str) -> list[str]:
-    """Return *text* as lines of stderr: on a terminal it goes on below where that ends."""
+    """Split *text* into lines for stderr, wrapped if it is a terminal."""
     width = shutil.get_terminal_size().columns
     return _wrapped(text, width, GAP) if _tty(sys.stderr) else [text]
 
 
 def _wrapped(text: str, width: int, indent: str) -> list[str]:
-    """Return *text* as lines; names and paths stay whole."""
+    """Wrap *text* into lines, without breaking names and paths."""
     return textwrap.wrap(
         text, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
     ) or [""]
@@ -323,7 +323,7 @@ def _painted(text: str, style: str | None) -> str:
 
 
 def _mark() -> str:
-    """What stands for what a table has no room for."""
+    """Return the mark for truncated text that stdout can encode."""
     return MARK if "utf" in (sys.stdout.encoding or "").lower() else "~"
 
 
@@ -355,20 +355,20 @@ def _write(stream: TextIO, text: str) -> None:
 
 
 def require_answer() -> None:
-    """Prove that all that was printed has left this process.
+    """Flush stdout and raise if any of the output could not be written.
 
-    A disk that is too full for the answer keeps no command from its work: this is asked last.
+    Checked last, so that a full disk does not keep the command from doing its work.
 
     Raises:
-        StorageError: It has not.
-        BrokenPipeError: Nobody reads it any more.
+        StorageError: Some of the output was not written.
+        BrokenPipeError: The reader closed the pipe.
     """
     Printer().flush()
     if not _unwritten:
         return
     first = _unwritten[0]
     _unwritten.clear()
-    with suppress(OSError, ValueError):  # else the interpreter tries once more, and complains
+    with suppress(OSError, ValueError):  # otherwise the interpreter retries and prints an error
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     raise StorageError(
         StorageError.from_os_error(first, "write the output", "").what,
@@ -378,7 +378,7 @@ def require_answer() -> None:
 
 
 def by_reason(keys: Mapping[str, str]) -> Iterable[tuple[str, list[str]]]:
-    """Return every reason with the names that it is given for."""
+    """Group names by the reason that *keys* maps them to."""
     by_reason: dict[str, list[str]] = {}
     for key, reason in keys.items():
         by_reason.setdefault(reason, []).append(key)
@@ -386,13 +386,13 @@ def by_reason(keys: Mapping[str, str]) -> Iterable[tuple[str, list[str]]]:
 
 
 def told(what: str, keys: Mapping[str, str]) -> Iterator[str]:
-    """Yield for every reason a line that says *what* became of which names."""
+    """Yield one line per reason, naming *what* happened and the names it applies to."""
     for reason, names in by_reason(keys):
         yield f"{what}, {reason}: {in_short(names)}"
 
 
 def in_short(names: Sequence[str]) -> str:
-    """Return the names, or where there are many what they begin with."""
+    """Return the names, or if there are many, their count and common stems."""
     if len(names) <= SHOWN:
         return listed(names)
     heads = list(dict.fromkeys(map(_head, names)))
@@ -407,9 +407,9 @@ def in_short(names: Sequence[str]) -> str:
 
 
 def _head(name: str) -> str:
-    """Return what stands for *name* and its like: what is no parameter of any module, or its root.
+    """Return the stem that groups *name* with similar names.
 
-    Names of the former begin with ``_``: each module has its own ``_extra_state``.
+    This is a part that begins with ``_``, such as a module's ``_extra_state``, or the first part.
     """
     first, *others = (part.partition("/")[0] for part in name.split("."))
     return next((part for part in others if part.startswith("_")), first)

@@ -1,4 +1,4 @@
-"""Bytes done, on stderr: a bar on a terminal, a line every ten seconds elsewhere, or nothing."""
+"""Progress in bytes on stderr: a bar on a terminal, otherwise a line every ten seconds."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ if TYPE_CHECKING:
     from ckptctl.storage.threads import Advance
 
 QUIET_SECONDS = 0.5
-"""What ends sooner needs no bar, and does not pay for importing one."""
+"""Shorter work shows no bar, and does not import one."""
 LINE_SECONDS = 10.0
 WINDOW_SECONDS = 15.0
-"""What the speed is measured over, or the last few steps where they take longer."""
+"""Period over which the speed is measured; longer if it has fewer samples than `STEPS`."""
 STEPS = 4
 SAMPLE_SECONDS = 0.2
 SETTLING_SECONDS = 1.0
-"""What is told in the beginning is mostly what was there already; it says nothing about speed."""
+"""Initial period that the speed ignores: it mostly counts bytes that existed already."""
 NARROW = 64
-"""Columns of a terminal below which a bar shows how far it is and nothing else."""
+"""Terminal width below which a bar shows only the percentage."""
 
 
 @contextmanager
@@ -42,14 +42,16 @@ def progress(
     ending: str | None = None,
     beginning: Callable[[], str] = str,
 ) -> Iterator[Advance | None]:
-    """Yield the function to call with bytes done, from any thread; None: nobody is looking.
+    """Show progress during the block; yield a thread-safe callback, or None if none is shown.
+
+    The callback takes the number of bytes processed since its last call.
 
     Args:
-        output: Decides whether anything is shown.
-        verb: What is being done: ``copying``.
-        ending: What is being done when all bytes are: ``syncing``; None: nothing more.
-        beginning: Returns what is being done before the first byte is: ``loading torch``.
-        total: Bytes in all.
+        output: Printer that determines whether progress is shown.
+        verb: Activity to show, such as ``copying``.
+        ending: Activity after the last byte, such as ``syncing``, or None if there is none.
+        beginning: Returns the activity before the first byte, such as ``loading torch``.
+        total: Total number of bytes.
     """
     if not output.chatty or os.environ.get("CKPTCTL_NO_PROGRESS") or total <= 0:
         yield None
@@ -60,14 +62,14 @@ def progress(
 
 
 class _Speed:
-    """Bytes per second of late: what an earlier run did, or a cache held, is soon forgotten."""
+    """Recent speed in bytes per second, from a sliding window of samples."""
 
     def __init__(self) -> None:
         self.first: float | None = None
         self.samples: deque[tuple[float, int]] = deque()
 
     def note(self, now: float, done: int) -> None:
-        """Take note that *done* bytes are done in all."""
+        """Add a sample: *done* bytes in total at time *now*."""
         self.first = now if self.first is None else self.first
         if now - self.first < SETTLING_SECONDS:
             self.samples.clear()
@@ -78,13 +80,13 @@ class _Speed:
             self.samples.popleft()
 
     def at(self, now: float, done: int) -> float:
-        """Return bytes per second since the first sample; 0: that cannot be said yet."""
+        """Return the bytes per second since the oldest sample, or 0 if not yet known."""
         start, before = self.samples[0] if self.samples else (now, done)
         return (done - before) / (now - start) if now - start >= SETTLING_SECONDS else 0.0
 
 
 class _Lines:
-    """One line now and then."""
+    """Progress as one line every `LINE_SECONDS`."""
 
     def __init__(
         self, output: Printer, verb: str, total: int, ending: str | None, beginning: str = ""
@@ -137,11 +139,11 @@ class _Lines:
         return f"{format_bytes(self.done)} of {format_bytes(self.total)} ({self.percent})"
 
     def facts(self, now: float) -> tuple[str, ...]:
-        """Return what stands beside that."""
+        """List the amount, speed and time left, or nothing before the first byte."""
         return (self.part, *self.pace(now)) if self.begun else ()
 
     def pace(self, now: float) -> tuple[str, ...]:
-        """Return speed and time left, as far as there is something to say about them."""
+        """List the speed and the time left, or nothing while they are unknown."""
         rate = self.speed.at(now, self.done)
         if rate < 1 or self.done >= self.total:
             return ()
@@ -149,14 +151,14 @@ class _Lines:
 
 
 class _Bar(_Lines):
-    """A bar that redraws itself."""
+    """Progress as a bar that redraws itself."""
 
     bar: Progress | None = None
     task: TaskID
     over = False
 
     def __enter__(self) -> _Bar:
-        # The first step may take long: the bar is not to wait for it.
+        # The first step may take long, so a timer starts the bar.
         self.timer = threading.Timer(QUIET_SECONDS, self.late)
         self.timer.daemon = True
         self.timer.start()
@@ -186,7 +188,7 @@ class _Bar(_Lines):
             )
 
     def said(self, columns: int) -> str:
-        """Return what stands beside the bar; called while it is drawn, so takes no lock."""
+        """Format the status next to the bar. Takes no lock, as it is called while drawing."""
         if columns < NARROW:
             return self.percent if self.begun else ""
         return "  ".join(self.facts(time.monotonic()))
@@ -214,7 +216,7 @@ class _Bar(_Lines):
             transient=True,
         )
         self.bar.start()
-        # Without a total the bar swings to and fro.
+        # Without a total, the bar pulses.
         total = self.total if self.begun else None
         self.task = self.bar.add_task(self.doing, total=total, completed=self.done)
 

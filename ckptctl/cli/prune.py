@@ -97,7 +97,7 @@ def prune(
 
 
 def _ask(output: Printer, plan: PrunePlan, root: TreePath) -> None:
-    """Go on only if the user says so on a terminal."""
+    """Show the plan and ask for confirmation; raise `RefusedError` unless the user agrees."""
     if not output.asks:
         _print_plan(output, plan, root)
         raise RefusedError(
@@ -123,7 +123,7 @@ def _print_plan(output: Printer, plan: PrunePlan, root: TreePath) -> None:
 
 
 def _show_table(output: Printer, plan: PrunePlan, root: TreePath) -> None:
-    """Print what becomes of each checkpoint, where more than an answer is wanted."""
+    """Print the action for each checkpoint, unless in JSON or quiet mode."""
     if not output.chatty:
         return
     if output.mode == "human":
@@ -141,7 +141,7 @@ def _show_table(output: Printer, plan: PrunePlan, root: TreePath) -> None:
 
 
 def _mention_damaged(output: Printer, plan: PrunePlan) -> None:
-    """Name the option that would remove damaged checkpoints that are skipped, if it would any."""
+    """Print a hint about ``--include-incomplete`` if it would remove skipped checkpoints."""
     from ckptctl.planner.retention import decide
 
     if plan.policy.incomplete:

@@ -1,7 +1,7 @@
-"""The ranks that torchrun, or srun, started this command on; one process is alone.
+"""The ranks of a command that was started by torchrun or srun.
 
-torch is imported only where there are several. Rank 0 prints; what fails on any rank is told by it,
-and by the rank itself only if rank 0 cannot know.
+torch is imported only if there are several ranks. Rank 0 prints results and reports the failures
+of all ranks. Another rank reports its own failure only if rank 0 cannot know of it.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from ckptctl.storage.threads import daemon
 
 T = TypeVar("T")
 SOON = 10.0
-"""Seconds after which ranks that others do not answer say so."""
+"""Seconds after which a rank that waits for the others prints a notice."""
 VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 def coordinator(single_process: bool, machine: bool) -> Coordinator:
-    """Return the ranks of this command, or a group of one.
+    """Join the ranks of this command, or return a group of one process.
 
     Args:
-        single_process: Whether the environment does not count.
-        machine: Whether standard error is for a program.
+        single_process: Ignore torchrun's environment variables.
+        machine: Whether stderr is read by a program.
 
     Raises:
-        UsageError: The environment names several, but does not say how to reach them.
-        StorageError: They do not answer.
+        UsageError: The environment sets WORLD_SIZE but not how to reach the other ranks.
+        StorageError: The other ranks do not respond.
     """
     world = os.environ.get("WORLD_SIZE", "")
     if single_process or not world.isdecimal() or int(world) < 2:
@@ -49,12 +49,12 @@ def coordinator(single_process: bool, machine: bool) -> Coordinator:
 
 
 def told() -> bool:
-    """Return whether rank 0 knows of the failure that ends this command, and prints it."""
+    """Return whether rank 0 already has this failure and will print it."""
     return any(one.rank > 0 and one.told for one in _met)
 
 
 class Silent(Printer):
-    """What ranks other than 0 print: nothing but errors."""
+    """Printer of ranks other than 0, which prints only errors."""
 
     def __init__(self) -> None:
         super().__init__(quiet=True)
@@ -67,15 +67,15 @@ class Silent(Printer):
 
 
 def output_of(ranks: Coordinator, machine: bool, quiet: bool) -> Printer:
-    """Return what prints on this rank; see :class:`Output`."""
+    """Make the printer of this rank; ranks other than 0 print only errors."""
     return Printer(machine, quiet) if ranks.rank == 0 else Silent()
 
 
 class _Ranks:
-    """The group that all processes are in.
+    """The process group of all ranks.
 
     Attributes:
-        told: Whether ranks have told each other of a failure.
+        told: Whether the ranks have exchanged a failure.
     """
 
     def __init__(self, output: Printer) -> None:
@@ -111,7 +111,7 @@ _met: list[_Ranks] = []
 
 
 def _waited_for(meet: Callable[[], T], output: Printer) -> T:
-    """Return what *meet* does, in a thread: torch waits for ranks deaf to SIGTERM and Ctrl-C."""
+    """Call *meet* in a thread, because torch waits for ranks without handling Ctrl-C or SIGTERM."""
     from concurrent.futures import Future
 
     met: Future[T] = Future()
@@ -135,7 +135,7 @@ def _waited_for(meet: Callable[[], T], output: Printer) -> T:
 
 
 def _tells(value: object) -> bool:
-    """Return whether what ranks exchanged is a failure, or says of one."""
+    """Return whether a value that ranks exchanged is or contains a failure."""
     if isinstance(value, tuple):
         return any(map(_tells, value))
     return isinstance(value, CkptError)

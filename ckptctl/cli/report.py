@@ -90,7 +90,7 @@ def _print(output: Printer, found: Report) -> None:
 
 
 def _contents(found: Report) -> Iterator[str]:
-    """Yield what the page shows."""
+    """Yield a summary of each part of the page."""
     yield counted(len(found.tensors), "tensor")
     yield found.verification.verdict
     if findings := len(found.verification.findings):

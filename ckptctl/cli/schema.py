@@ -17,7 +17,7 @@ ERROR = "ckptctl.documents:ErrorDocument"
 
 
 def documents() -> dict[str, Document]:
-    """Return what all commands print with ``--json``, and what all print of an error, by name."""
+    """Map each command, and ``error``, to the JSON document it prints."""
     from ckptctl.documents import Document
 
     prints = {one.name: one.prints for one in commands.commands()} | {"error": ERROR}
@@ -25,7 +25,7 @@ def documents() -> dict[str, Document]:
 
 
 def named(name: str) -> Document:
-    """Return what the command *name* prints, or that there is no such document."""
+    """Return the JSON document of the command *name*; raise `UsageError` if there is none."""
     known = documents()
     return known[among(name, "schema", list(known))]
 

@@ -1,8 +1,8 @@
-"""Tables that fit: which columns there is room for, and how much of each cell.
+"""Tables that fit the terminal.
 
-A terminal gets aligned columns, and no line that is longer than it is wide. Where there is not
-enough room, columns go: those that are mostly empty first, then those that matter least. Then names
-lose their middle, and sentences their end. Nothing else is cut, and no cell is continued below.
+Columns are aligned, and no line is longer than the terminal is wide. If there is not enough room,
+columns are dropped: mostly empty ones first, then the least important. Then names are truncated in
+the middle and sentences at the end. Nothing else is truncated, and no cell is wrapped.
 """
 
 from __future__ import annotations
@@ -14,22 +14,22 @@ from ckptctl.units import visible
 
 GAP = "  "
 SHOWN = 10
-"""Rows of a long list that a terminal shows."""
+"""Most rows of a long list that a terminal shows."""
 SPARSE = 4
-"""A column is mostly empty if no more than one cell in so many has content."""
+"""A column is mostly empty if at most one in this many cells has content."""
 NAMES = 36
-"""Room for the names of tensors; below it they no longer say which is which."""
+"""Fewest characters that keep tensor names distinguishable."""
 
 
 class Column(NamedTuple):
     """One column of a table.
 
     Attributes:
-        title: What stands above it.
-        right: Whether it is aligned to the right.
-        drop: The when-th to go where there is not enough room; 0: it stays.
-        keep: Room for which others go, where its cells may be shortened; 0: they may not.
-        prose: Whether they are shortened at their end, not in their middle.
+        title: Title in the header line.
+        right: Whether cells are aligned to the right.
+        drop: Rank in the order in which columns are dropped. 0 means never.
+        keep: Fewest characters that truncated cells keep. 0 means that cells are not truncated.
+        prose: Whether cells are truncated at the end instead of in the middle.
     """
 
     title: str = ""
@@ -40,27 +40,27 @@ class Column(NamedTuple):
 
 
 def number(title: str = "", drop: int = 0) -> Column:
-    """A column of numbers."""
+    """Return a column of numbers, aligned to the right."""
     return Column(title, right=True, drop=drop)
 
 
 def name(title: str = "", keep: int = NAMES, drop: int = 0) -> Column:
-    """A column of names or paths."""
+    """Return a column of names or paths, truncated in the middle."""
     return Column(title, drop=drop, keep=keep)
 
 
 def prose(title: str = "", keep: int = 24, drop: int = 0) -> Column:
-    """A column of sentences or lists."""
+    """Return a column of sentences or lists, truncated at the end."""
     return Column(title, drop=drop, keep=keep, prose=True)
 
 
 def more(count: int, shown: int = SHOWN) -> str:
-    """Return the line below a list of which *shown* of *count* rows are printed; none: empty."""
+    """Return the line below a list that shows *shown* of *count* rows; empty if it shows all."""
     return f"  and {count - shown:,} more (`--json` lists all)" if count > shown else ""
 
 
 def titled(*titles: str) -> tuple[Column, ...]:
-    """Columns that are printed whole."""
+    """Return columns that are never truncated."""
     return tuple(map(Column, titles))
 
 
@@ -75,7 +75,7 @@ class Painted(NamedTuple):
 
 
 def style_of(cell: object) -> str | None:
-    """The style of a cell that has one."""
+    """Return the style of a cell, or None if it has none."""
     return cell.style if isinstance(cell, Painted) else None
 
 
@@ -86,14 +86,14 @@ def lines(
     mark: str,
     paint: Callable[[str, str | None], str],
 ) -> list[str]:
-    """Align *rows* in a terminal.
+    """Format *rows* as aligned lines that fit the terminal.
 
     Args:
-        columns: All columns; those without a cell are not shown.
-        rows: Cells; a row may be shorter than *columns*. Leading blanks are kept.
+        columns: All columns. Empty ones are not shown.
+        rows: Cells. A row may be shorter than *columns*. Leading blanks are kept.
         room: Width of the terminal.
-        mark: Stands for what is cut out.
-        paint: Gives text a style.
+        mark: Replacement for truncated text.
+        paint: Function that applies a style to text.
     """
     known = list(rows)
     texts = [[visible(str(cell)) for cell in row] for row in known]
@@ -121,13 +121,13 @@ def lines(
 
 
 def shortened(text: str, width: int, mark: str, prose: bool = False) -> str:
-    """As much of *text* as *width* has room for: both ends, or for *prose* the beginning."""
+    """Truncate *text* to *width* in the middle, or at the end for *prose*."""
     if len(text) <= width:
         return text
     left = max(width - len(mark), 0)
     if prose:
         return text[:left].rstrip() + mark
-    # The end of a name says more than its beginning.
+    # The end of a name is more specific than its beginning.
     head = left * 2 // 5
     return text[:head] + mark + text[len(text) - (left - head) :]
 
@@ -139,7 +139,7 @@ def _fitting(
     sparse: Collection[int],
     room: int,
 ) -> list[int]:
-    """Those of the columns that are *used* for which there is room; *sparse* ones go first."""
+    """Choose the *used* columns that fit into *room*, dropping *sparse* ones first."""
     shown = list(used)
     droppable = (n for n in used if columns[n].drop)
     for n in sorted(droppable, key=lambda n: (n not in sparse, columns[n].drop)):
@@ -152,7 +152,7 @@ def _fitting(
 def _limits(
     columns: Sequence[Column], widths: Sequence[int], shown: Sequence[int], room: int
 ) -> dict[int, int]:
-    """How wide each shown column is; those that may be shortened share what is left."""
+    """Compute column widths; columns that may be truncated share the remaining room."""
     limits = {n: widths[n] for n in shown}
     elastic = sorted((widths[n], n) for n in shown if columns[n].keep)
     left = room - len(GAP) * (len(shown) - 1)

@@ -1,4 +1,4 @@
-"""The command line as it was typed: hints repeat it, and messages show its paths as they were."""
+"""The command line as typed, for hints that repeat it and messages that show its paths."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ from ckptctl.errors import UsageError
 
 _END = r"(?=$|[/\s`'\",:;)])"
 MOST_WORDS, MOST_PARTS = 256, 32
-"""Words of a command line, and parts of a path, that are looked at: others are shown in full."""
+"""Most words of a command line and parts of a path to consider; others are shown in full."""
 _JOINED = r"-[nqy]+"
-"""Short options without a value, which may be joined."""
+"""Short flags, which may be joined."""
 _words: list[str] = []
 
 
 def remember(words: Iterable[str]) -> None:
-    """Take note of a command line: every word, and every value after ``=``, may be a path."""
+    """Remember a command line; any word, or value after ``=``, may be a path."""
     _words[:] = words
     _typed.cache_clear()
 
 
 def typed_words() -> Sequence[str]:
-    """Return all words that follow the program's name."""
+    """Return the words of the command line after the program name."""
     return tuple(_words)
 
 
 def typed_again(*more: str, without: str = "") -> str:
-    """Return the command line without asking for a plan alone, and with the options *more*."""
+    """Format the command line with the options *more*, and without dry-run flags or *without*."""
     end = _words.index("--") if "--" in _words else len(_words)
     kept = [*filter(None, map(_without_dry_run, _words[:end]))]
     kept = [word for word in kept if word not in (*more, without)]
@@ -46,7 +46,7 @@ def _without_dry_run(word: str) -> str:
 
 @cache
 def _typed() -> Mapping[str, str]:
-    """Return the typed paths by the absolute paths that they may stand for, longest first."""
+    """Map the absolute paths that typed paths may refer to, longest first, to their typed form."""
     found: dict[str, str] = {}
     try:
         here = str(Path.cwd())
@@ -63,7 +63,7 @@ def _typed() -> Mapping[str, str]:
 
 
 def as_typed(text: str) -> str:
-    """Return *text* with absolute paths as they were typed, those inside of one relative to it."""
+    """Replace absolute paths in *text* by their typed form, or by paths relative to one."""
     if "/" not in text or not (typed := _typed()):
         return text
     pattern = "|".join(map(re.escape, typed))
@@ -77,7 +77,7 @@ def _shown(match: re.Match[str]) -> str:
 
 
 def _with_parents(text: str) -> Iterator[str]:
-    """Yield a path, and of a relative one what is above it and was typed."""
+    """Yield a path and, if it is relative, its parents."""
     yield text
     path = Path(text)
     if not path.is_absolute() and not text.startswith("~") and len(path.parts) <= MOST_PARTS:
@@ -85,12 +85,12 @@ def _with_parents(text: str) -> Iterator[str]:
 
 
 def _absolute(text: str, here: str) -> set[str]:
-    """Return the forms in which operations show a path."""
-    from ckptctl.storage.paths import home_expanded  # errors alone need it
+    """Return the absolute forms of a path that messages may contain."""
+    from ckptctl.storage.paths import home_expanded  # only needed for messages
 
     try:
         expanded = str(home_expanded(Path(text)))
-    except UsageError:  # it begins with `~`, and is no home directory
+    except UsageError:  # it begins with `~` but is not a home directory
         expanded = text
     plain = str(Path(here) / expanded)
     return {plain, os.path.normpath(plain), os.path.realpath(plain)}

@@ -1,4 +1,4 @@
-"""Command lines that Typer does not understand, explained in the words of all other errors."""
+"""Usage errors: Typer's parse errors, rewritten in the style of all other errors."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ OTHER_COMMANDS = {
     "show": "inspect",
     "validate": "verify",
 }
-"""What other programs call what commands here do."""
+"""Names that other programs use for the commands."""
 OTHER_OPTIONS = {
     "-f": "--overwrite",
     "-j": "--jobs",
@@ -50,12 +50,12 @@ OTHER_OPTIONS = {
     "--type": "--model-type",
     "--workers": "--jobs",
 }
-"""What other programs call options here."""
+"""Names that other programs use for the options."""
 OUTPUTS = ("-o", "--out", "--output", "--output-dir", "--dst", "--dest")
 
 
 def no_such_command(name: str, known: Sequence[str]) -> UsageError:
-    """Return the error of a command that there is not."""
+    """Return the error for an unknown command, with a suggestion if one is similar."""
     meant = OTHER_COMMANDS.get(name) or nearest(name, known)
     hint = f"did you mean `{meant}`?" if meant else "see `ckptctl --help`"
     return UsageError(f"unknown command `{name}`", hint=hint)
@@ -63,12 +63,12 @@ def no_such_command(name: str, known: Sequence[str]) -> UsageError:
 
 # Typer's own classes of contexts, commands and errors are not public, hence Any.
 def explained(error: Any, group: Any, words: Sequence[str]) -> UsageError:
-    """Return what Typer's *error* says, and the way out of it.
+    """Convert Typer's *error* to a `UsageError` with a hint.
 
     Args:
-        error: It.
-        group: The program's context.
-        words: The command line.
+        error: Typer's or click's exception.
+        group: Context of the program.
+        words: Arguments of the command line.
     """
     context = error.ctx or group
     name = group.invoked_subcommand if context is group else context.info_name
@@ -104,7 +104,7 @@ def explained(error: Any, group: Any, words: Sequence[str]) -> UsageError:
 
 
 def _instead(option: str, command: Any, group: Any, words: Sequence[str]) -> str | None:
-    """Return the hint to what *option*, which is unknown, may have meant."""
+    """Return a hint for an unknown *option*, or None if nothing is similar."""
     known = {name: p for p in command.params for name in p.opts if name.startswith("--")}
     general = {name for p in group.command.params for name in p.opts} - {"--help", "-h"}
     meant = OTHER_OPTIONS.get(option, option)
@@ -130,9 +130,9 @@ def _instead(option: str, command: Any, group: Any, words: Sequence[str]) -> str
 
 
 def _example(command: Any, option: str) -> str | None:
-    """Return the first example of a command, if there is one with *option*."""
+    """Return the first example of a command that uses *option*, or None if there is none."""
     given = (line for line in str(command.epilog).splitlines() if line.startswith(" "))
-    # Behind it may be what it means, in brackets, or another program that it is piped to.
+    # An example may end with an explanation in brackets, or with a pipe to another program.
     ends = (line.strip().partition(" (")[0].partition(" |")[0].strip() for line in given)
     lines = [line for line in ends if line.startswith("ckptctl ")]
     fitting = [line for line in lines if not option or option in line.split()]

@@ -91,7 +91,7 @@ def _show(output: Printer, found: Verification) -> None:
     output.more(SHOWN + sum(len(group.findings) for group in groups[SHOWN:]))
     for line in _data(found):
         output.sentence(f"  {line}", "dim")
-    if found.manifest:  # a path is there to be copied
+    if found.manifest:  # not wrapped, so that the path can be copied
         output.line(f"  wrote {as_typed(str(found.manifest))}", "dim")
     unverifiable = found.data == "not verifiable" and not found.manifest
     if found.verdict is Verdict.COMPLETE and unverifiable and "://" not in found.path:
@@ -100,7 +100,7 @@ def _show(output: Printer, found: Verification) -> None:
 
 
 def _data_check(found: Verification) -> str:
-    """Return how much of the data was compared with checksums; always next to the verdict."""
+    """Format the share of the data that was compared with checksums."""
     tensors = f"{found.verified_tensors or 0:,} of {counted(found.tensors, 'tensor')}"
     return {
         "verified": f"verified: {tensors}",
@@ -166,7 +166,7 @@ def _rows(found: Verification) -> Iterator[Row]:
 
 
 def _problems(found: Verification) -> Iterator[str]:
-    """Yield a line for each reason to fail."""
+    """Yield one line per reason for a nonzero exit code."""
     for one in (*found.errors, *found.unknown):
         yield ": ".join(filter(None, (one.where, one.what)))
     if _lacks_checksums(found):
@@ -174,5 +174,5 @@ def _problems(found: Verification) -> Iterator[str]:
 
 
 def _lacks_checksums(found: Verification) -> bool:
-    """Return whether a complete checkpoint fails because its data is not verified."""
+    """Return whether a complete checkpoint fails because of ``--require-verified``."""
     return found.verdict is Verdict.COMPLETE and found.exit_code != 0

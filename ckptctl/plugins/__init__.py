@@ -1,4 +1,4 @@
-"""What other packages build on: families, formats and steps of conversions.
+"""Plug-in API for other packages: model families, formats and conversion steps.
 
-:mod:`.families` and :mod:`.formats` stay compatible. What they bring together may move.
+:mod:`.families` and :mod:`.formats` stay compatible. The modules they import from may move.
 """

@@ -1,6 +1,6 @@
-"""Everything a model family in another package, or in a file of ``--converter``, is made of.
+"""Plug-in API for model families in other packages or ``--converter`` files.
 
-:func:`family` returns one of the known families, whose tables another may take over:
+:func:`family` returns a known family, whose tables another family may reuse:
 ``dataclasses.replace(family("llama2"), name="mine", ...)``.
 """
 
@@ -28,7 +28,7 @@ from ckptctl.planner.layouts import (
 )
 
 Same = Fact
-"""What a fact of params.json was called first."""
+"""Former name of :class:`Fact`, kept for existing plug-ins."""
 
 __all__ = [
     "BLOCK_AXES",

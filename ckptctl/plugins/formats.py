@@ -1,19 +1,19 @@
-"""Everything a format in another package is made of, read and written.
+"""Plug-in API for formats in other packages, to read and write checkpoints.
 
 ========================  ==========================================================================
 the format                :class:`Format`, :class:`WritableFormat`, :class:`Listing`
 reading                   :class:`ReadOptions`, :class:`TreePath` (a path here or behind a URL),
                           :func:`source_files`, :func:`read_json`,
                           :func:`read_archive` (what ``torch.save`` wrote; runs nothing),
-                          :func:`beside` (the files that travel with the weights)
+                          :func:`beside` (sidecar files next to the weights)
 what was read             :class:`Catalog`, :class:`TensorEntry`, :class:`Extent`, :class:`Box`,
                           :class:`Checksum`, :class:`Blob`, :class:`Finding`, :data:`DTYPES`
 writing                   :class:`OutputRequest`, :class:`OutputTensor`, :class:`OutputLayout`,
                           :class:`OutputFile`, :class:`Record`, :class:`TensorPlace`,
                           :class:`RawCopy`, :func:`constant`, :func:`document`, :func:`copied`
-                          :class:`Notes` (what the user is told, and what the output does not have)
-errors                    :class:`DamagedError` needs evidence; what is merely not understood is an
-                          :class:`UnsupportedError`
+                          :class:`Notes` (messages to the user, and items the output omits)
+errors                    :class:`DamagedError` needs evidence; unknown or unsupported content
+                          raises :class:`UnsupportedError`
 ========================  ==========================================================================
 """
 

@@ -1,10 +1,10 @@
-"""Everything that a step of a conversion in another package is made of.
+"""Plug-in API for conversion steps in other packages.
 
 ========================  ==========================================================================
 the step                  :class:`Step`, which takes a :class:`Draft` and returns a changed one
-what is read              :class:`Catalog`, :class:`TensorEntry`, :class:`Extent`, :class:`Box`,
+the source                :class:`Catalog`, :class:`TensorEntry`, :class:`Extent`, :class:`Box`,
                           :class:`Blob`
-what is said              :class:`Notes`
+messages                  :class:`Notes`
 errors                    :class:`UsageError` (the options make no sense), :class:`RefusedError`
                           (the result would be wrong), :class:`UnsupportedError`,
                           :class:`MappingError`
