@@ -52,7 +52,7 @@ class CkptGroup(PlainText, TyperGroup):
             return super().parse_args(ctx, list(args))
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        """Find the command; an unknown name raises an error that suggests one."""
+        """Find the command, or raise an error that suggests a similar one."""
         if not ctx.resilient_parsing and self.get_command(ctx, args[0]) is None:
             from ckptctl.cli.usage import no_such_command
 

@@ -76,7 +76,7 @@ COLOR = Declared(
 
 
 def _form(text: str) -> str:
-    """Parse the value of ``--format``; a checkpoint format raises an error that explains it."""
+    """Parse the value of ``--format``, with a hint if it is a checkpoint format."""
     if text not in get_args(output.Form):
         checkpoint = text in readable_formats({})
         close = nearest(text, get_args(output.Form))
@@ -232,7 +232,7 @@ def command(
     without: tuple[str, ...] = (),
     rows: bool = True,
 ) -> Callable[[Callable[..., None]], Command]:
-    """Decorate a function as a command; see :class:`Command`."""
+    """Decorate a function as a :class:`Command`."""
     return lambda run: Command(run, examples, prints, bare, without, rows)
 
 
@@ -242,7 +242,7 @@ def epilog(examples: tuple[str, ...]) -> str:
 
 
 def commands(only: str = "") -> Iterator[Command]:
-    """Yield all commands; if one is named *only*, import and yield no other."""
+    """Yield all commands, or only the one named *only* if it exists."""
     names = [module.name for module in pkgutil.iter_modules(cli.__path__)]
     module_of = only.replace("-", "_")
     for name in [module_of] if module_of in names else names:
@@ -331,7 +331,7 @@ class PlainText(Base):
 
 
 def _take_text(parameter: Any, process: Callable[[Any, Any], Any], ctx: Any, value: Any) -> Any:
-    """Return *value* as typed; Typer handles missing values and callbacks."""
+    """Return *value* as typed, and let Typer handle missing values and callbacks."""
     missing = value is None and parameter.required and not ctx.resilient_parsing
     triggers = value is not None and parameter.callback is not None
     return process(ctx, value) if missing or triggers else value
@@ -394,7 +394,7 @@ class PlainCommand(PlainText, TyperCommand):
                     formatter.write_dl([(name.ljust(width), text) for name, text in rows])
 
     def format_epilog(self, ctx: Any, formatter: Any) -> None:
-        """Write the examples; the short help also refers to ``--help``."""
+        """Write the examples, and in the short help a reference to ``--help``."""
         super().format_epilog(ctx, formatter)
         if self._summary:
             count = sum(one.param_type_name == "option" for one in self.get_params(ctx))

@@ -30,7 +30,7 @@ def wanted() -> bool:
 
 
 def offer(complete: Callable[[], Any]) -> None:
-    """Run *complete* and print its output, or nothing if it fails; then exit.
+    """Run *complete*, print its output unless it fails, and exit.
 
     Args:
         complete: Typer's completion, which ends with ``SystemExit``.

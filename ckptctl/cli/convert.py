@@ -56,7 +56,7 @@ def convert(src: Source, dst: Destination, options: ConversionOptions, run: RunO
 
 
 def planned(ranks: Coordinator, plan: Callable[[], T], dst: TreePath | None) -> T:
-    """Build the plan on every rank; if one rank fails, raise on all.
+    """Build the plan on every rank, and raise on all if one rank fails.
 
     Args:
         ranks: Ranks that will execute the plan.
@@ -180,7 +180,7 @@ def _announce(output: Printer, plan: ConversionPlan, dst: TreePath, yes: bool) -
 
 
 def _execute(output: Printer, plan: ConversionPlan, ranks: Coordinator) -> ConversionResult:
-    """Execute *plan*; on Ctrl-C, report how much work was kept and how to resume it."""
+    """Execute *plan*. On Ctrl-C, report how much work was kept and how to resume it."""
     from ckptctl.conversion.convert import run_conversion
     from ckptctl.storage.publish import unfinished
 
@@ -204,7 +204,7 @@ def _execute(output: Printer, plan: ConversionPlan, ranks: Coordinator) -> Conve
 
 
 def _ask_to_restart(output: Printer, error: CkptError, ranks: Coordinator) -> None:
-    """Ask whether to discard partial output; raise *error* unless the user agrees."""
+    """Ask whether to discard partial output, and raise *error* unless the user agrees."""
     if typed_words() and "--resume" not in typed_words():
         resumed, restarted = typed_again("--resume"), typed_again("--restart")
         error.hint = f"resume with `{resumed}`, or start over with `{restarted}`"

@@ -54,7 +54,7 @@ PLAIN = 4
 
 
 def collapsed(output: Printer, branches: Sequence[Branch]) -> list[Row]:
-    """List the tree's rows: nested for a terminal, otherwise one per leaf with its full name."""
+    """List the rows of the tree, nested for a terminal, otherwise leaves with full names."""
     walked = walk(branches)
     if output.mode == "human":
         most = max((one.nbytes for one in branches), default=0) if output.draws else 0
@@ -73,7 +73,7 @@ def collapsed(output: Printer, branches: Sequence[Branch]) -> list[Row]:
 
 
 def _indented(nesting: int, branch: Branch, most: int) -> Row:
-    """Make the row of a branch; *most* bytes fill its size bar, and 0 omits the bar."""
+    """Make the row of a branch, with a size bar that *most* bytes fill. 0 omits the bar."""
     label = "  " * nesting + branch.label
     times = f" x {branch.copies:,}" if branch.copies > 1 else ""
     bar = Painted("" if nesting or not most else share(branch.nbytes, most), "name")
@@ -121,7 +121,7 @@ def _numbers(statistics: Statistics | None) -> tuple[str, ...]:
 
 
 def bars(histogram: Sequence[int]) -> str:
-    """Draw *histogram* with one character per bin; an empty bin is a dot."""
+    """Draw *histogram* with one character per bin, and a dot for empty bins."""
     top = max(histogram, default=0)
     scale = len(_BARS) - 1
     return "".join(_BARS[round(scale * count / top)] if count else "." for count in histogram)

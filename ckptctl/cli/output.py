@@ -219,7 +219,7 @@ class Printer:
             _unwritten.append(error)
 
     def statement(self, text: str) -> None:
-        """Print to stderr what is about to happen, in one line."""
+        """Print one line about the next step to stderr."""
         if self.chatty:
             for line in _said(visible(text)):
                 self.report(line, "dim")
@@ -230,7 +230,7 @@ class Printer:
             self._labeled("note", text, "name")
 
     def warning(self, text: str) -> None:
-        """Print a warning to stderr; the command continues."""
+        """Print a warning to stderr and continue."""
         if self.mode != "json":
             self._labeled("warning", text, "bold")
 
@@ -386,7 +386,7 @@ def by_reason(keys: Mapping[str, str]) -> Iterable[tuple[str, list[str]]]:
 
 
 def told(what: str, keys: Mapping[str, str]) -> Iterator[str]:
-    """Yield one line per reason, naming *what* happened and the names it applies to."""
+    """Yield one line per reason, with the outcome and the names it applies to."""
     for reason, names in by_reason(keys):
         yield f"{what}, {reason}: {in_short(names)}"
 

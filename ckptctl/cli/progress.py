@@ -42,9 +42,9 @@ def progress(
     ending: str | None = None,
     beginning: Callable[[], str] = str,
 ) -> Iterator[Advance | None]:
-    """Show progress during the block; yield a thread-safe callback, or None if none is shown.
+    """Show progress during the block, and yield a callback, or None if none is shown.
 
-    The callback takes the number of bytes processed since its last call.
+    The callback takes the number of bytes processed since its last call. It is thread-safe.
 
     Args:
         output: Printer that determines whether progress is shown.

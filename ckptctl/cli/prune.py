@@ -97,7 +97,7 @@ def prune(
 
 
 def _ask(output: Printer, plan: PrunePlan, root: TreePath) -> None:
-    """Show the plan and ask for confirmation; raise `RefusedError` unless the user agrees."""
+    """Show the plan, and raise `RefusedError` unless the user confirms it."""
     if not output.asks:
         _print_plan(output, plan, root)
         raise RefusedError(

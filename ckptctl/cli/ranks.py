@@ -67,7 +67,7 @@ class Silent(Printer):
 
 
 def output_of(ranks: Coordinator, machine: bool, quiet: bool) -> Printer:
-    """Make the printer of this rank; ranks other than 0 print only errors."""
+    """Make the printer of this rank. Ranks other than 0 print only errors."""
     return Printer(machine, quiet) if ranks.rank == 0 else Silent()
 
 

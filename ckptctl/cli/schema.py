@@ -25,7 +25,7 @@ def documents() -> dict[str, Document]:
 
 
 def named(name: str) -> Document:
-    """Return the JSON document of the command *name*; raise `UsageError` if there is none."""
+    """Return the JSON document of the command *name*, or raise `UsageError`."""
     known = documents()
     return known[among(name, "schema", list(known))]
 

@@ -55,7 +55,7 @@ def prose(title: str = "", keep: int = 24, drop: int = 0) -> Column:
 
 
 def more(count: int, shown: int = SHOWN) -> str:
-    """Return the line below a list that shows *shown* of *count* rows; empty if it shows all."""
+    """Format the number of rows that a list omits, or return an empty string if there are none."""
     return f"  and {count - shown:,} more (`--json` lists all)" if count > shown else ""
 
 
@@ -152,7 +152,7 @@ def _fitting(
 def _limits(
     columns: Sequence[Column], widths: Sequence[int], shown: Sequence[int], room: int
 ) -> dict[int, int]:
-    """Compute column widths; columns that may be truncated share the remaining room."""
+    """Compute column widths, with the remaining room shared by columns that may be truncated."""
     limits = {n: widths[n] for n in shown}
     elastic = sorted((widths[n], n) for n in shown if columns[n].keep)
     left = room - len(GAP) * (len(shown) - 1)

@@ -20,7 +20,7 @@ _words: list[str] = []
 
 
 def remember(words: Iterable[str]) -> None:
-    """Remember a command line; any word, or value after ``=``, may be a path."""
+    """Remember a command line, whose words and option values may be paths."""
     _words[:] = words
     _typed.cache_clear()
 
