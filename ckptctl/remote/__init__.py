@@ -1,1 +1,1 @@
-"""Places behind URLs: the Hugging Face Hub, and whatever fsspec knows."""
+"""Remote storage: the Hugging Face Hub and the file systems of fsspec."""

@@ -1,8 +1,8 @@
-"""Blocks of remote files: read once, kept while there is room, read ahead where reads are in order.
+"""Block cache of remote files, with read-ahead for sequential reads.
 
-A read at a new place fetches one small block, so that looking at a header moves little. A read that
-goes on where an earlier one ended doubles what is fetched, as the read-ahead of kernels does, up to
-where the reader said that it ends.
+A read at a new offset fetches one small block, so that reading a header transfers little. A read
+that continues where an earlier one ended doubles the number of fetched blocks, like the read-ahead
+of kernels, up to the end that the reader declared.
 """
 
 from __future__ import annotations
@@ -14,24 +14,24 @@ from concurrent.futures import Future
 
 BLOCK = 256 << 10
 MOST = 16
-"""Blocks of one request: 4 MiB."""
+"""Most blocks of one request (4 MiB)."""
 ROOM = 32 << 20
 KEPT = 8 << 20
-"""Bytes that stay when nobody reads any more."""
+"""Bytes that stay cached when no reader is active."""
 STREAMS = 256
 HEAD = 16
-"""Bytes at the beginning of a file that stay: what kind of file it is, is asked once more."""
+"""Bytes at the beginning of a file that stay cached, for repeated checks of its type."""
 HEADS = 4096
-"""Files whose beginning stays."""
+"""Most files whose beginning stays cached."""
 TAIL = 64 << 10
 
 Fetch = Callable[[int, int], bytes | bytearray]
-"""Returns the bytes between two offsets."""
+"""Function that returns the bytes between two offsets."""
 Key = tuple[Hashable, int]
 
 
 class Blocks:
-    """A bounded store of blocks, for many files and threads."""
+    """A bounded, thread-safe cache of blocks of many files."""
 
     def __init__(self, room: int = ROOM) -> None:
         self._room = room
@@ -44,7 +44,7 @@ class Blocks:
         self._heads: OrderedDict[Hashable, bytes] = OrderedDict()
 
     def read(self, file: Hashable, size: int, offset: int, nbytes: int, fetch: Fetch) -> bytearray:
-        """Return a range of bytes, shorter only where the place gave less than it promised."""
+        """Read a byte range of *file*, shorter only if the store returned less than requested."""
         end = offset + nbytes
         head = self._heads.get(file) if end <= HEAD else None
         if head is not None:
@@ -62,14 +62,14 @@ class Blocks:
         return found
 
     def end(self, file: Hashable, stop: int) -> None:
-        """Note that a range ends at byte *stop*: no block behind it is read ahead."""
+        """Mark *stop* as the end of a sequential read, beyond which nothing is read ahead."""
         with self._lock:
             self._ends[file, -(-stop // BLOCK)] = None
             if len(self._ends) > STREAMS:
                 self._ends.popitem(last=False)
 
     def trim(self) -> None:
-        """Let go of most."""
+        """Drop all but `KEPT` bytes of cached blocks."""
         with self._lock:
             self._shrink(min(KEPT, self._room))
 
@@ -87,7 +87,7 @@ class Blocks:
         return self._fetch(file, size, claimed, fetch)[number - claimed.start]
 
     def _claim(self, file: Hashable, size: int, number: int, wanted: int) -> range:
-        """Return the blocks to fetch with *number*, and note that they are coming."""
+        """Choose the blocks to fetch together with block *number*, and mark them as pending."""
         ahead = min(MOST, max(self._next.pop((file, number), 1), wanted))
         last = -(-size // BLOCK)
         first = number
@@ -136,4 +136,4 @@ class Blocks:
 
 
 SHARED = Blocks()
-"""What all remote files of this process share."""
+"""The block cache of all remote files in this process."""

@@ -1,8 +1,8 @@
-"""Requests on conditions: how stores take them, and what they answer.
+"""Conditional requests to object stores.
 
-Objects are replaced, or removed, on the condition that they still have a version. S3 compares ETags
-(``If-Match``), Google generations (``ifGenerationMatch``), Azure ETags. Another version is answered
-with an error that :func:`is_taken`.
+An object is replaced or removed on the condition that it still has a given version: an ETag on S3
+(``If-Match``) and Azure, a generation on Google (``ifGenerationMatch``). If it has another version,
+the store responds with an error that :func:`is_taken` recognizes.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ UNKNOWN = ("NotImplemented",)
 
 
 def is_taken(error: Exception) -> bool:
-    """Return whether a store says that another thing is there than the condition demands."""
+    """Return whether an error means that the condition of a request is not met."""
     known = isinstance(error, FileExistsError) or code_of(error) in TAKEN
     return known or status_of(error) in (409, 412)
 
 
 def knows_no_conditions(error: Exception) -> bool:
-    """Return whether a store, or its client, does not know what creating on a condition is."""
+    """Return whether an error means that the store or client cannot create conditionally."""
     strange = isinstance(error, TypeError | ValueError | NotImplementedError)
     unknown = isinstance(error, OSError) and error.errno == errno.ENOSYS
     named = type(error).__name__ == "ParamValidationError"
@@ -31,7 +31,7 @@ def knows_no_conditions(error: Exception) -> bool:
 
 
 def status_of(error: BaseException) -> int | None:
-    """Return the HTTP status that an error is about; None: about none."""
+    """Return the HTTP status of an error, or None if it has none."""
     for name in ("status", "code", "status_code"):  # of aiohttp, gcsfs, Azure
         if isinstance(found := getattr(error, name, None), int):
             return found or None
@@ -40,24 +40,24 @@ def status_of(error: BaseException) -> int | None:
 
 
 def code_of(error: BaseException) -> str:
-    """Return what S3 calls an error; empty: it is none of S3's."""
+    """Return the S3 error code of an error, or an empty string if it has none."""
     response = getattr(error.__cause__ or error, "response", None)
     found = response.get("Error", {}) if isinstance(response, Mapping) else {}
     return str(found.get("Code", ""))
 
 
 class Versions(Protocol):
-    """The conditions of a store. Paths are those of its file system."""
+    """Conditional requests of one store. Paths are those of its fsspec file system."""
 
     def replace(self, path: str, data: bytes, version: str) -> object:
-        """Write an object anew, and return what the store answers."""
+        """Replace an object if it has *version*, and return the response of the store."""
 
     def remove(self, path: str, version: str) -> None:
-        """Remove an object."""
+        """Remove an object if it has *version*."""
 
 
 def versions_of(system: Any, schemes: set[str]) -> Versions | None:
-    """Return the conditions that a file system for *schemes* knows; None: none."""
+    """Return the conditional requests of a file system, or None if it supports none."""
     return next((kind(system) for scheme, kind in _KINDS.items() if scheme in schemes), None)
 
 

@@ -1,9 +1,9 @@
-"""The Hugging Face Hub as a place to read from: one listing of one commit, ranges of its files.
+"""Reading from the Hugging Face Hub: the listing of one commit and byte ranges of its files.
 
-``hf://[datasets/|spaces/]ORG/NAME[@REVISION][/PATH]``, as ``HfFileSystem`` has it. Everything goes
-through huggingface_hub, so that its token, endpoint, proxy and offline variables hold. Files that
-its cache has at the same commit are read there. What is read belongs to one commit: a push in the
-middle of a run changes nothing.
+URLs are ``hf://[datasets/|spaces/]ORG/NAME[@REVISION][/PATH]``, as for ``HfFileSystem``. All
+requests go through huggingface_hub, so that its token, endpoint, proxy and offline variables apply.
+Files that its cache has for the same commit are read there. All reads use one commit, so a push
+during a run changes nothing.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from ckptctl.tree import TreeEntry
 
 KINDS = {"models": "model", "datasets": "dataset", "spaces": "space"}
 _WITH_SLASHES = r"refs/(?:pr/\d+|convert/[^/]+)"
-"""Revisions that stand in a URL as they are."""
+"""Revisions whose slashes are not escaped in a URL."""
 _URL = re.compile(
     r"hf://(?:(?P<kind>models|datasets|spaces)/)?(?P<repository>[^/@]+/[^/@]+)"
     rf"(?:@(?P<revision>{_WITH_SLASHES}|[^/]+))?(?:/(?P<path>.*))?"
@@ -38,13 +38,13 @@ LOGIN = "log in with `hf auth login`, or set HF_TOKEN (required for private and 
 
 @dataclass(frozen=True, slots=True)
 class HubUrl:
-    """What an ``hf://`` URL names.
+    """Parsed ``hf://`` URL.
 
     Attributes:
         kind: ``model``, ``dataset`` or ``space``.
         repository: ``ORG/NAME``.
-        revision: Branch, tag or commit; None: the default branch.
-        path: File or folder in it; empty: all of it.
+        revision: Branch, tag or commit, or None for the default branch.
+        path: File or folder in the repository. Empty for the whole repository.
     """
 
     kind: str
@@ -61,12 +61,16 @@ class HubUrl:
 
 
 def parse(url: str) -> HubUrl:
-    """Return the parts of *url*."""
+    """Parse an ``hf://`` URL.
+
+    Raises:
+        UsageError: The URL does not name a repository.
+    """
     match = _URL.fullmatch(normal(url).rstrip("/"))
     what = "this is not a Hub repository"
     if match is None:
         raise UsageError(what, where=masked(url), hint=FORM)
-    from huggingface_hub import utils as hub  # its names are lazy: no type checker sees them
+    from huggingface_hub import utils as hub  # lazy names, which type checkers cannot see
     from huggingface_hub.errors import HFValidationError
 
     client: Any = hub
@@ -80,7 +84,7 @@ def parse(url: str) -> HubUrl:
 
 
 class HubStore(Store):
-    """A folder of a repository, at the commit that the revision is at now."""
+    """A folder of a Hub repository, at the commit that its revision has when opened."""
 
     def __init__(self, url: str | HubUrl) -> None:
         self._at = parse(url) if isinstance(url, str) else url
@@ -116,7 +120,7 @@ class HubStore(Store):
             )
 
     def above(self) -> HubStore | None:
-        """Return the folder that it lies in, without asking again; None: it is the repository."""
+        """Return the parent folder without another request, or None for the repository itself."""
         if not self._at.path:
             return None
         folder = copy(self)
@@ -128,7 +132,7 @@ class HubStore(Store):
         return "/".join(filter(None, (self._at.path, name)))
 
     def _local(self, inner: str) -> Path | None:
-        """Return the path of a file of this commit in the cache; None: it is not there."""
+        """Return the path of a file of this commit in the cache, or None if it is not cached."""
         if self._cached is not None:
             return self._cached / inner
         if inner not in self._places:
@@ -144,7 +148,7 @@ class HubStore(Store):
 
 
 def look(at: HubUrl, url: str) -> tuple[str, dict[str, TreeEntry], Path | None]:
-    """Return the commit, its files, and the folder of the cache that has them when offline."""
+    """Return a repository's commit, its files and, if offline, the cached snapshot folder."""
     from huggingface_hub import HfApi
     from huggingface_hub.errors import OfflineModeIsEnabled
 
@@ -183,7 +187,7 @@ def _look_offline(at: HubUrl) -> tuple[str, dict[str, TreeEntry], Path | None]:
 
 
 def _inside(name: str) -> bool:
-    """Return whether a name stays in the repository, as all names of git do."""
+    """Return whether a name does not leave the repository. Names in git never do."""
     return not {"", ".", ".."} & set(name.split("/"))
 
 
@@ -194,13 +198,14 @@ def _stored(sibling: Any, time: int) -> TreeEntry:
 
 
 def _append(found: bytearray, at: HubUrl, name: str, commit: str, start: int, stop: int) -> None:
-    """Append what is not yet *found* of a range of a file; a server that sends all is stopped.
+    """Append the rest of a byte range to *found*.
 
     Raises:
-        ConnectionError: The body ended too early; what there was of it is appended.
+        ConnectionError: The body was truncated. The received part is appended.
+        StorageError: The server ignores ranges and would send the entire file.
     """
     from huggingface_hub import constants, hf_hub_url
-    from huggingface_hub import utils as hub  # its names are lazy: no type checker sees them
+    from huggingface_hub import utils as hub  # lazy names, which type checkers cannot see
 
     client: Any = hub
     headers = {
@@ -211,7 +216,7 @@ def _append(found: bytearray, at: HubUrl, name: str, commit: str, start: int, st
     url = hf_hub_url(
         at.repository, name, repo_type=at.kind, revision=commit, endpoint=constants.ENDPOINT
     )
-    # It asks again by itself only where it is told when to come back.
+    # The client itself retries only status 429.
     only = {"retry_on_exceptions": (), "retry_on_status_codes": 429}
     with client.http_stream_backoff("GET", url, headers=headers, **only) as response:
         client.hf_raise_for_status(response)
@@ -227,9 +232,9 @@ def _append(found: bytearray, at: HubUrl, name: str, commit: str, start: int, st
 
 
 def _append_body(found: bytearray, response: Any, end: int) -> Exception | None:
-    """Append a body until *end* bytes are there, and return what broke it off.
+    """Append a body up to *end* bytes in total, and return the error that truncated it, if any.
 
-    An error must not pass the client's own context, which would begin the request anew.
+    An exception must not reach the client's context manager, which would restart the request.
     """
     try:
         for part in response.iter_bytes(1 << 20):
@@ -243,7 +248,7 @@ def _append_body(found: bytearray, response: Any, end: int) -> Exception | None:
 
 @contextmanager
 def hub_errors(url: str, what: str, absent: str = LOGIN) -> Iterator[None]:
-    """Turn what huggingface_hub raises into errors of ours."""
+    """Convert exceptions of huggingface_hub in the block to `CkptError`."""
     try:
         yield
     except CkptError:

@@ -1,8 +1,8 @@
-"""A repository of the Hugging Face Hub as a place to write to.
+"""Uploads to a repository of the Hugging Face Hub.
 
-Each shard is uploaded as soon as it is complete (``preupload_lfs_files``); what the Hub has of the
-same SHA-256, from an earlier run that failed, is not sent again. One commit at the end makes all of
-it seen. Everything goes through huggingface_hub, Xet included where it is installed.
+Each shard is uploaded as soon as it is complete (``preupload_lfs_files``). Files that the Hub has
+with the same SHA-256, for example from a failed run, are not uploaded again. One commit at the end
+publishes all files. All requests go through huggingface_hub, including Xet if it is installed.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ WEIGHTS = re.compile(
     r".*\.(safetensors|bin|pt|pth|ckpt|distcp|metadata)(\.index\.json)?|ckptctl\.manifest\.json"
     r"|SHA256SUMS"
 )
-"""What is part of a checkpoint; other files of a repository stay when one is replaced."""
+"""Files of a checkpoint. Other files of a repository stay when a checkpoint is replaced."""
 
 
 class HubUpload:
-    """A repository, or a folder in it, to write to."""
+    """An upload to a Hub repository or to a folder in it."""
 
     def __init__(self, url: str, *, single: str | None, overwrite: bool) -> None:
         from huggingface_hub import HfApi
@@ -75,7 +75,7 @@ class HubUpload:
                 revision=self._at.revision,
                 num_threads=1,
             )
-        if added._should_ignore:  # the commit would leave it out, and say nothing
+        if added._should_ignore:  # the commit would silently skip it
             raise RefusedError(
                 f"the repository's .gitignore excludes `{added.path_in_repo}`",
                 where=self._url,
@@ -85,7 +85,7 @@ class HubUpload:
             self._added[added.path_in_repo] = added
 
     def require_whole(self) -> None:
-        """Trust the hashes that the Hub has; see ``Upload.require_whole``."""
+        """Do nothing, because the Hub verifies hashes itself."""
 
     def commit(self) -> None:
         """See :class:`~ckptctl.tree.Upload`."""
@@ -94,7 +94,7 @@ class HubUpload:
         try:
             self._commit(gone)
         except CkptError:
-            if not self._is_there(gone):  # it is, if only the answer was lost
+            if not self._is_there(gone):  # it may have succeeded with its response lost
                 raise
         self._committed = True
 
@@ -112,9 +112,9 @@ class HubUpload:
             )
 
     def _is_there(self, gone: Sequence[str]) -> bool:
-        """Return whether the branch is at another commit, with all that was added, without *gone*.
+        """Return whether the branch has a new commit with all added files and without *gone*.
 
-        It is known then that the one that was asked for was made, or that it was not.
+        If the repository can be listed, the outcome of the requested commit is then known.
         """
         try:
             commit, files, _ = look(replace(self._at, path=""), self._url)
@@ -156,7 +156,7 @@ def _is_same(found: TreeEntry, added: CommitOperationAdd) -> bool:
 
 
 class _Quiet:
-    """While anybody is inside, huggingface_hub shows no progress bars: ours is shown already."""
+    """Context manager that hides huggingface_hub's progress bars, as ours is shown already."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -181,4 +181,4 @@ class _Quiet:
 def _bars() -> Any:
     from huggingface_hub import utils
 
-    return utils  # its names are lazy: no type checker sees them
+    return utils  # lazy names, which type checkers cannot see

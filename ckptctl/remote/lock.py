@@ -1,14 +1,14 @@
-"""A lock on a place behind a URL: a small file there that one run makes, keeps alive and removes.
+"""A lock on a remote folder: a small file that one run creates, refreshes and removes.
 
-No lock of an object store ends with its process. This one is created on the condition that it is
-not there, where the store knows conditions, and written anew every minute. On its own machine its
-holder is dead when its process has ended, or has been silent for an hour; elsewhere when the file
-has not been written for five minutes, by the clock of the store. The next run then takes the lock
-over, and finds in it what the dead one was writing.
+Object stores have no locks that end with a process. This one is created on the condition that it
+does not exist, if the store supports conditions, and rewritten every minute. On the same machine,
+its holder counts as dead when its process has exited or has been silent for an hour. On another
+machine, it counts as dead when the file has not been written for five minutes, by the clock of the
+store. The next run then takes over the lock, which lists the files that the dead run was writing.
 
-A holder that only slept, or one of a store that knows no conditions, may believe for a moment that
-the lock is still its own. So it reads it again before each step that counts:
-:meth:`RemoteLock.require`.
+A holder whose machine slept, or a store without conditions, may briefly leave two runs that both
+consider the lock theirs. Therefore each critical step first reads the lock again
+(:meth:`RemoteLock.require`).
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from ckptctl.storage import processes
 from ckptctl.storage.writing import BUSY, HELD, SILENCE, Sent, Writing, is_dead, parse
 
 BEAT = 60.0
-"""Seconds between signs of life."""
+"""Seconds between updates of the lock."""
 TRIES = 3
 
 
 class RemoteLock:
-    """The lock of one output."""
+    """The lock of one output folder or file."""
 
     def __init__(
         self,
@@ -53,10 +53,13 @@ class RemoteLock:
         self._proven = 0.0
 
     def take(self) -> Writing | None:
-        """Take the lock, and keep it alive from now on.
+        """Acquire the lock and start a thread that refreshes it.
 
         Returns:
-            What a dead holder left; None: there was none.
+            The record of a dead holder, or None if there was none.
+
+        Raises:
+            RefusedError: Another run holds the lock.
         """
         with self._store.errors(self._name, "write"):
             self._store.make_folder()
@@ -68,7 +71,7 @@ class RemoteLock:
         return left
 
     def ours(self) -> bool:
-        """Return whether the lock is this run's."""
+        """Read the lock and return whether this run holds it."""
         now = _now()
         with self._store.errors(self._name, "read"):
             found = parse(self._object.read() or b"")
@@ -78,7 +81,7 @@ class RemoteLock:
         return True
 
     def require(self) -> None:
-        """Prove that the lock is this run's."""
+        """Read the lock and raise unless this run holds it."""
         if not self.ours():
             raise StorageError(
                 self._busy,
@@ -88,47 +91,47 @@ class RemoteLock:
             )
 
     def still(self) -> None:
-        """Do as :meth:`require` does, if that was last proven long ago."""
+        """Raise unless this run holds the lock, or did so within the last minute."""
         if not 0 <= _now() - self._proven < BEAT:
             self.require()
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Return the files that it says are written."""
+        """Files that the lock records as being written."""
         return self._said.names
 
     def note(self, name: str, sent: Sent) -> None:
-        """Note that a file need not be sent again."""
+        """Record a file as uploaded, so that a later run can reuse it."""
         self._write(lambda said: replace(said, sent={**said.sent, name: sent}))
 
     def note_names(self, names: Sequence[str]) -> None:
-        """Note, beforehand, further files that are written."""
+        """Record further files before they are written."""
         self._write(lambda said: replace(said, names=(*said.names, *names)))
 
     def note_removal(self, names: Sequence[str]) -> None:
-        """Note, beforehand, that files are removed to make room."""
+        """Record files before they are removed to make room."""
         self._write(lambda said: replace(said, removed=tuple(names)))
 
     def now(self) -> float:
-        """Return the time by the clock of the store, in seconds; where it tells none, our own."""
+        """Return the time of the store's clock in seconds, or the local time if it has none."""
         self._write(lambda said: said)
         with self._store.errors(self._name, "access"):
             return self._object.written() / 1e9 or time.time()
 
     def leave(self, writing: Writing | None = None) -> None:
-        """Let go, and say what is left for a later run."""
+        """Release the lock, but keep its record for a later run."""
         self.stop()
         self._write(lambda said: replace(writing or said, process=None, token=said.token))
 
     def drop(self) -> None:
-        """Let go, and remove the lock."""
+        """Release and remove the lock."""
         self.stop()
         with self._mutex, self._store.errors(self._name, "remove"):
             if self.ours():
                 self._object.remove()
 
     def stop(self) -> None:
-        """Give no signs of life any more: the lock is there, and nobody holds it."""
+        """Stop refreshing the lock, which then exists without a holder."""
         self._over.set()
         HELD.discard(self._said.token)
 
@@ -148,7 +151,7 @@ class RemoteLock:
                     self._object.write(self._said.to_bytes())
 
     def _taken_over(self) -> Writing | None:
-        """Write the lock, and return what a dead holder left in it."""
+        """Write the lock, and return the record of a dead holder, if any."""
         data = self._said.to_bytes()
         for _ in range(TRIES):
             if self._object.create(data):
@@ -166,7 +169,7 @@ class RemoteLock:
     def _age(self) -> float | None:
         with suppress(FileNotFoundError):
             return self._object.age(self._said.token)
-        return inf  # it has just been removed
+        return inf  # it was just removed
 
     def _refusal(self, found: Writing | None) -> RefusedError:
         process = found and found.process
@@ -180,52 +183,52 @@ class RemoteLock:
 
 
 def _now() -> float:
-    """Return seconds of a clock that goes on while the machine sleeps, where there is one."""
+    """Return the seconds of a clock that also runs while the machine sleeps, if there is one."""
     clock = getattr(time, "CLOCK_BOOTTIME", None)
     return time.time() if clock is None else time.clock_gettime(clock)
 
 
 class ConditionalObject:
-    """An object, such as that of the lock: created, and replaced, on conditions.
+    """A remote object that is created and replaced conditionally, such as a lock.
 
-    It is created on the condition that there is none, where the store knows conditions. S3, Google
-    and Azure also replace one on the condition that it is still the one that was read, or written,
-    last: a request that was on its way while its machine slept then changes nothing any more.
-    Elsewhere it is read before.
+    It is created on the condition that it does not exist, if the store supports conditions. S3,
+    Google and Azure also replace it on the condition that it has the version last read or written,
+    so that a request delayed by a sleeping machine has no effect. On other stores, the object is
+    read before.
     """
 
     def __init__(self, store: FsspecStore, name: str) -> None:
         self._system, self._path = store.system, store.path(name)
         self._version = ""
-        """Of what this process wrote last, where the store replaces on conditions."""
+        """Version last written by this process, if the store replaces conditionally."""
         self._versions = store.versions
 
     def read(self) -> bytes | None:
-        """Return its content; None: there is none."""
+        """Return the content, or None if the object does not exist."""
         try:
             return bytes(self._system.cat_file(self._path))
         except FileNotFoundError:
             return None
 
     def create(self, data: bytes) -> bool:
-        """Return whether it was created, which it is not if it is there."""
-        if self.read() is not None:  # some stores know no conditions, and do not say so
+        """Create the object, or return False if it exists."""
+        if self.read() is not None:  # some stores silently ignore conditions
             return False
         try:
             self._note(self._system.pipe_file(self._path, data, mode="create"))
         except Exception as error:
             if is_taken(error):
-                return self.read() == data  # of an answer that is lost the client asks again
+                return self.read() == data  # the client may have retried after a lost response
             if not knows_no_conditions(error):
                 raise
             self._system.pipe_file(self._path, data)
         return True
 
     def replace(self, content: bytes, data: bytes) -> bool:
-        """Return whether it was replaced, which it is not unless it says *content* still.
+        """Replace the object, or return False if its content is no longer *content*.
 
-        Of several that try, one succeeds where the store replaces on conditions; elsewhere the
-        others learn of it by reading it.
+        If several runs try, one succeeds if the store replaces conditionally. On other stores, the
+        others notice when they read the object.
         """
         self._version = ""
         if self._versions:
@@ -241,7 +244,7 @@ class ConditionalObject:
         return self.create(data)
 
     def write(self, data: bytes) -> bool:
-        """Return whether it was written anew, which it is not if somebody else wrote it."""
+        """Write the object, or return False if another run has written it since."""
         known = self._version
         try:
             if self._versions and known:
@@ -259,11 +262,11 @@ class ConditionalObject:
         return True
 
     def remove(self) -> None:
-        """Remove it."""
+        """Remove the object."""
         self._system.rm_file(self._path)
 
     def age(self, own: str) -> float | None:
-        """Return the seconds since it was written, by the clock of the store; None: unknown."""
+        """Return the age in seconds by the store's clock, or None if it is unknown."""
         probe = f"{self._path}-{own}"
         self._system.pipe_file(probe, b"")
         try:
@@ -273,11 +276,11 @@ class ConditionalObject:
         return (times[1] - times[0]) / 1e9 if all(times) else None
 
     def written(self, path: str = "") -> int:
-        """Return when it was written, in nanoseconds; 0: the store does not tell."""
+        """Return the modification time in nanoseconds, or 0 if the store has none."""
         self._system.invalidate_cache()
         return entry_of(self._system.info(path or self._path), "").mtime_ns
 
     def _note(self, answer: object) -> None:
-        """Note what the store answers to a write."""
+        """Remember the version in the store's response to a write."""
         known = self._versions is not None and isinstance(answer, Mapping)
         self._version = entry_of(answer, "").version if known else ""  # type: ignore[arg-type]

@@ -1,6 +1,6 @@
-"""The files of one output behind a URL: which are there, in which version, sent and removed.
+"""The files of one remote output: list, upload and remove them by version.
 
-What is sent takes bounded memory, from many threads, and is cut off when all is given up.
+Uploads from many threads use bounded memory and are cancelled when the run is abandoned.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from ckptctl.storage.writing import BUSY, NAME, Sent
 
 PART = 8 << 20
 PARTS = 9000
-"""S3 takes 10,000 parts of an object at most."""
+"""Most parts of a multipart upload; S3 allows 10,000."""
 PATIENCE = 5.0
-"""Seconds that files on their way may take to end when all is given up."""
+"""Seconds to wait for running uploads when the run is abandoned."""
 
 
 class OccupiedError(StorageError):
-    """There is a file of somebody else's where one was to be created, or removed."""
+    """A file to create or remove belongs to another run."""
 
 
 class Objects:
-    """The files below a URL, or the one of them that is meant."""
+    """The files below a URL, or a single one of them."""
 
     def __init__(self, store: FsspecStore, single: str | None = None) -> None:
         self._store, self._single = store, single
@@ -45,7 +45,7 @@ class Objects:
         self._over = False
 
     def look(self) -> dict[str, Sent]:
-        """Return the files that are there, the lock apart, by name."""
+        """Map the names of all existing files, except the lock, to their sizes and versions."""
         self._store.refresh()
         with self._store.errors("", "list"):
             try:
@@ -55,21 +55,21 @@ class Objects:
         return {name: file for name, file in listed.items() if not name.startswith(self.lock)}
 
     def has_lock(self) -> bool:
-        """Return whether somebody has, or had, the lock."""
+        """Return whether a lock file exists, with or without a holder."""
         with self._store.errors(self.lock, "access"):
             self._store.refresh()
             return bool(self._system.exists(self._store.path(self.lock)))
 
     def is_same(self, name: str, expected: Sent, found: Mapping[str, Sent]) -> bool:
-        """Return whether *found*, which :meth:`look` returned, has *name* as it is expected."""
+        """Return whether *name* is as expected in *found*, or else by a new request."""
         return name in found and (found[name] == expected or self._ask(name) == expected)
 
     def send(self, name: str, path: Path, *, create: bool) -> Sent:
-        """Upload the file at *path*, and return what is there then.
+        """Upload the file at *path*, and return its size and version.
 
         Raises:
-            OccupiedError: There is something.
-            StorageError: It cannot be written, or all is given up.
+            OccupiedError: The file exists already.
+            StorageError: The upload failed or was cancelled.
         """
         with self._store.errors(name, "write"):
             self._store.make_folder(name.rpartition("/")[0])
@@ -78,7 +78,7 @@ class Objects:
             except Exception as error:
                 if not is_taken(error):
                     raise
-                # Of an answer that is lost the client asks again, and finds what it sent itself.
+                # After a lost response, the client retries and finds its own upload.
                 if not self._holds(self._store.path(name), path):
                     raise self._occupied(
                         f"`{name}` exists and does not belong to this run"
@@ -88,10 +88,10 @@ class Objects:
     def remove(
         self, names: Iterable[str], found: Mapping[str, Sent], still: Callable[[], None]
     ) -> None:
-        """Remove files, one after the other; those that are not there count as removed.
+        """Remove files one by one, skipping missing ones.
 
         Raises:
-            OccupiedError: One is another one by now.
+            OccupiedError: A file has been overwritten by another run.
         """
         for name in names:
             still()
@@ -99,7 +99,7 @@ class Objects:
                 self._remove(name, found.get(name))
 
     def stop(self) -> None:
-        """Cut off what is being sent; nothing is sent from then on."""
+        """Cancel running uploads and reject new ones."""
         with self._changed:
             self._over = True
             running = list(self._on_the_way)
@@ -109,7 +109,7 @@ class Objects:
             self._changed.wait_for(lambda: not self._sending, PATIENCE)
 
     def drop_parts(self, names: Collection[str] | None = None) -> None:
-        """Have S3 forget parts of files that never became one, where it lets us; None: of all."""
+        """Abort incomplete multipart uploads on S3, of *names* or, if None, of all files."""
         if not self._multipart:
             return
         places = None if names is None else {self._store.path(name) for name in names}
@@ -123,7 +123,7 @@ class Objects:
                     self._system.abort_mpu(bucket, upload["Key"], upload["UploadId"])
 
     def _ask(self, name: str) -> Sent:
-        """Return the state of one file; another version than a listing says is possible."""
+        """Return the current size and version of one file, which may differ from a listing."""
         self._store.refresh()
         with self._store.errors(name, "access"):
             return _found(self._system.info(self._store.path(name)))
@@ -160,7 +160,7 @@ class Objects:
                 self._changed.notify_all()
 
     def _begin(self, path: str, place: str, options: dict[str, Any]) -> Callable[[], object]:
-        """Return a wait for the upload, which can be cancelled where it is a coroutine."""
+        """Start an upload, cancellable if asynchronous, and return a function that waits for it."""
         from fsspec.asyn import AsyncFileSystem
 
         if not isinstance(self._system, AsyncFileSystem):
@@ -172,7 +172,7 @@ class Objects:
         return future.result
 
     def _holds(self, place: str, path: Path) -> bool:
-        """Return whether the object at *place* has the content of the file at *path*."""
+        """Return whether the object at *place* has the same content as the file at *path*."""
         size = path.stat().st_size
         self._store.refresh()
         if self._system.size(place) != size:
@@ -195,7 +195,7 @@ class Objects:
         except Exception as error:
             if is_taken(error):
                 self._store.refresh()
-                if not self._system.exists(place):  # the answer to the first try was lost
+                if not self._system.exists(place):  # the response to the first try was lost
                     return
                 raise self._occupied(f"`{name}` was overwritten") from error
             if not knows_no_conditions(error):

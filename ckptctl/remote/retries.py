@@ -1,8 +1,7 @@
-"""Requests over a network that fail now and then: asked for again, for a while.
+"""Retries of network requests that fail temporarily, with exponential backoff.
 
-The waiting is over when nothing has answered for :attr:`Patience.seconds`, however many requests
-that were. s3fs and gcsfs ask again by themselves for what was refused, and huggingface_hub does
-where it was told to come back later (429).
+A request fails for good when no request has succeeded for the timeout of the policy. s3fs and gcsfs
+also retry rejected requests themselves, and huggingface_hub does for status 429.
 """
 
 from __future__ import annotations
@@ -19,32 +18,32 @@ from ckptctl.remote.conditions import status_of
 T = TypeVar("T")
 VARIABLE = "CKPTCTL_TIMEOUT"
 DEFAULT = 30.0
-"""Seconds."""
+"""Timeout in seconds."""
 SILENT = 0.1
-"""The part of the whole time after which the waiting is spoken of."""
+"""Fraction of the timeout after which the user is notified."""
 LONGEST = 8.0
-"""Seconds between two tries."""
+"""Longest wait between two tries, in seconds."""
 BUSY = (408, 429, 500, 502, 503, 504)
-"""HTTP statuses that pass; those on which huggingface_hub asks again."""
+"""HTTP statuses of temporary failures, the same that huggingface_hub retries."""
 BROKEN = frozenset(
     {
         *("HTTPClientError", "IncompleteReadError"),
         *("TimeoutException", "NetworkError", "RemoteProtocolError"),
     }
 )
-"""What botocore raises of a body that breaks off, and httpx of a connection."""
+"""Exceptions of botocore for truncated bodies, and of httpx for broken connections."""
 OFFLINE = "OfflineModeIsEnabled"
-"""What huggingface_hub raises instead of asking: a ConnectionError that no waiting ends."""
+"""Exception of huggingface_hub in offline mode: a ConnectionError that retries cannot fix."""
 
 
 @dataclass(slots=True)
 class Patience:
-    """How long a place that does not answer is asked again.
+    """Retry policy for remote stores, with a total timeout and exponential backoff.
 
     Attributes:
-        seconds: From the first failure on; None: what the environment says.
-        first: Seconds before the second try; each further wait is twice as long.
-        tell: Called once, when a tenth of that time has passed.
+        seconds: Timeout from the first failure, or None for that of the environment.
+        first: Wait before the second try, in seconds. Each further wait is twice as long.
+        tell: Called once with a message after a tenth of the timeout.
     """
 
     seconds: float | None = None
@@ -55,11 +54,11 @@ class Patience:
     _told: bool = False
 
     def answered(self) -> None:
-        """Begin anew: there was an answer."""
+        """Reset the timeout after a successful request."""
         self._since, self._told = None, False
 
     def wait(self, wait: float, place: str, error: Exception) -> bool:
-        """Wait before another try; return whether there is to be one."""
+        """Wait before another try, or return False if the timeout has expired."""
         limit, now = self.limit, time.monotonic()
         if self._since is None or now - self._last > limit:
             self._since, self._told = now, False
@@ -76,7 +75,7 @@ class Patience:
 
     @property
     def limit(self) -> float:
-        """Return the seconds."""
+        """Total retry timeout in seconds."""
         if self.seconds is not None:
             return self.seconds
         text = os.environ.get(VARIABLE) or str(DEFAULT)
@@ -90,11 +89,11 @@ class Patience:
 
 
 patience = Patience()
-"""That of this process."""
+"""The retry policy of this process."""
 
 
 def persistent(ask: Callable[[], T], place: str) -> T:
-    """Return the answer to *ask*, asked again while its errors may pass."""
+    """Call *ask*, retrying transient errors with exponential backoff, and return its result."""
     wait = patience.first
     while True:
         try:
@@ -109,14 +108,14 @@ def persistent(ask: Callable[[], T], place: str) -> T:
 
 
 def retried(read: Callable[[bytearray], None], place: str) -> bytearray:
-    """Return the bytes that *read* appended; see :func:`persistent`."""
+    """Call *read* with a buffer to append to, with retries, and return the buffer."""
     data = bytearray()
     persistent(lambda: read(data), place)
     return data
 
 
 def passes(error: Exception) -> bool:
-    """Return whether the same request may succeed a little later."""
+    """Return whether the same request may succeed later."""
     status = status_of(error)
     if status is not None:
         return status in BUSY

@@ -1,10 +1,10 @@
-"""The folder of a run behind a URL, of which checkpoints are removed.
+"""Removal of checkpoints from a remote run folder.
 
-Nothing can be renamed there. Who removes a checkpoint takes its lock first, which says so and which
-objects those are: from then on it is no checkpoint any more, for whoever reads it here. What makes
-it one for others, its index, goes next, then all other objects, and the lock last. Whatever is
-interrupted is whole, or gone on with by the next run, which removes no object that was written
-since.
+Remote objects cannot be renamed. To remove a checkpoint, ckptctl first acquires its lock, which
+records the removal and its objects; from then on ckptctl no longer treats it as a checkpoint. The
+index, which makes it a checkpoint for other programs, is removed next, then all other objects and
+finally the lock. An interrupted removal leaves a complete checkpoint, or one that the next run
+finishes removing, except for objects written since.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class RemoteRun:
     def is_free(self, name: str) -> bool:
         """See :class:`~ckptctl.runs.run_store.RunStore`.
 
-        Whoever takes the lock of an unfinished save learns whether anybody holds it.
+        Taking the lock of an unfinished save shows whether it has a holder.
         """
         there = {item.name for item in (self.root / name).iterdir()}
         return (NAME in there and not any(one.endswith(INDEXES) for one in there)) or not there
@@ -63,7 +63,7 @@ class RemoteRun:
         return sorted(self.half_removed())
 
     def half_removed(self) -> dict[str, Mapping[str, Sent]]:
-        """Return the names of what an earlier run has begun to remove, and the objects of each."""
+        """Map each checkpoint whose removal was interrupted to its recorded objects."""
         there = {item.name: removal_left_in(item) for item in self.root.iterdir()}
         return {name: doomed for name, doomed in there.items() if doomed is not None}
 
@@ -75,7 +75,7 @@ class RemoteRun:
 
     def replace(self, name: str, content: bytes, *, sync: bool) -> None:
         """See :class:`~ckptctl.runs.run_store.RunStore`."""
-        del sync  # what a store has acknowledged it has
+        del sync  # acknowledged writes are durable
         store_at(self.root).write(name, content)
 
     def create(self, name: str, content: bytes) -> None:
@@ -94,7 +94,7 @@ class RemoteRun:
             deletion.sweep()
             yield deletion
         finally:
-            with suppress(CkptError):  # the next run takes over a lock that nobody holds
+            with suppress(CkptError):  # the next run takes over a lock without a holder
                 lock.drop()
 
 
@@ -118,7 +118,7 @@ class RemoteDeletion:
         self, name: str, identity: FileIdentity, still: Callable[[], None] = lambda: None
     ) -> None:
         """See :class:`~ckptctl.runs.run_store.Deletion`."""
-        del identity  # folders have none: *still* compares what is in them
+        del identity  # remote folders have none; *still* compares their contents
         path = self._run.root / name
         self._lock.require()
         self._run.refresh()
@@ -145,7 +145,7 @@ class RemoteDeletion:
             self._run.refresh()
 
     def sweep(self) -> None:
-        """Remove what earlier runs have left, as far as it can be; :meth:`left` says what not."""
+        """Finish interrupted removals as far as possible. :meth:`left` lists the others."""
         for name, doomed in self._run.half_removed().items():
             store = store_at(self._run.root / name)
             place = Objects(store)
@@ -163,7 +163,7 @@ class RemoteDeletion:
         self._run.refresh()
 
     def _remove(self, place: Objects, lock: RemoteLock, doomed: Mapping[str, Sent]) -> None:
-        """Remove *doomed*, the index first; after an error the lock says what is left to do."""
+        """Remove *doomed*, the index first. After an error, the lock records the rest."""
         order = sorted(doomed, key=lambda name: not name.endswith(INDEXES))
         place.remove(order, doomed, lock.still)
         if not place.look():

@@ -1,7 +1,7 @@
-"""Places behind URLs: what is in a folder, ranges of bytes of a file, small files written at once.
+"""Remote stores: list folders, read byte ranges, write small files.
 
-:class:`FsspecStore` asks any file system of fsspec, :class:`~ckptctl.remote.hub.HubStore`
-the Hugging Face Hub. What file systems raise becomes errors of ours.
+:class:`FsspecStore` uses any fsspec file system, :class:`~ckptctl.remote.hub.HubStore` the Hugging
+Face Hub. Exceptions of file systems are converted to `CkptError`.
 """
 
 from __future__ import annotations
@@ -56,51 +56,51 @@ VERSION = "?versionId="
 TIMES = ("LastModified", "mtime", "updated", "last_modified", "created")
 NOISY = ("fsspec", "s3fs", "gcsfs", "adlfs", "azure", "asyncio")
 BUCKETS = frozenset({"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "adl", "oss", "oci"})
-"""File systems without folders."""
+"""Schemes of object stores, which have no folders."""
 ITSELF = ""
 CREDENTIALS = "check the credentials and their permissions"
 NETWORK = "check the URL, the network and the configured endpoint"
 DENIED = (401, 403)
 FORBIDDEN = "Forbidden: "
-"""What gcsfs begins with where the status is 403, in an OSError without one."""
+"""Prefix of gcsfs's OSError for status 403, which has no status attribute."""
 REPLACED = ("PreconditionFailed", "412")
-"""What S3 answers when it has another version of an object."""
+"""Error codes of S3 if the version of an object does not match."""
 
 
 class Store(Protocol):
-    """One place behind a URL; safe to use from many threads."""
+    """A thread-safe remote folder or file."""
 
     url: str
-    """As it may be shown."""
+    """The URL without secrets."""
 
     def members(self, folder: str) -> list[TreeEntry]:
-        """Return the members of *folder*, which is relative to the URL; none: no folder."""
+        """List the entries of *folder*, relative to the URL, or none if there is no such folder."""
 
     def complete(self, name: str, found: TreeEntry) -> TreeEntry:
-        """Return *found* with its size, where a listing does not tell; by default it does."""
+        """Return the entry with its size, for stores whose listings have none."""
         del name
         return found
 
     def read(self, name: str, version: str, start: int, stop: int) -> bytes | bytearray:
-        """Return the bytes of *name* in a range, fewer where the file ends."""
+        """Read a byte range of *name*, shorter at the end of the file."""
 
     def refresh(self) -> None:
-        """Forget all listings; by default nothing changes."""
+        """Drop cached listings, if there are any."""
         return
 
     def above(self) -> Store | None:
-        """Return the folder that it lies in; None: it is all there is."""
+        """Return the parent folder, or None at the root of the store."""
 
 
 class FsspecStore:
     """A folder or file of an fsspec file system.
 
     Attributes:
-        url: As it may be shown.
-        system: The file system.
-        root: The path in it.
-        is_s3: Whether that is one of S3.
-        has_folders: Whether it has folders, as no object store has.
+        url: The URL without secrets.
+        system: The fsspec file system.
+        root: Path in the file system.
+        is_s3: Whether it is an S3 file system.
+        has_folders: Whether the file system has folders; object stores do not.
     """
 
     def __init__(self, url: str, shown: str | None = None) -> None:
@@ -157,7 +157,7 @@ class FsspecStore:
 
     @property
     def versions(self) -> Versions | None:
-        """The conditions on versions of objects that it knows; None: none that we know of."""
+        """Conditional requests of the file system, or None if it supports none."""
         return None if self._web else versions_of(self.system, protocols(self.system))
 
     def above(self) -> FsspecStore | None:
@@ -168,16 +168,16 @@ class FsspecStore:
         return None if shown.endswith("/") else FsspecStore(url + query, shown)
 
     def path(self, name: str) -> str:
-        """Return the path of a file in the file system."""
+        """Return the path of *name* in the file system. An empty name is the store's root."""
         return (f"{self.root}/{name}" if name else str(self.root)) + self._query
 
     @contextmanager
     def errors(self, name: str, what: str) -> Iterator[None]:
-        """Turn whatever the file system raises into errors of ours, without what is secret.
+        """Convert exceptions of the file system in the block to `CkptError`, without secrets.
 
         Args:
-            name: What is worked on; empty: the place itself.
-            what: What is done with it, as in ``list``.
+            name: File that is accessed, or empty for the store's root.
+            what: Verb for the error message, such as ``list``.
         """
         try:
             yield
@@ -189,26 +189,26 @@ class FsspecStore:
             raise failure from error
 
     def size(self, name: str) -> int:
-        """Return the size of a file; -1: there is none."""
+        """Return the size of a file in bytes, or -1 if it does not exist."""
         self.refresh()
         with suppress(SourceNotFoundError), self.errors(name, "access"):
             return int(self.system.size(self.path(name)))
         return -1
 
     def make_folder(self, name: str = "") -> None:
-        """Make a folder where there are folders; an object store would make a bucket of it."""
+        """Create a folder, except in object stores, which would create a bucket."""
         if self.has_folders:
             self.system.makedirs(self.path(name), exist_ok=True)
 
     def is_folder(self) -> bool:
-        """Return whether it is there as a folder; an object store has none."""
+        """Return whether the root exists as a folder. Always False for object stores."""
         if not self.has_folders:
             return False
         with self.errors("", "access"):
             return bool(self.system.isdir(self.root))
 
     def remove_folders(self) -> None:
-        """Remove it with the folders in it, where there are folders, if no file is left."""
+        """Remove the root and its subfolders if they contain no file. No-op for object stores."""
         if not self.has_folders:
             return
         with suppress(Exception):
@@ -217,14 +217,14 @@ class FsspecStore:
                 self.system.rmdir(folder)
 
     def write(self, name: str, content: bytes) -> None:
-        """Write a small file in one step."""
+        """Write a small file with one request."""
         with self.errors(name, "write"):
             self.make_folder()
             self.system.pipe_file(self.path(name), content)
 
     @contextmanager
     def create(self, name: str) -> Iterator[IO[bytes]]:
-        """Write a file that is not there, from front to back; after an error there is none."""
+        """Yield a stream to write a new file, which is removed after an error."""
         with self.errors(name, "write"):
             self.make_folder()
             target = self._opened(name)
@@ -239,13 +239,13 @@ class FsspecStore:
                 if self._is_sent(name, target):
                     return
                 if is_taken(error):
-                    self._discard(target)  # and what is there is another one's
+                    self._discard(target)  # the existing file belongs to another run
                     raise self._occupied(name) from error
                 self._abandon(name, target)
                 raise
 
     def _close(self, target: Any) -> None:
-        """Complete a file; where S3 turns out to know no conditions, on none."""
+        """Complete an upload, without a condition if this S3 server supports none."""
         try:
             target.close()
         except Exception as error:
@@ -255,7 +255,7 @@ class FsspecStore:
             target.commit()
 
     def _opened(self, name: str) -> Any:
-        """Open a file to be written, on the condition that it is not there, where that is known."""
+        """Open a new file, on the condition that it does not exist if the store supports that."""
         path = self.path(name)
         try:
             return self.system.open(path, "xb")
@@ -267,7 +267,7 @@ class FsspecStore:
         return self.system.open(path, "wb")
 
     def _is_sent(self, name: str, target: Any) -> bool:
-        """Return whether S3 has what *target* sent: the answer that it does was lost."""
+        """Return whether S3 stored the upload of *target* although its response was lost."""
         if not self.is_s3:
             return False
         with suppress(Exception):
@@ -282,14 +282,14 @@ class FsspecStore:
         )
 
     def _abandon(self, name: str, target: Any) -> None:
-        """Make sure that there is no file where one was begun, whatever else fails."""
+        """Discard an upload and remove the partial file, ignoring errors."""
         self._discard(target)
         with suppress(Exception):
-            if self.has_folders:  # an object store shows nothing of what was not completed
+            if self.has_folders:  # object stores do not show incomplete uploads
                 self.system.rm_file(self.path(name))
 
     def _discard(self, target: Any) -> None:
-        """Give up what was sent of a file, whatever else fails."""
+        """Discard the uploaded parts of a file, ignoring errors."""
         from fsspec.spec import AbstractBufferedFile
 
         with suppress(Exception):
@@ -300,7 +300,7 @@ class FsspecStore:
                 target.close()
 
     def _read_web(self, path: str, start: int, stop: int) -> bytes:
-        """Return a range; unlike ``cat_file`` this notices servers that send everything."""
+        """Read a byte range and, unlike ``cat_file``, detect servers that ignore the range."""
         with self.system.open(path, "rb", size=stop, cache_type="none") as file:
             file.seek(start)
             return bytes(file.read(stop - start))
@@ -308,7 +308,7 @@ class FsspecStore:
     def _append_same(
         self, found: bytearray, path: str, version: str, start: int, stop: int
     ) -> None:
-        """Append a range of one version of an object, which ``cat_file`` cannot ask S3 for."""
+        """Append a byte range of one version of an S3 object, unlike ``cat_file``."""
         from fsspec.asyn import sync
 
         bucket, key, number = self.system.split_path(path)
@@ -322,7 +322,7 @@ class FsspecStore:
 
 
 def _etag(target: Any) -> str:
-    """Return what S3 calls the content that was sent, as a whole or in parts."""
+    """Compute the ETag of the uploaded content, for a single or a multipart upload."""
     from hashlib import md5
 
     if not target.parts:
@@ -332,17 +332,17 @@ def _etag(target: Any) -> str:
 
 
 def system_of(url: str) -> tuple[Any, str]:
-    """Return the fsspec file system of *url*, and the path of it there."""
+    """Return the fsspec file system of *url* and the path in it."""
     from fsspec.core import url_to_fs
     from fsspec.registry import get_filesystem_class
 
     for name in NOISY:
-        # What goes wrong is told by our own errors, not by a handler of last resort.
+        # Our own errors report failures, so Python's last-resort log handler must not.
         logging.getLogger(name).addHandler(logging.NullHandler())
     scheme, shown, url = scheme_of(url), masked(url), normal(url)
     if "::" in url:
         raise UsageError("chained URLs are not supported", where=shown, hint="pass the inner URL")
-    if scheme in ("s3", "s3a") and VERSION in url:  # s3fs takes what stands before it for the key
+    if scheme in ("s3", "s3a") and VERSION in url:  # s3fs would strip it from the key
         raise UsageError("a URL cannot specify an object version", where=shown)
     try:
         get_filesystem_class(scheme)
@@ -361,12 +361,12 @@ def system_of(url: str) -> tuple[Any, str]:
 
 
 def protocols(system: Any) -> set[str]:
-    """Return the schemes that an fsspec file system is for."""
+    """Return the URL schemes of an fsspec file system."""
     return {system.protocol} if isinstance(system.protocol, str) else {*system.protocol}
 
 
 def entry_of(info: Mapping[str, Any], name: str) -> TreeEntry:
-    """Return the entry of fsspec's *info*."""
+    """Make the entry of *name* from fsspec's *info*."""
     size = info.get("size")
     version = next((str(info[key]) for key in VERSIONS if info.get(key)), "")
     return TreeEntry(
@@ -379,7 +379,7 @@ def entry_of(info: Mapping[str, Any], name: str) -> TreeEntry:
 
 
 def _member(entry: Mapping[str, Any], folder: str) -> TreeEntry | None:
-    """Return the entry of a line of a listing; None: the folder's own, or a link elsewhere."""
+    """Make an entry from a listing, or return None for the folder itself or an outside link."""
     full = str(entry["name"])
     name = full.rstrip("/").rpartition("/")[2]
     if full.strip("/") == folder.strip("/"):
@@ -399,7 +399,7 @@ def _nanoseconds(time: object) -> int:
 
 
 def failure_of(error: Exception, url: str, name: str, what: str) -> CkptError:
-    """Return the error for what went wrong at a place; what is secret in *url* is not in it."""
+    """Convert an exception of a file system to a `CkptError` without the secrets of *url*."""
     subject = f"`{name}`" if name else "it"
     said = next(iter(str(error).strip().splitlines()), "")
     where, why = masked(url), hide(f"{type(error).__name__}: {said}", url)
@@ -423,9 +423,9 @@ def failure_of(error: Exception, url: str, name: str, what: str) -> CkptError:
 
 
 def raise_other(error: OSError) -> None:
-    """Raise what was wrong if it was not found for another reason than that it is not there.
+    """Raise the cause of a "not found" error if it is another failure.
 
-    ``HTTPFileSystem`` says "not found" of whatever goes wrong.
+    ``HTTPFileSystem`` reports every failure as "not found".
     """
     cause = error.__cause__
     if isinstance(cause, Exception) and getattr(cause, "status", None) not in (None, 404, 410):

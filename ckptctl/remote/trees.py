@@ -1,4 +1,4 @@
-"""The URLs that are in use, as trees of names: listings are asked for once, folder by folder."""
+"""Trees of remote files: cached listings of the URLs in use, requested once per folder."""
 
 from __future__ import annotations
 
@@ -26,11 +26,16 @@ from ckptctl.tree import FileTree, TreeEntry, Upload, UploadRequest, UrlPath
 from ckptctl.units import counted
 
 _numbers = itertools.count()
-"""What was read of one tree is never taken for what another one has."""
+"""Numbers that keep cached blocks of different trees apart."""
 
 
 class Tree:
-    """What lies behind one URL."""
+    """The files below one URL, with cached listings.
+
+    Attributes:
+        url: The URL without secrets.
+        failure: The last storage error of a read or listing, or None.
+    """
 
     def __init__(
         self,
@@ -51,7 +56,7 @@ class Tree:
             self._folders[""] = {entry.name: entry for entry in listed}
 
     def members(self, folder: str) -> dict[str, TreeEntry]:
-        """Return the members of *folder* by name; none where there is no such folder."""
+        """Return the entries of *folder* by name, or none if there is no such folder."""
         with self._lock:
             entries = self._folders.get(folder)
             if entries is None:
@@ -59,7 +64,7 @@ class Tree:
             return entries
 
     def find(self, name: str) -> TreeEntry | None:
-        """Return the entry of *name*; None: there is nothing."""
+        """Return the entry of *name*, or None if it does not exist."""
         if name in self._known:
             return self._known[name]
         if not name:
@@ -76,7 +81,7 @@ class Tree:
         return entry
 
     def file(self, name: str) -> TreeEntry:
-        """Return the entry of the file *name*."""
+        """Return the entry of the file *name*, or raise if it is missing or a folder."""
         entry = self.find(name)
         if entry is None:
             raise SourceNotFoundError(f"`{name}` is missing", where=self.url)
@@ -85,7 +90,7 @@ class Tree:
         return entry
 
     def read(self, name: str, offset: int, nbytes: int) -> bytearray:
-        """Return a range of bytes of *name*; fewer where it has no more."""
+        """Read a byte range of *name*, shorter at the end of the file."""
         try:
             return self.prefetch(name, offset, nbytes)
         except StorageError as error:
@@ -93,7 +98,7 @@ class Tree:
             raise
 
     def prefetch(self, name: str, offset: int, nbytes: int = 1) -> bytearray:
-        """Do as :meth:`read` does, on trial: a failure is not noted in :attr:`failure`."""
+        """Read a byte range of *name* without recording an error in :attr:`failure`."""
         entry = self.file(name)
         nbytes = min(nbytes, entry.size - offset)
         if nbytes <= 0:
@@ -112,19 +117,19 @@ class Tree:
         return SHARED.read(self._key(name, entry), entry.size, offset, nbytes, fetch)
 
     def end(self, name: str, stop: int) -> None:
-        """Note that a range of *name* that is read ends at byte *stop*."""
+        """Mark *stop* as the end of a sequential read of *name*."""
         SHARED.end(self._key(name, self.file(name)), stop)
 
     def _key(self, name: str, entry: TreeEntry) -> Hashable:
         return self._number, name, entry.size, entry.version, entry.mtime_ns
 
     def above(self) -> Tree | None:
-        """Return the folder that it lies in, which need not let us look; None: there is none."""
+        """Return the tree of the parent folder, which need not be listable, or None."""
         store = self._store.above()
         return None if store is None else Tree(store, lenient=True)
 
     def forget(self) -> None:
-        """Ask again for what is listed, from now on."""
+        """Drop all cached listings."""
         with self._lock:
             self._folders.clear()
             self._store.refresh()
@@ -147,10 +152,9 @@ class Tree:
 
 
 class RemoteTree(FileTree):
-    """The URLs that are read with the secrets of one of them, as trees of names.
+    """All URLs that are accessed with the same secrets.
 
-    Of what lies above a URL that was looked at, its folder alone is looked at: pointers and other
-    saves may be in it.
+    Above a URL in use, only its parent folder is listed, for pointers and other saves.
     """
 
     def __init__(self, url: str) -> None:
@@ -233,7 +237,7 @@ class RemoteTree(FileTree):
         return ObjectUpload(FsspecStore(secret, url), request)
 
     def _looked_at(self, url: str) -> str:
-        """Look behind *url*, anew, and return how the place spells it."""
+        """List *url* again, and return the store's canonical form of it."""
         secret = self.secret_of(url)
         store: Store = HubStore(secret) if self.atomic else FsspecStore(secret, url)
         listed = store.members("")
@@ -252,7 +256,7 @@ class RemoteTree(FileTree):
         return store.url
 
     def _tree_at(self, url: str) -> tuple[Tree | None, str]:
-        """Return the tree that *url* lies in, and its name there; None: it lies in none."""
+        """Return the tree that contains *url*, or None, and the name in that tree."""
         with self._lock:
             roots = [root for root in self._trees if _inside(url, root)] or self._above(url)
             if not roots:
@@ -261,7 +265,7 @@ class RemoteTree(FileTree):
             return self._trees[longest], url[len(longest) + 1 :]
 
     def _tree_of(self, url: str) -> tuple[Tree, str]:
-        """Return the tree that a file lies in, and its name there; it is looked at if need be."""
+        """Return the tree that contains *url* and the name in it, listing the URL if necessary."""
         tree, name = self._tree_at(url)
         if tree is None:
             tree, name = self._tree_at(self._looked_at(url))
@@ -270,7 +274,7 @@ class RemoteTree(FileTree):
         return tree, name
 
     def _above(self, url: str) -> list[str]:
-        """Return the folder of a URL in use if *url* is in it; it is known from then on."""
+        """Register the parent folder of a URL in use if it contains *url*, and return its URL."""
         for root in self._trees:
             if _inside(url, root.rpartition("/")[0]):
                 above = self._trees[root].above()
@@ -281,14 +285,14 @@ class RemoteTree(FileTree):
 
 
 def open_url(url: str) -> UrlPath:
-    """Return the path of a URL, behind which nothing is looked at yet."""
+    """Return the path of a URL, without accessing it."""
     url = tidy(url)
     scheme, _, rest = masked(url).partition("://")
     return UrlPath(RemoteTree(url), f"{scheme}://{PurePosixPath(rest.lstrip('/'))}")
 
 
 def store_at(path: UrlPath) -> FsspecStore:
-    """Return the folder at *path* to write to."""
+    """Open the store at *path* for writing."""
     return FsspecStore(path.tree.secret_of(path.url), path.url)
 
 

@@ -1,11 +1,11 @@
-"""Where a finished output goes when its destination is a URL: an object store, or the Hub.
+"""Uploads of outputs to object stores.
 
-There is no rename of many objects in one step. On the Hub nothing is seen until the commit, which
-is one step. Elsewhere one run at a time writes (:mod:`~ckptctl.remote.lock`). What makes
-the files a checkpoint, its index, goes last, after a look at all others; of a checkpoint that is
-replaced it is removed first, and all of that is removed before the first new file is there. So what
-lies there is, at any moment, the old one, the new one, or none that is whole. A single file is
-replaced in one step.
+Object stores cannot rename many objects atomically. Therefore one run at a time writes
+(:mod:`~ckptctl.remote.lock`), and the index, which makes the files a checkpoint, is uploaded last,
+after a check of all other files. When a checkpoint is replaced, its index is removed first, then
+its other files, before the first new file is uploaded. At any moment, the destination contains the
+old checkpoint, the new one, or an incomplete one without an index. A single file is replaced
+atomically. (On the Hub, one commit publishes everything: :mod:`~ckptctl.remote.hub_upload`.)
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from ckptctl.units import counted
 
 
 def require_apart(store: FsspecStore, request: UploadRequest) -> None:
-    """Refuse a place that holds what is read, by whichever URL of it."""
+    """Raise if the destination contains a source of the output, by any URL of it."""
     target = f"{store.url}/{request.single}" if request.single else store.url
     if ".." in target.split("/"):
         raise UsageError("a destination URL cannot contain `..`", where=target)
     path = store.path(request.single or "")
     for root, names in request.read.items():
-        if not isinstance(root, UrlPath) or root.tree.atomic:  # what is read of the Hub stays
+        if not isinstance(root, UrlPath) or root.tree.atomic:  # Hub commits stay readable
             continue
         other, folder = system_of(root.tree.secret_of(root.url))
         inside = (f"{folder}/{name}/".startswith(f"{path}/") for name in names)
@@ -41,7 +41,7 @@ def require_apart(store: FsspecStore, request: UploadRequest) -> None:
 
 
 class ObjectUpload:
-    """A folder, or a file, of an object store or any other file system of fsspec."""
+    """An upload of a folder or single file to an object store or other fsspec file system."""
 
     def __init__(self, store: FsspecStore, asked: UploadRequest) -> None:
         require_apart(store, asked)
@@ -91,7 +91,7 @@ class ObjectUpload:
         try:
             found = self._objects.send(name, path, create=not (self._asked.single and self._before))
         except OccupiedError:
-            self._begun.remove(name)  # it is not for this run to take it back
+            self._begun.remove(name)  # it belongs to another run and must not be removed
             raise
         self._sent[name] = sent = Sent(path.stat().st_size, found.version, digest)
         if self._asked.resume:
@@ -116,7 +116,7 @@ class ObjectUpload:
                 )
 
     def commit(self) -> None:
-        """Make sure that all files are there: the last one made them a checkpoint."""
+        """Check all files. The upload of the index has already published the checkpoint."""
         self._committed = True
         self.require_whole()
 
@@ -132,11 +132,14 @@ class ObjectUpload:
 
     def close(self) -> None:
         """See :class:`~ckptctl.tree.Upload`."""
-        with suppress(CkptError):  # all is there: the next run removes a lock that nobody holds
+        with suppress(CkptError):  # the next run takes over a lock without a holder
             self._lock.drop()
 
     def _undo(self) -> str:
-        """Take back what can be; after an error the lock is there, and says what was begun."""
+        """Remove uploaded files or keep them for ``--resume``, and return a message about it.
+
+        After an error, the lock stays and records the files.
+        """
         if not self._lock.ours():
             return "uploaded files remain, because another process now writes to this destination"
         self._objects.drop_parts(self._begun)
@@ -149,7 +152,7 @@ class ObjectUpload:
         return f"uploaded files were deleted{gone}"
 
     def _admit(self) -> None:
-        """Refuse a place with anything in it that is not to be replaced."""
+        """Raise if the destination contains files that must not be replaced."""
         unfinished = self._left is not None and self._left.explains(self._before)
         if not self._before or unfinished or self._kept.keys() == self._before.keys():
             return
@@ -164,7 +167,7 @@ class ObjectUpload:
         self._replaces = True
 
     def _kept_of(self, left: Writing | None) -> dict[str, Sent]:
-        """Return the files of this output that an earlier run sent, if they are still the same."""
+        """Return the files that an earlier run uploaded and that have not changed since."""
         if left is None or not self._asked.resume:
             return {}
         return {
@@ -174,7 +177,7 @@ class ObjectUpload:
         }
 
     def _make_room(self, others: list[str]) -> bool:
-        """Remove *others*, and what was there before, if that still is; return whether any was."""
+        """Remove *others* and the remaining old files, and return whether any were removed."""
         with self._mutex:
             if self._doomed:
                 self._lock.note_removal(self._doomed)
@@ -185,9 +188,9 @@ class ObjectUpload:
         return bool(order or others)
 
     def _take_back(self) -> None:
-        """Remove the files that this run uploaded, first of all the index.
+        """Remove the files that this run uploaded, the index first.
 
-        What somebody else has written there since is left.
+        Files that another run has written since are kept.
         """
         found = self._objects.look()
         single = self._before if self._asked.single else {}
@@ -199,7 +202,7 @@ class ObjectUpload:
         self._ruined |= self._replaces and bool(self._begun) and not old
 
     def _let_go(self) -> None:
-        """Leave the lock as it was found, or none."""
+        """Restore the lock's previous record, or remove the lock."""
         left = self._left
         if left is not None and not self._begun and left.explains(self._objects.look()):
             self._lock.leave(left)
