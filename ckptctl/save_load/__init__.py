@@ -1,1 +1,1 @@
-"""Planning of saves and loads in training, without torch; `ckptctl.distributed` runs it."""
+"""Planning of saves and loads in training, without torch; `ckptctl.distributed` executes it."""

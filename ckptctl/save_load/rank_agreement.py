@@ -1,9 +1,8 @@
-"""Agreement of all ranks before a save or a load: do they mean the same, and do plans hold?
+"""Agreement of all ranks before a save or load, on its target and on cached plans.
 
-A plan is used again only if every rank made it in the same planning (its *generation*) and has
-found it by exactly what it holds: one exchange tells. Where a single rank has changed anything, all
-of them plan anew. What ranks hold does not name a planning: those of two groups, with the same
-boxes, can decide differently.
+A cached plan is reused only if every rank made it in the same planning (its *generation*) and its
+shards have not changed, which one exchange shows. If any rank has changed, all ranks plan again.
+Shards alone do not identify a plan: two process groups with the same boxes can plan differently.
 """
 
 from __future__ import annotations
@@ -21,13 +20,13 @@ class RankStatement(NamedTuple):
     """The statement of one rank before a save or a load.
 
     Attributes:
-        target: Where it is to save, or what it is to load.
-        how: Options that have to be the same everywhere, by name.
-        nonce: Tells this call from all others; drawn anew each time.
-        identity: Digest of what it says of its tensors and values.
-        generation: Of the plan that it has for what it holds; empty: none.
+        target: Destination of the save, or checkpoint to load.
+        how: Options that must be the same on all ranks, by name.
+        nonce: Random bytes that identify this call.
+        identity: Digest of the metadata of its tensors and values.
+        generation: Generation of its cached plan, or empty if it has none.
         groups: Digests of its values, by the groups of that plan.
-        problem: Why it cannot go on.
+        problem: Error that keeps it from continuing.
     """
 
     target: str
@@ -40,14 +39,14 @@ class RankStatement(NamedTuple):
 
 
 def new_nonce() -> bytes:
-    """Return random bytes that tell this call from all others."""
+    """Return random bytes that identify this call."""
     return os.urandom(16)
 
 
 def require_agreement(
     said: Sequence[RankStatement], rank: int, places: str = "destinations"
 ) -> None:
-    """Make sure that all ranks are about to do the same thing."""
+    """Raise if the ranks have different targets or options, or another rank has failed."""
     for other, one in enumerate(said):
         if one.problem and other != rank:
             raise RankError(other, one.problem)
@@ -69,8 +68,8 @@ def require_agreement(
 
 
 def name_generation(said: Sequence[RankStatement]) -> bytes:
-    """Return the name of the plan that the ranks make now."""
-    import hashlib  # with OpenSSL, which one process should not wait for
+    """Return the generation of the plan that the ranks make now, from all their nonces."""
+    import hashlib  # loads OpenSSL, which a single process does not need
 
     found = hashlib.blake2b(digest_size=DIGEST)
     for one in said:
@@ -79,7 +78,7 @@ def name_generation(said: Sequence[RankStatement]) -> bytes:
 
 
 def is_unchanged(said: Sequence[RankStatement]) -> bool:
-    """Return whether the plan of every rank still holds; the same on all ranks."""
+    """Return whether the cached plans of all ranks are valid. All ranks get the same result."""
     made = said[0].generation
     return (
         bool(made)
@@ -89,6 +88,6 @@ def is_unchanged(said: Sequence[RankStatement]) -> bool:
 
 
 def is_first_to_say(said: Sequence[RankStatement], rank: int) -> bool:
-    """Return whether no lower rank says the same of its tensors and values."""
+    """Return whether no lower rank has the same tensors and values as *rank*."""
     identity = said[rank].identity
     return all(one.identity != identity for one in said[:rank])

@@ -1,1 +1,1 @@
-"""Any checkpoint read into memory: mapped to a state, checked, planned, compared by name."""
+"""Loads of any checkpoint into a state dict: mapping, checks, read plans, key comparison."""

@@ -1,4 +1,4 @@
-"""Proof that a checkpoint's tensors fit those of the state, and that none is lost."""
+"""Checks that the tensors of a checkpoint fit those of a state, and that no data is lost."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ckptctl.units import counted
 
 
 def require_filled(tensors: Mapping[str, ComposedTensor]) -> None:
-    """Prove that the tensors of the checkpoint give *tensors* all of their elements."""
+    """Raise unless the checkpoint has data for all elements of *tensors*."""
     torn = [name for name, composed in tensors.items() if not composed.is_covered]
     if torn:
         raise MappingError(
@@ -30,7 +30,7 @@ def require_filled(tensors: Mapping[str, ComposedTensor]) -> None:
 
 
 def require_boxes(entry: TensorEntry, targets: Iterable[Target]) -> None:
-    """Prove that the extents of *entry* tile each of the boxes."""
+    """Raise unless the extents of *entry* cover each target box exactly once."""
     for target in targets:
         inside: list[Extent] = []
         for extent in entry.extents:
@@ -43,7 +43,7 @@ def require_boxes(entry: TensorEntry, targets: Iterable[Target]) -> None:
 
 
 def require_shapes(tensors: Mapping[str, ComposedTensor], wanted: Mapping[str, Wanted]) -> None:
-    """Prove that the wanted tensors have the shapes that the checkpoint's get."""
+    """Raise unless the shapes in the state equal those of the mapped checkpoint tensors."""
     wrong = [n for n, one in wanted.items() if n in tensors and tensors[n].shape != one.shape]
     if wrong:
         name = wrong[0]
@@ -63,7 +63,11 @@ def require_shapes(tensors: Mapping[str, ComposedTensor], wanted: Mapping[str, W
 def casts(
     mapping: StateMapping, wanted: Mapping[str, Wanted], allowed: bool
 ) -> dict[str, tuple[str, str]]:
-    """Return the dtypes that change, old and new; refuse to change any that must not."""
+    """Return the tensors whose dtype changes, with old and new dtype.
+
+    Raises:
+        MappingError: A cast is not allowed, or would ignore the scales of quantized weights.
+    """
     entries = mapping.catalog.tensors
     found: dict[str, tuple[str, str]] = {}
     read: dict[str, str] = {}
@@ -109,7 +113,7 @@ def _require_castable(found: Mapping[str, tuple[str, str]], allowed: bool) -> No
 
 
 def _require_plain(catalog: Catalog, read: Mapping[str, str]) -> None:
-    """Refuse to cast quantized elements without regard to their scales."""
+    """Raise if a tensor to cast is quantized, as a cast would ignore its scales."""
     found = [name for name in quantized(catalog) if name in read]
     if found:
         raise MappingError(
@@ -121,7 +125,7 @@ def _require_plain(catalog: Catalog, read: Mapping[str, str]) -> None:
 
 
 def require_nothing_lost(mapping: StateMapping) -> None:
-    """Read data that the mapping drops as redundant, and prove that it is."""
+    """Read data that the mapping drops as redundant, and raise if it is not redundant."""
     names = dict.fromkeys(key for one in mapping.redundant for key in one.keys)
     catalog = located(mapping.catalog, names)
     with open_reader(catalog) as files:

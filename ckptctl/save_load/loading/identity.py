@@ -1,4 +1,4 @@
-"""The identity of a checkpoint's files, and the fingerprint by which ranks compare theirs."""
+"""The identity of a checkpoint's files, and the fingerprint that ranks compare."""
 
 from __future__ import annotations
 
@@ -24,27 +24,27 @@ Stamp = tuple[str, FileIdentity]
 SAMPLES = 16
 SAMPLE = 256
 SHOWN = 12
-"""Characters of an id in messages."""
+"""Characters of an ID shown in messages."""
 
 
 class _UnsettledError(Exception):
-    """There are too many files, one cannot be looked at, or one is too fresh."""
+    """There are too many files to compute an identity."""
 
 
 def identity(paths: Iterable[str | TreePath | None]) -> bytes | None:
-    """Return the identity of the files below *paths*.
+    """Compute the identity of the files below *paths*, without opening them.
 
-    Nothing is opened: of every file its name, size, times, inode and device are taken. A file that
-    was written an instant ago could be written again without any of them changing (the clock of a
-    file system ticks every few milliseconds), so such a checkpoint has no identity yet; git treats
-    its index likewise (``Documentation/technical/racy-git.adoc``).
+    It covers the name, size, times, inode and device of every file. A file that was just written
+    could be written again without a change of these, as the clocks of file systems tick every few
+    milliseconds. Such a checkpoint has no identity yet; git treats its index in the same way
+    (``Documentation/technical/racy-git.adoc``).
 
     Args:
-        paths: Directories, which are looked at with all that is in them, and files, with those
-            beside them; None stands for nothing.
+        paths: Directories, including all their contents, and files, including the other files of
+            their directory. None is ignored.
 
     Returns:
-        A digest; None where none can be given (of URLs never), so that nothing may be built on it.
+        A digest, or None if there is no reliable identity, for example for URLs.
     """
     found: list[Stamp] = []
     try:
@@ -68,7 +68,7 @@ def _stamps(path: Path) -> Iterator[Stamp]:
 
 
 def _below(folder: Path, seen: set[tuple[int, int]]) -> Iterator[Stamp]:
-    """Yield the stamps of all that is in *folder*, behind symbolic links, too."""
+    """Yield the stamps of all files below *folder*, following symbolic links."""
     own = folder.stat()
     if (own.st_dev, own.st_ino) in seen:
         return
@@ -80,7 +80,7 @@ def _below(folder: Path, seen: set[tuple[int, int]]) -> Iterator[Stamp]:
 
 
 def _beside(path: Path) -> Iterator[Stamp]:
-    """Yield the stamps of a file and of those in its directory."""
+    """Yield the stamps of a file and of the files in its directory."""
     yield str(path), FileIdentity.of(path.stat())
     with os.scandir(path.parent) as entries:
         yield from (_stamp(entry) for entry in entries if not entry.is_dir())
@@ -89,17 +89,17 @@ def _beside(path: Path) -> Iterator[Stamp]:
 def _stamp(entry: os.DirEntry[str]) -> Stamp:
     try:
         return entry.path, FileIdentity.of(entry.stat())
-    except FileNotFoundError:  # a symbolic link that leads nowhere
+    except FileNotFoundError:  # a dangling symbolic link
         return entry.path, FileIdentity.of(entry.stat(follow_symlinks=False))
 
 
 class Fingerprint(NamedTuple):
-    """The checkpoint that one rank sees, small enough to be compared with all others.
+    """Fingerprint of the checkpoint that one rank sees, for comparison with other ranks.
 
-    Ranks with disks of their own, or a mount that is stale, can see different checkpoints under one
-    path. Two copies of one checkpoint are the same, whatever their times and inodes: saves are told
-    apart by their ids, with the names and sizes of the files. Where there is none (safetensors,
-    files of ``torch.save``), the index, the manifest and some of the bytes stand for it.
+    Ranks with local disks or stale mounts can see different checkpoints at the same path. Copies
+    of a checkpoint have equal fingerprints, whatever their times and inodes: saves are identified
+    by their ID and the names and sizes of their files. Checkpoints without an ID (safetensors,
+    files of ``torch.save``) are identified by the index, the manifest and samples of the data.
     """
 
     digest: bytes
@@ -107,7 +107,7 @@ class Fingerprint(NamedTuple):
 
 
 def fingerprint_of(catalog: Catalog) -> Fingerprint:
-    """Return the fingerprint of a checkpoint."""
+    """Compute the fingerprint of a checkpoint."""
     files = sorted(catalog.files.items())
     found = digest((catalog.format, files, catalog.save_id or _content(catalog)))
     name = (
@@ -120,7 +120,7 @@ def fingerprint_of(catalog: Catalog) -> Fingerprint:
 
 
 def require_same_checkpoint(seen: Sequence[Fingerprint], path: str) -> None:
-    """Make sure that all ranks see the same."""
+    """Raise if the ranks see different checkpoints."""
     ranks: dict[Fingerprint, list[int]] = {}
     for rank, one in enumerate(seen):
         ranks.setdefault(one, []).append(rank)
@@ -140,7 +140,7 @@ def _ranks(numbers: Sequence[int]) -> str:
 
 
 def _content(catalog: Catalog) -> bytes:
-    """Return a digest of the index and some bytes of a checkpoint that has no id."""
+    """Compute a digest of the index and samples of the data, for a checkpoint without an ID."""
     tensors = [
         (name, one.dtype, one.shape, [(e.box, e.file, e.offset, e.nbytes) for e in one.extents])
         for name, one in sorted(catalog.tensors.items())
@@ -155,7 +155,7 @@ def _content(catalog: Catalog) -> bytes:
 
 
 def _samples(catalog: Catalog, files: SourceFiles) -> Iterator[tuple[str, int, int]]:
-    """Yield ranges of files that are compared: all of the manifest, spots of the data."""
+    """Yield the byte ranges to compare, from the manifest or as samples of the data."""
     if (files.root / MANIFEST).is_file():
         yield MANIFEST, 0, files.size(MANIFEST)
         return

@@ -1,4 +1,4 @@
-"""Missing and unexpected keys: the names of a checkpoint and of a state, compared."""
+"""Missing and unexpected keys: comparison of the keys of a checkpoint and a state."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def describe_load(
     loaded: tuple[str, ...],
     cast: Mapping[str, tuple[str, str]],
 ) -> LoadReport:
-    """Report a load whose names were *compared* before."""
+    """Complete the report of a load from the comparison of its keys."""
     return replace(
         compared,
         loaded=loaded,
@@ -39,7 +39,7 @@ def describe_load(
 
 
 def as_strict_as(report: LoadReport, strict: Strict, mapping: StateMapping) -> LoadReport:
-    """Return of the names that differ those that *strict* is about."""
+    """Return *report* with only the missing and unexpected keys that *strict* applies to."""
     if strict is True or not (report.missing or report.unexpected):
         return report
     if not strict:
@@ -61,7 +61,7 @@ def as_strict_as(report: LoadReport, strict: Strict, mapping: StateMapping) -> L
 
 
 def require_equal(report: LoadReport, mapping: StateMapping) -> None:
-    """Refuse a state that does not have the names of the checkpoint."""
+    """Raise if the report has missing or unexpected keys."""
     if not report.missing and not report.unexpected:
         return
     sides = (
@@ -94,11 +94,11 @@ def require_equal(report: LoadReport, mapping: StateMapping) -> None:
 def compare(
     mapping: StateMapping, tensors: Mapping[str, Keys], values: Mapping[str, Keys]
 ) -> LoadReport:
-    """Compare the names of the checkpoint with those of the state; nothing is loaded yet.
+    """Compare the keys of the checkpoint with those of the state, before anything is loaded.
 
-    A state that has something of the trainer's, a step or an optimizer, is to resume: all that the
-    checkpoint has is expected in it. One without says nothing of the trainer's, nor of containers
-    of which it has nothing: what is unexpected in it lies next to something that it has.
+    A state with training state, such as a step or an optimizer, is loaded to resume: all keys of
+    the checkpoint are expected in it. For any other state, keys of training state, and keys in
+    containers of which it has no key, are not unexpected.
     """
     catalog, offered = mapping.catalog, mapping.tensors
     missing = [name for name in tensors if name not in offered]
@@ -116,14 +116,14 @@ def compare(
     resumes = any(map(is_training, (*tensors, *values, *read)))
 
     def excuse(name: str, keys: Keys) -> str | None:
-        """Return why a name may be left over, if it may."""
+        """Return the reason why a key may be skipped, or None if it is unexpected."""
         if name in apart:
             return "it belongs to a single rank"
         entry = catalog.tensors.get(name)
         if entry and entry.alias_of in read:
             return f"it shares memory with `{entry.alias_of}`, which is read"
         if resumes:
-            # Lightning's `meta.pt`: its strategies read it by themselves.
+            # Lightning's `meta.pt`, which its strategies read themselves.
             if catalog.format == "dcp" and _is_in_companion(catalog, name):
                 return "it is stored in a file of its own, outside of the saved state"
             return None
@@ -148,7 +148,7 @@ def compare(
 
 
 def _is_in_companion(catalog: Catalog, name: str) -> bool:
-    """Return whether a value of a DCP is stored in ``meta.pt``, next to what DCP stores."""
+    """Return whether a value of a DCP checkpoint is stored in ``meta.pt`` next to it."""
     if blob := catalog.blobs.get(name):
         return blob.file is None
     files = {extent.file for extent in catalog.tensors[name].extents}
@@ -156,7 +156,7 @@ def _is_in_companion(catalog: Catalog, name: str) -> bool:
 
 
 def require_kinds(mapping: StateMapping, tensors: Collection[str], values: Collection[str]) -> None:
-    """Refuse leaves that are tensors on one side and something else on the other."""
+    """Raise if a key is a tensor on one side and not a tensor on the other."""
     offered, blobs = mapping.tensors, mapping.catalog.blobs
     here = [name for name in tensors if name not in offered and held_as(mapping, name, 0)]
     there = [
@@ -186,14 +186,14 @@ def held_as(
     values: Collection[str] = (),
     apart: Collection[str] = (),
 ) -> str | None:
-    """Return the name under which the checkpoint has a leaf that is no tensor, if it has it.
+    """Return the key of a non-tensor value in the checkpoint, or None if it has none.
 
     Args:
-        mapping: How the checkpoint becomes the state.
-        name: The leaf in the state.
-        rank: Whose value is preferred where every rank has its own.
-        values: All leaves of the state; what it has itself is not another leaf's.
-        apart: What :func:`kept_apart` says of the checkpoint.
+        mapping: Mapping from the checkpoint to the state.
+        name: Key of the value in the state.
+        rank: Rank whose value is preferred if ranks have different values.
+        values: Keys of all values of the state. Its own keys are not per-rank keys of others.
+        apart: Per-rank keys of the checkpoint, from :func:`kept_apart`.
     """
     own = moved(name, mapping.prefix, mapping.root)
     other = f"rank_{rank}.{own}"
@@ -205,13 +205,13 @@ def held_as(
 def with_own(
     mapping: StateMapping, plain: Collection[str], rank: int, state: Collection[str]
 ) -> StateMapping:
-    """Return *mapping* for one rank: of tensors of which every rank has its own it takes that.
+    """Return *mapping* with the per-rank versions of tensors for one rank.
 
     Args:
-        mapping: How the checkpoint becomes the state.
-        plain: Tensors of the state that are not one with those of other ranks, as shards are.
+        mapping: Mapping from the checkpoint to the state.
+        plain: Tensors of the state that are not sharded across ranks.
         rank: The rank.
-        state: All names of the state; what it has itself is not another tensor's.
+        state: All keys of the state. Its own keys are not per-rank keys of others.
     """
     apart = kept_apart(mapping.catalog) if rank else ()
     own: dict[str, ComposedTensor] = {}
@@ -228,10 +228,10 @@ def with_own(
 
 
 def inherited(mapping: StateMapping, state: Collection[str], rank: int) -> tuple[str, ...]:
-    """Return the leaves that a rank gets of the lowest one, as it did not save itself.
+    """List the per-rank values that a rank receives from the lowest rank, as it saved none.
 
-    Of a checkpoint that does not say how many ranks saved it, the highest with a value of its own
-    tells.
+    If the checkpoint does not record its world size, the highest rank with a per-rank value
+    determines it.
     """
     matched = [found for n in kept_apart(mapping.catalog) if (found := APART.fullmatch(n))]
     world = mapping.catalog.world or 1 + max((int(one["rank"]) for one in matched), default=0)
@@ -242,11 +242,11 @@ def inherited(mapping: StateMapping, state: Collection[str], rank: int) -> tuple
 
 
 def kept_apart(catalog: Catalog) -> set[str]:
-    """Return the names under which single ranks keep their own values of a leaf.
+    """List the per-rank keys of a checkpoint, such as ``rank_1.name``.
 
-    The lowest rank's keeps its name, so there is always one, and never one of rank 0 apart. A user
-    may have a ``rank_1`` as well: all in there is the user's own as soon as anything in there can
-    not be a rank's own of something beside it.
+    The value of the lowest rank keeps its key, so the shared key always exists, and rank 0 never
+    has per-rank keys. A user's state may also contain a ``rank_1``: all its keys are the user's if
+    any of them cannot be a per-rank version of a shared key.
     """
     matched = ((name, APART.fullmatch(name)) for name in (*catalog.blobs, *catalog.tensors))
     inside = [(name, found["rank"], found["name"]) for name, found in matched if found]
@@ -255,7 +255,7 @@ def kept_apart(catalog: Catalog) -> set[str]:
 
 
 def _alike(catalog: Catalog, name: str, own: str) -> bool:
-    """Return whether *name* can be a rank's own value of *own*."""
+    """Return whether *name* can be a per-rank version of *own*."""
     one, other = catalog.tensors.get(name), catalog.tensors.get(own)
     if one and other:
         return (one.dtype, one.shape) == (other.dtype, other.shape)
@@ -267,5 +267,5 @@ def _container(keys: Keys) -> str:
 
 
 def _head(keys: Keys) -> str:
-    """Return the first name of a path, also where dots divide names instead of dictionaries."""
+    """Return the first name of a path, also if keys are separated by dots."""
     return str(keys[0]).partition(".")[0]

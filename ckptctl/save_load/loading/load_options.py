@@ -21,9 +21,9 @@ from ckptctl.storage.outcome import OutOfRange, require_in_range
 from ckptctl.tree import TreePath
 
 Strict = bool | Literal["model", "state"]
-"""Whose names have to agree: those of both sides, of neither, of the model, or all of the state."""
+"""Keys that must match: those of both sides, none, the model's, or all keys of the state."""
 Rename = Mapping[str, str] | Callable[[str], str]
-"""What names of a checkpoint are called instead."""
+"""Map from keys of a checkpoint to new keys."""
 
 
 def _require_rename(value: Rename) -> Rename:
@@ -34,7 +34,7 @@ def _require_rename(value: Rename) -> Rename:
 
 @dataclass(frozen=True, kw_only=True)
 class LoadOptions(Options):
-    """How a checkpoint is read into a state dict."""
+    """Options for loading a checkpoint into a state dict."""
 
     model_type: Annotated[
         str | None, Option("Model type, required only if keys or axes change. Detected if None.")
@@ -93,11 +93,11 @@ class LoadOptions(Options):
             check=_require_rename,
         ),
     ] = None
-    strict: Strict = True  # names that are missing or left over are errors
+    strict: Strict = True  # missing and unexpected keys are errors
 
     @property
     def mapping(self) -> MappingRequest:
-        """Return what is asked of the names and the layout of the checkpoint and of the state."""
+        """The options that concern keys and layouts of the checkpoint and the state."""
         return MappingRequest(
             source=Request(self.model_type, self.from_layout, self.root, self.sizes),
             state=Request(layout=self.layout),
@@ -108,7 +108,7 @@ class LoadOptions(Options):
         )
 
     def open(self, path: str | TreePath) -> Catalog:
-        """Return the index of the checkpoint at *path*, quantized tensors as they are wanted."""
+        """Open the index of the checkpoint at *path*, with keys renamed and tensors dequantized."""
         catalog = open_source(path, self)
         if self.rename is not None:
             catalog = renamed_by(catalog, self.rename)
@@ -118,7 +118,7 @@ class LoadOptions(Options):
             return dequantized(catalog, self.dequantize, quantization_in(self.assets))
 
     def require_in_range(self, found: Mapping[str, OutOfRange]) -> None:
-        """Refuse elements that became infinite, NaN or saturated, unless they are allowed."""
+        """Raise if elements became infinite, NaN or saturated, unless overflow is allowed."""
         if not self.allow_overflow:
             require_in_range(found, "pass `allow_overflow=True` to load them anyway")
 
@@ -128,24 +128,25 @@ class LoadReport:
     """The report of a load on one rank.
 
     Attributes:
-        loaded: Names of the tensors and other leaves of the state that were filled.
-        missing: Names in the state, of any rank, that the checkpoint does not have.
-        unexpected: Names in the checkpoint that no rank has, where the state has others beside.
-        left_out: Names in other parts of the checkpoint, or dropped by a rule, and why.
-        cast: Names whose elements changed their dtype, and from what to what.
-        notes: What the user should know.
+        loaded: Keys of the tensors and other values of the state that were filled.
+        missing: Keys of the state, on any rank, that the checkpoint does not have.
+        unexpected: Keys of the checkpoint that no rank has, next to keys of the state.
+        left_out: Keys in other parts of the checkpoint, or dropped by a rule, and the reason.
+        cast: Keys of tensors that were cast, with the old and the new dtype.
+        notes: Notes for the user.
         format: Format of the checkpoint.
-        model_type: The family, where names or axes changed.
-        from_layout: Layout of the checkpoint, likewise.
-        layout: Layout of the state, likewise.
-        bytes_read: Bytes that this rank read of tensors.
-        bytes_received: Bytes that other ranks read for it.
-        out_of_range: What of that which this rank read became infinite, NaN or saturated, by the
-            name of the tensor in the state.
-        inherited: What each rank that saved has its own of, and this one got of the lowest: it did
-            not take part in the save.
-        on_meta: Tensors of modules in the state that still are on the meta device, as buffers that
-            are not saved: the checkpoint has nothing for them, so something else has to fill them.
+        model_type: Model type, if keys or axes changed.
+        from_layout: Layout of the checkpoint, if keys or axes changed.
+        layout: Layout of the state, if keys or axes changed.
+        bytes_read: Bytes of tensors that this rank read.
+        bytes_received: Bytes that other ranks read for this rank.
+        out_of_range: Elements read by this rank that became infinite, NaN or saturated, by key of
+            the state.
+        inherited: Values that differ between the ranks that saved, and that this rank received
+            from the lowest of them because it did not take part in the save.
+        on_meta: Tensors of modules in the state that are still on the meta device, such as buffers
+            that are not saved. The checkpoint does not contain them, so they must be initialized
+            separately.
     """
 
     loaded: tuple[str, ...] = ()
@@ -166,7 +167,12 @@ class LoadReport:
 
 
 def renamed_by(catalog: Catalog, rename: Rename) -> Catalog:
-    """Return *catalog* with the names that the user gives its tensors and other leaves."""
+    """Return *catalog* with the user's keys for its tensors and other values.
+
+    Raises:
+        MappingError: A key is not in the checkpoint, or two keys get the same new key.
+        UsageError: *rename* fails or returns something other than a non-empty string.
+    """
     known = (*catalog.tensors, *catalog.blobs)
     if isinstance(rename, Mapping):
         names = {name: rename.get(name, name) for name in known}

@@ -1,8 +1,8 @@
 """The plan of a load: parts of a checkpoint of any format, read into memory.
 
-The tensors that are wanted have names, dtypes, shapes and boxes in this process's memory. They get
-their elements by the same transfers as in a conversion, renamed and reordered where the checkpoint
-has another layout. No torch here: memory has names.
+Requested tensors have names, dtypes, shapes and boxes in this process's memory. They are filled by
+the same transfers as in a conversion, renamed and reordered if the layout of the checkpoint
+differs. torch is not used here: plans refer to memory by name.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from ckptctl.storage.execution.executor import execute
 
 
 class WantedBox(NamedTuple):
-    """A box of a tensor to read in row-major order, with the tensor's dtype and shape."""
+    """A box to read in row-major order, with the dtype and shape of its tensor."""
 
     name: str
     dtype: str
@@ -40,21 +40,21 @@ class WantedBox(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """Tensors that can be read: shapes, dtypes and coverage are proven, nothing is located yet."""
+    """Tensors whose shapes, dtypes and coverage are checked, but whose data is not located yet."""
 
     mapping: StateMapping
     cast: Mapping[str, tuple[str, str]]
 
     def plan(self, wanted: Mapping[str, Wanted]) -> Plan:
-        """Plan the reading of *wanted*, in the order in which it lies in the files."""
+        """Plan the reads of *wanted*, in the order of the data in the files."""
         return self.plan_of(wanted, self.locate(wanted))
 
     def locate(self, wanted: Mapping[str, Wanted]) -> Mapping[str, TensorEntry]:
-        """Return the checkpoint's tensors that are read, with the needed extents located."""
+        """Return the tensors of the checkpoint to read, with the required extents located."""
         return _located(self.mapping, self._chosen(wanted), wanted)
 
     def plan_of(self, wanted: Mapping[str, Wanted], entries: Mapping[str, TensorEntry]) -> Plan:
-        """Plan the reading of *wanted* from *entries*, which :meth:`locate` has returned."""
+        """Plan the reads of *wanted* from located *entries*."""
         catalog = self.mapping.catalog
         chosen = self._chosen(wanted)
         held = {name: wanted[name] for name in chosen}
@@ -63,18 +63,18 @@ class Reading:
         return replace(plan, transfers=tuple(sorted(plan.transfers, key=_position)))
 
     def plan_file(self, target: Path, output: OutputLayout, kinds: Mapping[str, str]) -> Plan:
-        """Plan the reading into a file of its own; *kinds* are the dtypes of its tensors."""
+        """Plan the reads into a single file whose tensors have the dtypes *kinds*."""
         catalog = self.mapping.catalog
         plan = _plan(catalog, catalog.tensors, self.mapping.tensors, output, kinds)
         return replace(plan, target=target, single_file=True)
 
     def _chosen(self, wanted: Mapping[str, Wanted]) -> dict[str, ComposedTensor]:
-        """Return those that the checkpoint has and that have memory."""
+        """Return the requested tensors that the checkpoint has and that have memory."""
         known = self.mapping.tensors
         return {name: known[name] for name, one in wanted.items() if one.targets and name in known}
 
     def elsewhere(self, catalog: Catalog) -> Reading:
-        """Return the same reading of a checkpoint with the same index in another place."""
+        """Return a copy for another checkpoint with the same index."""
         own = self.mapping.catalog
         moved = replace(
             own,
@@ -89,7 +89,7 @@ class Reading:
         return replace(self, mapping=replace(self.mapping, catalog=moved))
 
     def plan_boxes(self, boxes: Sequence[WantedBox]) -> Plan:
-        """Plan the reading of *boxes* into the buffers that :func:`fill` takes, one of each."""
+        """Plan the reads of *boxes* into one buffer each, as :func:`fill` takes them."""
         targets: dict[str, list[Target]] = {}
         for number, one in enumerate(boxes):
             target = Target(one.box, str(number), row_major(one.box.sizes))
@@ -99,16 +99,16 @@ class Reading:
 
 
 def fill(plan: Plan, buffers: Iterable[bytearray], jobs: int | None = None) -> Execution:
-    """Read what is planned into *buffers*, the memory of which is named by their numbers."""
+    """Execute *plan*, which refers to *buffers* by their numbers."""
     memory = {memory_name(str(n)): memoryview(buffer) for n, buffer in enumerate(buffers)}
     how = ExecutionOptions(jobs=jobs or 0, checksum=False, sync=False)
     return execute(plan, Path(plan.source_root), how, lambda _: None, memory=memory)
 
 
 def same_index(one: Catalog, other: Catalog) -> bool:
-    """Return whether two checkpoints hold the same tensors and leaves, and say the same of them.
+    """Return whether two checkpoints have the same tensors, values and metadata.
 
-    Where virtual files are made of files in one of them, they never are.
+    Always False if a checkpoint has virtual files, which are computed from real ones.
     """
     if one.computed or other.computed:
         return False
@@ -128,7 +128,7 @@ def same_index(one: Catalog, other: Catalog) -> bool:
 def same_places(
     some: Mapping[str, TensorEntry], others: Mapping[str, TensorEntry], checksum: bool
 ) -> bool:
-    """Return whether located tensors lie in the same places of the same files."""
+    """Return whether located tensors have the same positions in the same files."""
     if checksum:
         return some == others
     return some.keys() == others.keys() and all(
@@ -142,7 +142,7 @@ def _place(extent: Extent) -> Extent:
 
 
 def plan_elsewhere(plan: Plan, catalog: Catalog) -> Plan:
-    """Return *plan* for another checkpoint, whose files hold the same in the same places."""
+    """Return *plan* for another checkpoint whose files have the same layout."""
     sources = identities(catalog.root, plan.sources)
     return replace(plan, source_root=catalog.root, sources=sources, opened=catalog.opened)
 
@@ -150,7 +150,14 @@ def plan_elsewhere(plan: Plan, catalog: Catalog) -> Plan:
 def prepare(
     mapping: StateMapping, wanted: Mapping[str, Wanted], *, cast: bool, whole: bool = True
 ) -> Reading:
-    """Prove that the tensors of *mapping* that are wanted can be read as they are wanted."""
+    """Check that the tensors in *wanted* can be read with their shapes and dtypes.
+
+    Args:
+        mapping: Mapping from the checkpoint to the state.
+        wanted: Tensors of the state to fill.
+        cast: Whether dtypes may change.
+        whole: Whether to check the coverage of entire tensors instead of the target boxes.
+    """
     chosen = {name: mapping.tensors[name] for name in wanted if name in mapping.tensors}
     require_shapes(chosen, wanted)
     require_filled(chosen)
@@ -167,7 +174,7 @@ def prepare(
 def _located(
     mapping: StateMapping, tensors: Mapping[str, ComposedTensor], wanted: Mapping[str, Wanted]
 ) -> Mapping[str, TensorEntry]:
-    """Return the entries that are read, with those of their extents that may be needed."""
+    """Return the entries to read, with only the extents that overlap requested boxes."""
     entries = mapping.catalog.tensors
     found: dict[str, TensorEntry] = {}
     for name, composed in tensors.items():
@@ -182,7 +189,7 @@ def _located(
                 )
                 entry = replace(entry, extents=tuple(meeting))
             known = found.get(key, entry)
-            if known.extents != entry.extents:  # two tensors of the state come from this one
+            if known.extents != entry.extents:  # the source of two tensors of the state
                 both = {*known.extents, *entry.extents}
                 kept = tuple(one for one in entries[key].extents if one in both)
                 entry = replace(entry, extents=kept)
@@ -217,7 +224,7 @@ def _plan(
 
 
 def _output(wanted: Mapping[str, Wanted]) -> OutputLayout:
-    """Memory as the files of an output: one record for each box."""
+    """Describe memory as the files of an output, with one record for each box."""
     records: list[Record] = []
     boxes: dict[str, tuple[TensorPlace, ...]] = {}
     for name, one in wanted.items():
@@ -231,6 +238,6 @@ def _output(wanted: Mapping[str, Wanted]) -> OutputLayout:
 
 
 def _position(copy: Transfer) -> tuple[str, int]:
-    """Return where a copy begins to read."""
+    """Return the file and offset where a transfer begins to read."""
     ranges = (one for entry in copy.stored_tensors() for one in ranges_of(entry.extents))
     return min((place[:2] for place in ranges), default=("", 0))

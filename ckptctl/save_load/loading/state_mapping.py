@@ -1,7 +1,7 @@
-"""From a checkpoint's tensors to those of a state dict: renamed, or in another layout.
+"""Mapping from the tensors of a checkpoint to those of a state dict, across layouts.
 
-Names that are equal are taken for what they say. Where they are not, a model that lies under
-another prefix is looked for; then families and layouts of both sides are recognized, and the
+Tensors with equal names are assumed to be the same. If names differ, the model is first matched
+under another prefix. If that fails, the families and layouts of both sides are detected, and the
 mapping is that of a conversion.
 """
 
@@ -36,13 +36,13 @@ class Target(NamedTuple):
     """A box of a tensor in memory."""
 
     box: Box
-    memory: str  # what the plan calls its memory
+    memory: str  # name of the memory in the plan
     steps: tuple[int, ...]  # elements between neighbors along each dimension
 
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """A tensor that is to be filled."""
+    """A tensor of the state to fill."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -51,34 +51,35 @@ class Wanted:
 
 @dataclass(frozen=True, slots=True)
 class StateMapping:
-    """How a checkpoint becomes the state."""
+    """Mapping from a checkpoint to a state."""
 
-    catalog: Catalog  # the checkpoint, with tensors that are made
-    # By their names in the state; source keys are the checkpoint's.
+    catalog: Catalog  # the checkpoint, including computed tensors
+    # By name in the state; source keys are those of the checkpoint.
     tensors: Mapping[str, ComposedTensor]
     root: str = ""  # the model's prefix in the checkpoint
     prefix: str = ""  # the model's prefix in the state
-    redundant: tuple[RedundantData, ...] = ()  # elements that are dropped, to be proven redundant
-    # What the user should know; names in the checkpoint that have no place by a rule, and why.
+    redundant: tuple[RedundantData, ...] = ()  # dropped elements, still to be proven redundant
+    # Notes for the user; tensors of the checkpoint that a rule drops, and the reason.
     notes: Notes = field(default_factory=Notes)
-    model_type: str | None = None  # the family, where names or axes change
+    model_type: str | None = None  # the family, if names or axes change
     from_layout: str | None = None
     layout: str | None = None
-    # Tensors of the state that become what one rank has of them for itself.
+    # Tensors of the state that are filled with this rank's version of them.
     own: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MappingRequest:
-    """What is said of a checkpoint that becomes a state.
+    """Options of the mapping from a checkpoint to a state.
 
     Attributes:
-        source: What is said of the model in the checkpoint.
-        state: What is said of the model in the state.
-        assets: Folder of the configuration to use instead of the checkpoint's.
-        dequantized: Whether quantized tensors of the checkpoint stand there dequantized.
-        partial: Whether another layout may be made of a part of the model; None if it may of a
-            model that is incomplete.
+        source: Known properties of the model in the checkpoint.
+        state: Known properties of the model in the state.
+        assets: Folder of the model config to use instead of the checkpoint's.
+        trust_assets: Whether to trust that config if it contradicts the checkpoint.
+        dequantized: Whether the catalog presents quantized tensors dequantized.
+        partial: Whether the layout of a part of the model may be changed. None allows it only if
+            the model is incomplete.
     """
 
     source: Request = DETECTED
@@ -92,7 +93,7 @@ class MappingRequest:
 def map_state(
     catalog: Catalog, state: Mapping[str, TensorMeta], request: MappingRequest
 ) -> StateMapping:
-    """Find out how the tensors of *catalog* become those of *state*."""
+    """Map the tensors of *catalog* to those of *state*, by name or by a change of layout."""
     named = request.state.layout or request.source.layout
     same = _keep_matching_names(catalog, state, request)
     if not named and state.keys() <= same.tensors.keys():
@@ -112,7 +113,7 @@ def map_state(
 
 
 def understand_source(catalog: Catalog, request: MappingRequest) -> Model:
-    """Understand the model in a checkpoint by its configuration, or that of ``--assets``."""
+    """Detect the model in a checkpoint from its config or that of *assets*."""
     catalog = unwrapped(catalog)
     assets = gather(catalog, request.assets)
     if request.dequantized:
@@ -124,9 +125,9 @@ def understand_source(catalog: Catalog, request: MappingRequest) -> Model:
 def map_model(
     model: Model, change: Change, prefix: str = "", outside: Sequence[str] = ()
 ) -> StateMapping:
-    """Map the tensors of a model as *change* says, to names under *prefix*.
+    """Map the tensors of a model by *change*, to names under *prefix*.
 
-    Leaves *outside* of the model, such as optimizer state, follow it.
+    State *outside* of the model, such as optimizer state, is renamed to match.
     """
     root = model.root
     rest = follow(model.catalog, outside, root, change)
@@ -153,11 +154,11 @@ def map_model(
     )
 
 
-# ------------------------------------------------------------------------- the names are the same
+# ----------------------------------------------------------------------------------- equal names
 
 
 def keep_names(catalog: Catalog, root: str = "", prefix: str = "") -> StateMapping:
-    """Map every tensor to its own name, those below *root* to names below *prefix*."""
+    """Map every tensor to the same name, with *prefix* instead of *root*."""
     same = (
         ComposedTensor.same(name, moved(name, root, prefix), entry.shape)
         for name, entry in catalog.tensors.items()
@@ -168,7 +169,7 @@ def keep_names(catalog: Catalog, root: str = "", prefix: str = "") -> StateMappi
 def _keep_matching_names(
     catalog: Catalog, state: Mapping[str, TensorMeta], request: MappingRequest
 ) -> StateMapping:
-    """Choose the prefixes under which most names agree; everything outside keeps its name."""
+    """Map tensors by name, with the prefixes under which most names match."""
     sources = _prefixes(catalog, request.source.root)
     targets = _prefixes(_catalog_of(state), request.state.root)
     pairs = dict.fromkeys((source, target) for source in sources for target in targets)
@@ -180,7 +181,7 @@ def _prefixes(catalog: Catalog, root: str | None) -> list[str]:
 
 
 def _agreement(catalog: Catalog, state: Mapping[str, TensorMeta], root: str, prefix: str) -> int:
-    """Return how many names are in the state with the model moved so, and of these, shapes."""
+    """Count the names and the shapes that match the state if *prefix* replaces *root*."""
     return sum(
         1 + (state[other].shape == entry.shape)
         for name, entry in catalog.tensors.items()
@@ -189,13 +190,13 @@ def _agreement(catalog: Catalog, state: Mapping[str, TensorMeta], root: str, pre
 
 
 def moved(name: str, root: str, prefix: str) -> str:
-    """Return *name* with the model under *prefix* instead of *root*."""
+    """Return *name* with *prefix* instead of *root*."""
     inside = name.startswith(root) and name != root
     return prefix + name.removeprefix(root) if inside else name
 
 
 def _catalog_of(state: Mapping[str, TensorMeta]) -> Catalog:
-    """Return the state as if it were a checkpoint, so that it can be recognized as one is."""
+    """Return the state as a catalog, so that its model can be detected."""
     tensors = {}
     for name, leaf in state.items():
         whole = Extent(Box.whole(leaf.shape), STATE, 0, 0)
@@ -203,13 +204,13 @@ def _catalog_of(state: Mapping[str, TensorMeta]) -> Catalog:
     return Catalog(Path(), Path(STATE), "dcp", {}, tensors)
 
 
-# ---------------------------------------------------------------------------- the layout is another
+# ------------------------------------------------------------------------------ different layouts
 
 
 def _change_layout(
     catalog: Catalog, state: Mapping[str, TensorMeta], request: MappingRequest
 ) -> StateMapping:
-    """Map the model to the layout of *state*, and what surrounds it along with it."""
+    """Map the model to the layout of *state*, and rename state outside of it to match."""
     model = understand_source(catalog, request)
     wanted = _understand_state(state, model, request)
     if model.model_type is None:
@@ -228,7 +229,7 @@ def _change_layout(
 def _understand_state(
     state: Mapping[str, TensorMeta], model: Model, request: MappingRequest
 ) -> Model:
-    """Understand the state, as of the checkpoint's model type if that is known."""
+    """Detect the model and layout of the state, preferably of the checkpoint's model type."""
     held, named = _catalog_of(state), request.source.model_type
     asked = replace(request.state, model_type=named or model.model_type)
     try:
@@ -254,7 +255,7 @@ def _understand_state(
 def _change(
     model: Model, wanted: Model, names: AbstractSet[str], request: MappingRequest
 ) -> Change:
-    """Map the model; a tied tensor that the state has twice is written twice."""
+    """Find the change of layout, with tied tensors untied if the state has both copies."""
     asked = LayoutRequest(
         wanted.layout, partial=bool(request.partial), trust_assets=request.trust_assets
     )

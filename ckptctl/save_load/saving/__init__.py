@@ -1,1 +1,1 @@
-"""The shards of all ranks, written as one DCP directory."""
+"""Saves of the shards of all ranks as one DCP directory."""

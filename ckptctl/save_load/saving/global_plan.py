@@ -1,8 +1,8 @@
-"""The global plan of a save: which rank writes which boxes and values.
+"""The global plan of a save: the boxes and values that each rank writes.
 
-Tensors that are sharded alike are looked at once: the boxes of their shape are compared with it,
-and who holds which of them is worked out, for one of them; so 2,048 ranks and thousands of tensors
-cost seconds.
+Tensors that are sharded in the same way are planned once: their boxes are checked against their
+shape, and the ranks that have each box are collected, for only one of them. Thus a plan for 2,048
+ranks and thousands of tensors takes seconds.
 """
 
 from __future__ import annotations
@@ -23,39 +23,43 @@ from ckptctl.save_load.saving.local_shards import Packed, Structure, TensorMeta,
 from ckptctl.storage.threads import no_collection
 
 Places = Sequence[int]
-"""For each rank that holds a box the position of the box among the rank's of that tensor."""
+"""For each rank that has a box, the position of the box among the rank's boxes of the tensor."""
 
 
 @dataclass(frozen=True, slots=True)
 class RankShare:
-    """The part of a global plan that one rank writes."""
+    """Chunks and values of a global plan that one rank writes."""
 
-    # Indices of its chunks, in the order in which it writes them; one of which it writes several
-    # parts comes several times.
+    # Indices of its chunks, in writing order; repeated for a chunk that is written in parts.
     chunks: Sequence[int]
-    # The leaves that are no tensors, with the names under which it writes them.
+    # Non-tensor values, and the names that they are written under.
     values: Mapping[str, str] = field(default_factory=dict)
-    # The box that is written, by position in *chunks*, where it is a part of the chunk.
+    # Boxes that are parts of their chunk, by position in *chunks*.
     parts: Mapping[int, Box] = field(default_factory=dict)
-    # Which of its values are compared together (see :mod:`ckptctl.save_load.saving.local_shards`).
+    # Groups of its values (see :mod:`ckptctl.save_load.saving.local_shards`).
     groups: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)
 class GlobalPlan:
-    """Which rank writes which boxes and values."""
+    """Assignment of all boxes and values of a save to the ranks that write them."""
 
     tensors: Sequence[OutputTensor]
-    boxes: Sequence[Sequence[Box]]  # what each of them is written in
+    boxes: Sequence[Sequence[Box]]  # for each tensor, the boxes it is written in
     writers: Sequence[Sequence[int]]  # the rank that writes each of these boxes
     shares: Sequence[RankShare]
-    paths: Mapping[str, Path]  # keys of every leaf that is no tensor, by the name that it gets
-    # Tensors that ranks write for themselves alone, likewise; not among *tensors*.
+    paths: Mapping[str, Path]  # keys of every non-tensor value, by the name it is written under
+    # Per-rank versions of tensors that differ between ranks, by name; not in *tensors*.
     apart: Mapping[str, OutputTensor] = field(default_factory=dict)
 
 
 def make_global_plan(held: Sequence[Packed]) -> GlobalPlan:
-    """Say which rank writes which of the chunks that several of them hold."""
+    """Plan a save, with replicated chunks assigned so that ranks write about the same amount.
+
+    Raises:
+        CoverageError: The chunks do not cover a tensor exactly once.
+        MappingError: The ranks disagree on a tensor, or replicas differ.
+    """
     with no_collection():
         structures = {one.identity: one.structure for one in reversed(held) if one.structure}
         known = _described(held, structures)
@@ -82,7 +86,7 @@ def make_global_plan(held: Sequence[Packed]) -> GlobalPlan:
 
 
 def own_plan(rank: int, world: int, held: Packed) -> GlobalPlan:
-    """Decide that *rank* writes all that it holds, whatever the others do."""
+    """Plan that *rank* writes all its shards, independently of the other ranks."""
     assert held.structure
     known = held.structure.tensors
     boxes = [held.boxes[index] for index in held.indices()]
@@ -95,7 +99,7 @@ def own_plan(rank: int, world: int, held: Packed) -> GlobalPlan:
 
 
 def output_tensor(name: str, one: TensorMeta) -> OutputTensor:
-    """Return a tensor as formats know it."""
+    """Return the output tensor of a tensor's metadata."""
     return OutputTensor(name, one.dtype, one.shape, one.path, requires_grad=one.requires_grad)
 
 
@@ -132,9 +136,9 @@ def _disagree(
 
 
 def require_equal_replicas(held: Sequence[Packed], structures: Mapping[bytes, Structure]) -> None:
-    """Make sure that shards of which only one rank's is written are the same on all.
+    """Raise if replicas of a shard differ between ranks, as only one of them is written.
 
-    Ranks with the same shards and digests are looked at once.
+    Ranks with the same shards and digests are checked once.
     """
     first: dict[tuple[str, Box], tuple[int, int]] = {}
     seen: set[object] = set()
@@ -177,19 +181,19 @@ def _differing_replicas_error(
 
 @dataclass(slots=True)
 class ShardPattern:
-    """How tensors are sharded."""
+    """The boxes of a tensor and the ranks that have each box."""
 
     boxes: list[Box]
     ranks: list[tuple[int, ...]]
     places: list[Places]  # see :data:`Places`
-    parts: list[bool]  # whether each box is a part of what ranks hold
-    alone: Sequence[int] | None = None  # the ranks, where each box is held by one of them only
+    parts: list[bool]  # whether each box is a part of a chunk
+    alone: Sequence[int] | None = None  # for each box its only rank, if no box is replicated
 
 
 def tables(
     held: Sequence[Packed], structures: Mapping[bytes, Structure], known: Mapping[str, TensorMeta]
 ) -> tuple[list[Sequence[int]], list[Sequence[int]]]:
-    """Return for each rank, by tensor, which of its sets of boxes it has and its first chunk."""
+    """Return for each rank, by tensor, the index of its set of boxes and of its first chunk."""
     order = {name: index for index, name in enumerate(known)}
     places = {key: [order[n] for n in one.tensors] for key, one in structures.items()}
     rows: list[Sequence[int]] = []
@@ -208,7 +212,7 @@ def tables(
 def patterns_of(
     known: Mapping[str, TensorMeta], rows: Sequence[Sequence[int]], held: Sequence[Packed]
 ) -> list[ShardPattern]:
-    """Return the pattern of each tensor, one for all that are sharded alike."""
+    """Return the sharding pattern of each tensor, shared by tensors with the same sharding."""
     found: dict[tuple[object, ...], ShardPattern] = {}
     patterns: list[ShardPattern] = []
     for (name, one), column in zip(known.items(), zip(*rows, strict=True), strict=True):
@@ -238,7 +242,7 @@ def _pattern(column: Sequence[int], held: Sequence[Packed]) -> ShardPattern:
 def cut_shared(
     known: Mapping[str, TensorMeta], patterns: Sequence[ShardPattern], limit: int
 ) -> None:
-    """Cut boxes that many ranks hold in pieces of about *limit* bytes."""
+    """Split replicated boxes into parts of about *limit* bytes."""
     done: set[int] = set()
     for one, pattern in zip(known.values(), patterns, strict=True):
         if pattern.alone is not None or id(pattern) in done:
@@ -261,9 +265,10 @@ def writers_of(
     ranks: int,
     lowest: Collection[str] = (),
 ) -> tuple[list[Sequence[int]], bool]:
-    """Return for each tensor the ranks that write its boxes; and whether finer ones change little.
+    """Return for each tensor the ranks that write its boxes, and whether the load is balanced.
 
-    Where a rank has more than others of what it alone holds, cutting does not help.
+    The load also counts as balanced if splitting boxes cannot help, because the rank with the
+    highest load is the only one that has its boxes.
     """
     load = [0] * ranks
     shared: list[tuple[int, tuple[int, ...]]] = []
@@ -295,7 +300,7 @@ def chunks_of(
     writers: Sequence[Sequence[int]],
     starts: Sequence[Sequence[int]],
 ) -> tuple[list[Sequence[int]], list[dict[int, Box]]]:
-    """Return for each rank the indices of the chunks that it writes, and the parts of chunks."""
+    """List for each rank the indices of the chunks that it writes, and the partial boxes."""
     chunks = [array("I") for _ in starts]
     parts: list[dict[int, Box]] = [{} for _ in starts]
     for tensor, (pattern, ranks) in enumerate(zip(patterns, writers, strict=True)):

@@ -1,15 +1,15 @@
-"""The local shards and leaves of a rank in a form that thousands of ranks can send.
+"""The local shards and values of a rank, packed so that thousands of ranks can exchange them.
 
-Ranks that shard the same model say the same names, shapes and paths: only the first of them sends
-them (:class:`Structure`). Tensors of the same shape have the same boxes on a rank: those are sent
-once, and of each tensor which of them it has.
+Ranks that shard the same model have the same names, shapes and paths, so only the first of them
+sends these (:class:`Structure`). Tensors of the same shape have the same boxes on a rank, so each
+set of boxes is sent once, with an index into the sets for each tensor.
 
-Of leaves that are no tensors the lowest rank that has one writes it; others write theirs only where
-it differs, below ``rank_N.``. Small tensors of which ranks may hold different ones are treated
-likewise, but that the lowest rank's is written as all tensors are. Which ones differ (random-number
-states do at every save) is found out once; from then on ranks compare digests of *groups*: values
-that the same ranks have and that are equal there make one group together, with a positive number;
-each one that differs is a group of its own, with a negative number.
+A non-tensor value is written by the lowest rank that has it. Other ranks write theirs only if it
+differs, below ``rank_N.``. The same applies to small tensors that may differ between ranks, except
+that the lowest rank's copy is written like any tensor. Which values differ (random-number states
+do at every save) is determined once. After that, ranks compare digests of *groups*: values that
+the same ranks have and that are equal there form a group with a positive number; each value that
+differs is a separate group with a negative number.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from ckptctl.formats.base import OutputTensor
 from ckptctl.formats.shared.leaves import below_rank, join
 
 DIGEST = 16
-"""Bytes of a digest of a value or of a structure."""
+"""Size of a digest of a value or structure, in bytes."""
 Boxes = tuple[Box, ...]
 Groups = Mapping[int, Sequence[str]]
 """Names of the values of each group."""
@@ -44,7 +44,7 @@ class TensorMeta(NamedTuple):
 
 
 class HeldChunk(NamedTuple):
-    """A box of a tensor that a rank holds in memory."""
+    """A box of a tensor in a rank's memory."""
 
     name: str
     offsets: tuple[int, ...]
@@ -53,80 +53,79 @@ class HeldChunk(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class LocalShards:
-    """The shards and values of one rank."""
+    """The shards and values in one rank's memory."""
 
     tensors: Mapping[str, TensorMeta]
-    chunks: Sequence[HeldChunk]  # their boxes in its memory, in the order of the tensors
-    # Digest of each leaf that is no tensor, by name; and of each tensor of which ranks may hold
-    # different ones.
+    chunks: Sequence[HeldChunk]  # boxes in memory, in the order of the tensors
+    # Digests of non-tensor values, and of tensors that may differ between ranks, by name.
     values: Mapping[str, bytes] = field(default_factory=dict)
-    # Keys from the root down to each of these.
+    # Keys from the root down to each of these values.
     paths: Mapping[str, Path] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Structure:
-    """The part that ranks with the same model, sharded in the same way, have in common."""
+    """Metadata that is equal on ranks that shard the same model in the same way."""
 
     tensors: Mapping[str, TensorMeta]
     paths: Mapping[str, Path]
 
     @property
     def compared(self) -> set[str]:
-        """Return the names of the tensors of which ranks may hold different ones."""
+        """Names of the tensors that may differ between ranks."""
         return {name for name in self.paths if name in self.tensors}
 
     @cached_property
     def digest(self) -> bytes:
-        """Return a digest of all of it, in its order."""
+        """Digest of the ordered tensors and paths."""
         return digest((list(self.tensors.items()), list(self.paths.items())))
 
 
 @dataclass(frozen=True, slots=True)
 class Packed:
-    """A :class:`LocalShards` as it is sent."""
+    """A :class:`LocalShards` packed for exchange with other ranks."""
 
     identity: bytes
-    structure: Structure | None  # none where a lower rank sends the same
-    boxes: tuple[Boxes, ...]  # the different sets of boxes that its tensors have
-    which: bytes  # of each tensor the index into these: compressed 32-bit numbers
-    values: bytes  # digests of the values, one after the other
-    # Compressed: indices of the shards that other ranks may hold as well, then their CRC-32.
+    structure: Structure | None  # None if a lower rank sends the same
+    boxes: tuple[Boxes, ...]  # distinct sets of boxes of its tensors
+    which: bytes  # for each tensor the index of its set: compressed 32-bit numbers
+    values: bytes  # concatenated digests of the values
+    # Compressed: indices of the shards that other ranks may also have, then their CRC-32.
     replicas: bytes = b""
 
     @property
     def sharding(self) -> tuple[object, ...]:
-        """Return all of it but the values."""
+        """Everything except the values, for comparison."""
         boxes = [[(box.offsets, box.sizes) for box in boxes] for boxes in self.boxes]
         return self.identity, boxes, self.which
 
     def with_replicas(self, digests: Mapping[int, int]) -> Packed:
-        """Return it with the CRC-32 of shards, by their indices."""
+        """Return a copy with the CRC-32 of replicated shards, by shard index."""
         numbers = array("I", [*digests, *digests.values()])
         return replace(self, replicas=zlib.compress(numbers.tobytes(), 1) if digests else b"")
 
     def replica_digests(self) -> Mapping[int, int]:
-        """Return the CRC-32 of the shards that other ranks may hold as well, by their indices."""
+        """Unpack the CRC-32 of the shards that other ranks may also have, by shard index."""
         numbers = array("I", zlib.decompress(self.replicas) if self.replicas else b"")
         half = len(numbers) // 2
         return dict(zip(numbers[:half], numbers[half:], strict=True))
 
     def shortened(self) -> Packed:
-        """Return it as a rank sends it when a lower one has sent the structure."""
+        """Return a copy without the structure, for when a lower rank sends the same."""
         return replace(self, structure=None)
 
     def indices(self) -> Sequence[int]:
-        """Return of each tensor the index into the boxes."""
+        """Unpack the index of each tensor's set of boxes."""
         return array("I", zlib.decompress(self.which))
 
 
 def digest(what: object) -> bytes:
-    """Return a digest of strings, numbers and tuples; equal for equal ones on all machines."""
+    """Compute a digest of strings, numbers and tuples that is the same on all machines."""
     return hashlib.blake2b(repr(what).encode("utf-8", "surrogatepass"), digest_size=DIGEST).digest()
 
 
 def pack(shards: LocalShards) -> Packed:
-    """Return *shards* as it is sent."""
+    """Pack *shards* for exchange with other ranks."""
     found: dict[str, list[Box]] = {name: [] for name in shards.tensors}
     for chunk in shards.chunks:
         found[chunk.name].append(Box(chunk.offsets, chunk.sizes))
@@ -144,18 +143,18 @@ def pack(shards: LocalShards) -> Packed:
 
 @dataclass(frozen=True, slots=True)
 class DividedValues:
-    """Who writes which value."""
+    """Assignment of values to the ranks that write them."""
 
-    # For each rank what it writes, with the names under which it does.
+    # For each rank, the values that it writes and the names that they are written under.
     written: Sequence[Mapping[str, str]]
-    # Keys of every leaf that is written and no tensor, by the name that it gets.
+    # Keys of every written non-tensor value, by the name that it is written under.
     paths: Mapping[str, Path]
-    tensors: Mapping[str, OutputTensor]  # the tensors that are kept apart likewise
-    groups: Sequence[bytes]  # for each rank the group of each of its values, compressed
+    tensors: Mapping[str, OutputTensor]  # tensors written per rank because they differ
+    groups: Sequence[bytes]  # for each rank, the group of each of its values, compressed
 
 
 def divide_values(held: Sequence[Packed], structures: Mapping[bytes, Structure]) -> DividedValues:
-    """Say who writes which value."""
+    """Assign each value to the ranks that write it."""
     first: dict[str, bytes] = {}
     written: list[dict[str, str]] = []
     paths: dict[str, Path] = {}
@@ -189,7 +188,7 @@ def divide_values(held: Sequence[Packed], structures: Mapping[bytes, Structure])
 
 
 def _require_free(names: Collection[str], written: Sequence[Mapping[str, str]]) -> None:
-    """Make sure that no value has the name of another one that is kept apart."""
+    """Raise if a value's per-rank name is already the name of another value."""
     for rank, own in enumerate(written):
         taken = [under for name, under in own.items() if name != under and under in names]
         if taken:
@@ -201,18 +200,18 @@ def _require_free(names: Collection[str], written: Sequence[Mapping[str, str]]) 
 
 
 def path_of(rank: int, name: str, under: str, paths: Mapping[str, Path]) -> Path:
-    """Return the keys of a value as it is written."""
+    """Return the keys of a value under the name that it is written under."""
     return paths[name] if under == name else below_rank(rank, paths[name])
 
 
 def tensor_apart(rank: int, under: str, one: TensorMeta) -> OutputTensor:
-    """Return *rank*'s own version of a tensor."""
+    """Return the output tensor for *rank*'s version of a tensor that differs between ranks."""
     path = below_rank(rank, one.path)
     return OutputTensor(under, one.dtype, one.shape, path, requires_grad=one.requires_grad)
 
 
 def name_apart(rank: int, path: Path) -> str:
-    """Return the name under which *rank* writes a value that differs from the lowest rank's."""
+    """Return the name of *rank*'s version of a value that differs between ranks."""
     return join(below_rank(rank, path))
 
 
@@ -237,7 +236,7 @@ def _groups(structures: Mapping[bytes, Structure], apart: set[str]) -> dict[byte
 
 
 def unpack_groups(names: Sequence[str], groups: bytes) -> Groups:
-    """Return a rank's values by group."""
+    """Unpack the groups of a rank's values, as names by group number."""
     numbers = array("i", zlib.decompress(groups)) if groups else array("i")
     by_number: dict[int, list[str]] = {}
     for name, number in sorted(zip(names, numbers, strict=True)):
@@ -246,7 +245,7 @@ def unpack_groups(names: Sequence[str], groups: bytes) -> Groups:
 
 
 def group_digests(groups: Groups, values: Mapping[str, bytes]) -> dict[int, bytes]:
-    """Return one digest for each group."""
+    """Compute one digest per group."""
     return {
         number: hashlib.blake2b(
             b"".join([values[name] for name in names]), digest_size=DIGEST
@@ -256,7 +255,7 @@ def group_digests(groups: Groups, values: Mapping[str, bytes]) -> dict[int, byte
 
 
 def is_still_equal(said: Sequence[Mapping[int, bytes]]) -> bool:
-    """Return whether ranks still agree on all values on which they did."""
+    """Return whether all values that were equal on all ranks still are."""
     first: dict[int, bytes] = {}
     return all(
         number < 0 or first.setdefault(number, found) == found
@@ -268,7 +267,7 @@ def is_still_equal(said: Sequence[Mapping[int, bytes]]) -> bool:
 def values_to_write(
     rank: int, groups: Groups, shards: LocalShards, said: Sequence[Mapping[int, bytes]]
 ) -> dict[str, str]:
-    """Return the values that *rank* writes, with the names under which it does."""
+    """Return the values that *rank* writes, and the names that they are written under."""
     written: dict[str, str] = {}
     for number, names in groups.items():
         lowest = next(index for index, digests in enumerate(said) if number in digests)

@@ -1,9 +1,9 @@
 """The files of each rank in a DCP directory, and the metadata.
 
-Every rank says what it holds (:mod:`ckptctl.save_load.saving.local_shards`), one of them decides
-(:mod:`ckptctl.save_load.saving.global_plan`), each lays out and writes its own files
-(:func:`tensor_files`, :func:`with_values`), one writes the metadata (:func:`tensor_metadata`). No
-torch here: memory has names.
+Every rank describes its shards (:mod:`ckptctl.save_load.saving.local_shards`), one rank plans
+(:mod:`ckptctl.save_load.saving.global_plan`), each rank lays out and writes its files
+(:func:`tensor_files`, :func:`with_values`), and one writes the metadata (:func:`tensor_metadata`).
+torch is not used here: plans refer to memory by name.
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ from ckptctl.save_load.saving.local_shards import HeldChunk, LocalShards
 from ckptctl.storage.threads import no_collection
 
 FileCount = Callable[[int], int]
-"""Returns among how many files a rank's bytes are dealt."""
+"""Function that returns the number of files for a rank's bytes."""
 
 
 @dataclass(frozen=True, slots=True)
 class RankItems:
-    """Where a rank writes its boxes, in the order of its share."""
+    """File positions of the boxes that a rank writes, in the order of its share."""
 
     files: tuple[str, ...]
-    file: Sequence[int]  # of each item the index into these
+    file: Sequence[int]  # for each item, the index into *files*
     offset: Sequence[int]
     nbytes: Sequence[int]
 
     def places(self) -> Iterator[tuple[str, int, int]]:
-        """Yield the file, offset and size of each."""
+        """Yield the file, offset and size in bytes of each item."""
         return zip((self.files[n] for n in self.file), self.offset, self.nbytes, strict=True)
 
 
@@ -64,7 +64,7 @@ class RankOutput:
 
 
 class WrittenBox(NamedTuple):
-    """A box that a rank writes as one item: a chunk, by its index, or a part of it."""
+    """A chunk or a part of it that a rank writes as one item."""
 
     chunk: int
     box: Box
@@ -77,7 +77,15 @@ def tensor_files(
     steps: Sequence[tuple[int, ...]],
     file_count: FileCount = lambda _: 1,
 ) -> TensorFiles:
-    """Lay out the tensors in the files of *rank*."""
+    """Lay out the tensors of *rank* in its files.
+
+    Args:
+        rank: The rank.
+        shards: Shards in its memory.
+        share: Chunks that it writes.
+        steps: Strides of each chunk in memory, in elements.
+        file_count: Function that returns the number of files for a number of bytes.
+    """
     boxes = list(boxes_of(shards, share))
     names = [shards.chunks[index].name for index, _ in boxes]
     tensors = [output_tensor(name, shards.tensors[name]) for name in names]
@@ -121,12 +129,12 @@ def tensor_files(
 
 
 def data_file(rank: int, number: int) -> str:
-    """Return the name of a data file, as stock ``dcp.save`` calls it."""
+    """Return the name of a data file, as ``torch.distributed.checkpoint.save`` names it."""
     return f"__{rank}_{number}.distcp"
 
 
 def boxes_of(shards: LocalShards, share: RankShare) -> Iterator[WrittenBox]:
-    """Yield the boxes of a rank's share, in its order."""
+    """Yield the boxes that a rank writes, in the order of its share."""
     for position, index in enumerate(share.chunks):
         chunk = shards.chunks[index]
         yield WrittenBox(index, share.parts.get(position) or Box(chunk.offsets, chunk.sizes))
@@ -157,7 +165,7 @@ def _transfer(
 def with_values(
     rank: int, files: TensorFiles, written: Mapping[str, str], values: Mapping[str, bytes]
 ) -> RankOutput:
-    """Add the leaves that are no tensors at the end of the rank's first file."""
+    """Append the non-tensor values to the rank's first file."""
     if not written:
         return RankOutput(files.plan, files, {})
     known = files.plan.files[0] if files.plan.files else None
@@ -187,13 +195,13 @@ def rank_files(
     values: Mapping[str, bytes],
     file_count: FileCount,
 ) -> RankOutput:
-    """Lay out all files of *rank*; see :func:`tensor_files` and :func:`with_values`."""
+    """Lay out all files of *rank*, with tensors and values."""
     files = tensor_files(rank, shards, share, steps, file_count)
     return with_values(rank, files, share.values, values)
 
 
 def tensor_metadata(global_plan: GlobalPlan, items: Sequence[RankItems]) -> TensorMetadata:
-    """Return the global ``.metadata``, to which the leaves that are no tensors are added."""
+    """Encode the tensors of the global ``.metadata``, to which values are added later."""
     tensors, boxes = global_plan.tensors, global_plan.boxes
     places = [one.places() for one in items]
 
