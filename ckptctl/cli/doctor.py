@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -70,10 +69,7 @@ def _show(output: Printer, found: Diagnosis) -> None:
         output.line(f"  {one.status:4}  {one.name:{width}}  {one.found}", STYLES[one.status])
         if one.hint:
             output.line(f"        {'':{width}}  {one.hint}", "dim")
-    output.line(", ".join(_summary(found)), "bold")
-
-
-def _summary(found: Diagnosis) -> Iterator[str]:
-    yield "no problems" if found.healthy else counted(found.failures, "problem")
+    counts = ["no problems" if found.healthy else counted(found.failures, "problem")]
     if found.warnings:
-        yield counted(found.warnings, "warning")
+        counts.append(counted(found.warnings, "warning"))
+    output.line(", ".join(counts), "bold")

@@ -86,16 +86,15 @@ def _rows(model: ModelType) -> Iterator[tuple[str, ...]]:
 
 
 def _show_list(output: Printer, found: Sequence[ModelType]) -> None:
-    rows = [(model.family.name, model.family.title, _layouts(model)) for model in found]
-    output.table(rows, COLUMNS)
-    output.hint("use `ckptctl models NAME` for the key tables of one model type")
-
-
-def _layouts(model: ModelType) -> str:
     from ckptctl.verbs.models import CARRIED
 
-    layouts = ", ".join(model.layouts)
-    return layouts if model.translated else f"{CARRIED}: {layouts}"
+    rows: list[tuple[str, ...]] = []
+    for model in found:
+        layouts = ", ".join(model.layouts)
+        layouts = layouts if model.translated else f"{CARRIED}: {layouts}"
+        rows.append((model.family.name, model.family.title, layouts))
+    output.table(rows, COLUMNS)
+    output.hint("use `ckptctl models NAME` for the key tables of one model type")
 
 
 def _show(output: Printer, model: ModelType) -> None:

@@ -147,7 +147,9 @@ class _Lines:
         rate = self.speed.at(now, self.done)
         if rate < 1 or self.done >= self.total:
             return ()
-        return f"{format_bytes(int(rate))}/s", f"{_whole((self.total - self.done) / rate)} left"
+        seconds = (self.total - self.done) / rate
+        time_left = f"{math.ceil(seconds)} s" if seconds < 59.5 else format_seconds(seconds)
+        return f"{format_bytes(int(rate))}/s", f"{time_left} left"
 
 
 class _Bar(_Lines):
@@ -219,7 +221,3 @@ class _Bar(_Lines):
         # Without a total, the bar pulses.
         total = self.total if self.begun else None
         self.task = self.bar.add_task(self.doing, total=total, completed=self.done)
-
-
-def _whole(seconds: float) -> str:
-    return f"{math.ceil(seconds)} s" if seconds < 59.5 else format_seconds(seconds)

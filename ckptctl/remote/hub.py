@@ -163,8 +163,13 @@ def look(at: HubUrl, url: str) -> tuple[str, dict[str, TreeEntry], Path | None]:
         except OfflineModeIsEnabled:
             return _look_offline(at)
         time = int(info.last_modified.timestamp() * 1e9) if info.last_modified else 0
-        siblings = (file for file in info.siblings or () if _inside(file.rfilename))
-        files = {file.rfilename: _stored(file, time) for file in siblings}
+        files: dict[str, TreeEntry] = {}
+        for file in info.siblings or ():
+            name = file.rfilename
+            if _inside(name):
+                digest = file.lfs["sha256"] if file.lfs else file.blob_id
+                size = int(file.size or 0)
+                files[name] = TreeEntry(name, False, size, str(digest), time, digest)
         return str(info.sha), files, None
 
 
@@ -189,12 +194,6 @@ def _look_offline(at: HubUrl) -> tuple[str, dict[str, TreeEntry], Path | None]:
 def _inside(name: str) -> bool:
     """Return whether a name does not leave the repository. Names in git never do."""
     return not {"", ".", ".."} & set(name.split("/"))
-
-
-def _stored(sibling: Any, time: int) -> TreeEntry:
-    lfs = sibling.lfs
-    digest = lfs["sha256"] if lfs else sibling.blob_id
-    return TreeEntry(sibling.rfilename, False, int(sibling.size or 0), str(digest), time, digest)
 
 
 def _append(found: bytearray, at: HubUrl, name: str, commit: str, start: int, stop: int) -> None:

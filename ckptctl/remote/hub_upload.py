@@ -89,27 +89,24 @@ class HubUpload:
 
     def commit(self) -> None:
         """See :class:`~ckptctl.tree.Upload`."""
+        from huggingface_hub import CommitOperationDelete
+
         gone = [name for name in self._old if name not in self._added]
         self._asked = True
         try:
-            self._commit(gone)
+            with hub_errors(self._url, "commit"):
+                self._api.create_commit(
+                    self._at.repository,
+                    [*self._added.values(), *map(CommitOperationDelete, gone)],
+                    commit_message="Upload a checkpoint with ckptctl",
+                    repo_type=self._at.kind,
+                    revision=self._at.revision,
+                    parent_commit=self._head,
+                )
         except CkptError:
             if not self._is_there(gone):  # it may have succeeded with its response lost
                 raise
         self._committed = True
-
-    def _commit(self, gone: Sequence[str]) -> None:
-        from huggingface_hub import CommitOperationDelete
-
-        with hub_errors(self._url, "commit"):
-            self._api.create_commit(
-                self._at.repository,
-                [*self._added.values(), *map(CommitOperationDelete, gone)],
-                commit_message="Upload a checkpoint with ckptctl",
-                repo_type=self._at.kind,
-                revision=self._at.revision,
-                parent_commit=self._head,
-            )
 
     def _is_there(self, gone: Sequence[str]) -> bool:
         """Return whether the branch has a new commit with all added files and without *gone*.

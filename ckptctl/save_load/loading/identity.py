@@ -12,6 +12,7 @@ from typing import NamedTuple
 from ckptctl.catalog import MANIFEST, Catalog
 from ckptctl.errors import RefusedError
 from ckptctl.file_identity import FileIdentity
+from ckptctl.ranks.coordinator import format_ranks
 from ckptctl.save_load.saving.local_shards import digest
 from ckptctl.storage.files import SourceFiles, source_files
 from ckptctl.storage.urls import is_url
@@ -128,15 +129,10 @@ def require_same_checkpoint(seen: Sequence[Fingerprint], path: str) -> None:
         raise RefusedError(
             "the ranks see different checkpoints at the same path",
             where=path,
-            why="; ".join(f"{_ranks(who)}: {one.words}" for one, who in ranks.items()),
+            why="; ".join(f"{format_ranks(who)}: {one.words}" for one, who in ranks.items()),
             hint="make the same files, or copies of them, visible to all ranks (check for "
             "local disks and stale mounts)",
         )
-
-
-def _ranks(numbers: Sequence[int]) -> str:
-    shown = ", ".join(map(str, numbers[:8])) + (", …" if len(numbers) > 8 else "")
-    return f"{'rank' if len(numbers) == 1 else 'ranks'} {shown}"
 
 
 def _content(catalog: Catalog) -> bytes:

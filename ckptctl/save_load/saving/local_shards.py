@@ -17,7 +17,7 @@ from __future__ import annotations
 import hashlib
 import zlib
 from array import array
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import NamedTuple
@@ -165,7 +165,9 @@ def divide_values(held: Sequence[Packed], structures: Mapping[bytes, Structure])
         key = (one.identity, one.values)
         own: dict[str, str] = {}
         if key not in differing:
-            for name, value in zip(known, _digests(one.values), strict=True):
+            starts = range(0, len(one.values), DIGEST)
+            digests = (one.values[start : start + DIGEST] for start in starts)
+            for name, value in zip(known, digests, strict=True):
                 if name not in first:
                     first[name] = value
                     if name not in described:
@@ -213,10 +215,6 @@ def tensor_apart(rank: int, under: str, one: TensorMeta) -> OutputTensor:
 def name_apart(rank: int, path: Path) -> str:
     """Return the name of *rank*'s version of a value that differs between ranks."""
     return join(below_rank(rank, path))
-
-
-def _digests(values: bytes) -> Iterator[bytes]:
-    return (values[start : start + DIGEST] for start in range(0, len(values), DIGEST))
 
 
 def _groups(structures: Mapping[bytes, Structure], apart: set[str]) -> dict[bytes, bytes]:
