@@ -163,7 +163,7 @@ def program(only: str = "", *, overview: bool = False) -> typer.Typer:
     """Build the Typer program.
 
     Args:
-        only: Name of the only command to import. If there is no such command, all are imported.
+        only: Name of the only command to import. If it does not exist, all are imported.
         overview: Register only names and summaries. Parsing the options of all commands would
             take a third of the time of `--help`.
     """

@@ -143,7 +143,7 @@ class Command:
             an :class:`Option` is an option; an options dataclass stands for all its fields.
         examples: Command lines for the help.
         prints: Types that ``--json`` prints; see :class:`ckptctl.documents.Document`.
-        bare: Whether the command runs without arguments instead of showing its help.
+        bare: Whether it runs without arguments instead of showing its help.
         without: Fields of the options dataclasses to leave out.
         rows: Whether the command prints rows and therefore takes ``--format``.
     """
@@ -191,7 +191,7 @@ class Command:
         return (*self.declared(), *([FORM] if self.rows else []), COLOR)
 
     def _function(self, every: Sequence[Declared]) -> Callable[..., None]:
-        """Build the function that Typer inspects and calls, with a parameter for *every* option."""
+        """Build the function that Typer inspects and calls, with one parameter per option."""
         own = {one.name for one in declared(self.run)}
         hints = {name: hint for name, hint in get_type_hints(self.run).items() if name != "return"}
 

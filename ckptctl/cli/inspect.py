@@ -146,7 +146,7 @@ def _print_tensors(
 def _branches(
     found: Inspection, shown: Sequence[TensorInfo], show: ShowOptions, options: InspectOptions
 ) -> list[listing.Branch]:
-    """Build the tree of *shown*, with collapsed training state unless the user selects tensors."""
+    """Build the tree, with collapsed training state unless the user selects tensors."""
     if show.depth or options.include:
         return listing.tree(shown, show.sort, show.depth)
     return listing.folded(shown, found.root, found.format, show.sort)

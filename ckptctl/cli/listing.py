@@ -73,7 +73,7 @@ def collapsed(output: Printer, branches: Sequence[Branch]) -> list[Row]:
 
 
 def _indented(nesting: int, branch: Branch, most: int) -> Row:
-    """Make the row of a branch, with a size bar that *most* bytes fill. 0 omits the bar."""
+    """Make the row of a branch, with a bar that *most* bytes fill. 0 omits the bar."""
     label = "  " * nesting + branch.label
     times = f" x {branch.copies:,}" if branch.copies > 1 else ""
     bar = Painted("" if nesting or not most else share(branch.nbytes, most), "name")

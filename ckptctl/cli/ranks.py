@@ -111,7 +111,7 @@ _met: list[_Ranks] = []
 
 
 def _waited_for(meet: Callable[[], T], output: Printer) -> T:
-    """Call *meet* in a thread, because torch waits for ranks without handling Ctrl-C or SIGTERM."""
+    """Call *meet* in a thread, because torch waits without handling Ctrl-C or SIGTERM."""
     from concurrent.futures import Future
 
     met: Future[T] = Future()

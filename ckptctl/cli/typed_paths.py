@@ -31,7 +31,7 @@ def typed_words() -> Sequence[str]:
 
 
 def typed_again(*more: str, without: str = "") -> str:
-    """Format the command line with the options *more*, and without dry-run flags or *without*."""
+    """Format the command line with *more* options, without ``--dry-run`` and *without*."""
     end = _words.index("--") if "--" in _words else len(_words)
     kept = [*filter(None, map(_without_dry_run, _words[:end]))]
     kept = [word for word in kept if word not in (*more, without)]

@@ -109,7 +109,7 @@ class HubUpload:
         self._committed = True
 
     def _is_there(self, gone: Sequence[str]) -> bool:
-        """Return whether the branch has a new commit with all added files and without *gone*.
+        """Return whether the branch has a new commit with all added files, without *gone*.
 
         If the repository can be listed, the outcome of the requested commit is then known.
         """

@@ -42,7 +42,7 @@ class Patience:
 
     Attributes:
         seconds: Timeout from the first failure, or None for that of the environment.
-        first: Wait before the second try, in seconds. Each further wait is twice as long.
+        first: Wait before the second try, in seconds. Later waits double.
         tell: Called once with a message after a tenth of the timeout.
     """
 

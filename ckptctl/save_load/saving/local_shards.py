@@ -1,8 +1,8 @@
 """The local shards and values of a rank, packed so that thousands of ranks can exchange them.
 
 Ranks that shard the same model have the same names, shapes and paths, so only the first of them
-sends these (:class:`Structure`). Tensors of the same shape have the same boxes on a rank, so each
-set of boxes is sent once, with an index into the sets for each tensor.
+sends these (:class:`Structure`). Tensors of the same shape have the same boxes on a rank, so
+each set of boxes is sent once, with an index into the sets for each tensor.
 
 A non-tensor value is written by the lowest rank that has it. Other ranks write theirs only if it
 differs, below ``rank_N.``. The same applies to small tensors that may differ between ranks, except

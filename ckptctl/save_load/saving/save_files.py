@@ -2,8 +2,8 @@
 
 Every rank describes its shards (:mod:`ckptctl.save_load.saving.local_shards`), one rank plans
 (:mod:`ckptctl.save_load.saving.global_plan`), each rank lays out and writes its files
-(:func:`tensor_files`, :func:`with_values`), and one writes the metadata (:func:`tensor_metadata`).
-torch is not used here: plans refer to memory by name.
+(:func:`rank_files`), and one writes the metadata (:func:`tensor_metadata`). torch is not used
+here: plans refer to memory by name.
 """
 
 from __future__ import annotations
