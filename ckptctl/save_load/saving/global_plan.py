@@ -61,20 +61,22 @@ def make_global_plan(held: Sequence[Packed]) -> GlobalPlan:
         MappingError: The ranks disagree on a tensor, or replicas differ.
     """
     with no_collection():
-        structures = {one.identity: one.structure for one in reversed(held) if one.structure}
+        structures = {
+            packed.identity: packed.structure for packed in reversed(held) if packed.structure
+        }
         known = _described(held, structures)
         rows, starts = tables(held, structures, known)
         patterns = patterns_of(known, rows, held)
         require_equal_replicas(held, structures)
-        compared = {name for one in structures.values() for name in one.compared}
-        nbytes = sum(_nbytes(one.shape, one) for one in known.values())
+        compared = {name for structure in structures.values() for name in structure.compared}
+        nbytes = sum(_nbytes(meta.shape, meta) for meta in known.values())
         limits = (piece_limit(nbytes, len(held)), fine_limit(nbytes, len(held)))
         for limit in dict.fromkeys(limits):
             cut_shared(known, patterns, limit)
             writers, even = writers_of(known, patterns, len(held), compared)
             if even:
                 break
-        tensors = tuple(output_tensor(name, one) for name, one in known.items())
+        tensors = tuple(output_tensor(name, meta) for name, meta in known.items())
         boxes = [pattern.boxes for pattern in patterns]
         chunks, parts = chunks_of(patterns, writers, starts)
         values = divide_values(held, structures)
@@ -94,8 +96,9 @@ def own_plan(rank: int, world: int, held: Packed) -> GlobalPlan:
     paths = {name: path for name, path in held.structure.paths.items() if name not in known}
     own = RankShare(chunks, {name: name for name in paths})
     shares = [own if other == rank else RankShare(()) for other in range(world)]
-    tensors = tuple(output_tensor(name, one) for name, one in known.items())
-    return GlobalPlan(tensors, boxes, [[rank] * len(one) for one in boxes], shares, paths)
+    tensors = tuple(output_tensor(name, meta) for name, meta in known.items())
+    writers = [[rank] * len(tensor_boxes) for tensor_boxes in boxes]
+    return GlobalPlan(tensors, boxes, writers, shares, paths)
 
 
 def output_tensor(name: str, one: TensorMeta) -> OutputTensor:
@@ -195,13 +198,13 @@ def tables(
 ) -> tuple[list[Sequence[int]], list[Sequence[int]]]:
     """Return for each rank, by tensor, the index of its set of boxes and of its first chunk."""
     order = {name: index for index, name in enumerate(known)}
-    places = {key: [order[n] for n in one.tensors] for key, one in structures.items()}
+    places = {key: [order[n] for n in shared.tensors] for key, shared in structures.items()}
     rows: list[Sequence[int]] = []
     starts: list[Sequence[int]] = []
-    for one in held:
+    for packed in held:
         row, start = array("i", [-1]) * len(known), array("I", [0]) * len(known)
-        counts, count = list(map(len, one.boxes)), 0
-        for place, index in zip(places[one.identity], one.indices(), strict=True):
+        counts, count = list(map(len, packed.boxes)), 0
+        for place, index in zip(places[packed.identity], packed.indices(), strict=True):
             row[place], start[place] = index, count
             count += counts[index]
         rows.append(row)
