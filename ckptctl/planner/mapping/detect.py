@@ -89,8 +89,10 @@ def detect(
         candidates: list[Candidate] = []
         for family in families.values():
             evidence = () if named else _evidence(family, *known)
-            names = [] if evidence is None else _plausible(family, asked, share)
-            candidates += _layouts(family, names, asked, share, evidence or ())
+            if evidence is None:
+                continue
+            if names := _plausible(family, asked, share):
+                candidates += _layouts(family, names, asked, share, evidence)
         if any(candidate.exact for candidate in candidates):
             break
     # The most keys known, of those the least missed: exact ones, where there are any.
