@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, TypeGuard
+from typing import Annotated, NamedTuple, TypeGuard
 
 from ckptctl import formats
 from ckptctl.errors import CkptError, MappingError, StorageError
@@ -26,7 +26,8 @@ from ckptctl.storage.writing import NAME as LOCK
 from ckptctl.storage.writing import OBJECTS, UnfinishedError, unfinished
 from ckptctl.tree import TreePath
 from ckptctl.units import counted, rfc3339
-from ckptctl.verbs.verification.verify import verify
+from ckptctl.verbs.verification.verify import IndexChecks
+from ckptctl.verbs.verification.verify import examine as verify
 from ckptctl.verbs.verification.verify_options import VerifyOptions
 from ckptctl.verdict import Verdict, decide_verdict, shows_torn_write, worst_verdict
 
@@ -139,14 +140,17 @@ def _is_number(value: object) -> TypeGuard[int | float]:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def health(path: TreePath, *, model: bool = True) -> Health:
+def health(
+    path: TreePath, *, model: bool = True, index_checks: IndexChecks | None = None
+) -> Health:
     """Judge the checkpoint at *path*: complete if every part of it is.
 
     Without *model* the table of its model type is not asked: a training that goes on from a
-    checkpoint knows by its own state which tensors there have to be.
+    checkpoint knows by its own state which tensors there have to be. *index_checks* are those of
+    the other checkpoints of its run.
     """
     try:
-        judged = _health(path, model)
+        judged = _health(path, _Asked(model, index_checks))
     except OSError as error:
         what = StorageError.from_os_error(error, "read", str(path)).what
         return Health(Verdict.UNKNOWN, what, read_failed=True)
@@ -154,12 +158,14 @@ def health(path: TreePath, *, model: bool = True) -> Health:
     return judged
 
 
-def examine(entry: RunEntry, now: float, *, model: bool = True) -> Checkpoint:
-    """Examine one checkpoint by itself; *now* in seconds since the epoch, *model* of ``health``."""
+def examine(
+    entry: RunEntry, now: float, *, model: bool = True, index_checks: IndexChecks | None = None
+) -> Checkpoint:
+    """Examine one checkpoint; *now* in seconds since the epoch, other options as of ``health``."""
     judged = (
         Health(Verdict.DAMAGED, "the save is unfinished", torn=True)
         if entry.staging
-        else health(entry.path, model=model)
+        else health(entry.path, model=model, index_checks=index_checks)
     )
     checkpoint = Checkpoint.of(entry)
     checkpoint = replace(
@@ -188,7 +194,14 @@ def examine(entry: RunEntry, now: float, *, model: bool = True) -> Checkpoint:
     return checkpoint
 
 
-def _health(path: TreePath, model: bool) -> Health:
+class _Asked(NamedTuple):
+    """Options of :func:`health`."""
+
+    model: bool
+    index_checks: IndexChecks | None
+
+
+def _health(path: TreePath, asked: _Asked) -> Health:
     for folder in (path, *(item for item in _inside(path) if item.is_dir())):
         # what ranks save in DCP's format, without what is saved last
         if (begun := formats.interrupted(folder)) and not formats.sniff(folder):
@@ -212,19 +225,19 @@ def _health(path: TreePath, model: bool) -> Health:
         return Health(Verdict.UNKNOWN, what)
     sniffed = tuple((part, name) for part in parts for name in formats.sniff(part))
     if sniffed:
-        return _of_parts(path, sniffed, model)
+        return _of_parts(path, sniffed, asked)
     if _holds_nothing(path):
         return Health(Verdict.DAMAGED, "it is empty", torn=True)
     return Health(Verdict.UNKNOWN, "not a recognized checkpoint", begun=True)
 
 
-def _of_parts(path: TreePath, sniffed: tuple[tuple[TreePath, str], ...], model: bool) -> Health:
+def _of_parts(path: TreePath, sniffed: tuple[tuple[TreePath, str], ...], asked: _Asked) -> Health:
     """Judge a checkpoint by its parts: the worst decides, evidence of a torn write first."""
     parts = tuple(dict.fromkeys(part for part, _ in sniffed))
     several = len(parts) != len(sniffed)
-    judged = [_unrecognized(path, part, model) for part in _other_parts(path, parts)]
+    judged = [_unrecognized(path, part, asked) for part in _other_parts(path, parts)]
     for part, name in sniffed:
-        one = _judged(part, name if several else None, model)
+        one = _judged(part, name if several else None, asked)
         inside = "" if part == path else f"`{part.relative_to(path)}`: "
         judged.append(replace(one, format=name, parts=parts, problem=inside + one.problem))
     for one in judged:
@@ -246,14 +259,14 @@ def _other_parts(path: TreePath, parts: Sequence[TreePath]) -> list[TreePath]:
     return [item for item in named if item.is_dir() or (item.is_symlink() and not item.is_file())]
 
 
-def _unrecognized(path: TreePath, part: TreePath, model: bool) -> Health:
+def _unrecognized(path: TreePath, part: TreePath, asked: _Asked) -> Health:
     """Judge a folder that is named as a part; it may have been emptied on purpose."""
     if part.is_symlink():
         seen = Health(Verdict.UNKNOWN, "a link to an unrecognized file or folder")
     elif _holds_nothing(part):
         seen = Health(Verdict.UNKNOWN, "it is empty")
     else:
-        seen = _health(part, model)
+        seen = _health(part, asked)
     return replace(seen, problem=f"`{part.relative_to(path)}`: {seen.problem}")
 
 
@@ -279,15 +292,15 @@ def _inside(folder: TreePath) -> list[TreePath]:
         return []
 
 
-def _judged(path: TreePath, name: str | None, model: bool) -> Health:
-    """Judge *path* by its index, and with *model* by the table of its model type."""
-    asked = VerifyOptions(format=name, level="fast", model=model)
+def _judged(path: TreePath, name: str | None, asked: _Asked) -> Health:
+    """Judge *path* by its index, and if asked by the table of its model type."""
+    options = VerifyOptions(format=name, level="fast", model=asked.model)
     try:
-        verified = verify(path, asked)
+        verified, _ = verify(path, options, index_checks=asked.index_checks)
     except MappingError as error:
         # The files do not say how ranks divide tensors; whether all are there can be told.
         try:
-            verified = verify(path, replace(asked, rules=BUILT_IN_RULES))
+            verified, _ = verify(path, replace(options, rules=BUILT_IN_RULES))
         except CkptError:
             return Health(Verdict.UNKNOWN, error.what)
     except CkptError as error:

@@ -33,6 +33,7 @@ from ckptctl.runs.protections import Pointers, Protected, RunView, protect
 from ckptctl.storage.paths import source_path
 from ckptctl.tree import TreePath
 from ckptctl.units import rfc3339
+from ckptctl.verbs.verification.verify import IndexChecks
 from ckptctl.verdict import Verdict
 
 LIGHTNING = ".ckpt"
@@ -57,6 +58,7 @@ class Company:
 
     def __init__(self, members: Sequence[RunEntry], now: float | None, *, model: bool) -> None:
         self.now, self.model = clock.time() if now is None else now, model
+        self._index_checks = IndexChecks()
         own = {one.path: one.named.series for one in members if one.counts and not one.staging}
         self._have = {path: _companions_of(path) for path in own}
         self._count = Counter(own.values())
@@ -64,7 +66,7 @@ class Company:
 
     def examine(self, entry: RunEntry) -> Checkpoint:
         """Examine one; note of a complete one which file it lacks that most others have."""
-        checkpoint = examine(entry, self.now, model=self.model)
+        checkpoint = examine(entry, self.now, model=self.model, index_checks=self._index_checks)
         if not checkpoint.complete:
             return checkpoint
         path, series, member = entry.path, checkpoint.series, entry.path in self._have

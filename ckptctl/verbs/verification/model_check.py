@@ -19,7 +19,8 @@ from ckptctl.facts.agreement import (
     contradictions_in,
 )
 from ckptctl.notes import Notes
-from ckptctl.numerics.quantized import misfits
+from ckptctl.numerics.quantization.statement import BESIDE
+from ckptctl.numerics.quantized import is_plain, misfits
 from ckptctl.verdict import Scope, Severity
 
 UNCOUNTED_LAYERS = (
@@ -73,6 +74,15 @@ def recognized_check(
         notes.add(f"{error.what}, so missing tensors cannot be detected")
         return [], "structure"
     return check_model(model, notes)
+
+
+def needs_index_only(catalog: Catalog, notes: tuple[str, ...]) -> bool:
+    """Return whether the result of :func:`recognized_check` holds for any equal index.
+
+    It does not if quantization makes it read other files, or tensors, or if notes name a path.
+    """
+    reads_files = not BESIDE.keys().isdisjoint(catalog.assets) or not is_plain(catalog)
+    return not reads_files and not any(str(catalog.root) in note for note in notes)
 
 
 def contradiction_findings(model: Model) -> Iterator[Finding]:

@@ -28,11 +28,14 @@ _Ranges = list[tuple[int, int, str, str]]
 """First byte, the byte after the last, name and codec of what lies in one file."""
 
 
-def structure(catalog: Catalog) -> Iterator[Finding]:
-    """Yield what is wrong with a checkpoint, as its index and the beginnings of its files show."""
-    yield from of_index(catalog)
+def structure(catalog: Catalog, *, index_passed: bool = False) -> Iterator[Finding]:
+    """Yield what is wrong with a checkpoint, as its index and the beginnings of its files show.
+
+    With *index_passed* only the files are examined: the same index has already passed.
+    """
+    yield from () if index_passed else of_index(catalog)
     yield from _shared_bytes(catalog)
-    yield from _moments(catalog)
+    yield from () if index_passed else _moments(catalog)
 
 
 def of_index(catalog: Catalog) -> Iterator[Finding]:

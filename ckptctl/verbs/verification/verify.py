@@ -7,7 +7,7 @@ also every byte that a checksum covers. Only ``nan=True`` imports torch. Nothing
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 
 from ckptctl import families, formats
 from ckptctl.catalog import MANIFEST, Catalog, Finding
@@ -58,6 +58,44 @@ class _State:
         return self.catalog.path if self.catalog else self.path
 
 
+@dataclass(slots=True)
+class IndexChecks:
+    """Checks that the checkpoints of a run share if their indexes are the same.
+
+    Every index is read. What follows from its content alone is then checked once: whether chunks
+    cover their tensors, and whether all tensors of the model type are there. Only a result without
+    findings is shared, since findings name the files of one checkpoint.
+
+    Attributes:
+        passed: The catalog of the last index that passed; None: there is none yet.
+        scope: What the model check could compare it with.
+        notes: Notes of the model check.
+    """
+
+    passed: Catalog | None = None
+    scope: Scope = "structure"
+    notes: tuple[str, ...] = ()
+
+    def has_passed(self, catalog: Catalog) -> bool:
+        """Return whether *catalog* has the index that passed, wherever its files are."""
+        passed = self.passed
+        # Values next to the tensors, such as the step, differ in each checkpoint.
+        return (
+            passed is not None
+            and not catalog.blobs
+            and passed
+            == replace(
+                catalog,
+                **{name: getattr(passed, name) for name in ("root", "path", "save_id", "others")},
+                assets=passed.assets if catalog.assets.keys() == passed.assets.keys() else {},
+            )
+        )
+
+    def add(self, catalog: Catalog, scope: Scope, notes: tuple[str, ...]) -> None:
+        """Remember that *catalog* passed."""
+        self.passed, self.scope, self.notes = catalog, scope, notes
+
+
 def verify(
     path: str | TreePath,
     options: VerifyOptions | None = None,
@@ -73,10 +111,12 @@ def examine(
     options: VerifyOptions,
     progress: Watch = unwatched,
     ranks: Coordinator | None = None,
+    index_checks: IndexChecks | None = None,
 ) -> tuple[Verification, Catalog | None]:
     """Verify as :func:`verify` does, and return also what could be read of the index.
 
-    Of a checkpoint that is not complete the catalog has what is left of it.
+    Of a checkpoint that is not complete the catalog has what is left of it. *index_checks* are
+    those of checkpoints that were verified with the same options.
     """
     start = time.monotonic()
     ranks = ranks or Alone()
@@ -87,7 +127,9 @@ def examine(
         files = catalog and dict(catalog.files)
         same = {"the path": state.path, **asked, "the files of the checkpoint": files}
         require_same(ranks, same)
+        passed = bool(index_checks and catalog and index_checks.has_passed(catalog))
         if catalog is not None:
+            state.findings += structure(catalog, index_passed=passed)
             _verify(state, catalog, options, progress, ranks)
         read = options.level == "full" and state.complete
 
@@ -95,14 +137,19 @@ def examine(
             return list(surroundings(state.path, catalog, values=read))
 
         state.findings += ranks.broadcast(on_first(ranks, around)) if read else around()
-        if options.model and catalog is not None and _index_holds(state, catalog):
-            from ckptctl.verbs.verification.model_check import recognized_check
+        if index_checks and passed:
+            state.scope, told = index_checks.scope, index_checks.notes
+            state.notes += told if state.complete else drop_structure_claim(told)
+        elif options.model and catalog is not None and _index_holds(state, catalog):
+            from ckptctl.verbs.verification.model_check import needs_index_only, recognized_check
 
             notes = Notes()
             found, state.scope = recognized_check(catalog, options.model_type, notes)
             state.findings += found
             told = notes.texts()
             state.notes += told if state.complete else drop_structure_claim(told)
+            if index_checks and not state.findings and needs_index_only(catalog, told):
+                index_checks.add(catalog, state.scope, told)
         require_answers(state.path)
         opened = catalog.opened if catalog else None
         together(ranks, lambda: require_unreplaced(opened))
@@ -173,7 +220,6 @@ def _read(path: TreePath, options: VerifyOptions, *, partial: bool = False) -> C
 def _verify(
     state: _State, catalog: Catalog, options: VerifyOptions, progress: Watch, ranks: Coordinator
 ) -> None:
-    state.findings += structure(catalog)
     state.findings += [
         Finding("the manifest does not describe these tensors", note, "warning", MANIFEST)
         for note in catalog.notes

@@ -18,6 +18,7 @@ from ckptctl.runs import listing
 from ckptctl.runs.listing import newest, read_run
 from ckptctl.runs.notes import stated_step
 from ckptctl.runs.removal import plan_prune
+from ckptctl.verbs.verification import model_check
 from tests.runs import START, age, save_step, tear
 
 DATA = Path(__file__).parents[2] / "data"
@@ -616,3 +617,26 @@ def test_a_trainer_may_have_begun_with_what_is_not_recognized_yet(tmp_path):
     assert states(tmp_path)["checkpoint-2"] == "unknown"
     with pytest.raises(UnsupportedError):
         newest(tmp_path)
+
+
+def test_equal_indexes_share_one_model_check(tmp_path, monkeypatch):
+    checked = []
+    check = model_check.recognized_check
+
+    def counted_check(catalog, *args):
+        checked.append(catalog.root.name)
+        return check(catalog, *args)
+
+    monkeypatch.setattr(model_check, "recognized_check", counted_check)
+    for step in (1, 2, 3, 4, 5):
+        shutil.copytree(DATA / "tiny-llama3-hf", tmp_path / f"step-{step}")
+    config = tmp_path / "step-3" / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"num_hidden_layers": 9}))
+    (tmp_path / "step-2" / "notes.txt").write_text("x")
+    (tmp_path / "step-4" / "trainer_state.json").write_text("{}")
+    tear(tmp_path / "step-5")
+    for step in (1, 2, 3, 4):
+        age(tmp_path / f"step-{step}", START)
+    expected = ["complete", "complete", "damaged", "complete", "damaged"]
+    assert [*states(tmp_path).values()] == expected
+    assert checked == ["step-1", "step-3"]
