@@ -137,19 +137,8 @@ def examine(
             return list(surroundings(state.path, catalog, values=read))
 
         state.findings += ranks.broadcast(on_first(ranks, around)) if read else around()
-        if index_checks and passed:
-            state.scope, told = index_checks.scope, index_checks.notes
-            state.notes += told if state.complete else drop_structure_claim(told)
-        elif options.model and catalog is not None and _index_holds(state, catalog):
-            from ckptctl.verbs.verification.model_check import needs_index_only, recognized_check
-
-            notes = Notes()
-            found, state.scope = recognized_check(catalog, options.model_type, notes)
-            state.findings += found
-            told = notes.texts()
-            state.notes += told if state.complete else drop_structure_claim(told)
-            if index_checks and not state.findings and needs_index_only(catalog, told):
-                index_checks.add(catalog, state.scope, told)
+        if options.model and catalog is not None and _index_holds(state, catalog):
+            _check_model(state, catalog, options.model_type, index_checks, passed=passed)
         require_answers(state.path)
         opened = catalog.opened if catalog else None
         together(ranks, lambda: require_unreplaced(opened))
@@ -249,6 +238,31 @@ def _verify(
             state.verified_tensors = proof.tensors(sound)
             state.compared = proof.compared
         state.findings += [*unsaid(state.findings, findings), *unequal]
+
+
+def _check_model(
+    state: _State,
+    catalog: Catalog,
+    model_type: str | None,
+    index_checks: IndexChecks | None,
+    *,
+    passed: bool,
+) -> None:
+    """Compare the tensors with their model type, or reuse the result for the same index."""
+    if index_checks and passed:
+        state.scope, notes = index_checks.scope, index_checks.notes
+        state.notes += notes if state.complete else drop_structure_claim(notes)
+        return
+    # Families, their tables and facts take a while to import.
+    from ckptctl.verbs.verification.model_check import needs_index_only, recognized_check
+
+    collected = Notes()
+    findings, state.scope = recognized_check(catalog, model_type, collected)
+    state.findings += findings
+    notes = collected.texts()
+    state.notes += notes if state.complete else drop_structure_claim(notes)
+    if index_checks and not state.findings and needs_index_only(catalog, notes):
+        index_checks.add(catalog, state.scope, notes)
 
 
 def _index_holds(state: _State, catalog: Catalog) -> bool:
