@@ -76,13 +76,13 @@ def recognized_check(
     return check_model(model, notes)
 
 
-def needs_index_only(catalog: Catalog, notes: tuple[str, ...]) -> bool:
+def needs_index_only(catalog: Catalog, notes: Notes) -> bool:
     """Return whether the result of :func:`recognized_check` holds for any equal index.
 
     It does not if quantization makes it read other files, or tensors, or if notes name a path.
     """
     reads_files = not BESIDE.keys().isdisjoint(catalog.assets) or not is_plain(catalog)
-    return not reads_files and not any(str(catalog.root) in note for note in notes)
+    return not reads_files and not any(str(catalog.root) in note.text for note in notes)
 
 
 def contradiction_findings(model: Model) -> Iterator[Finding]:

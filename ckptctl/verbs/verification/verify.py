@@ -69,12 +69,12 @@ class IndexChecks:
     Attributes:
         passed: The catalog of the last index that passed; None: there is none yet.
         scope: What the model check could compare it with.
-        notes: Notes of the model check.
+        notes: Texts of the model check.
     """
 
     passed: Catalog | None = None
     scope: Scope = "structure"
-    notes: tuple[str, ...] = ()
+    notes: Notes = field(default_factory=Notes)
 
     def has_passed(self, catalog: Catalog) -> bool:
         """Return whether *catalog* has the index that passed, wherever its files are."""
@@ -91,7 +91,7 @@ class IndexChecks:
             )
         )
 
-    def add(self, catalog: Catalog, scope: Scope, notes: tuple[str, ...]) -> None:
+    def add(self, catalog: Catalog, scope: Scope, notes: Notes) -> None:
         """Remember that *catalog* passed."""
         self.passed, self.scope, self.notes = catalog, scope, notes
 
@@ -250,17 +250,17 @@ def _check_model(
 ) -> None:
     """Compare the tensors with their model type, or reuse the result for the same index."""
     if index_checks and passed:
-        state.scope, notes = index_checks.scope, index_checks.notes
-        state.notes += notes if state.complete else drop_structure_claim(notes)
+        state.scope, texts = index_checks.scope, index_checks.notes.texts()
+        state.notes += texts if state.complete else drop_structure_claim(texts)
         return
     # Families, their tables and facts take a while to import.
     from ckptctl.verbs.verification.model_check import needs_index_only, recognized_check
 
-    collected = Notes()
-    findings, state.scope = recognized_check(catalog, model_type, collected)
+    notes = Notes()
+    findings, state.scope = recognized_check(catalog, model_type, notes)
     state.findings += findings
-    notes = collected.texts()
-    state.notes += notes if state.complete else drop_structure_claim(notes)
+    texts = notes.texts()
+    state.notes += texts if state.complete else drop_structure_claim(texts)
     if index_checks and not state.findings and needs_index_only(catalog, notes):
         index_checks.add(catalog, state.scope, notes)
 
