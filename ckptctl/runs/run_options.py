@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from ckptctl import option_checks as checks
@@ -150,7 +150,5 @@ class PruneOptions(KeepOptions):
 
     def policy(self) -> Policy:
         """Return what is kept."""
-        from dataclasses import replace
-
         least = duration(self.min_age)
         return replace(super().policy(), incomplete=self.include_incomplete, min_age=least)

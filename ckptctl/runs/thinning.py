@@ -149,7 +149,11 @@ def _rewrite(thinning: Thinning, deletion: TwoPhaseDelete) -> None:
     with storage_errors("rewrite", entry.path):
         room.mkdir()
         options = ConversionOptions(to=thinning.format, from_format=thinning.format, only="all")
-        step = Step("drop optimizer", "model", 30, _drop_optimizer)
+
+        def drop_optimizer(draft: Draft) -> Draft:
+            return draft.with_catalog(without(draft.catalog))
+
+        step = Step("drop optimizer", "model", 30, drop_optimizer)
         plan = plan_with_steps(entry.path, target, options, step)
         run_conversion(plan)
         if entry.path.is_dir():
@@ -165,10 +169,6 @@ def _rewrite(thinning: Thinning, deletion: TwoPhaseDelete) -> None:
             "this file system cannot replace a checkpoint in one step", where=str(entry.path)
         ) from None
     trash.remove(room)
-
-
-def _drop_optimizer(draft: Draft) -> Draft:
-    return draft.with_catalog(without(draft.catalog))
 
 
 def without(catalog: Catalog) -> Catalog:
@@ -279,7 +279,7 @@ def _copy(item: Path, there: Path) -> None:
 
 
 def _keep_time(target: Path, time: float) -> None:
-    """Give what is new the time of what it replaces: its age goes on to count."""
+    """Give new files the time of those that they replace, from which their age counts."""
     for item in (target, *_below(target)):
         os.utime(item, (time, time), follow_symlinks=False)
 

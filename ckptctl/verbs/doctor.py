@@ -122,7 +122,15 @@ def _installation() -> Iterator[Check]:
     yield _itself()
     yield Check("python", f"{platform.python_version()} at {sys.executable}")
     for name, least in _needed():
-        yield _package(name, least)
+        version = _version(name)
+        install = f"`pip install '{name}>={least}'`" if least else f"`pip install {name}`"
+        if version is None:
+            status: Status = "warn" if name in OPTIONAL else "fail"
+            yield Check(name, "not installed", status, OPTIONAL.get(name) or install)
+        elif least and _numbers(version) < _numbers(least):
+            yield Check(name, f"{version}, older than {least}", "fail", install)
+        else:
+            yield Check(name, version)
     fast = crc.crc32 is not zlib.crc32
     hint = "`pip install isal` makes checksums about ten times faster"
     yield _judged("checksums", f"computed by {'isal' if fast else 'zlib'}", fast, hint)
@@ -157,17 +165,6 @@ def _needed() -> list[tuple[str, str]]:
         said = [*NEEDED, "torch"]
     plain = (_NEED.match(text) for text in said if _EXTRA.search(text) is None)
     return [(found[1], found[2] or "") for found in plain if found]
-
-
-def _package(name: str, least: str) -> Check:
-    version = _version(name)
-    install = f"`pip install '{name}>={least}'`" if least else f"`pip install {name}`"
-    if version is None:
-        status: Status = "warn" if name in OPTIONAL else "fail"
-        return Check(name, "not installed", status, OPTIONAL.get(name) or install)
-    if least and _numbers(version) < _numbers(least):
-        return Check(name, f"{version}, older than {least}", "fail", install)
-    return Check(name, version)
 
 
 def _version(name: str) -> str | None:

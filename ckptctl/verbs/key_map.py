@@ -52,38 +52,37 @@ def map_key(key: str, options: MapOptions) -> KeyMap:
     Without a model type the configuration says what model it is.
     """
     with families.using(options.converter):
-        return _map_key(key, options)
-
-
-def _map_key(key: str, options: MapOptions) -> KeyMap:
-    model_type, to_layout, given = options.model_type, options.to_layout, options.sizes
-    config = Path(options.config) if options.config else None
-    if not (model_type or config):
-        raise UsageError(
-            "no model type given",
-            hint=f"pass the model type, as in {spell_option('--model-type llama3')}, or its "
-            f"configuration with {spell_option('--config DIR')}",
-        )
-    read = _configuration(config) if config else {}
-    family = families.family(model_type or _configured(config, read))
-    families.require_layout(family, to_layout)
-    source = options.from_layout or _layout_of(family, key)
-    if config:
-        read = _of_ranks(config, read, family)
-    described, params = read.get("config.json"), read.get("params.json")
-    files = [Description(name, _place(config, name), one) for name, one in read.items()]
-    agree(family, files, given, asked=model_type or family.name)
-    sizes = read_sizes(family, described, params, given)
-    tied = is_tied(family, described, params)
-    lists = read_lists(family, described)
-    router = Router(family, family.layout(source), family.layout(to_layout), sizes, tied, lists)
-    return KeyMap(family, source, to_layout, sizes, tied, router.route(key))
+        model_type, to_layout, given = options.model_type, options.to_layout, options.sizes
+        config = Path(options.config) if options.config else None
+        if not (model_type or config):
+            raise UsageError(
+                "no model type given",
+                hint=f"pass the model type, as in {spell_option('--model-type llama3')}, or its "
+                f"configuration with {spell_option('--config DIR')}",
+            )
+        read = _configuration(config) if config else {}
+        family = families.family(model_type or _configured(config, read))
+        families.require_layout(family, to_layout)
+        source = options.from_layout or _layout_of(family, key)
+        if config:
+            read = _of_ranks(config, read, family)
+        described, params = read.get("config.json"), read.get("params.json")
+        files = [Description(name, _place(config, name), one) for name, one in read.items()]
+        agree(family, files, given, asked=model_type or family.name)
+        sizes = read_sizes(family, described, params, given)
+        tied = is_tied(family, described, params)
+        lists = read_lists(family, described)
+        router = Router(family, family.layout(source), family.layout(to_layout), sizes, tied, lists)
+        return KeyMap(family, source, to_layout, sizes, tied, router.route(key))
 
 
 def _layout_of(family: Family, key: str) -> str:
+    """Return the layout of *key*, or the one with the most similar keys if no layout has it."""
     known = [name for name in family.layouts if any(family.layout(name).meanings(key))]
     if not known:
-        return _nearest_layout(family, key)
+        layouts = {name: near(family.layout(name), key) for name in family.layouts}
+        close = nearest(key, [known for keys in layouts.values() for known in keys])
+        return next((name for name, keys in layouts.items() if close in keys), family.layouts[0])
     first = family.layout(known[0])
     if all(family.layout(name).same_as(first) for name in known):
         return first.name
@@ -92,13 +91,6 @@ def _layout_of(family: Family, key: str) -> str:
         why=f"{', '.join(f'`{name}`' for name in known)}",
         hint=f"choose one with {spell_option(f'--from-layout {known[0]}')}",
     )
-
-
-def _nearest_layout(family: Family, key: str) -> str:
-    """Return the layout whose keys are most like *key*, which none of them has."""
-    layouts = {name: near(family.layout(name), key) for name in family.layouts}
-    close = nearest(key, [known for keys in layouts.values() for known in keys])
-    return next((name for name, keys in layouts.items() if close in keys), family.layouts[0])
 
 
 def _configured(place: TreePath | None, read: Mapping[str, Json]) -> str:

@@ -82,43 +82,39 @@ FEW = 8
 def extract(path: str | TreePath, tensor: str, options: ExtractOptions) -> Extraction:
     """Take tensors out of a checkpoint."""
     with families.using(options.converter):
-        return _extract(path, tensor, options)
-
-
-def _extract(path: str | TreePath, tensor: str, options: ExtractOptions) -> Extraction:
-    source = formats.existing(path)
-    catalog, mapping = mapped_source(source, options)
-    taken = _taken(mapping, tensor, options)
-    wanted = {one.name: Wanted(one.dtype, one.whole, ()) for one in taken}
-    chosen = {one.name: mapping.tensors[one.name] for one in taken}
-    names = [key for composed in chosen.values() for key in composed.keys]
-    if options.dtype is not None:
-        require_uncast(mapping.catalog, names)
-    mapping.notes.add(*_short(taken))
-    mapping = replace(mapping, catalog=located(mapping.catalog, names), tensors=chosen)
-    reading = Reading(mapping, casts(mapping, wanted, True))
-    if options.output is None:
-        return _shown(shown(path), reading, taken)
-    output = Path(options.output)
-    target = Path(require_destination(source, output, options.overwrite, OVERWRITABLE).path)
-    kind = formats.target("hf" if target.suffix == ".safetensors" else "torch")
-    notes = mapping.notes
-    strings = kept_strings(catalog, [one.output for one in taken], kind, notes)
-    plan = plan_file(reading, taken, target, without_hashes(strings, notes))
-    if skipped := notes.reasons("skipped"):
-        notes.add(f"not copied: {listed(list(skipped))}")
-    require_torch_for(plan, "this extraction")
-    done = write_file(plan, target, options)
-    found = tuple(_extracted(reading, one) for one in taken)
-    return Extraction(
-        shown(path),
-        str(options.output),
-        found,
-        plan.nbytes,
-        done.bytes_read,
-        notes.texts(),
-        done.lost,
-    )
+        source = formats.existing(path)
+        catalog, mapping = mapped_source(source, options)
+        taken = _taken(mapping, tensor, options)
+        wanted = {one.name: Wanted(one.dtype, one.whole, ()) for one in taken}
+        chosen = {one.name: mapping.tensors[one.name] for one in taken}
+        names = [key for composed in chosen.values() for key in composed.keys]
+        if options.dtype is not None:
+            require_uncast(mapping.catalog, names)
+        mapping.notes.add(*_short(taken))
+        mapping = replace(mapping, catalog=located(mapping.catalog, names), tensors=chosen)
+        reading = Reading(mapping, casts(mapping, wanted, True))
+        if options.output is None:
+            return _shown(shown(path), reading, taken)
+        output = Path(options.output)
+        target = Path(require_destination(source, output, options.overwrite, OVERWRITABLE).path)
+        kind = formats.target("hf" if target.suffix == ".safetensors" else "torch")
+        notes = mapping.notes
+        strings = kept_strings(catalog, [one.output for one in taken], kind, notes)
+        plan = plan_file(reading, taken, target, without_hashes(strings, notes))
+        if skipped := notes.reasons("skipped"):
+            notes.add(f"not copied: {listed(list(skipped))}")
+        require_torch_for(plan, "this extraction")
+        done = write_file(plan, target, options)
+        found = tuple(_extracted(reading, one) for one in taken)
+        return Extraction(
+            shown(path),
+            str(options.output),
+            found,
+            plan.nbytes,
+            done.bytes_read,
+            notes.texts(),
+            done.lost,
+        )
 
 
 def _taken(mapping: StateMapping, tensor: str, options: ExtractOptions) -> list[Taken]:

@@ -38,13 +38,13 @@ from ckptctl.storage.writing import UnfinishedError
 from ckptctl.tree import TreePath
 from ckptctl.verbs.inspection.inspect_options import InspectOptions
 from ckptctl.verbs.inspection.inspect_result import DTypeUse, Inspection, Member, TensorInfo
+from ckptctl.verbs.statistics import BINS, Statistics, measure, side_by_side
 from ckptctl.verbs.verification.model_check import check_model
 from ckptctl.verbs.verification.structure import is_about_unread, of_index
 from ckptctl.verdict import Verdict, decide_verdict, drop_structure_claim, worst_verdict
 
 if TYPE_CHECKING:
     from ckptctl.storage.files import Readable
-    from ckptctl.verbs.statistics import Statistics
 
 PASSES = 2
 """How often a tensor is read: a histogram needs to know its ends."""
@@ -60,28 +60,24 @@ def inspect(
     """
     options = options or InspectOptions()
     with families.using(options.converter):
-        return _inspect(path, options, progress)
-
-
-def _inspect(path: str | TreePath, options: InspectOptions, progress: Watch) -> Inspection:
-    if options.stats:
-        require_torch(spell_option("--stats"))
-    # Checksums are not shown, so they are not worth a request.
-    read = partial(open_source, path, options, manifest=None)
-    try:
-        catalog = _readable(read)
-    except (FormatError, DamagedError, UnsupportedError) as error:
-        chosen = options.format or options.weights or options.tag
-        recognized = isinstance(error, DamagedError | UnsupportedError)
-        found = None if chosen else _run(path, recognized=recognized)
-        if found is None:
-            raise
-        asked = {"--stats": options.stats, "--include": options.include}
-        require_one(found, [name for name, given in asked.items() if given])
-        return found
-    measured = _measure(catalog, options.include, progress) if options.stats else {}
-    found = describe(shown(path), catalog, measured, options.model_type)
-    return replace(found, values=leaf_values(catalog))
+        if options.stats:
+            require_torch(spell_option("--stats"))
+        # Checksums are not shown, so they are not worth a request.
+        read = partial(open_source, path, options, manifest=None)
+        try:
+            catalog = _readable(read)
+        except (FormatError, DamagedError, UnsupportedError) as error:
+            chosen = options.format or options.weights or options.tag
+            recognized = isinstance(error, DamagedError | UnsupportedError)
+            found = None if chosen else _run(path, recognized=recognized)
+            if found is None:
+                raise
+            asked = {"--stats": options.stats, "--include": options.include}
+            require_one(found, [name for name, given in asked.items() if given])
+            return found
+        measured = _measure(catalog, options.include, progress) if options.stats else {}
+        found = describe(shown(path), catalog, measured, options.model_type)
+        return replace(found, values=leaf_values(catalog))
 
 
 def _readable(read: Callable[..., Catalog]) -> Catalog:
@@ -296,8 +292,7 @@ def _dtypes(tensors: Iterable[TensorEntry]) -> dict[str, DTypeUse]:
 
 
 def _measure(catalog: Catalog, include: Sequence[str], progress: Watch) -> dict[str, Statistics]:
-    from ckptctl.storage.computed import open_reader
-    from ckptctl.verbs.statistics import BINS
+    from ckptctl.storage.computed import open_reader  # which reads no index
 
     catalog = formats.resolve(catalog)
     names = {t.alias_of or t.name for t in catalog.tensors.values() if matches(t.name, include)}
@@ -320,8 +315,6 @@ def measured(
     A tensor with holes is measured as far as it is there; one whose dtype has no numbers is left
     out, as is one that *failed* is called with an error of.
     """
-    from ckptctl.verbs.statistics import measure, side_by_side
-
     sizes = [PASSES * sum(extent.nbytes for extent in entry.extents) for entry in entries]
     look = partial(measure, files, bins=bins)
     found: dict[str, Statistics] = {}

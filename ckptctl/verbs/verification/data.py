@@ -28,6 +28,7 @@ from ckptctl.storage.threads import Advance, ByteCount, Watch, default_threads, 
 from ckptctl.storage.zips.directory import FileRange, read_directory
 from ckptctl.tree import TreePath
 from ckptctl.units import counted
+from ckptctl.verbs.statistics import nonfinite, side_by_side
 from ckptctl.verbs.verification import digest_lists, surroundings
 from ckptctl.verbs.verification.structure import may_be_zip
 
@@ -271,8 +272,6 @@ def _nonfinite(
     jobs: int | None,
     advance: Advance | None,
 ) -> Iterator[Finding]:
-    from ckptctl.verbs.statistics import nonfinite, side_by_side
-
     if not entries:
         return
     sizes, look = [entry.nbytes for entry in entries], partial(nonfinite, files)

@@ -111,7 +111,8 @@ def _hole(
     """Yield one finding per file that is known to hold a part of *hole*; else one for it all."""
     parts = lost_parts(hole, lost)
     for box, file in parts:
-        why = f"stored in `{file}`{_by_rank(file)}, which is missing or damaged"
+        rank = f" (rank {int(match[1])})" if (match := DISTCP.fullmatch(file)) else ""
+        why = f"stored in `{file}`{rank}, which is missing or damaged"
         yield Finding("elements are missing", why, file=file, tensor=entry.name, box=box)
     if not parts:
         suspect = f"; {listed(unread)} cannot be read" if unread else _suspect(catalog, entry)
@@ -133,11 +134,6 @@ def _unread(catalog: Catalog) -> list[str]:
     told = {file for boxes in catalog.lost.values() for box, file in boxes if box.numel}
     found = {one.file for one in catalog.findings if one.file and not one.tensor}
     return natural(found - told)
-
-
-def _by_rank(file: str) -> str:
-    match = DISTCP.fullmatch(file)
-    return f" (rank {int(match[1])})" if match else ""
 
 
 def _suspect(catalog: Catalog, entry: TensorEntry) -> str:

@@ -146,13 +146,10 @@ def _strays(root: TreePath, folder: TreePath, catalog: Catalog | None) -> Iterat
             continue
         if LEFTOVER.fullmatch(item.name):
             yield Finding("a leftover of an unfinished save", None, "warning", name)
-        elif catalog and name not in catalog.assets and _is_data(item, forms):
-            yield Finding("the index does not refer to this file", None, "warning", name)
-
-
-def _is_data(item: TreePath, forms: Collection[str]) -> bool:
-    known = item.suffix in OWNED or _form(item.name) in forms
-    return known and item.is_file() and item.stat().st_size > 0
+        elif catalog and name not in catalog.assets:
+            is_data = item.suffix in OWNED or _form(item.name) in forms
+            if is_data and item.is_file() and item.stat().st_size > 0:
+                yield Finding("the index does not refer to this file", None, "warning", name)
 
 
 def _form(name: str) -> str:

@@ -62,9 +62,13 @@ def page(document: Mapping[str, object]) -> str:
     style = f"\n{_text('page.css')}"
     script = "\n".join(['\n"use strict";', *map(_text, SCRIPTS)])
     data = {"schema": SCHEMA, "ckptctl": __version__, **document}
+    policy = (
+        f"default-src 'none'; style-src '{_digest(style)}'; script-src '{_digest(script)}'; "
+        "base-uri 'none'; form-action 'none'"
+    )
     return Template(_text("page.html")).substitute(
         generator=GENERATOR,
-        policy=_policy(style, script),
+        policy=policy,
         title=html.escape(str(document.get("path", "")).encode("ascii", "replace").decode()),
         style=style,
         script=script,
@@ -93,13 +97,6 @@ def _exact(value: object) -> object:
     if isinstance(value, list):
         return [_exact(one) for one in value]
     return str(value) if isinstance(value, int) and abs(value) > SAFE else value
-
-
-def _policy(style: str, script: str) -> str:
-    return (
-        f"default-src 'none'; style-src '{_digest(style)}'; script-src '{_digest(script)}'; "
-        "base-uri 'none'; form-action 'none'"
-    )
 
 
 def _digest(text: str) -> str:
