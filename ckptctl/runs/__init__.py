@@ -1,1 +1,1 @@
-"""The checkpoints of a run: which there are, which are complete, what names them."""
+"""Training runs: their checkpoints, which of these are complete, and which may be removed."""

@@ -1,4 +1,4 @@
-"""The entries of a run folder: what is named as a checkpoint, its bytes, times and identity."""
+"""Entries of a run folder whose names are those of checkpoints, with sizes, times and identity."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ RUNS = 3
 
 @dataclass(frozen=True, slots=True)
 class RunEntry:
-    """Something in a run whose name says that it is a checkpoint.
+    """Entry of a run folder that is named like a checkpoint.
 
     Attributes:
         time: When the newest file of weights or a trainer's state was written, seconds since the
@@ -61,11 +61,11 @@ class RunEntry:
 
     @property
     def counts(self) -> bool:
-        """Return whether rules may apply to it: it is no link, and not Lightning's last one."""
+        """Whether retention rules apply; they do not to links and Lightning's ``last.ckpt``."""
         return not self.link and not is_last(self.path.name)
 
     def same(self, other: RunEntry) -> bool:
-        """Return whether nothing was written, added or taken away between the two looks."""
+        """Return whether *other* has the same identity, times, size and number of files."""
         return (self.identity, self.touched, self.nbytes, self.files) == (
             other.identity,
             other.touched,
@@ -74,14 +74,14 @@ class RunEntry:
         )
 
     def require_unchanged(self) -> None:
-        """Refuse to touch what is not as it was when it was looked at."""
+        """Raise `RefusedError` if the checkpoint changed since this entry was read."""
         now = entry_at(self.path)
         if now is None or not now.same(self):
             raise RefusedError("the checkpoint changed in the meantime", where=str(self.path))
 
 
 def is_run(root: TreePath) -> bool:
-    """Return whether *root* holds something that is named as a checkpoint and not being made."""
+    """Return whether *root* contains a finished entry that is named like a checkpoint."""
     if not root.is_dir():
         return False
     there = (entry_at(item) for item in root.iterdir())
@@ -89,7 +89,7 @@ def is_run(root: TreePath) -> bool:
 
 
 def entries(root: TreePath) -> list[RunEntry]:
-    """Return the entries of *root*, links included, in natural order."""
+    """List the entries of *root* in natural order, including links."""
     if not root.is_dir():
         raise SourceNotFoundError("no such directory", where=str(root), hint=path_hint(root))
     there = [entry for item in root.iterdir() if (entry := entry_at(item))]
@@ -99,7 +99,7 @@ def entries(root: TreePath) -> list[RunEntry]:
 
 
 def entry_at(item: TreePath) -> RunEntry | None:
-    """Return the entry at *item*; None: nothing there is named as a checkpoint."""
+    """Read the entry at *item*, or return None if it is not named like a checkpoint."""
     target = staged(item.name)
     if not parse(target or item.name) and not is_last(item.name):
         return None
@@ -143,20 +143,20 @@ def entry_at(item: TreePath) -> RunEntry | None:
 
 
 def _leads_to_another(link: TreePath) -> bool:
-    """Return whether *link* leads to another checkpoint of its folder, and so is none itself."""
+    """Return whether *link* points to another checkpoint in the same folder."""
     target = real_path(link)
     named = parse(target.name) is not None or is_last(target.name)
     return named and target.parent == real_path(link.parent)
 
 
 def unstated(root: TreePath) -> tuple[str, ...]:
-    """Return the names of Lightning's last checkpoints that do not say at which step they are."""
+    """List Lightning's last checkpoints that do not record their step."""
     lasts = (item for item in root.iterdir() if is_last(item.name) and not item.is_symlink())
     return tuple(sorted(item.name for item in lasts if stated_step(item) is None))
 
 
 def _files(folder: TreePath) -> Iterator[tuple[str, os.stat_result]]:
-    """Yield the files below *folder*; links are not followed, what vanishes is passed over."""
+    """Yield the files below *folder* without following links; files that vanish are skipped."""
     waiting = [folder]
     while waiting:
         try:

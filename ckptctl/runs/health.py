@@ -1,4 +1,4 @@
-"""Whether a checkpoint of a run is complete, by the same readers as ``verify --level fast``.
+"""Verdicts on the checkpoints of a run, by the readers of ``verify --level fast``.
 
 Of a damaged one only evidence of a torn write allows that it is removed or skipped.
 """
@@ -44,7 +44,7 @@ CHECKPOINT = " ".join((_FIRST, "lacks", _LAST))
 
 @dataclass(frozen=True, slots=True)
 class Health:
-    """Whether a checkpoint is complete.
+    """Verdict on a checkpoint, with its evidence.
 
     Attributes:
         parts: Itself, or checkpoints inside of it; nothing where that is unknown.
@@ -67,7 +67,7 @@ class Health:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Checkpoint(Retainable, Result, order=CHECKPOINT):
-    """One checkpoint of a run.
+    """One checkpoint of a run, with its verdict and everything that protects it.
 
     Attributes:
         record: Its ``ckptctl.run.json``.
@@ -93,7 +93,7 @@ class Checkpoint(Retainable, Result, order=CHECKPOINT):
 
     @classmethod
     def of(cls, entry: RunEntry) -> Checkpoint:
-        """Return the checkpoint at *entry*, of which nothing but its record was read."""
+        """Build a checkpoint without a verdict; only its run record is read."""
         record, named = run_record(entry.path), entry.named
         return cls(
             name=entry.path.name,
@@ -107,12 +107,12 @@ class Checkpoint(Retainable, Result, order=CHECKPOINT):
 
     @property
     def path(self) -> TreePath:
-        """Return the path of the checkpoint."""
+        """Path of the checkpoint."""
         return self.entry.path
 
 
 def metrics(folder: TreePath, record: RunRecord | None = None) -> dict[str, float]:
-    """Return the metrics that a checkpoint states of itself; *record*: if it was read before."""
+    """Read the numeric metrics that a checkpoint records; pass *record* if it was read before."""
     return {
         key: float(value)
         for key, value in _stated_metrics(folder, record).items()
@@ -121,7 +121,7 @@ def metrics(folder: TreePath, record: RunRecord | None = None) -> dict[str, floa
 
 
 def unread_metrics(folder: TreePath, record: RunRecord | None = None) -> dict[str, str]:
-    """Return what a checkpoint states of itself as a metric that is no number, cut short."""
+    """Return recorded metrics that are not numbers, as shortened text."""
     return {
         key: repr(value)[:SHOWN_METRIC]
         for key, value in _stated_metrics(folder, record).items()
@@ -143,7 +143,7 @@ def _is_number(value: object) -> TypeGuard[int | float]:
 def health(
     path: TreePath, *, model: bool = True, index_checks: IndexChecks | None = None
 ) -> Health:
-    """Judge the checkpoint at *path*: complete if every part of it is.
+    """Verify the checkpoint at *path*, which is complete if every part of it is.
 
     Without *model* the table of its model type is not asked: a training that goes on from a
     checkpoint knows by its own state which tensors there have to be. *index_checks* are those of
@@ -161,7 +161,7 @@ def health(
 def examine(
     entry: RunEntry, now: float, *, model: bool = True, index_checks: IndexChecks | None = None
 ) -> Checkpoint:
-    """Examine one checkpoint; *now* in seconds since the epoch, other options as of ``health``."""
+    """Verify one checkpoint and read its metrics; *now* is in seconds since the epoch."""
     judged = (
         Health(Verdict.DAMAGED, "the save is unfinished", torn=True)
         if entry.staging
@@ -232,7 +232,7 @@ def _health(path: TreePath, asked: _Asked) -> Health:
 
 
 def _of_parts(path: TreePath, sniffed: tuple[tuple[TreePath, str], ...], asked: _Asked) -> Health:
-    """Judge a checkpoint by its parts: the worst decides, evidence of a torn write first."""
+    """Combine the verdicts of all parts: a torn write decides first, then the worst verdict."""
     parts = tuple(dict.fromkeys(part for part, _ in sniffed))
     several = len(parts) != len(sniffed)
     judged = [_unrecognized(path, part, asked) for part in _other_parts(path, parts)]
@@ -252,7 +252,7 @@ def _of_parts(path: TreePath, sniffed: tuple[tuple[TreePath, str], ...], asked: 
 
 
 def _other_parts(path: TreePath, parts: Sequence[TreePath]) -> list[TreePath]:
-    """List the folders beside *parts* that are named as parts and that nothing recognizes."""
+    """List unrecognized folders next to *parts* that are named like parts."""
     folders = dict.fromkeys(part.parent for part in parts if part != path)
     beside = (item for folder in folders for item in _inside(folder) if item not in parts)
     named = (item for item in beside if formats.PART.fullmatch(item.name))
@@ -260,7 +260,7 @@ def _other_parts(path: TreePath, parts: Sequence[TreePath]) -> list[TreePath]:
 
 
 def _unrecognized(path: TreePath, part: TreePath, asked: _Asked) -> Health:
-    """Judge a folder that is named as a part; it may have been emptied on purpose."""
+    """Judge an unrecognized folder that is named like a part."""
     if part.is_symlink():
         seen = Health(Verdict.UNKNOWN, "a link to an unrecognized file or folder")
     elif _holds_nothing(part):
@@ -271,7 +271,7 @@ def _unrecognized(path: TreePath, part: TreePath, asked: _Asked) -> Health:
 
 
 def _holds_nothing(path: TreePath) -> bool:
-    """Return whether a file is empty, or a folder has no files but notes on what lay there."""
+    """Return whether a file is empty, or a folder contains no files except notes."""
     if not path.is_dir():
         return path.stat().st_size == 0
     waiting = [path]
@@ -285,7 +285,7 @@ def _holds_nothing(path: TreePath) -> bool:
 
 
 def _inside(folder: TreePath) -> list[TreePath]:
-    """Return the entries of a folder, in order; none of a file, or where they cannot be listed."""
+    """List a folder in order; empty for a file or a folder that cannot be listed."""
     try:
         return sorted(folder.iterdir())
     except (NotADirectoryError, PermissionError):
@@ -293,7 +293,7 @@ def _inside(folder: TreePath) -> list[TreePath]:
 
 
 def _judged(path: TreePath, name: str | None, asked: _Asked) -> Health:
-    """Judge *path* by its index, and if asked by the table of its model type."""
+    """Verify *path* at level ``fast``, with its model type if asked."""
     options = VerifyOptions(format=name, level="fast", model=asked.model)
     try:
         verified, _ = verify(path, options, index_checks=asked.index_checks)

@@ -1,4 +1,4 @@
-"""The checkpoints of a run: which there are, which are complete, and which is the newest of them.
+"""Listing of a run's checkpoints, and choice of the newest complete one.
 
 A run is a folder whose entries are checkpoints with steps in their names. Whether one is complete
 is what ``verify --level fast`` says; nothing is written, and torch is not imported.
@@ -50,7 +50,7 @@ Megatron, accelerate."""
 
 
 class Company:
-    """The checkpoints of a run together, each of which is compared with the others of its series.
+    """Checkpoints of a run that are compared with the others of their series.
 
     Whoever lacks a file that trainers write last, and that most others have, may be unfinished, or
     saved in another way: that is a guess, no evidence.
@@ -65,7 +65,7 @@ class Company:
         self._having = Counter((own[p], name) for p, names in self._have.items() for name in names)
 
     def examine(self, entry: RunEntry) -> Checkpoint:
-        """Examine one; note of a complete one which file it lacks that most others have."""
+        """Verify one checkpoint; set ``lacks`` to a file that it misses and most others have."""
         checkpoint = examine(entry, self.now, model=self.model, index_checks=self._index_checks)
         if not checkpoint.complete:
             return checkpoint
@@ -96,7 +96,7 @@ def _has(folder: TreePath, name: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Listed:
-    """A checkpoint of a run, and whether it is the newest."""
+    """Checkpoint of a run, and whether it is the newest."""
 
     checkpoint: Annotated[Checkpoint, Inline()]
     newest: Annotated[
@@ -126,7 +126,7 @@ class RunFolder(Result, order="root series checkpoints others"):
     ) -> Annotated[
         tuple[Listed, ...], JsonField("checkpoints by series and step", name="checkpoints")
     ]:
-        """Return the checkpoints, each with whether it is the newest."""
+        """Checkpoints, each with whether it is the newest."""
         newest = self.newest
         return tuple(Listed(one, one.name in newest) for one in self.checkpoints)
 
@@ -137,7 +137,7 @@ class RunFolder(Result, order="root series checkpoints others"):
 
     @property
     def newest(self) -> frozenset[str]:
-        """Return the names of the newest complete one of each series, which are always kept."""
+        """Names of the newest complete checkpoint of each series, which are always kept."""
         return frozenset({one.series: one.name for one in self.checkpoints if one.counts}.values())
 
 
@@ -150,7 +150,7 @@ def read_run(
     branches: bool = True,
     model: bool = True,
 ) -> RunFolder:
-    """Read the checkpoints in *root*.
+    """Read and verify the checkpoints in *root*.
 
     Args:
         root: A directory.
@@ -178,7 +178,7 @@ def read_run(
 
 @dataclass(frozen=True, slots=True)
 class Newest(Result):
-    """The newest complete checkpoint of a run, and what else might have been.
+    """Newest complete checkpoint of a run, and the other candidates.
 
     Attributes:
         others: The newest complete ones of other series, among which it was chosen.
@@ -194,7 +194,7 @@ class Newest(Result):
 
     @property
     def path(self) -> TreePath:
-        """Return where it is."""
+        """Path of the chosen checkpoint."""
         return self.chosen.path
 
 
@@ -206,7 +206,7 @@ def newest(
     *,
     model: bool = True,
 ) -> Newest:
-    """Return the newest complete checkpoint of a run.
+    """Find the newest complete checkpoint of a run.
 
     Of a run that went on from an earlier checkpoint what it left behind does not count, as long as
     there is another. Of several series the one that was written last counts; what Lightning saves
@@ -264,7 +264,7 @@ def _doubts(
     left: Mapping[str, int],
     company: Company,
 ) -> Iterator[str]:
-    """Yield the reasons to doubt that *chosen* is the newest."""
+    """Yield reasons to doubt that *chosen* is the newest."""
     own = [one for one in known if one.series == chosen.series and one.entry.counts]
     name = chosen.name
     for one in own:
@@ -297,7 +297,7 @@ def _doubts(
 
 
 def _furthest(found: Sequence[Checkpoint]) -> Sequence[Checkpoint]:
-    """Leave out what Lightning saved last, or the numbered ones that are not as far as that."""
+    """Drop ``last.ckpt``, or the numbered checkpoints if all of them are behind it."""
     last = next((one for one in found if is_last(one.name)), None)
     numbered = [one for one in found if one is not last and one.path.suffix == LIGHTNING]
     if last is None or not numbered:
@@ -307,13 +307,13 @@ def _furthest(found: Sequence[Checkpoint]) -> Sequence[Checkpoint]:
 
 
 def _saved_at(one: Checkpoint) -> int:
-    """Return the step at which it was saved, which a name with an epoch alone does not tell."""
+    """Return the step that the checkpoint records, or the step in its name."""
     stated = stated_step(one.path)
     return one.step if stated is None else stated
 
 
 def _require_understood(newer: Sequence[Checkpoint], chosen: Checkpoint | None = None) -> None:
-    """Refuse to skip a checkpoint, newer than *chosen*, whose files show no torn write."""
+    """Raise if a checkpoint newer than *chosen* is not complete but shows no torn write."""
     found = next((one for one in newer if not (one.torn or one.writing)), None)
     if found:
         what = "cannot determine whether the newest checkpoint is complete"

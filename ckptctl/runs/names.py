@@ -1,4 +1,4 @@
-"""Steps in the names of checkpoints; a name that only resembles one of these is none.
+"""Steps in the names of checkpoints.
 
 Sources: torchtitan ``step-N``, torchtune ``epoch_N`` and ``step_N``, transformers
 ``checkpoint-N``, accelerate ``checkpoint_N``, Megatron ``iter_NNNNNNN``, DeepSpeed
@@ -33,7 +33,7 @@ _COUNTERS = ("step", "epoch")
 
 @dataclass(frozen=True, slots=True)
 class Named:
-    """The meaning of a name.
+    """Parsed name of a checkpoint.
 
     Attributes:
         series: What is equal in all names of a run.
@@ -47,12 +47,12 @@ class Named:
 
     @property
     def step(self) -> int:
-        """Return the step, or the epoch where there is no step."""
+        """Step, or epoch if there is no step."""
         return self.order[0]
 
 
 def parse(name: str) -> Named | None:
-    """Parse the name of a checkpoint; None: it is no such name."""
+    """Parse the name of a checkpoint, or return None for any other name."""
     if match := _COUNTED.fullmatch(name):
         return Named(match[1], (int(match[2]),))
     if match := _OLMO.fullmatch(name):
@@ -67,12 +67,12 @@ def parse(name: str) -> Named | None:
 
 
 def is_last(name: str) -> bool:
-    """Return whether Lightning calls what it saves last so (``save_last=True``)."""
+    """Return whether *name* is one of Lightning's ``save_last=True``, such as ``last.ckpt``."""
     return _LAST.fullmatch(name) is not None
 
 
 def staged(name: str) -> str | None:
-    """Return the name of the checkpoint that is made in a folder called *name*; None: none is."""
+    """Return the final name of a checkpoint that is being written as *name*, or None."""
     match = _STAGED.fullmatch(name)
     return (match[1] or match[2]) if match else None
 

@@ -1,4 +1,4 @@
-"""What a checkpoint notes of its run: our ``ckptctl.run.json``, Lightning's callbacks, the Trainer.
+"""Records of a run inside its checkpoints, by ckptctl, Lightning's callbacks and transformers.
 
 Source: ``lightning/pytorch/callbacks/model_checkpoint.py``, ``state_dict``: it is updated before
 the file is written, so each file says what was known when it was saved, itself included. Nothing
@@ -41,7 +41,7 @@ SCHEMA = "ckptctl.run/1"
 
 @dataclass(frozen=True, slots=True)
 class RunRecord:
-    """What ``ckptctl.run.json`` says; *error*: why it cannot be read or understood."""
+    """Parsed ``ckptctl.run.json``; *error* is set if it could not be read."""
 
     members: Mapping[str, object] = field(default_factory=dict)
     metrics: Mapping[str, object] = field(default_factory=dict)
@@ -50,7 +50,7 @@ class RunRecord:
 
 
 def run_record(folder: TreePath) -> RunRecord:
-    """Return the record in the checkpoint *folder*; nothing where there is none."""
+    """Read the run record of the checkpoint *folder*; empty if there is none."""
     try:
         if not (folder / SIDECAR).is_file():
             return RunRecord()
@@ -93,7 +93,7 @@ def _count(value: object) -> int:
 def encoded(
     rated: Mapping[str, float], lineage: Lineage, known: Mapping[str, object] | None = None
 ) -> bytes:
-    """Encode a record; *known* are the members of the one that it replaces."""
+    """Encode a run record as JSON, keeping the members *known* of the record that it replaces."""
     own = {"save": lineage.save, "resumed": [one._asdict() for one in lineage.resumed]}
     own |= {"left": lineage.left} if lineage.left else {}
     counted = own if lineage.save else {}
@@ -103,7 +103,7 @@ def encoded(
 
 @dataclass(frozen=True, slots=True)
 class Noted:
-    """The notes of a trainer, or of its callbacks, in a checkpoint.
+    """Record of a trainer, or of its callbacks, in a checkpoint.
 
     Attributes:
         best: Names or paths of the best checkpoints.
@@ -121,7 +121,7 @@ class Noted:
 
 
 def noted(path: TreePath) -> Noted:
-    """Read the notes of Lightning's callbacks in the checkpoint at *path*."""
+    """Read the state of Lightning's callbacks in the checkpoint at *path*."""
     if path.suffix != ".ckpt":
         return Noted()
     try:
@@ -131,7 +131,7 @@ def noted(path: TreePath) -> Noted:
 
 
 def stated_step(path: TreePath) -> int | None:
-    """Return the step that the checkpoint at *path* says it was saved at; None: it does not."""
+    """Read the step that the checkpoint at *path* records, or return None."""
     try:
         files = [path / name for name in STEPS] if path.is_dir() else [path]
         steps = (_noted(file).step for file in files)
@@ -181,7 +181,7 @@ def _states(root: object) -> Iterator[Mapping[object, object]]:
 def _scores(
     files: SourceFiles, name: str, states: list[Mapping[object, object]]
 ) -> Iterator[tuple[str, object]]:
-    """Yield what checkpoints were rated with, as it is where it is no number that is read."""
+    """Yield the score of each callback; one that is not a readable number is described."""
     for state in states:
         score, metric = state.get("current_score"), str(state["monitor"])
         kind = SCORES.get(score.dtype) if isinstance(score, StoredTensor) else None
@@ -204,7 +204,7 @@ LOG = "log_history"
 
 
 class _CutError(Exception):
-    """A state cannot be read to its end; carries what is known of it."""
+    """Trainer state that cannot be read to its end; carries the part that was read."""
 
     def __init__(self, state: Noted) -> None:
         super().__init__(state.error)
@@ -212,7 +212,7 @@ class _CutError(Exception):
 
 
 def trainer_state(folder: TreePath) -> Noted:
-    """Read the state in *folder*, if there is one."""
+    """Read ``trainer_state.json`` in *folder*, if there is one."""
     path = folder / TRAINER
     try:
         status = path.stat()
@@ -234,7 +234,7 @@ def trainer_state(folder: TreePath) -> Noted:
 
 @lru_cache(maxsize=1024)
 def _read_state(path: TreePath, _: FileIdentity) -> Noted:
-    """Read a state; twice, where its log comes before the step that is looked for in it."""
+    """Parse a trainer state, twice if its log comes before the step."""
     said: dict[str, object] = {}
     try:
         again, rated = _pass(path, said)
@@ -254,7 +254,7 @@ def _best(said: Mapping[str, object]) -> tuple[str, ...]:
 
 
 def _pass(path: TreePath, said: dict[str, object]) -> tuple[bool, Mapping[str, object]]:
-    """Read the whole text once, and note in *said* every key that is met.
+    """Parse the text once and add every key to *said*.
 
     Returns:
         Whether the log was met while the step was not known, and what it says of that step.

@@ -1,4 +1,4 @@
-"""Who protects a checkpoint from being removed: one list, :data:`PROTECTIONS`, at the end.
+"""Protections of checkpoints against removal; :data:`PROTECTIONS` at the end lists them all.
 
 Each protection is a function that claims checkpoints of a run, with a reason. What is claimed
 *stays*, and counts for the rules of ``prune`` as before; or it is *left alone*: it stays and does
@@ -70,7 +70,7 @@ Alike = Callable[[str], str | None]
 
 
 class PointerFile(NamedTuple):
-    """The content of a pointer, whether that is all of it, and why it cannot be read."""
+    """Content of a pointer file, whether it was read to its end, or the error."""
 
     content: str = ""
     is_whole: bool = True
@@ -78,7 +78,7 @@ class PointerFile(NamedTuple):
 
     @classmethod
     def read(cls, root: TreePath, file: str) -> PointerFile:
-        """Read a pointer, in UTF-8 or in UTF-16 as Windows writes it; empty if there is none."""
+        """Read a pointer in UTF-8 or UTF-16 (as on Windows); empty if there is none."""
         try:
             if not (root / file).is_file():
                 return cls()
@@ -93,7 +93,7 @@ class PointerFile(NamedTuple):
 
     @property
     def tells_a_step(self) -> bool:
-        """Return whether it names a checkpoint of a run, or its number, here or gone."""
+        """Whether it names a checkpoint of a run or its number, existing or not."""
         return names_a_step(self.content) or (
             self.content.isdecimal() and len(self.content) < SHOWN
         )
@@ -101,14 +101,14 @@ class PointerFile(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Pointers:
-    """The pointers of a run, each read once."""
+    """Pointer files of a run, each read once."""
 
     root: TreePath
     files: Mapping[str, PointerFile]
 
     @classmethod
     def read(cls, root: TreePath) -> Pointers:
-        """Read the pointers in *root*."""
+        """Read all pointer files in *root*."""
         return cls(root, {file: PointerFile.read(root, file) for file in POINTERS})
 
     def _members(self) -> list[TreePath]:
@@ -116,7 +116,7 @@ class Pointers:
         return sorted(named)
 
     def require_understood(self) -> None:
-        """Refuse a run of which a pointer cannot be read, or not be understood.
+        """Raise if a pointer of the run cannot be read or interpreted.
 
         What a torn checkpoint calls the best counts only while it can be read: training does not go
         on from it.
@@ -145,7 +145,7 @@ class Pointers:
                 _require_read(path / TRAINER, state.error)
 
     def dangling(self) -> Iterator[str]:
-        """Yield what pointers say whose checkpoint is gone."""
+        """Yield a message for each pointer file whose checkpoint no longer exists."""
         names = [item.name for item in self._members()]
         spelt = alike(self.root, names)
         for file, pointer in self.files.items():
@@ -167,7 +167,7 @@ def _require_read(path: TreePath, error: CkptError | None) -> None:
 
 
 class Claim(NamedTuple):
-    """A checkpoint that stays, by its name or by a *text* that may name it in many ways.
+    """Claim on a checkpoint by its name, or by a *text* that may name it in several ways.
 
     The reason of one that stays and counts is what names it.
     """
@@ -179,7 +179,7 @@ class Claim(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class RunView:
-    """What protections see of a run: *checkpoints*, the newest last.
+    """Everything that protections see of a run, with the newest of *checkpoints* last.
 
     Those in *in_use* a training is at work with; *branches*: what the run left behind stays.
     """
@@ -192,22 +192,22 @@ class RunView:
 
     @property
     def own(self) -> list[Checkpoint]:
-        """Return those that are no links."""
+        """Checkpoints that are not links."""
         return [one for one in self.checkpoints if not one.entry.link]
 
     @property
     def names(self) -> list[str]:
-        """Return the names of those that are finished and no links."""
+        """Names of finished checkpoints that are not links."""
         return [one.name for one in self.own if not one.entry.staging]
 
     def names_where(self, holds: Callable[[Checkpoint], bool]) -> list[str]:
-        """Return the names of those of which something *holds*, and that are no links."""
+        """Return the names of checkpoints that are not links and satisfy *holds*."""
         return [one.name for one in self.own if holds(one)]
 
 
 @dataclass(frozen=True, slots=True)
 class Protection:
-    """Something because of which a checkpoint is not removed.
+    """Reason why a checkpoint is not removed.
 
     Attributes:
         trainer: Who writes the file, or is known by it.
@@ -223,14 +223,14 @@ class Protection:
 
 
 class Protected(NamedTuple):
-    """What protects one checkpoint: what names it, and why it is left alone (empty: it is not)."""
+    """Protection of one checkpoint: its references, and the reason it is left alone, if any."""
 
     pinned: tuple[str, ...] = ()
     exempt: str = ""
 
 
 def protect(view: RunView) -> dict[str, Protected]:
-    """Return the protections of each checkpoint that has any, by its name."""
+    """Collect the protections of each checkpoint, by its name."""
     known, names = {one.name for one in view.checkpoints}, view.names
     spelt = alike(view.root, names)
     found: dict[str, Protected] = {}
@@ -254,12 +254,12 @@ def protect(view: RunView) -> dict[str, Protected]:
 
 
 def _pointer(file: str, view: RunView) -> Iterator[Claim]:
-    """Claim what a pointer file names: its trainer opens that next."""
+    """Claim the checkpoint in a pointer file, which its trainer opens next."""
     yield Claim(f"`{file}`", text=view.pointers.files[file].content)
 
 
 def _best_of_trainer(view: RunView) -> Iterator[Claim]:
-    """Claim what the Trainer holds for its best checkpoint, as of its newest states.
+    """Claim the best checkpoint according to transformers' newest trainer states.
 
     Of one that is cut off, what stands before the cut; then also what the newest one says that can
     be read to its end.
@@ -278,7 +278,7 @@ def _best_of_trainer(view: RunView) -> Iterator[Claim]:
 
 
 def _best_of_lightning(view: RunView) -> Iterator[Claim]:
-    """Claim what Lightning holds for best, as the newest checkpoints of each kind of name say."""
+    """Claim the best checkpoints according to Lightning's newest states."""
     lasts = (name for name in view.names if is_last(name))
     for name in dict.fromkeys((LAST, *lasts, *_newest(view.names, view))):
         for best in noted(view.root / name).best:
@@ -286,7 +286,7 @@ def _best_of_lightning(view: RunView) -> Iterator[Claim]:
 
 
 def _link_to_it(view: RunView) -> Iterator[Claim]:
-    """Claim what a link leads to, into or through: without it the link would lead nowhere."""
+    """Claim checkpoints that links lead to, into or through."""
     links = {one.name for one in view.checkpoints if one.entry.link}
     for name, link in linked(view.root, view.names):
         if name not in links:
@@ -294,7 +294,7 @@ def _link_to_it(view: RunView) -> Iterator[Claim]:
 
 
 def _in_use(view: RunView) -> Iterator[Claim]:
-    """Claim what a running training saved last, and what it went on from."""
+    """Claim the last save of a running job and the checkpoint that it resumed from."""
     yield from (Claim(AT_WORK_WITH, name) for name in view.in_use if name)
 
 
@@ -302,47 +302,47 @@ def _in_use(view: RunView) -> Iterator[Claim]:
 
 
 def _left_behind(view: RunView) -> Iterator[Claim]:
-    """Claim what a run left behind when it went on from an earlier checkpoint."""
+    """Claim abandoned checkpoints: the run resumed from an earlier one."""
     for name, step in left_in(view.own).items() if view.branches else ():
         yield Claim(f"abandoned: the run resumed from step {step}", name)
 
 
 def _is_link(view: RunView) -> Iterator[Claim]:
-    """Claim links that are named as checkpoints: what they lead to is somebody else's."""
+    """Claim links that are named like checkpoints; their targets are managed elsewhere."""
     yield from (Claim("a symbolic link", one.name) for one in view.checkpoints if one.entry.link)
 
 
 def _is_last(view: RunView) -> Iterator[Claim]:
-    """Claim what Lightning overwrites with each save, and opens next."""
+    """Claim ``last.ckpt``, which Lightning overwrites with each save and opens next."""
     lasts = (one.name for one in view.checkpoints if is_last(one.name))
     yield from (Claim("the newest according to its trainer", name) for name in lasts)
 
 
 def _unread_record(view: RunView) -> Iterator[Claim]:
-    """Claim what may be the best, or of another branch: its record cannot be read."""
+    """Claim complete checkpoints with an unreadable record: they may be the best or abandoned."""
     for one in view.own:
         if one.record.error and _may_resume(one):
             yield Claim(f"its `{SIDECAR}` cannot be read: {one.record.error.what}", one.name)
 
 
 def _being_written(view: RunView) -> Iterator[Claim]:
-    """Claim what is locked, or is not complete and was changed of late: see ``health.examine``."""
+    """Claim checkpoints that are locked, or incomplete and changed recently."""
     yield from (Claim(WRITING, name) for name in view.names_where(lambda one: one.writing))
 
 
 def _not_torn(view: RunView) -> Iterator[Claim]:
-    """Claim what is not complete although no file shows a torn write: see ``health.health``."""
+    """Claim checkpoints that are not complete and show no torn write."""
     names = view.names_where(lambda one: not (one.complete or one.torn))
     yield from (Claim(NOT_TORN, name) for name in names)
 
 
 def _may_resume(one: Checkpoint) -> bool:
-    """Return whether training may resume from *one*: its files show no torn write."""
+    """Return whether the checkpoint shows no torn write, so that training may resume from it."""
     return not (one.torn or one.writing)
 
 
 def _newest(names: Sequence[str], view: RunView) -> list[str]:
-    """Return the newest of *names* of each series, and those from which training may go on.
+    """Return the newest of *names* in each series: of all, of complete, and of not torn ones.
 
     These are the newest that is complete, and the newest whose files show no torn write: a torn
     one may call itself the best.
@@ -362,7 +362,7 @@ def _series(name: str) -> str:
 
 
 def points_inside(root: TreePath) -> bool:
-    """Return whether a pointer or a link directly in *root*, or beside it, names an entry of it.
+    """Return whether a pointer or link in *root*, or next to it, names an entry of *root*.
 
     So does a pointer to a checkpoint that is gone: it was one of a run.
     """
@@ -383,7 +383,7 @@ def points_inside(root: TreePath) -> bool:
 
 
 def mentioned(text: str, names: Sequence[str], alike: Alike) -> tuple[str, ...]:
-    """Return those of *names* that a text names anywhere, *alike* or as they are."""
+    """Return the checkpoints that *text* mentions, by name, path or number."""
     # As words of their own: step-1 is not in step-10.
     words = (
         (name, rf"(?<![\w.=+-]){re.escape(name)}(?![\w=+-])") for name in names if name in text
@@ -397,7 +397,7 @@ def mentioned(text: str, names: Sequence[str], alike: Alike) -> tuple[str, ...]:
 
 
 def alike(root: TreePath, names: Sequence[str]) -> Alike:
-    """Return a function that finds the one of *names* that another spelling means.
+    """Build a function that resolves an alternative spelling of a checkpoint name.
 
     A file system may fold cases or compose accents, and a hard link has two names.
     """
@@ -414,7 +414,7 @@ def alike(root: TreePath, names: Sequence[str]) -> Alike:
 
 
 def understood(text: str, root: TreePath) -> bool:
-    """Return whether a text that names no checkpoint of the run in *root* names something else.
+    """Return whether a text without a checkpoint of *root* names something else.
 
     That is one that is gone, something else in the folder, or something elsewhere that is there.
     """
@@ -428,12 +428,12 @@ def understood(text: str, root: TreePath) -> bool:
 
 
 def names_a_step(text: str) -> bool:
-    """Return whether a text names something as checkpoints of runs are named, here or gone."""
+    """Return whether *text* contains a name of a checkpoint, existing or not."""
     return any(parse(part) or staged(part) or is_last(part) for part in _parts(text))
 
 
 def _parts(text: str) -> list[str]:
-    """Return the components of the paths in a text, and what is quoted in it, without quotes."""
+    """Split a text into path components and quoted strings, without quotes."""
     words = [text, *_QUOTED.findall(text)]
     parts = (part.strip(_AROUND) for word in words for part in _BETWEEN.split(word))
     return [part for part in dict.fromkeys(parts) if part][:PARTS]
@@ -452,7 +452,7 @@ def _place(path: TreePath) -> tuple[int, int] | None:
 def linked(
     root: TreePath, names: Sequence[str], *, near: bool = False
 ) -> Iterator[tuple[str, str]]:
-    """Yield entries of *root* that links lead to, into or through, and what to call the link.
+    """Yield entries of *root* that links lead to, into or through, with a name for the link.
 
     Where a folder is too full to look at all of it, that is every one of *names*, the run's
     checkpoints; *near*: look at links directly in the run and beside it alone.
@@ -478,7 +478,7 @@ def linked(
 
 
 def _way(link: Path) -> Iterator[Path]:
-    """Yield every path that the system looks up to follow *link*, whose folder is a real path."""
+    """Yield every path that the system resolves to follow *link*; its folder is a real path."""
     at, left, hops = link.parent, [link.name], 0
     while left:
         part = left.pop(0)
@@ -499,7 +499,7 @@ def _way(link: Path) -> Iterator[Path]:
 
 
 def _others(root: Path, names: Sequence[str]) -> Iterator[str]:
-    """Yield the folders in *root* that are no checkpoints; what is removed is none of them."""
+    """Yield the folders in *root* that are not checkpoints."""
     known = {*names, TRASH}
     with suppress(OSError), os.scandir(root) as found:
         for item in found:
@@ -508,7 +508,7 @@ def _others(root: Path, names: Sequence[str]) -> Iterator[str]:
 
 
 def _all(root: Path, name: str) -> Iterator[Path | None]:
-    """Yield the links in a folder of *root*, however deep, in order; None: there may be more."""
+    """Yield the links below a folder of *root* in order, then None if there may be more."""
     waiting = [iter(_listed(root / name))]
     for _ in range(MAX_ENTRIES):
         while waiting and (item := next(waiting[-1], None)) is None:
@@ -523,7 +523,7 @@ def _all(root: Path, name: str) -> Iterator[Path | None]:
 
 
 def _listed(folder: Path | str) -> list[os.DirEntry[str]]:
-    """Return the entries of a folder, in order; none where it cannot be listed, or is a file."""
+    """List a folder in order; empty for a file or a folder that cannot be listed."""
     try:
         with os.scandir(folder) as found:
             return sorted(found, key=lambda item: item.name)

@@ -1,4 +1,4 @@
-"""Remove the checkpoints of a run that no rule keeps: plan, then execute.
+"""Removal of the checkpoints that no rule keeps.
 
 :func:`plan_prune` decides by the rules of a policy, :func:`plan_discard` and :func:`plan_delete` by
 given steps; they change nothing. :func:`run_prune` carries a plan out, under a lock, and leaves
@@ -45,7 +45,7 @@ DRY_RUN = JsonField("whether this is a plan; if true, `done`, `failed` and `free
 
 @dataclass(frozen=True, slots=True)
 class PruneDecision(Decision[Checkpoint], Result, order=f"{CHECKPOINT} action keep reasons"):
-    """What becomes of one checkpoint.
+    """Decision on one checkpoint.
 
     Attributes:
         nbytes: Bytes that are freed: those of files that have no other hard link.
@@ -58,7 +58,7 @@ class PruneDecision(Decision[Checkpoint], Result, order=f"{CHECKPOINT} action ke
 
     @property
     def name(self) -> str:
-        """Return its name in the run."""
+        """Name of the checkpoint."""
         return self.checkpoint.name
 
     @property
@@ -84,7 +84,7 @@ class PrunePlan(
     Result,
     order="dry_run thin root series decisions kept removed thinned skipped bytes leftovers others",
 ):
-    """What pruning will do.
+    """Plan of a prune, with a decision for every checkpoint.
 
     Attributes:
         policy: What is kept.
@@ -109,28 +109,28 @@ class PrunePlan(
 
     @property
     def dry_run(self) -> Annotated[bool, DRY_RUN]:
-        """Return that nothing was done yet."""
+        """Always true for a plan."""
         return True
 
     @property
     def kept(self) -> Annotated[int, JsonField("number of kept checkpoints")]:
-        """Return the number of those that stay."""
+        """Number of kept checkpoints."""
         return len(self.of("keep"))
 
     @property
     def removed(
         self,
     ) -> Annotated[int, JsonField("number of removed checkpoints, including thinned ones")]:
-        """Return the number of those that are removed or thinned."""
+        """Number of removed or thinned checkpoints."""
         return len(self.of("remove"))
 
     @property
     def skipped(self) -> Annotated[int, JsonField("number of skipped checkpoints")]:
-        """Return the number of those that are left alone."""
+        """Number of skipped checkpoints."""
         return len(self.of("skip"))
 
     def of(self, action: Action) -> tuple[PruneDecision, ...]:
-        """Return those of which *action* becomes."""
+        """Return the decisions with *action*."""
         return tuple(decision for decision in self.decisions if decision.action == action)
 
     @property
@@ -145,13 +145,13 @@ class PrunePlan(
 
     @property
     def idle(self) -> bool:
-        """Return whether there is nothing to do."""
+        """Whether there is nothing to do."""
         return not self.of("remove") and not self.leftovers
 
 
 @dataclass(frozen=True, slots=True)
 class PruneResult(Result):
-    """What pruning did."""
+    """Result of a prune."""
 
     plan: Annotated[PrunePlan, Inline()]
     done: Annotated[tuple[str, ...], JsonField("names of removed or thinned checkpoints")]
@@ -163,11 +163,11 @@ class PruneResult(Result):
 
     @property
     def dry_run(self) -> Annotated[bool, DRY_RUN]:
-        """Return that it was done."""
+        """Always false for a result."""
         return False
 
     def require_all(self) -> None:
-        """Raise what the first failure is, if not everything was removed.
+        """Raise the first failure, if any.
 
         Raises:
             PartialError: Some of them were.
@@ -189,7 +189,7 @@ class PruneResult(Result):
 
     @property
     def thinned(self) -> int:
-        """Return the number of those that kept their weights."""
+        """Number of checkpoints that kept only their weights."""
         done = {*self.done}
         return sum(
             decision.thinning is not None and decision.name in done
@@ -201,7 +201,7 @@ class PruneResult(Result):
 
 
 class Trainer(NamedTuple):
-    """A training process that saves into a run.
+    """Training process that saves into a run.
 
     Attributes:
         series: What the names of its checkpoints have in common; None: there are no others.
@@ -224,7 +224,7 @@ def plan_prune(
     trainer: Trainer | None = None,
     now: float | None = None,
 ) -> PrunePlan:
-    """Decide what is removed from a run; changes nothing.
+    """Decide which checkpoints of a run to remove, without changing anything.
 
     Args:
         root: A folder of checkpoints.
@@ -273,7 +273,7 @@ def plan_prune(
 
 
 def plan_discard(root: TreePath, series: str, step: int, now: float | None = None) -> PrunePlan:
-    """Decide what goes so that the run goes on from *step* as if nothing had come after it.
+    """Plan to remove all checkpoints after *step*, so that the run can resume from it.
 
     That are checkpoints with a higher step that are complete or torn. What is protected stays, and
     the decision says why; what the run left behind goes.
@@ -282,7 +282,7 @@ def plan_discard(root: TreePath, series: str, step: int, now: float | None = Non
 
 
 def plan_delete(root: TreePath, series: str, step: int, in_use: Collection[str] = ()) -> PrunePlan:
-    """Plan to remove the checkpoint of *step*, whatever rules say; *in_use* as in `plan_prune`.
+    """Plan to remove the checkpoint of *step* regardless of rules.
 
     Raises:
         RefusedError: It is protected, or no other one is complete.
@@ -313,7 +313,7 @@ def _plan_removal(
     in_use: Collection[str] = (),
     now: float | None = None,
 ) -> PrunePlan:
-    """Plan to remove those of *meant* steps that are complete or torn, and not protected."""
+    """Plan to remove checkpoints of *meant* steps that are complete or torn and not protected."""
     real = _require_root(root)
     run = read_run(real, now, series, in_use=in_use, branches=False, model=False)
     run.pointers.require_understood()
@@ -330,7 +330,7 @@ def _plan_removal(
 
 
 def _require_root(root: TreePath, *, force: bool = False) -> TreePath:
-    """Resolve the folder whose entries may be removed, or refuse it.
+    """Resolve *root*, or raise if its entries must not be removed.
 
     It may not be a link, ``/``, the home directory or above it, nor, without *force*, a checkpoint;
     and no file may be where what is removed goes.
@@ -382,7 +382,7 @@ def _plan(
     decisions: Iterable[Decision[Checkpoint]],
     thin: bool = False,
 ) -> PrunePlan:
-    """Return the plan with these decisions, if it may be carried out."""
+    """Build the plan from decisions, or raise if it would be unsafe."""
     priced = tuple(_priced(decision, policy, thin) for decision in decisions)
     plan = PrunePlan(root, policy, run, priced, thin, tuple(run_store(root).leftovers()))
     here: Path | None = None
@@ -408,7 +408,7 @@ def _plan(
 
 
 def _priced(decision: Decision[Checkpoint], policy: Policy, thin: bool) -> PruneDecision:
-    """Return the decision with the bytes that it frees, and what thinning leaves out."""
+    """Add the bytes to free to a decision, and the thinning if any."""
     checkpoint, action, reasons = decision.checkpoint, decision.action, decision.reasons
     if action != "remove":
         return PruneDecision(checkpoint, action, reasons)
@@ -430,7 +430,7 @@ def _priced(decision: Decision[Checkpoint], policy: Policy, thin: bool) -> Prune
 
 
 def run_prune(plan: PrunePlan) -> PruneResult:
-    """Carry out *plan*, the oldest checkpoint first; of one with nothing to do, sweep the trash."""
+    """Execute *plan*, the oldest checkpoint first; an idle plan only empties the trash."""
     done: list[str] = []
     failed: dict[str, CkptError] = {}
     freed = 0
@@ -468,7 +468,7 @@ def run_prune(plan: PrunePlan) -> PruneResult:
 
 
 def _require_kept(plan: PrunePlan) -> None:
-    """Refuse if a checkpoint because of which others may go is gone meanwhile, or torn."""
+    """Raise if a kept checkpoint was removed or damaged after planning."""
     for decision in plan.of("keep"):
         known = decision.checkpoint.entry
         entry = entry_at(known.path)
@@ -487,7 +487,7 @@ def _require_kept(plan: PrunePlan) -> None:
 
 
 def _require_old(decision: PruneDecision, before: float) -> None:
-    """Refuse what is not complete and was changed of late, as the file system's clock has it."""
+    """Raise if an incomplete checkpoint changed recently by the file system's clock."""
     if not decision.checkpoint.complete and decision.checkpoint.entry.touched > before:
         raise RefusedError(
             "another process may still be writing the checkpoint",

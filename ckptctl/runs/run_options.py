@@ -1,4 +1,4 @@
-"""What pruning a run is asked to do."""
+"""Options of pruning."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ AN_HOUR = "1h"
 
 
 def duration(value: float | str) -> float:
-    """Return the seconds that a duration means; `0` needs no unit."""
+    """Parse a duration into seconds; `0` needs no unit."""
     if isinstance(value, str):
         return 0.0 if value.strip() == "0" else parse_seconds(value)
     try:
@@ -29,7 +29,7 @@ def duration(value: float | str) -> float:
 
 
 def metrics(value: str | Sequence[str]) -> tuple[str, ...]:
-    """Return what names metrics, which has to say what is good."""
+    """Parse metric names, each with its direction unless it ends in ``loss`` or ``accuracy``."""
     from ckptctl.planner.retention import Best
 
     texts = checks.globs(value)
@@ -40,7 +40,7 @@ def metrics(value: str | Sequence[str]) -> tuple[str, ...]:
 
 @group
 class KeepOptions(Options):
-    """Which checkpoints of a run are kept; ``prune`` and the manager have the same words."""
+    """Options that keep checkpoints, shared by ``prune`` and `CheckpointManager`."""
 
     keep_last: Annotated[
         int | None, Option("Keep the newest N checkpoints.", metavar="N", check=checks.at_least(0))
@@ -97,7 +97,7 @@ class KeepOptions(Options):
     ] = ()
 
     def policy(self) -> Policy:
-        """Return what is kept."""
+        """Build the retention policy."""
         from ckptctl.planner.retention import Best, Policy
 
         return Policy(
@@ -117,7 +117,7 @@ def _seconds(value: float | str | None) -> float | None:
 
 @dataclass(frozen=True, kw_only=True)
 class PruneOptions(KeepOptions):
-    """Which checkpoints of a run are kept, and what becomes of the others."""
+    """Options of ``prune``."""
 
     thin: Annotated[
         Literal["optimizer"] | None,
@@ -140,7 +140,7 @@ class PruneOptions(KeepOptions):
     ] = False
 
     def __post_init__(self) -> None:
-        """Check all values; an age says something of incomplete ones alone."""
+        """Check all values; an age only applies to incomplete checkpoints."""
         super().__post_init__()
         if not self.include_incomplete and self.min_age != duration(AN_HOUR):
             raise UsageError(
@@ -149,6 +149,6 @@ class PruneOptions(KeepOptions):
             )
 
     def policy(self) -> Policy:
-        """Return what is kept."""
+        """Build the retention policy."""
         least = duration(self.min_age)
         return replace(super().policy(), incomplete=self.include_incomplete, min_age=least)

@@ -1,4 +1,4 @@
-"""The folder of a run as its checkpoints are removed from it: a directory, or behind a URL."""
+"""Run folders from which checkpoints are removed, on disk or behind a URL."""
 
 from __future__ import annotations
 
@@ -18,61 +18,61 @@ from ckptctl.tree import TreePath, UrlPath
 
 
 class Deletion(Protocol):
-    """A deletion of checkpoints from a run, which nobody else deletes from meanwhile."""
+    """Deletion of checkpoints from a locked run."""
 
     @property
     def folder(self) -> TreePath:
-        """Where what cannot be removed for good lies."""
+        """Trash folder for checkpoints that cannot be deleted permanently."""
 
     def now(self) -> float:
-        """Return the time by the clock of the place, which may be another machine's."""
+        """Return the time in seconds by the storage's clock, which may be another machine's."""
 
     def delete(
         self, name: str, identity: FileIdentity, still: Callable[[], None] = lambda: None
     ) -> None:
-        """Remove the entry *name* of the run, if *still* does not raise that it has changed."""
+        """Delete the entry *name* of the run, unless *still* raises because it has changed."""
 
     def left(self) -> list[str]:
-        """Return the names of what is not removed for good."""
+        """List the entries that were not deleted permanently."""
 
 
 class RunStore(Protocol):
-    """The folder of a run."""
+    """Folder of a run."""
 
     @property
     def root(self) -> TreePath:
-        """The folder."""
+        """Path of the folder."""
 
     def require_changeable(self) -> None:
-        """Refuse a place from which nothing can be removed."""
+        """Raise if nothing can be removed from this location."""
 
     def refresh(self) -> None:
-        """Look anew at what is there, from now on."""
+        """Discard cached listings."""
 
     def is_free(self, name: str) -> bool:
-        """Return whether a save may go to *name*, as far as nothing there may be a checkpoint."""
+        """Return whether a save may use *name*; nothing there may be a checkpoint."""
 
     def left_saves(self) -> list[str]:
-        """Return the names of checkpoints of which a save that was killed may have left parts."""
+        """List checkpoints that a killed save may have written in part."""
 
     def leftovers(self) -> list[str]:
-        """Return the names of what an earlier run has begun to remove."""
+        """List entries that an earlier run started to remove."""
 
     def tidy(self) -> None:
-        """Remove what a run that was killed at its end has left beside the checkpoints."""
+        """Remove the leftovers of a prune that was killed."""
 
     def replace(self, name: str, content: bytes, *, sync: bool) -> None:
-        """Write a small file in one step; one that is there is replaced."""
+        """Write a small file atomically, replacing an existing one."""
 
     def create(self, name: str, content: bytes) -> None:
-        """Write a small file unless there is one, which may be another job's, and stays."""
+        """Write a small file unless it exists; another job may have written it."""
 
     def deleting(self) -> AbstractContextManager[Deletion]:
-        """Lock the run against others that remove from it, and finish what they have begun."""
+        """Lock the run for deletion and finish deletions that were interrupted."""
 
 
 class LocalRun:
-    """A directory."""
+    """Run folder on a local file system."""
 
     def __init__(self, root: Path) -> None:
         self.root: Path = root

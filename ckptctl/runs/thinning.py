@@ -1,4 +1,4 @@
-"""Take the optimizer state out of a checkpoint and leave the weights.
+"""Removal of optimizer state from a checkpoint; the weights stay.
 
 Where it lies in files of its own, these are removed. Where it lies among the weights, in ``dcp``
 and ``torch``, the rest is written anew and put in the place of the checkpoint in one step.
@@ -58,7 +58,7 @@ _FILES = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class Thinning:
-    """What is taken out of a checkpoint.
+    """Files and tensors of the optimizer to remove from a checkpoint.
 
     Attributes:
         files: Files and folders of the optimizer alone; none: it is written anew without.
@@ -74,7 +74,7 @@ class Thinning:
 
 
 def plan_thinning(found: Checkpoint) -> Thinning | str:
-    """Plan what is taken out of a checkpoint; a string says why nothing can be."""
+    """Plan to remove optimizer state, or return the reason why there is none to remove."""
     path, name = found.path, found.format or ""
     try:
         catalogs = [formats.open_checkpoint(part, name) for part in _models(found)]
@@ -102,7 +102,7 @@ def plan_thinning(found: Checkpoint) -> Thinning | str:
 
 
 def run_thinning(thinning: Thinning, deletion: TwoPhaseDelete) -> None:
-    """Carry out *thinning*; what is taken out goes into the trash."""
+    """Execute *thinning*; removed files go to the trash."""
     if not thinning.files:
         _rewrite(thinning, deletion)
         return
@@ -112,7 +112,7 @@ def run_thinning(thinning: Thinning, deletion: TwoPhaseDelete) -> None:
 
 
 def _strike_out(folder: Path, files: Sequence[Path], deletion: TwoPhaseDelete) -> None:
-    """Take the lines about *files* out of the lists of digests; the rest stays proven."""
+    """Remove the lines about *files* from checksum lists; all other lines stay valid."""
     gone = [str(path.relative_to(folder)) for path in files]
 
     def goes(file: str) -> bool:
@@ -139,7 +139,7 @@ def _replace(path: Path, text: str, room: Path) -> None:
 
 
 def _rewrite(thinning: Thinning, deletion: TwoPhaseDelete) -> None:
-    """Write the checkpoint anew, and exchange the two; the old one ends in the trash."""
+    """Rewrite the checkpoint without optimizer state and exchange it with the old one."""
     # `prune` alone converts nothing.
     from ckptctl.conversion.convert import Step, plan_with_steps, run_conversion
 
@@ -172,7 +172,7 @@ def _rewrite(thinning: Thinning, deletion: TwoPhaseDelete) -> None:
 
 
 def without(catalog: Catalog) -> Catalog:
-    """Return *catalog* without the leaves of optimizers, and of files that stay as they are."""
+    """Return *catalog* without optimizer state and without files that are kept as they are."""
     beside, optimizers = _beside(catalog), _optimizers(catalog)
 
     def stays(name: str, path: KeyPath) -> bool:
@@ -186,7 +186,7 @@ def without(catalog: Catalog) -> Catalog:
 
 
 def _beside(catalog: Catalog) -> set[str]:
-    """Return the names of the leaves in files that trainers put beside a DCP directory's own."""
+    """Return the names of values in companion files that trainers add to a DCP directory."""
     found: set[str] = set()
     with source_files(catalog.root) as files:
         for name in (COMPANION,) if catalog.format == "dcp" else ():
@@ -197,7 +197,7 @@ def _beside(catalog: Catalog) -> set[str]:
 
 
 def _optimizers(catalog: Catalog) -> frozenset[str]:
-    """Return the first words of names under which the state of an optimizer lies.
+    """Return the first words of names that contain optimizer state.
 
     The word alone does not tell: parts of models are called ``opt`` and ``optim``. Under those
     every tensor has to look as an optimizer's does; under one that says ``optimizer``, one.
@@ -210,14 +210,14 @@ def _optimizers(catalog: Catalog) -> frozenset[str]:
 
 
 def _evident(head: str, rest: Sequence[str]) -> bool:
-    """Return whether a leaf is one that nothing but an optimizer has."""
+    """Return whether only an optimizer has a leaf of this name."""
     clear = rest[-1:] and rest[-1] in _SLOTS and (_says_so(head) or rest[-1] not in _VAGUE)
     groups = {"param_groups"} | (_STATE if _says_so(head) else set())
     return bool(clear) or not groups.isdisjoint(rest[:_NEAR])
 
 
 def _likely(rest: Sequence[str]) -> bool:
-    """Return whether a leaf may be an optimizer's."""
+    """Return whether an optimizer may have a leaf of this name."""
     return not _STATE.isdisjoint(rest[:_NEAR]) or (bool(rest) and rest[-1] in _SLOTS)
 
 
@@ -242,7 +242,7 @@ def _models(found: Checkpoint) -> list[Path]:
 
 
 def _own_files(found: Checkpoint, catalogs: list[Catalog]) -> Iterator[Path]:
-    """Yield the files of optimizers alone, to which no catalog of the weights refers."""
+    """Yield files that contain only optimizer state and that no catalog of weights uses."""
     if not found.path.is_dir():
         return
     used = {Path(catalog.root) / name for catalog in catalogs for name in catalog.files}
@@ -254,7 +254,7 @@ def _own_files(found: Checkpoint, catalogs: list[Catalog]) -> Iterator[Path]:
 
 
 def _carry(source: Path, target: Path, catalog: Catalog) -> None:
-    """Give *target* what else lies in *source*: as links where they can be had."""
+    """Link or copy the remaining files of *source* to *target*."""
     rewritten = catalog.files.keys() - {COMPANION}
     for item in sorted(_below(source)):
         name = item.relative_to(source)
@@ -279,13 +279,13 @@ def _copy(item: Path, there: Path) -> None:
 
 
 def _keep_time(target: Path, time: float) -> None:
-    """Give new files the time of those that they replace, from which their age counts."""
+    """Set the modification time of new files to that of the files that they replace."""
     for item in (target, *_below(target)):
         os.utime(item, (time, time), follow_symlinks=False)
 
 
 def _below(folder: Path) -> Iterator[Path]:
-    """Yield all that is in a folder, however deep; nothing for a file. Links are not followed."""
+    """Yield everything below a folder without following links; empty for a file."""
     waiting = [folder] if folder.is_dir() else []
     while waiting:
         for item in waiting.pop().iterdir():

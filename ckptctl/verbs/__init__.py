@@ -1,1 +1,1 @@
-"""Commands that read: inspect, verify, diff, extract, map, report and doctor."""
+"""Commands that only read checkpoints, and ``consolidate --metadata-only``."""

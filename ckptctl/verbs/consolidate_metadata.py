@@ -1,4 +1,4 @@
-"""Give a rank-local DCP directory the global ``.metadata`` that it lacks; no tensor moves.
+"""Add the missing global ``.metadata`` to a rank-local DCP directory, without moving tensors.
 
 :func:`plan_metadata` proves that the ranks' files are one whole checkpoint and writes nothing;
 :func:`run_metadata` adds the one file, whole or not at all. Then any world size can load it.
@@ -38,7 +38,7 @@ FIELDS = "source target from_format ranks tensors blobs chunks data_bytes bytes"
 
 @dataclass(frozen=True, slots=True)
 class MetadataPlan(Result, order=f"dry_run {FIELDS}"):
-    """What will be added to a directory.
+    """Plan of a metadata file for a directory.
 
     Attributes:
         content: The file to be written.
@@ -57,7 +57,7 @@ class MetadataPlan(Result, order=f"dry_run {FIELDS}"):
 
     @property
     def dry_run(self) -> Annotated[Literal[True], JsonField("only with `--dry-run`")]:
-        """Return that nothing was done yet."""
+        """Always true for a plan."""
         return True
 
     @property
@@ -67,7 +67,7 @@ class MetadataPlan(Result, order=f"dry_run {FIELDS}"):
 
     @property
     def from_format(self) -> Annotated[str, JsonField("`dcp-rank-local`")]:
-        """Return the format of the directory."""
+        """Format of the directory."""
         return FORMAT.name
 
     @property
@@ -78,7 +78,7 @@ class MetadataPlan(Result, order=f"dry_run {FIELDS}"):
 
 @dataclass(frozen=True, slots=True)
 class MetadataResult(Result, order=f"{FIELDS} notes"):
-    """What was added to a directory.
+    """Result of adding the metadata file.
 
     Attributes:
         notes: What the user should know about the way it was published.
@@ -95,12 +95,12 @@ class MetadataResult(Result, order=f"{FIELDS} notes"):
 
     @property
     def target(self) -> Path:
-        """Return the file that was written."""
+        """Path of the written file."""
         return self.plan.target
 
 
 def plan_metadata(path: str | TreePath) -> MetadataPlan:
-    """Decide what the global metadata says; writes nothing.
+    """Build the global metadata, without writing anything.
 
     It looks into every write item, whose header has to agree with the metadata: a few kilobytes
     for each chunk.
@@ -147,7 +147,7 @@ def plan_metadata(path: str | TreePath) -> MetadataPlan:
 
 
 def run_metadata(plan: MetadataPlan) -> MetadataResult:
-    """Write the file that *plan* describes and give it its name in one step."""
+    """Write the metadata file of *plan* atomically."""
     start = time.monotonic()
     _require_room(plan.source)
     _require_unchanged(plan)
@@ -159,7 +159,7 @@ def run_metadata(plan: MetadataPlan) -> MetadataResult:
 
 
 def _require_zips(catalog: Catalog) -> None:
-    """Refuse items that are no zips of `torch.save`, which is all that this metadata speaks of."""
+    """Raise if an item is not a zip of `torch.save`, which this metadata requires."""
     codecs = (codec for entry in catalog.tensors.values() for codec in codecs_of(entry.extents))
     otherwise = any(codec != "torch" for codec in codecs)
     if otherwise or any(blob.extension for blob in catalog.blobs.values()):

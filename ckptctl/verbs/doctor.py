@@ -1,4 +1,4 @@
-"""Look at the installation, the plug-ins, a directory and what surrounds the program.
+"""Checks of the installation, the plug-ins, a directory and the environment.
 
 torch is not imported, nothing is changed and nothing is left behind. What is found is ``ok``;
 ``warn``: something is slower, or cannot be done here; ``fail``: something is broken.
@@ -43,7 +43,7 @@ Status = Literal["ok", "warn", "fail"]
 
 @dataclass(frozen=True, slots=True)
 class Check(Result, order="group name status found hint"):
-    """One thing that was looked at."""
+    """Result of one check."""
 
     name: Annotated[str, JsonField("name of the check")]
     found: Annotated[str, JsonField("human-readable result of the check")]
@@ -58,7 +58,7 @@ class Check(Result, order="group name status found hint"):
 
 @dataclass(frozen=True, slots=True)
 class Diagnosis(Result, order="directory healthy warnings failures checks"):
-    """All that was looked at."""
+    """Results of all ``ckptctl doctor`` checks."""
 
     directory: Annotated[Path, JsonField("path as given")]
     checks: Annotated[tuple[Check, ...], JsonField("results of all checks")]
@@ -84,7 +84,7 @@ def _judged(name: str, found: str, good: bool, hint: str, bad: Status = "warn") 
 
 
 def doctor(directory: Path) -> Diagnosis:
-    """Everything that was looked at, by group; *directory* is where checkpoints are, or will be."""
+    """Run all checks; *directory* is the place of checkpoints."""
     require_path(directory)
     place = home_expanded(directory).absolute()
     if not place.is_dir():
@@ -117,7 +117,7 @@ _NEED = re.compile(r"([A-Za-z0-9._-]+)\s*(?:>=\s*([0-9.]+))?")
 
 
 def _installation() -> Iterator[Check]:
-    """What is installed, in which version, and how long the program takes to start."""
+    """Check the packages, their versions and the start-up time."""
     yield _start(time.process_time())
     yield _itself()
     yield Check("python", f"{platform.python_version()} at {sys.executable}")
@@ -158,7 +158,7 @@ def _itself() -> Check:
 
 
 def _needed() -> list[tuple[str, str]]:
-    """Packages that ckptctl uses, with the least version that will do, or nothing."""
+    """List required packages, each with its minimum version or an empty string."""
     try:
         said = metadata.requires(NAME) or []
     except metadata.PackageNotFoundError:
@@ -183,7 +183,7 @@ def _numbers(version: str) -> list[int]:
 
 
 def _plug_ins() -> Iterator[Check]:
-    """Look at what other packages add: whether it loads, and whether names collide."""
+    """Check whether plug-ins can be loaded and have unique names."""
     yield from _added("format", formats.ENTRY_POINTS, formats.names(), formats.load_added)
     yield from _added("step", STEPS, (), steps.load_added)
     yield from _added("model type", families.GROUP, families.built_in(), families.family)
@@ -231,7 +231,7 @@ GONE_LATER = {
 
 
 def _file_system(place: Path) -> Iterator[Check]:
-    """What the file system of a directory can do, tried out in a hidden folder that is removed."""
+    """Probe the file system of a directory in a hidden folder, which is removed."""
     kind = file_system.type_of(real_path(place))
     hint = GONE_LATER.get(
         kind or "",
@@ -295,7 +295,7 @@ BLOCK = 1 << 20
 
 
 def missing_renames(folder: Path) -> list[str]:
-    """Return which of the renames that publishing relies on are not there (man 2 rename)."""
+    """Return the rename modes required for publishing that are unsupported (man 2 rename)."""
     a, b = folder / "rename-a", folder / "rename-b"
     a.touch()
     missing = []
@@ -313,7 +313,7 @@ def missing_renames(folder: Path) -> list[str]:
 
 
 def large_file_problem(folder: Path, nbytes: int) -> str | None:
-    """Return why a file cannot have *nbytes* bytes, all of them a hole; None: it can."""
+    """Return why a sparse file of *nbytes* bytes cannot be created, or None."""
     path = folder / "large"
     try:
         with path.open("wb") as file:
@@ -326,7 +326,7 @@ def large_file_problem(folder: Path, nbytes: int) -> str | None:
 
 
 def sync_seconds(folder: Path) -> float:
-    """Return how long a MiB takes to reach the disk."""
+    """Measure the seconds for writing and syncing 1 MiB."""
     begun = time.perf_counter()
     with (folder / "sync").open("wb") as file:
         file.write(bytes(BLOCK))
@@ -337,7 +337,7 @@ def sync_seconds(folder: Path) -> float:
 
 
 def lock_problem(folder: Path) -> str | None:
-    """Return why a file cannot be locked (man 2 flock); None: it can."""
+    """Return why a file cannot be locked (man 2 flock), or None."""
     try:
         with (folder / "lock").open("wb") as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -347,20 +347,20 @@ def lock_problem(folder: Path) -> str | None:
 
 
 def tells_case(folder: Path) -> bool:
-    """Return whether names that differ in case alone are two."""
+    """Return whether names that differ only in case are different files."""
     (folder / "case").touch()
     return not (folder / "CASE").exists()
 
 
 def clock_ahead(folder: Path) -> float:
-    """Return by how many seconds the file system's clock is ahead of this machine's."""
+    """Return the seconds by which the file system's clock is ahead of the local clock."""
     path = folder / "clock"
     path.touch()
     return path.stat().st_mtime - time.time()
 
 
 def way_of_copying(folder: Path) -> str:
-    """Return how bytes get from one file to another, for people."""
+    """Describe how the file system copies bytes between files."""
     source, target = folder / "copy-a", folder / "copy-b"
     source.write_bytes(bytes(4096))
     with source.open("rb") as a, target.open("wb") as b:
@@ -377,7 +377,7 @@ def way_of_copying(folder: Path) -> str:
 
 
 def hard_links(folder: Path) -> bool:
-    """Return whether a file may have two names."""
+    """Return whether hard links are supported."""
     (folder / "link-a").touch()
     try:
         os.link(folder / "link-a", folder / "link-b")
@@ -387,7 +387,7 @@ def hard_links(folder: Path) -> bool:
 
 
 def unnamed_files(folder: Path) -> bool:
-    """Return whether a file may have no name (``O_TMPFILE``, man 2 open)."""
+    """Return whether unnamed files are supported (``O_TMPFILE``, man 2 open)."""
     try:
         os.close(os.open(folder, os.O_TMPFILE | os.O_RDWR, 0o600))
     except OSError:
@@ -402,7 +402,7 @@ TOKENS = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")
 
 
 def _surroundings() -> Iterator[Check]:
-    """Terminal, limits, the Hub's cache."""
+    """Check the terminal, limits, ranks and the Hub's cache and token."""
     encoding = (sys.stdout.encoding or "ascii").lower()
     hint = "other characters are escaped; `export PYTHONUTF8=1`, or set LANG to a UTF-8 locale"
     utf8 = encoding.replace("-", "").replace("_", "") == "utf8"
@@ -438,7 +438,7 @@ def _ranks() -> Check:
 
 
 def _home() -> Path:
-    """The folder of Hugging Face's libraries, as ``huggingface_hub.constants`` finds it.
+    """Return the folder of Hugging Face's libraries, as ``huggingface_hub.constants`` does.
 
     Importing that costs more than all the rest of the start.
     """
@@ -460,7 +460,7 @@ def _cache() -> Check:
 
 
 def _token() -> Check:
-    """Say where the token comes from; what it is is never read."""
+    """Check where the Hub's token is stored; its value is never read."""
     variable = next((name for name in TOKENS if os.environ.get(name)), None)
     if variable:
         return Check("Hub token", f"from {variable}")

@@ -1,4 +1,4 @@
-"""Say where a key goes in another layout: from a family's tables, without a checkpoint."""
+"""Mapping of a key to another layout, from a model type's tables without a checkpoint."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from ckptctl.tree import TreePath
 
 @dataclass(frozen=True, slots=True)
 class KeyMap(Result, order="key template"):
-    """Where a key goes.
+    """Mapping of a key to another layout.
 
     Sizes are formulas of axis names, and also numbers if all sizes in them are known.
     """
@@ -42,12 +42,12 @@ class KeyMap(Result, order="key template"):
 
     @property
     def model_type(self) -> str:
-        """Return the name of the family."""
+        """Name of the model type."""
         return self.family.name
 
 
 def map_key(key: str, options: MapOptions) -> KeyMap:
-    """Where *key*, or all keys of a template as ``model.layers.{i}.mlp.up_proj.weight``, goes.
+    """Map *key*, or a template such as ``model.layers.{i}.mlp.up_proj.weight``, to a layout.
 
     Without a model type the configuration says what model it is.
     """
@@ -94,7 +94,7 @@ def _layout_of(family: Family, key: str) -> str:
 
 
 def _configured(place: TreePath | None, read: Mapping[str, Json]) -> str:
-    """Return the model type that the files at *place* are of."""
+    """Return the model type that the files at *place* describe."""
     names = configured(families.families(), read.get("config.json"), read.get("params.json"))
     if len(names) != 1:
         raise UsageError(
@@ -129,7 +129,7 @@ def _configuration(place: TreePath) -> Mapping[str, Json]:
 
 
 def _of_ranks(place: TreePath, read: Mapping[str, Json], family: Family) -> Mapping[str, Json]:
-    """Return *read*; where only shards tell heads that ranks repeat from others, what those say."""
+    """Return *read*, corrected by the shards if only they show heads that ranks repeat."""
     root = home_expanded(place)
     root = root.parent if root.is_file() else root
     stated = read_sizes(family, params=read.get("params.json"))

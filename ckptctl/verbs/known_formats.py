@@ -1,4 +1,4 @@
-"""Say which formats are known: how each is recognized, what makes it whole, what proves it."""
+"""Known formats: how each is detected, when it is complete, and how it was tested."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ OPTIONS = {
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """What can be chosen when a format is read."""
+    """Option for reading a format."""
 
     option: Annotated[str, JsonField("name on the command line")]
     meaning: Annotated[str, JsonField("human-readable description")]
@@ -34,7 +34,7 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """What a written checkpoint of a format is like."""
+    """Properties of a written format."""
 
     directory: Annotated[bool, JsonField("whether it is a directory rather than one file")]
     leaves: Annotated[bool, JsonField("whether non-tensor values are kept")]
@@ -50,7 +50,7 @@ class Written:
 class KnownFormat(
     Result, order="name title package layout other_layouts adapters recognized wholeness proof"
 ):
-    """A format."""
+    """Known format."""
 
     format: Annotated[
         Format,
@@ -82,7 +82,7 @@ class KnownFormat(
 
 @dataclass(frozen=True, slots=True)
 class KnownFormats(Result):
-    """All formats, or one."""
+    """All known formats, or one."""
 
     formats: Annotated[
         tuple[KnownFormat, ...],
@@ -93,7 +93,7 @@ class KnownFormats(Result):
 
 
 def known_formats(name: str | None = None) -> tuple[KnownFormat, ...]:
-    """Return all formats by name, or one of them; those of installed packages come last."""
+    """List formats by name, or one of them; those of installed packages come last."""
     chosen = (formats.get(name),) if name is not None else formats.registered().values()
     return tuple(_described(one) for one in chosen)
 

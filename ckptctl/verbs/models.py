@@ -1,4 +1,4 @@
-"""Say which model families are known, and what their tables say."""
+"""Known model types and their tables."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ CARRIED = "copied, not translated"
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """How a layout stores a logical tensor."""
+    """Storage of a logical tensor in a layout."""
 
     tensor: Annotated[str, JsonField("logical name")]
     key: Annotated[str, JsonField("template of the stored key")]
@@ -44,7 +44,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class LayoutTable:
-    """One layout of a family, as people read it."""
+    """One layout of a model type, in readable form."""
 
     name: Annotated[str, JsonField("name of the layout")]
     same_as: Annotated[
@@ -64,7 +64,7 @@ class LayoutTable:
 
 @dataclass(frozen=True, slots=True)
 class LayoutProof:
-    """Whether a layout is proven."""
+    """Evidence for a layout."""
 
     name: Annotated[str, JsonField("name on the command line")]
     proof: Annotated[
@@ -77,7 +77,7 @@ class LayoutProof:
 
 @dataclass(frozen=True, slots=True)
 class SizeNames:
-    """What configurations call the size of an axis."""
+    """Names of an axis size in configurations."""
 
     axis: Annotated[str, JsonField("name in the tables")]
     config: Annotated[str, JsonField("name in `config.json`", to=or_none)]
@@ -85,7 +85,7 @@ class SizeNames:
 
 
 def size_names(sizes: Mapping[str, tuple[str, str]]) -> list[SizeNames]:
-    """Return what sizes are called first, where they have had several names."""
+    """Return the preferred names of axis sizes in configurations."""
     return [
         SizeNames(axis, spellings(config)[0], spellings(params)[0])
         for axis, (config, params) in sizes.items()
@@ -94,7 +94,7 @@ def size_names(sizes: Mapping[str, tuple[str, str]]) -> list[SizeNames]:
 
 @dataclass(frozen=True, slots=True)
 class Tables(Result, order="tables ties tied variants sizes constants composite pinned"):
-    """All that the tables of a family say."""
+    """Contents of a model type's tables."""
 
     family: Annotated[
         Family,
@@ -113,7 +113,7 @@ class Tables(Result, order="tables ties tied variants sizes constants composite 
 class ModelType(
     Result, order="name title aliases architecture refines recognized layouts translated"
 ):
-    """A family.
+    """Known model type.
 
     Attributes:
         layouts: Those of its layouts that were asked for.
@@ -135,7 +135,7 @@ class ModelType(
     tables: tuple[LayoutTable, ...] = ()
 
     def proof(self, layout: str) -> str:
-        """Return with what the logits of *layout* were compared, or else what its table is of."""
+        """Describe the comparison of logits for *layout*, or else the source of its table."""
         read = self.family.sources.get(layout)
         less = (
             f"{NOT_PROVEN}; names and axes are from the sources of {read}" if read else NOT_PROVEN
@@ -149,7 +149,7 @@ class ModelType(
         tuple[LayoutProof, ...],
         JsonField("known layouts; the first of two equal ones is preferred", name="layouts"),
     ]:
-        """Return the layouts, each with what proves it."""
+        """Layouts with their evidence."""
         proofs = self.family.proofs
         sources = {n: one for n, one in self.family.sources.items() if n not in proofs}
         return tuple(LayoutProof(n, proofs.get(n), sources.get(n)) for n in self.layouts)
@@ -163,12 +163,12 @@ class ModelType(
             "whether a layout of another program is known; if false, keys are copied unchanged"
         ),
     ]:
-        """Return whether the family has layouts beyond Hugging Face's."""
+        """Whether the model type has layouts beyond Hugging Face's."""
         return any(name != HF and not name.startswith(f"{HF}-") for name in self.family.layouts)
 
     @property
     def details(self) -> Annotated[Tables | None, Inline()]:
-        """Return what the tables say, where they were asked for."""
+        """Contents of the tables, or None if they were not requested."""
         return Tables(self.family, self.tables) if self.tables else None
 
 
@@ -183,7 +183,7 @@ class Models(Result):
 
 
 def models(options: ModelsOptions) -> Models:
-    """All families, none of whose tables is parsed; or one of them with its tables."""
+    """List all model types without parsing tables, or one of them with its tables."""
     with families.using(options.converter):
         return Models(tuple(_models(options.family, options.layout)))
 
@@ -241,7 +241,7 @@ def _tables(family: Family, chosen: tuple[str, ...]) -> Iterator[LayoutTable]:
 
 
 def _own_keys(layout: Layout, others: list[Family]) -> tuple[str, ...]:
-    """Return key templates that tell the family from all others; at most three."""
+    """Return up to three key templates that no other model type has."""
     spelled = {stored.template: frozenset(_words(stored.template.text)) for stored in layout.stored}
     own = dict(spelled)
     for other in others:

@@ -1,4 +1,4 @@
-"""What the values of a tensor look like, read in pieces of a megabyte.
+"""Statistics of the values of a tensor, read in windows of 1 MiB.
 
 The order of elements does not matter here, so they are read as they are stored; only a window is
 ever in memory.
@@ -32,7 +32,7 @@ BINS = 10
 
 @dataclass(frozen=True, slots=True)
 class Statistics:
-    """The values of one tensor; of a complex one, its real and imaginary parts.
+    """Statistics of one tensor; those of a complex one cover real and imaginary parts.
 
     Of 64-bit integers the smallest and the largest are exact.
     """
@@ -53,7 +53,7 @@ class Statistics:
 
 
 class _StoppedError(Exception):
-    """Nobody waits for a look any longer."""
+    """Raised in threads whose result is no longer needed."""
 
 
 def side_by_side(
@@ -63,7 +63,7 @@ def side_by_side(
     advance: Advance | None,
     jobs: int | None = None,
 ) -> Iterator[tuple[TensorEntry, T | CkptError]]:
-    """Yield what *look* says of each tensor, or its error, in order.
+    """Apply *look* to tensors in parallel and yield results or errors in order.
 
     Args:
         entries: The tensors.
@@ -99,7 +99,7 @@ def side_by_side(
 
 
 def measure(files: Readable, entry: TensorEntry, seen: Advance, bins: int) -> Statistics | None:
-    """Read *entry* twice and return its statistics; None: its dtype has no numbers."""
+    """Read *entry* twice and return its statistics, or None if its dtype has no numbers."""
     if entry.dtype in dtypes.UNMEASURED:
         return None
     total = Statistics()
@@ -111,7 +111,7 @@ def measure(files: Readable, entry: TensorEntry, seen: Advance, bins: int) -> St
 
 
 def nonfinite(files: Readable, entry: TensorEntry, seen: Advance) -> tuple[int, int] | None:
-    """Read *entry* once and count NaN and infinite values; None: its dtype has no numbers."""
+    """Count NaN and infinite values of *entry*, or return None if its dtype has no numbers."""
     if entry.dtype in dtypes.UNMEASURED:
         return None
     nan = inf = 0
@@ -123,7 +123,7 @@ def nonfinite(files: Readable, entry: TensorEntry, seen: Advance) -> tuple[int, 
 
 
 def merge(a: Statistics, b: Statistics) -> Statistics:
-    """Return the statistics of both parts together, histograms left out.
+    """Combine the statistics of two parts, without histograms.
 
     Source: Chan, Golub, LeVeque, *Updating formulae and a pairwise algorithm for computing sample
     variances* (1979), equation 2.1.
@@ -180,7 +180,7 @@ def _moments(values: Tensor) -> Statistics:
 
 
 def _extremes(values: Tensor) -> tuple[float, float]:
-    """Return the smallest and the largest value; whole numbers keep all their digits."""
+    """Return the minimum and maximum; integers are exact."""
     import torch
 
     if values.dtype != torch.uint64:
@@ -208,7 +208,7 @@ def _histogram(
 
 
 def _values(files: Readable, entry: TensorEntry, seen: Advance) -> Iterator[Tensor]:
-    """Yield every element once: as float32, as float64 where that loses some, else as it is."""
+    """Yield all elements as float32, or as float64 or integers if float32 is not exact."""
     import torch
 
     from ckptctl.storage.tensor_reader import windows_as_stored  # which results do without

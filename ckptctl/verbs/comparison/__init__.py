@@ -1,1 +1,1 @@
-"""How two checkpoints differ, whatever their formats and layouts."""
+"""Comparison of two checkpoints, across formats and layouts."""

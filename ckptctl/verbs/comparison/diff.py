@@ -1,4 +1,4 @@
-"""How two checkpoints differ, whatever their formats and layouts."""
+"""Comparison of two checkpoints, across formats and layouts."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _ELSEWHERE = {"from": "format", "from-layout": "layout"}
 
 @dataclass(slots=True)
 class _Compared:
-    """What reading the elements shows."""
+    """Result of comparing the elements."""
 
     errors: Mapping[str, Errors] = field(default_factory=dict)
     by_checksum: int = 0
@@ -49,7 +49,7 @@ class _Compared:
 def diff(
     a: str | TreePath, b: str | TreePath, options: DiffOptions, progress: Watch = unwatched
 ) -> Difference:
-    """Compare two checkpoints, *b* mapped to the layout of *a*; errors are those of *b*.
+    """Compare two checkpoints after mapping *b* to the layout of *a*.
 
     *progress* is told of the bytes that will be compared.
     """
@@ -110,7 +110,7 @@ def _diff(
 
 
 def _is_ignored(one: TensorDifference, options: DiffOptions) -> bool:
-    """Return whether the dtype is all that differs, and is to be ignored.
+    """Return whether only the dtype differs and `ignore_dtype` is set.
 
     Where B's is several dtypes no elements are compared, so nothing shows that the numbers are
     equal.
@@ -121,7 +121,7 @@ def _is_ignored(one: TensorDifference, options: DiffOptions) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _Chosen:
-    """One of the two checkpoints, and what says how it is read."""
+    """One of the two checkpoints, and the options for opening it."""
 
     side: str
     path: str | TreePath
@@ -138,12 +138,12 @@ class _Chosen:
 
 
 def _option_names(side: str) -> dict[str, str]:
-    """Return what options that are about one checkpoint are called for side ``a`` or ``b``."""
+    """Map the options of one checkpoint to those of side ``a`` or ``b``."""
     return {f"--{name}": f"--{_ELSEWHERE.get(name, name)}-{side}" for name in _OPTIONS}
 
 
 def _opened(a: str | TreePath, b: str | TreePath, options: DiffOptions) -> list[Catalog]:
-    """Return the indices of both checkpoints."""
+    """Open both checkpoints, and dequantize them if asked."""
     kind, rules, dtype = options.model_type, options.rules, options.dequantize
     chosen = (
         _Chosen("a", a, options.format_a, kind, options.weights_a, options.tag_a, rules),
@@ -170,7 +170,7 @@ def _meant_for_some(
     with_it: Callable[[T], Catalog],
     without: Callable[[T, UsageError], Catalog],
 ) -> list[Catalog]:
-    """Return what something that was said makes of each side; one of them may refuse it."""
+    """Apply an option to both sides; one of them may reject it."""
     found: list[Catalog] = []
     refused: list[UsageError] = []
     for side in sides:
@@ -185,7 +185,7 @@ def _meant_for_some(
 
 
 def _read_leaves(catalog: Catalog) -> tuple[Catalog, frozenset[str]]:
-    """Return *catalog* with the values of its other leaves, and tensors in them as tensors.
+    """Read the non-tensor values of *catalog*, and turn tensors inside them into entries.
 
     The names are those of tensors that lay in leaves of a trainer.
     """
@@ -197,7 +197,7 @@ def _read_leaves(catalog: Catalog) -> tuple[Catalog, frozenset[str]]:
 
 
 def _require_something(paired: Pairing, options: DiffOptions) -> None:
-    """Refuse globs that leave nothing: two checkpoints would be called the same for it."""
+    """Raise if globs select nothing, since the checkpoints would seem equal."""
     alone = (*paired.a.only, *paired.a.only_leaves, *paired.b.only, *paired.b.only_leaves)
     if (options.include or options.exclude) and not (paired.pairs or paired.leaves or alone):
         raise MappingError(
@@ -240,7 +240,7 @@ def _values(
 
 
 def _require_bits(pairs: Sequence[Pair], tolerance: Tolerance | None) -> None:
-    """Require torch where equal numbers may have other bits."""
+    """Require torch if comparing bits could report equal numbers as different."""
     instead = f"{spell_option('--structure')} compares names, shapes and dtypes without torch"
     if tolerance:
         require_torch("a tolerance", instead="omit the tolerance to compare bits")
@@ -251,7 +251,7 @@ def _require_bits(pairs: Sequence[Pair], tolerance: Tolerance | None) -> None:
 
 
 def _known(a: Catalog, b: Catalog, one: Pair) -> bool:
-    """Whether the checksums that both sides record of a tensor match."""
+    """Return whether the checksums that both sides record of a tensor match."""
     if not one.composed.renames:
         return False
     held = b.tensors[one.composed.sources[0].key]
@@ -282,7 +282,7 @@ def _notes(
 
 
 def _unlike(a: Catalog, b: Catalog, paired: Pairing, options: DiffOptions) -> tuple[str, ...]:
-    """Say so where one side is quantized, and the other has other tensors for it."""
+    """Return a note if only one side is quantized."""
     if options.dequantize is not None or not (paired.a.only or paired.b.only):
         return ()
     ways = [quantized(one) for one in (a, b)]

@@ -1,4 +1,4 @@
-"""What a comparison is asked to do."""
+"""Options of ``diff``, and those that it shares with ``report``."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def _tolerance(text: str) -> Option:
 
 @group
 class ComparisonOptions(opt.ModelOptions):
-    """What says how two checkpoints are compared."""
+    """Options of every comparison of two checkpoints."""
 
     structure: Annotated[bool, Option("Compare only names, shapes and dtypes.")] = False
     quick: Annotated[
@@ -47,7 +47,7 @@ class ComparisonOptions(opt.ModelOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class DiffOptions(ComparisonOptions):
-    """What is compared, and how; see ``ckptctl diff --help``."""
+    """Options of ``diff``; see ``ckptctl diff --help``."""
 
     exclude: opt.Exclude = ()
     format_a: Annotated[str | None, opt.source_format("Format of A.  [default: detected]")] = None

@@ -1,4 +1,4 @@
-"""What :func:`ckptctl.diff` finds."""
+"""Result of :func:`ckptctl.diff`."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _NO_DIFFERENCE: Mapping[Evidence, ComparisonVerdict] = {
 
 @dataclass(frozen=True, slots=True)
 class TensorDifference(Result, order="name sources kinds"):
-    """One tensor that both checkpoints have and that is not the same in them."""
+    """Difference between two versions of one tensor."""
 
     name: Annotated[str, JsonField("name in A")]
     sources: Annotated[tuple[str, ...], JsonField("names in B")]
@@ -50,12 +50,12 @@ class TensorDifference(Result, order="name sources kinds"):
 
     @property
     def has_several_dtypes(self) -> bool:
-        """Return whether parts of B's tensor have several dtypes; then no elements are compared."""
+        """Whether B stores the tensor in several dtypes; elements are then not compared."""
         return "," in self.dtype_b
 
     @property
     def order(self) -> tuple[bool, bool, float, float]:
-        """Return what sorts the worst first: shapes, values that are not finite, errors."""
+        """Sort key: different shapes, then non-finite values, then the largest errors."""
         values = self.values or Errors()
         worst = (values.max_abs or 0.0, values.max_rel or 0.0)
         return (self.shape_a == self.shape_b, not values.nonfinite, -worst[0], -worst[1])
@@ -63,7 +63,7 @@ class TensorDifference(Result, order="name sources kinds"):
 
 @dataclass(frozen=True, slots=True)
 class LeafDifference:
-    """A leaf that is no tensor and that both have with different values."""
+    """Non-tensor value that differs."""
 
     name: Annotated[str, JsonField("name in A")]
     a: Annotated[str, JsonField("value in A, shortened")]
@@ -72,7 +72,7 @@ class LeafDifference:
 
 @dataclass(frozen=True, slots=True)
 class Side:
-    """One of the two checkpoints."""
+    """One of the two compared checkpoints."""
 
     path: Annotated[str, JsonField("path as given")]
     format: Annotated[str, JsonField("[format](formats.md)")]
@@ -92,7 +92,7 @@ class Side:
 
 @dataclass(frozen=True, slots=True)
 class Difference(Result, order="same verdict evidence"):
-    """How two checkpoints differ."""
+    """Result of comparing two checkpoints."""
 
     a: Annotated[Side, JsonField("first checkpoint")]
     b: Annotated[Side, JsonField("second checkpoint")]
@@ -140,7 +140,7 @@ class Difference(Result, order="same verdict evidence"):
             "was read)"
         ),
     ]:
-        """Return what the verdict is made from."""
+        """Basis of the verdict."""
         if self.structure:
             return "structure"
         return "checksums" if self.by_checksum else "data"
@@ -151,7 +151,7 @@ class Difference(Result, order="same verdict evidence"):
     ) -> Annotated[
         ComparisonVerdict, JsonField("result in words; states whether data was not read")
     ]:
-        """Return the answer in words; it claims no more than the evidence shows."""
+        """Result in words, which claims no more than the evidence shows."""
         only = (*self.a.only, *self.b.only, *self.a.only_leaves, *self.b.only_leaves)
         if only or self.tensors or self.leaves:
             return "different"
@@ -168,6 +168,6 @@ class Difference(Result, order="same verdict evidence"):
             "(see `evidence`)"
         ),
     ]:
-        """Return whether nothing differs, or None if the data was not read to prove that."""
+        """Whether nothing differs, or None if some data was not read."""
         known: Mapping[ComparisonVerdict, bool] = {"the same": True, "different": False}
         return known.get(self.verdict)

@@ -1,4 +1,4 @@
-"""A vocabulary that only A pads: the rows that both have are compared, if the rest is padding."""
+"""Comparison of a vocabulary that only A pads."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from ckptctl.units import counted
 
 
 def without_padding(a: Catalog, mapping: StateMapping) -> tuple[Catalog, int]:
-    """Return *a* without the rows that pad its vocabulary; *mapping* then notes it.
+    """Remove the padding rows of *a*'s vocabulary, and note it in *mapping*.
 
     Rows that hold something are no padding unless the trainer's arguments say so: they stay. The
     number is that of the bytes that were read to tell.
@@ -57,7 +57,7 @@ def without_padding(a: Catalog, mapping: StateMapping) -> tuple[Catalog, int]:
 
 
 def _longer(a: Catalog, mapping: StateMapping) -> Iterator[tuple[str, int]]:
-    """Yield the vocabulary's tensors of which A has more rows than B, and how many B has."""
+    """Yield vocabulary tensors with more rows in A than in B, and the rows of B."""
     written = formats.get(a.format)
     pads = isinstance(written, WritableFormat) and written.pads
     if not pads or mapping.model_type is None or mapping.layout is None:

@@ -1,4 +1,4 @@
-"""Which tensors of two checkpoints are the same one, across layouts."""
+"""Pairs of tensors to compare, across layouts."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ UNCHOSEN = "not selected"
 
 @dataclass(frozen=True, slots=True)
 class Scope:
-    """The part that is compared; no globs in *include*: all."""
+    """Part to compare, selected by globs; without *include* it is everything."""
 
     include: Sequence[str] = ()
     exclude: Sequence[str] = ()
     only: Literal["model", "all"] = "all"
 
     def chosen(self, name: str) -> bool:
-        """Return whether the globs take *name*."""
+        """Return whether the globs select *name*."""
         taken = not self.include or any(fnmatchcase(name, glob) for glob in self.include)
         return taken and not any(fnmatchcase(name, glob) for glob in self.exclude)
 
     def require_used(self, names: Collection[str]) -> None:
-        """Refuse a glob that matches nothing."""
+        """Raise if a glob matches nothing."""
         for glob in (*self.include, *self.exclude):
             if not any(fnmatchcase(name, glob) for name in names):
                 raise unmatched([glob], sorted(names))
@@ -44,7 +44,7 @@ class Scope:
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """A tensor of A and what holds it in B.
+    """Tensor of A, and its counterpart in B.
 
     Attributes:
         composed: What it is made of in B, in A's layout.
@@ -60,7 +60,7 @@ class Pair:
 
 @dataclass(frozen=True, slots=True)
 class Pairing:
-    """What is to be compared, other leaves by their names in both, and what is left of each."""
+    """Pairs of tensors and of other values, and the rest of each side."""
 
     pairs: tuple[Pair, ...]
     leaves: tuple[tuple[str, str], ...]
@@ -69,7 +69,7 @@ class Pairing:
 
 
 def map_other(a: Catalog, b: Catalog, request: MappingRequest) -> StateMapping:
-    """Map *b* to the layout of *a*, as a whole, or else as far as it goes.
+    """Map *b* to the layout of *a*, completely if possible.
 
     A configuration that only *a* has says the sizes of both, and its records the model type.
     """
@@ -105,7 +105,7 @@ def _mapped(b: Catalog, state: Mapping[str, TensorMeta], request: MappingRequest
 def pair(
     a: Catalog, b: Catalog, mapping: StateMapping, scope: Scope, trainers: Collection[str] = ()
 ) -> Pairing:
-    """Find what both checkpoints have; refuse a glob that matches nothing.
+    """Pair the tensors and values of both checkpoints; raise if a glob matches nothing.
 
     *trainers* are tensors that are not a model's, whatever they are called.
     """
@@ -131,7 +131,7 @@ def pair(
 def _side(
     catalog: Catalog, layout: str | None, used: Collection[str], left: Mapping[str, str]
 ) -> Side:
-    """Describe one of the two; what is not among the names in *used* it has alone."""
+    """Describe one side; names that are not in *used* exist only there."""
     return Side(
         str(catalog.path),
         catalog.format,
@@ -143,7 +143,7 @@ def _side(
 
 
 def _pairs(a: Catalog, b: Catalog, mapping: StateMapping, left: Collection[str]) -> Iterator[Pair]:
-    """Yield the tensors of A, without those *left* out, that B has whole."""
+    """Yield the pairs of tensors of A, except *left*, that B has completely."""
     for name, entry in a.tensors.items():
         composed = mapping.tensors.get(name)
         if composed is None or name in left or not composed.is_covered:
@@ -154,7 +154,7 @@ def _pairs(a: Catalog, b: Catalog, mapping: StateMapping, left: Collection[str])
 
 
 def _called(b: Catalog, mapping: StateMapping) -> dict[str, list[str]]:
-    """Return what the leaves of *b* are called in A; one tensor may be several there."""
+    """Map the names of *b* to their names in A; one tensor may have several."""
     called: dict[str, list[str]] = {}
     for composed in mapping.tensors.values():
         for key in composed.keys:
@@ -171,7 +171,7 @@ def _left_out(
     called: Mapping[str, Sequence[str]],
     trainers: Collection[str],
 ) -> dict[str, str]:
-    """Return what is not compared of a checkpoint with the *other* one, and why."""
+    """Return the names that are not compared, with reasons."""
     names = (*catalog.tensors, *catalog.blobs)
     rest = {*select(catalog, root).rest, *trainers}
     left: dict[str, str] = {}

@@ -1,4 +1,4 @@
-"""How the values of two tensors, and other leaves, differ."""
+"""Differences between the elements of tensors, and between other values."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ Planned = tuple[Plan, list[bytearray]]
 
 
 class WindowBuffers:
-    """Memory of windows, used again for those of the same size: new pages cost more than a read."""
+    """Pool of buffers by size, because allocating new pages is slower than reading."""
 
     def __init__(self) -> None:
         self._free: dict[int, list[bytearray]] = {}
 
     def take(self, boxes: Sequence[WantedBox]) -> list[bytearray]:
-        """Return a buffer for each of *boxes*; those that fit none are let go first."""
+        """Return a buffer for each of *boxes*, freeing buffers of other sizes first."""
         sizes = [one.box.numel * dtypes.itemsize(one.dtype) for one in boxes]
         free, self._free = self._free, {}
         found = [free[size].pop() if free.get(size) else None for size in sizes]
@@ -50,13 +50,13 @@ class WindowBuffers:
         ]
 
     def give_back(self, buffers: Iterable[bytearray]) -> None:
-        """Keep *buffers* for the next windows."""
+        """Return *buffers* to the pool."""
         for buffer in buffers:
             self._free.setdefault(len(buffer), []).append(buffer)
 
 
 def same_checksums(a: TensorEntry, b: TensorEntry) -> bool:
-    """Return whether both sides record checksums of the same boxes of a tensor, and they match."""
+    """Return whether both sides record equal checksums of the same boxes of a tensor."""
     one, other = _checksums(a), _checksums(b)
     return one is not None and a.dtype == b.dtype and one == other
 
@@ -75,7 +75,7 @@ def _checksums(entry: TensorEntry) -> dict[Box, int] | None:
 
 @dataclass(slots=True)
 class Windows:
-    """Reads the same boxes of two checkpoints, both located.
+    """Reader of the same boxes of two located checkpoints.
 
     Attributes:
         a: The first one, under its own names.
@@ -133,7 +133,7 @@ class Windows:
         return (own.plan_boxes(x), first.take(x)), (other.plan_boxes(y), second.take(y))
 
     def _fill(self, plan: Plan, buffers: list[bytearray]) -> int:
-        """Read what is planned into *buffers*; return how many bytes of files were read."""
+        """Read a plan into *buffers* and return the number of bytes read."""
         for file, identity in plan.sources.items():
             if self.seen.setdefault((plan.source_root, file), identity) != identity:
                 raise ChangedError(plan.source_root, file)
@@ -162,7 +162,7 @@ FIELDS = ("module", "name", "args", "state", "newobj", "appended", "entries")
 def compare_leaves(
     a: Catalog, b: Catalog, pairs: Sequence[tuple[str, str]]
 ) -> tuple[LeafDifference, ...]:
-    """Return which of the leaves differ."""
+    """Compare pairs of non-tensor values and return those that differ."""
     found = []
     for name, other in pairs:
         x, y = a.blobs[name].value, b.blobs[other].value
@@ -172,7 +172,7 @@ def compare_leaves(
 
 
 def same_value(a: object, b: object) -> bool:
-    """Return whether two values are of one type and equal; NaN is equal to the same NaN."""
+    """Return whether two values have the same type and are equal; NaN equals the same NaN."""
     if type(a) is not type(b):
         return False
     if isinstance(a, float) and isinstance(b, float):

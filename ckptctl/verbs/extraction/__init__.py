@@ -1,1 +1,1 @@
-"""Single tensors, or slices of them, taken out of a checkpoint."""
+"""Extraction of single tensors or slices from a checkpoint."""

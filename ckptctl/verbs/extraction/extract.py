@@ -1,4 +1,4 @@
-"""Taking single tensors, or slices of them, out of a checkpoint; nothing else is read."""
+"""Extraction of single tensors or slices; nothing else is read."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ from ckptctl.verbs.extraction.tensor_files import OVERWRITABLE, Taken, plan_file
 
 @dataclass(frozen=True, slots=True)
 class Extracted:
-    """One tensor, or a slice of it."""
+    """Extracted tensor or slice."""
 
     name: Annotated[str, JsonField("name in the requested layout")]
     sources: Annotated[tuple[str, ...], JsonField("names in the checkpoint")]
@@ -63,7 +63,7 @@ class Extracted:
 
 @dataclass(frozen=True, slots=True)
 class Extraction(Result):
-    """What was taken out of a checkpoint."""
+    """Result of an extraction."""
 
     source: Annotated[str, JsonField("path of the checkpoint as given")]
     output: Annotated[str | None, JsonField("written file")]
@@ -80,7 +80,7 @@ FEW = 8
 
 
 def extract(path: str | TreePath, tensor: str, options: ExtractOptions) -> Extraction:
-    """Take tensors out of a checkpoint."""
+    """Extract a tensor, or the tensors that match a glob, as a file or a preview."""
     with families.using(options.converter):
         source = formats.existing(path)
         catalog, mapping = mapped_source(source, options)
@@ -138,7 +138,7 @@ def _taken(mapping: StateMapping, tensor: str, options: ExtractOptions) -> list[
 
 
 def _short(taken: Sequence[Taken]) -> Iterator[str]:
-    """Say of which tensors the slice takes less than it asks for."""
+    """Yield a note if a slice exceeds the tensor."""
     short = [one for one in taken if one.part.short]
     if short:
         first, dim = short[0], short[0].part.short[0]
@@ -151,7 +151,7 @@ def _short(taken: Sequence[Taken]) -> Iterator[str]:
 
 
 def _matching(mapping: StateMapping, glob: str, options: ExtractOptions) -> list[str]:
-    """Return the tensors of a name or glob, which may lack the model's prefix."""
+    """Return the tensors that match a name or glob, with or without the model's prefix."""
     names = mapping.tensors
     prefixes: Sequence[str] = ("", *roots(mapping.catalog))
     if options.root is not None:
@@ -186,7 +186,7 @@ def _extracted(reading: Reading, one: Taken) -> Extracted:
 def no_tensor(
     catalog: Catalog, names: Collection[str], asked: str, options: ExtractOptions
 ) -> MappingError:
-    """Return the error for a name, or glob, that matches none."""
+    """Build the error for a name or glob without a match."""
     leaf = next((r + asked for r in ("", *roots(catalog)) if r + asked in catalog.blobs), None)
     if leaf is not None:
         value = leaf_values(catalog, [leaf]).get(leaf)
@@ -213,7 +213,7 @@ def no_tensor(
 
 
 def _layout_hint(catalog: Catalog, asked: str, options: ExtractOptions) -> str | None:
-    """Return which layout of the same family has the name."""
+    """Return a hint if the key belongs to another layout of the model type."""
     if options.layout is not None:
         own = any(root + asked in catalog.tensors for root in ("", *roots(catalog)))
         return (

@@ -1,4 +1,4 @@
-"""How tensors are taken out of a checkpoint, and which."""
+"""Options of ``extract`` and ``open``."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ckptctl.options import Option
 
 @dataclass(frozen=True, kw_only=True)
 class OpenOptions(opt.ModelOptions, opt.SourceOptions, opt.FormatOptions):
-    """How a checkpoint is opened whose tensors are taken one by one."""
+    """Options for opening a checkpoint lazily."""
 
     dtype: opt.DType = None
     layout: Annotated[
@@ -31,7 +31,7 @@ class OpenOptions(opt.ModelOptions, opt.SourceOptions, opt.FormatOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class ExtractOptions(OpenOptions):
-    """What is taken, and how; see ``ckptctl extract --help``."""
+    """Options of ``extract``; see ``ckptctl extract --help``."""
 
     output: Annotated[
         checks.AnyPath | None,

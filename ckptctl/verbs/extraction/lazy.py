@@ -1,4 +1,4 @@
-"""A checkpoint as a lazy state dict: names at once, elements when they are asked for."""
+"""Lazy state dicts, whose elements are read on access."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 
 class NoSuchNameError(MappingError, KeyError):
-    """The checkpoint has nothing of that name."""
+    """Missing key in a checkpoint; also a ``KeyError``."""
 
     __str__ = Exception.__str__
 
@@ -64,7 +64,7 @@ class TensorHandle:
 
     @property
     def nbytes(self) -> int:
-        """Return the bytes of all of its elements."""
+        """Bytes of all elements."""
         return dtypes.itemsize(self.dtype) * cut((), self.shape, self.name).box.numel
 
     def __getitem__(self, key: Part | tuple[Part, ...]) -> Tensor:
@@ -88,7 +88,7 @@ class TensorHandle:
 
 
 class PlainLeaves(Mapping[str, object]):
-    """The leaves of an open checkpoint that are no tensors, each read when it is looked up."""
+    """Lazy mapping from names to the non-tensor values of an open checkpoint."""
 
     def __init__(self, catalog: Catalog, prefix: str, require_open: Callable[[], None]) -> None:
         self._catalog = catalog
@@ -117,7 +117,7 @@ class PlainLeaves(Mapping[str, object]):
 
 
 def _require_plain(blob: Blob, value: object, where: TreePath) -> None:
-    """Refuse what plain Python has no value for."""
+    """Raise if *value* contains tensors or unknown classes."""
     kinds = (StoredTensor, Inert, Global)
     strange = next((one for one in walk(value) if isinstance(one, kinds)), None)
     if strange is None:
@@ -225,7 +225,7 @@ class LazyStateDict(Mapping[str, TensorHandle]):
         return tensor(self._bytes(handle, composed, part), handle.dtype, part.shape)
 
     def _bytes(self, handle: TensorHandle, composed: ComposedTensor, part: Slice) -> bytearray:
-        """Return the row-major elements of a part of a tensor."""
+        """Read a part of a tensor as row-major bytes."""
         content = bytearray(part.box.numel * dtypes.itemsize(handle.dtype))
         if not content:
             return content

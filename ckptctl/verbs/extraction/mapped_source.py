@@ -1,4 +1,4 @@
-"""A checkpoint whose tensors are called, and taken, as in the layout that is meant."""
+"""Opening of a checkpoint in a requested layout."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ckptctl.verbs.extraction.extract_options import OpenOptions
 
 
 def mapped_source(source: TreePath, options: OpenOptions) -> tuple[Catalog, StateMapping]:
-    """Return the index of a checkpoint, and all of its tensors as they are wanted."""
+    """Open a checkpoint and map all tensors to the requested layout."""
     catalog = open_source(source, options)
     if options.dequantize:
         catalog = dequantized(catalog, options.dequantize)

@@ -1,4 +1,4 @@
-"""Slices of tensors, as Python writes them, and the corners of one as text."""
+"""Slices of tensors in Python's syntax, and previews of their values."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ Part = str | SupportsIndex | slice | EllipsisType
 
 
 class IndexOutsideError(UsageError, IndexError):
-    """An index lies outside of a tensor."""
+    """Index that is out of bounds; also an ``IndexError``."""
 
 
 @dataclass(frozen=True, slots=True)
 class Slice:
-    """A box of a tensor."""
+    """Box of a tensor, and its shape after indexing."""
 
     box: Box
     shape: tuple[int, ...]  # its shape without the dimensions that an index took away
@@ -43,20 +43,20 @@ class Slice:
 
 
 def split_name(text: str) -> tuple[str, str | None]:
-    """Return a name, or glob, and the slice that follows it."""
+    """Split text into a name or glob, and the slice after it or None."""
     found = SUFFIX.fullmatch(text)
     return (found["name"], found["slice"]) if found else (text, None)
 
 
 def take(text: str | None, shape: tuple[int, ...], name: str) -> Slice:
-    """Return what a slice is of a tensor."""
+    """Parse a slice and apply it to a tensor of *shape*."""
     inside = (text or "").strip().removeprefix("[").removesuffix("]").strip()
     parts = [part.strip() for part in inside.split(",")] if inside else []
     return cut([... if part == "..." else part for part in parts], shape, name)
 
 
 def cut(parts: Sequence[Part], shape: tuple[int, ...], name: str) -> Slice:
-    """Return what the parts of a slice, one a dimension, are of a tensor."""
+    """Apply one slice or index per dimension to a tensor of *shape*."""
     parts = _filled(parts, len(shape), name)
     spans = [_span(part, shape[dim], dim, name) for dim, part in enumerate(parts)]
     return Slice(
@@ -68,7 +68,7 @@ def cut(parts: Sequence[Part], shape: tuple[int, ...], name: str) -> Slice:
 
 
 def _filled(parts: Sequence[Part], dims: int, name: str) -> list[Part]:
-    """Return a part for each dimension."""
+    """Return one part per dimension, with ``...`` expanded."""
     gaps = [place for place, part in enumerate(parts) if part is ...]
     if len(gaps) > 1 or len(parts) - len(gaps) > dims:
         raise UsageError(
@@ -112,7 +112,7 @@ def _span(part: Part, size: int, dim: int, name: str) -> _Span:
 
 
 def _parsed(text: str) -> SupportsIndex | slice | None:
-    """Return what an index, or start:stop, says; None: it is neither."""
+    """Parse an index or start:stop, or return None."""
     said = PART.fullmatch(text)
     if said is None:
         return None
@@ -132,7 +132,7 @@ GAP = -1
 def preview(
     reading: Reading, name: str, taken: Slice, whole: tuple[int, ...], dtype: str
 ) -> tuple[str, int]:
-    """Return the corners of a slice as text, and how many bytes were read."""
+    """Read the corners of a slice as text; also return the number of bytes read."""
     sizes = taken.box.sizes
     chosen = [_edges(size, EDGE if dim >= len(sizes) - 2 else 1) for dim, size in enumerate(sizes)]
     boxes = [Box(*zip(*spans, strict=True)) if spans else Box((), ()) for spans in product(*chosen)]

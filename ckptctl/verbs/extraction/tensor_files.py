@@ -1,4 +1,4 @@
-"""A file of tensors that were taken out of a checkpoint: its layout, its plan, its writing."""
+"""Files of extracted tensors: safetensors, torch and NumPy."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ DESCRIPTIONS = {
 
 
 def encode_header(dtype: str, shape: tuple[int, ...], name: str) -> bytes:
-    """Return what stands before the elements, which follow in row-major order."""
+    """Encode the NumPy header of a row-major array."""
     described = DESCRIPTIONS.get(dtype)
     if described is None:
         raise RefusedError(
@@ -62,7 +62,7 @@ def encode_header(dtype: str, shape: tuple[int, ...], name: str) -> bytes:
 
 
 def is_tensor_file(path: TreePath) -> bool:
-    """Return whether *path* is a file of tensors."""
+    """Return whether *path* is a file of tensors that may be replaced."""
     if not path.is_file() or path.suffix not in KINDS:
         return False
     with path.open("rb") as file:
@@ -107,7 +107,7 @@ KINDS: dict[str, Callable[[str, list[OutputTensor], Mapping[str, str]], OutputLa
 
 @dataclass(frozen=True, slots=True)
 class Taken:
-    """One tensor that is wanted."""
+    """Tensor or slice to extract."""
 
     name: str
     dtype: str
@@ -116,14 +116,14 @@ class Taken:
 
     @property
     def output(self) -> OutputTensor:
-        """Return what is laid out."""
+        """Tensor of the output file."""
         return OutputTensor(self.name, self.dtype, self.part.shape, (self.name,))
 
 
 def plan_file(
     reading: Reading, taken: Sequence[Taken], target: Path, metadata: Mapping[str, str]
 ) -> Plan:
-    """Plan the one file that tensors go into."""
+    """Plan a file of the extracted tensors."""
     kind = KINDS.get(target.suffix)
     if kind is None:
         raise UsageError(
@@ -141,7 +141,7 @@ def plan_file(
 
 
 def write_file(plan: Plan, target: Path, options: ExtractOptions) -> Execution:
-    """Write and publish the file, whole or not at all."""
+    """Write the planned file and publish it atomically."""
     how = ExecutionOptions(jobs=options.jobs or 0)
     with staging(
         target, overwrite=options.overwrite, single_file=True, is_checkpoint=OVERWRITABLE

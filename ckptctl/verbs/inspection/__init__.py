@@ -1,1 +1,1 @@
-"""What a checkpoint holds, from its index alone."""
+"""Contents of a checkpoint, from its index."""

@@ -1,4 +1,4 @@
-"""Say what a checkpoint holds and whether it is complete, from its index alone.
+"""Description of a checkpoint from its index, and whether it is complete.
 
 Only ``stats=True`` reads tensor data, and only then is torch imported.
 """
@@ -81,7 +81,7 @@ def inspect(
 
 
 def _readable(read: Callable[..., Catalog]) -> Catalog:
-    """Return what *read* does, or what can be read of a checkpoint that is not complete."""
+    """Open a checkpoint, or the readable part of one that is not complete."""
     try:
         return read()
     except UnfinishedError:
@@ -98,7 +98,7 @@ def _readable(read: Callable[..., Catalog]) -> Catalog:
 
 
 def _run(path: str | TreePath, *, recognized: bool) -> Inspection | None:
-    """Describe a folder of checkpoints; None: it is none.
+    """Describe a folder of checkpoints, or return None if *path* is not one.
 
     Where *path* was recognized as a checkpoint, it is one of checkpoints only by their names.
     """
@@ -109,7 +109,7 @@ def _run(path: str | TreePath, *, recognized: bool) -> Inspection | None:
 
 
 def overview(path: str | TreePath) -> Inspection | None:
-    """Describe the run that *path* is.
+    """Describe the training run at *path*.
 
     None: it is a checkpoint itself, or none in it is named as in a run.
     """
@@ -133,7 +133,7 @@ def overview(path: str | TreePath) -> Inspection | None:
 
 
 def require_one(found: Inspection, asked: Sequence[str]) -> None:
-    """Refuse a folder of checkpoints where something is asked that is said of one alone."""
+    """Raise if options that need one checkpoint are used for a folder of several."""
     if found.checkpoints and asked:
         raise UsageError(
             f"{spell_option(asked[0])} requires one checkpoint, but this folder contains several",
@@ -143,7 +143,7 @@ def require_one(found: Inspection, asked: Sequence[str]) -> None:
 
 
 def select(tensors: Iterable[TensorInfo], include: Sequence[str]) -> list[TensorInfo]:
-    """Return the tensors whose name matches one of the globs; all without a glob."""
+    """Select the tensors whose names match the globs; raise if none matches."""
     tensors = list(tensors)
     found = [tensor for tensor in tensors if matches(tensor.name, include)]
     if tensors and not found:
@@ -152,18 +152,18 @@ def select(tensors: Iterable[TensorInfo], include: Sequence[str]) -> list[Tensor
 
 
 def matches(name: str, include: Sequence[str]) -> bool:
-    """Return whether *name* matches one of the globs, or there is none."""
+    """Return whether *name* matches one of the globs, or there are none."""
     return not include or any(fnmatchcase(name, glob) for glob in include)
 
 
 def index_findings(catalog: Catalog) -> list[Finding]:
-    """List what is wrong with the index of *catalog*, warnings aside."""
+    """Return the findings about the index of *catalog*, without warnings."""
     findings = (*catalog.findings, *of_index(catalog))
     return [one for one in findings if one.severity != "warning"]
 
 
 def _problems(findings: Iterable[Finding], catalog: Catalog) -> dict[str, Finding]:
-    """Return *findings* by their texts; the notes name tensors that cannot be read."""
+    """Map findings to their texts, without those about unreadable tensors, which are notes."""
     return {_said(one): one for one in findings if not is_about_unread(one, catalog)}
 
 
@@ -177,7 +177,7 @@ def _said(finding: Finding) -> str:
 def describe(
     path: str, catalog: Catalog, measured: Mapping[str, Statistics], model_type: str | None = None
 ) -> Inspection:
-    """Describe *catalog*; *measured* has statistics by the name of the tensor."""
+    """Describe *catalog*; *measured* contains statistics by tensor name."""
     held = stored(path, catalog, measured)
     if not catalog.tensors:
         return held
@@ -217,7 +217,7 @@ def describe(
 
 
 def _fit(known: Model, model_type: str | None) -> Iterable[str]:
-    """Yield where models lie, and how badly the checkpoint fits the family that the user named."""
+    """Yield notes on where models are, and how well the keys fit the requested model type."""
     if known.inside:
         yield lying(known)
     if model_type is None:
@@ -229,7 +229,7 @@ def _fit(known: Model, model_type: str | None) -> Iterable[str]:
 
 
 def stored(path: str, catalog: Catalog, measured: Mapping[str, Statistics]) -> Inspection:
-    """Say what *catalog* holds, but not which model it is; see :func:`describe`."""
+    """Describe the contents of *catalog* without recognizing the model."""
     quantized, wrong = glanced(catalog), index_findings(catalog)
     problems = _problems(wrong, catalog)
     notes = [*catalog.notes, *_unread(catalog)]
@@ -256,7 +256,7 @@ def stored(path: str, catalog: Catalog, measured: Mapping[str, Statistics]) -> I
 
 
 def _unread(catalog: Catalog) -> Iterable[str]:
-    """Yield which tensors cannot be read, and why."""
+    """Yield a note for each reason why tensors cannot be read."""
     by_reason: dict[str, list[str]] = {}
     for entry in catalog.tensors.values():
         if entry.unsupported:
@@ -310,7 +310,7 @@ def measured(
     bins: int,
     failed: Callable[[CkptError, TensorEntry], None] | None = None,
 ) -> dict[str, Statistics]:
-    """Measure the *entries*, whose extents must be ``raw``; torch is imported here.
+    """Measure *entries*, whose extents must be ``raw``; this imports torch.
 
     A tensor with holes is measured as far as it is there; one whose dtype has no numbers is left
     out, as is one that *failed* is called with an error of.

@@ -1,4 +1,4 @@
-"""What an inspection is asked to say."""
+"""Options of ``inspect``."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ckptctl.options import Excludes, Option
 
 
 def shown_without(other: str) -> Excludes:
-    """Return that *other* prints nothing that an option asks for."""
+    """Build the exclusion of an option that does not affect the output of *other*."""
     return Excludes(
         other, why="{this} does not affect the output of {other}", hint="omit {this} or {other}"
     )
@@ -18,7 +18,7 @@ def shown_without(other: str) -> Excludes:
 
 @dataclass(frozen=True, kw_only=True)
 class InspectOptions(opt.ModelOptions, opt.SourceOptions, opt.FormatOptions):
-    """What to say of a checkpoint; see ``ckptctl inspect --help``."""
+    """Options of ``inspect``; see ``ckptctl inspect --help``."""
 
     stats: Annotated[
         bool,

@@ -1,4 +1,4 @@
-"""What an inspection returns: frozen, torch-free, JSON-able."""
+"""Result of ``inspect``: frozen, without torch, convertible to JSON."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MISSING = "lacks"
 
 @dataclass(frozen=True, slots=True)
 class TensorInfo(Result, order="name dtype shape bytes chunks alias_of unsupported stats"):
-    """One tensor of a checkpoint."""
+    """Description of one tensor."""
 
     name: Annotated[str, JsonField("stored name")]
     dtype: Annotated[str, JsonField("dtype as named by torch, for example `bfloat16`")]
@@ -46,7 +46,7 @@ class TensorInfo(Result, order="name dtype shape bytes chunks alias_of unsupport
 
 @dataclass(frozen=True, slots=True)
 class DTypeUse:
-    """How much of a checkpoint has one dtype; aliases have no elements of their own."""
+    """Totals of one dtype; aliases add no elements."""
 
     tensors: Annotated[int, JsonField("number of tensors with this dtype")]
     elements: Annotated[int, JsonField("number of elements with this dtype")]
@@ -55,20 +55,20 @@ class DTypeUse:
 
 @dataclass(frozen=True, slots=True)
 class FileSize:
-    """A file of a checkpoint."""
+    """File of a checkpoint with its size."""
 
     path: Annotated[str, JsonField("path relative to the checkpoint")]
     nbytes: Annotated[int, JsonField("size in bytes", name="bytes")]
 
 
 def in_order(files: Mapping[str, int]) -> list[FileSize]:
-    """Return files in natural order."""
+    """List files in natural order."""
     return [FileSize(name, files[name]) for name in natural(files)]
 
 
 @dataclass(frozen=True, slots=True)
 class Member(Result, order="path format tensors bytes verdict problems"):
-    """One checkpoint of a run folder.
+    """Checkpoint in a run folder.
 
     Attributes:
         read_failed: Whether the operating system failed a read.
@@ -89,7 +89,7 @@ class Inspection(
     order="path format model_type candidates layout root parameters bytes verdict complete scope "
     f"problems {MISSING} dtypes files assets metadata notes quantized dequantizable",
 ):
-    """What is known of a path.
+    """Description of a checkpoint or of a folder of checkpoints.
 
     Attributes:
         findings: Where :attr:`problems` come from; of a folder of checkpoints none.
@@ -166,7 +166,7 @@ class Inspection(
     def of_members(
         cls, path: str, members: tuple[Member, ...], run: RunFolder | None = None
     ) -> Inspection:
-        """Return what is known of a folder of checkpoints."""
+        """Build the description of a folder of checkpoints."""
         problems = tuple(f"`{one.path}`: {one.problems[0]}" for one in members if one.problems)
         verdict = worst_verdict(member.verdict for member in members)
         failed = any(one.read_failed for one in members)
@@ -181,5 +181,5 @@ class Inspection(
 
     @property
     def complete(self) -> Annotated[bool | None, JsonField(COMPLETE)]:
-        """Return whether nothing is missing; None: what could be missing is not known."""
+        """Whether nothing is missing, or None if that cannot be determined."""
         return is_complete(self.verdict, self.scope)

@@ -1,1 +1,1 @@
-"""Adapters made of two models: the low-rank part of what a training changed."""
+"""Extraction of LoRA adapters from two models."""

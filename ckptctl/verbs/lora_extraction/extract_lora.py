@@ -1,4 +1,4 @@
-"""Make an adapter of two models: per linear layer the low-rank part of what differs.
+"""Extraction of a LoRA adapter: the low-rank part of the change of each linear layer.
 
 Both models are read tensor by tensor, under the names that PEFT knows whatever theirs are; at any
 time there is one weight of each in memory, with its decomposition.
@@ -75,7 +75,7 @@ def extract_lora(
     options: LoraExtractionOptions,
     progress: Advance | None = None,
 ) -> LoraExtraction:
-    """Write the adapter that makes *tuned* of *base*, as near as its rank allows.
+    """Write the adapter that turns *base* into *tuned*, as closely as its rank allows.
 
     Raises:
         MappingError: They are not two of one model.
@@ -85,7 +85,7 @@ def extract_lora(
 
 
 class Extraction:
-    """One call of :func:`extract_lora`: two models that are opened and known to fit."""
+    """One call of :func:`extract_lora` with both models open and compatible."""
 
     def __init__(
         self,
@@ -132,7 +132,7 @@ class Extraction:
         return LazyStateDict(path, asked)
 
     def _require_alike(self) -> None:
-        """Refuse models of which one has what the other lacks, or has it in another shape."""
+        """Raise if the models have different tensors or shapes."""
         one, other = self.base.keys() - self.tuned.keys(), self.tuned.keys() - self.base.keys()
         differ = [
             (
@@ -153,12 +153,12 @@ class Extraction:
 
     @property
     def nbytes(self) -> int:
-        """Return the bytes of both models."""
+        """Bytes of both models."""
         return sum(one.nbytes for state in (self.base, self.tuned) for one in state.values())
 
     @property
     def statement(self) -> str:
-        """Return one line that says what was recognized."""
+        """Summary of the recognized models in one line."""
         formats_of = " and ".join(dict.fromkeys((self.base.format, self.tuned.format)))
         kept = (
             f"rank {self.options.rank}"
@@ -171,7 +171,7 @@ class Extraction:
         )
 
     def run(self, progress: Advance) -> LoraExtraction:
-        """Compare, decompose and write; *progress* is called with the bytes that are compared."""
+        """Compare, decompose and write; *progress* receives the number of compared bytes."""
         start = time.monotonic()
         import_torch()
         self.progress = progress
@@ -222,7 +222,7 @@ class Extraction:
         )
 
     def _names(self, key: str) -> Iterator[str]:
-        """Yield what the adapter may have for a tensor of the model."""
+        """Yield the names that the adapter may store for a tensor of the model."""
         if key in self.linear:
             yield from (f"{PREFIX}{module_of(key)}.lora_{role}.weight" for role in "AB")
         if key in self.stacks:
@@ -232,7 +232,7 @@ class Extraction:
             yield PREFIX + key
 
     def _differing(self, name: str) -> tuple[Tensor, Tensor] | None:
-        """Return a tensor of both models; None: they have it alike, or it is not chosen."""
+        """Return a tensor of both models, or None if it is equal or not selected."""
         first, second = self.base[name], self.tuned[name]
         one, other = first[...], second[...]
         self.progress(first.nbytes + second.nbytes)
@@ -245,7 +245,7 @@ class Extraction:
         return one, other
 
     def _take(self, name: str, folder: AdapterFolder, dtype: str) -> None:
-        """Write the factors of a linear layer, if it differs."""
+        """Write the factors of a linear layer that differs."""
         found = self._differing(name)
         if found is None:
             return
@@ -258,7 +258,7 @@ class Extraction:
         self._add(name, module_of(name), made, made.rank, folder)
 
     def _take_stacks(self, names: Sequence[str], folder: AdapterFolder, dtype: str) -> None:
-        """Write the factors of the stacks of a module: PEFT wraps the first one innermost."""
+        """Write the factors of a module's stacks; PEFT wraps the first one innermost."""
         module = module_of(names[0])
         for name in reversed(names):
             made = self._of_stack(name, dtype)
@@ -268,7 +268,7 @@ class Extraction:
                 module += NESTED
 
     def _of_stack(self, name: str, dtype: str) -> Factors | None:
-        """Return the factors of a stack, one expert after the other; None: it has none."""
+        """Compute the factors of a stack expert by expert, or return None if it has none."""
         first, second = self.base[name], self.tuned[name]
         _require_floating(name, first, second)
         made = Stacking(first.shape, self.stacks[name], dtype)
@@ -300,7 +300,7 @@ class Extraction:
         self.layers.append(ExtractedLayer(name, shape, rank, made.error, made.change))
 
     def _other(self, name: str, folder: AdapterFolder) -> None:
-        """Do what is asked for with what is no linear layer, if it differs."""
+        """Handle a tensor outside of linear layers that differs, as `others` requires."""
         found = self._differing(name)
         if found is None:
             return
@@ -321,7 +321,7 @@ class Extraction:
         self._write(name, self.tuned[name].dtype, found[1], folder)
 
     def _save(self, name: str, folder: AdapterFolder) -> None:
-        """Write a tensor of a module of which another one differs: PEFT saves both, or neither."""
+        """Write a tensor of a module that is saved as a whole."""
         if name in self.linear or name in self.stacks:
             self._differing(name)
         one = (self.tuned if self._chosen(name) else self.base)[name]
@@ -337,7 +337,7 @@ class Extraction:
         return wanted and not any(fnmatchcase(name, glob) for glob in exclude)
 
     def _require_something(self) -> None:
-        """Refuse to write an adapter without factors: nothing takes it for one."""
+        """Raise if the adapter has no factors, because nothing would accept it."""
         if not self.layers:
             saved = f", {len(self.saved):,} are not linear layers" if self.saved else ""
             alone = "no linear layer differs, so the adapter would have no factors"
@@ -366,7 +366,7 @@ class Extraction:
 def _family(
     path: TreePath, options: LoraExtractionOptions
 ) -> tuple[Family, str, frozenset[str], frozenset[str]]:
-    """Return the model type, the layout that PEFT knows, what others are tied to, and these.
+    """Return the model type, PEFT's layout, tensors that others are tied to, and the tied ones.
 
     PEFT gives layers the names that transformers has in memory, where experts are stacked.
     """
@@ -411,7 +411,7 @@ _NUMBERED = re.compile(r"\.\d+\.")
 
 
 class AdapterFolder:
-    """The files of an adapter in the making.
+    """Files of an adapter that is being written.
 
     The header of the weights stands before them, and gets the room that all names would need.
     """
@@ -429,7 +429,7 @@ class AdapterFolder:
             self._file = self._path.open("w+b")
 
     def add(self, name: str, dtype: str, shape: tuple[int, ...], content: Iterable[bytes]) -> None:
-        """Write a tensor behind those that are there."""
+        """Append a tensor."""
         with storage_errors("write", self._path):
             self._file.seek(self._end)
             for piece in content:
@@ -438,7 +438,7 @@ class AdapterFolder:
         self._tensors.append((name, dtype, shape))
 
     def finish(self, config: Mapping[str, object]) -> int:
-        """Write what stands before the tensors, and the configuration; return the bytes of both."""
+        """Write the header and the configuration, and return the total bytes."""
         head, _ = encode_header(self._tensors, {"format": "pt"})
         text = head[8:].ljust(self._room - 8)
         with storage_errors("write", self._path), self._file as file:
@@ -456,7 +456,7 @@ class AdapterFolder:
         return self._end + len(content)
 
     def close(self) -> None:
-        """Let go of the file."""
+        """Close the file."""
         self._file.close()
 
 
@@ -469,7 +469,7 @@ def adapter_config(
     experts: bool,
     generates: bool,
 ) -> dict[str, object]:
-    """Return the adapter_config.json of an adapter whose factors are scaled by 1.
+    """Build the adapter_config.json of an adapter whose factors are scaled by 1.
 
     Args:
         ranks: By module.
@@ -516,13 +516,13 @@ def module_of(key: str) -> str:
 
 
 def outermost(modules: Iterable[str]) -> tuple[str, ...]:
-    """Return those of *modules* that are in none of the others."""
+    """Return those of *modules* that are not inside another."""
     found = dict.fromkeys(modules)
     return tuple(one for one in found if not is_inside(one, found))
 
 
 def is_inside(key: str, modules: Collection[str]) -> bool:
-    """Return whether a tensor, or a module, is part of one of *modules*."""
+    """Return whether a tensor or module is inside one of *modules*."""
     steps = key.split(".")
     return any(".".join(steps[:end]) in modules for end in range(1, len(steps)))
 
@@ -530,7 +530,7 @@ def is_inside(key: str, modules: Collection[str]) -> bool:
 def require_module(
     name: str, names: Iterable[str], linear: Collection[str], tied: Collection[str], where: str
 ) -> None:
-    """Refuse a tensor that PEFT cannot save: it has no module that could be saved as a whole."""
+    """Raise if PEFT cannot save the tensor, because no module can be saved as a whole."""
     module = module_of(name)
     what = f"`{name}` differs, but PEFT can only save whole modules"
     hint = f"pass {spell_option('--others leave-out')} to keep the tensor of the base"

@@ -1,4 +1,4 @@
-"""How an adapter is made of two models."""
+"""Options of ``extract-lora``."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ckptctl.options import Excludes, Option
 
 @dataclass(frozen=True, kw_only=True)
 class LoraExtractionOptions(opt.ModelOptions):
-    """What is asked of an extraction; see ``ckptctl extract-lora --help``."""
+    """Options of ``extract-lora``; see ``ckptctl extract-lora --help``."""
 
     rank: Annotated[
         int | None,
@@ -69,6 +69,6 @@ class LoraExtractionOptions(opt.ModelOptions):
     ] = False
 
     def require_measure(self) -> None:
-        """Refuse it unless rank or energy says how much is kept."""
+        """Raise unless a rank or an energy is set."""
         if self.rank is None and self.energy is None:
             raise UsageError(f"{spell_option('--rank')} or {spell_option('--energy')} is required")

@@ -1,4 +1,4 @@
-"""What an extraction made, as people and programs see it."""
+"""Result of ``extract-lora``."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ckptctl.results import JsonField, Result
 
 @dataclass(frozen=True, slots=True)
 class ExtractedLayer(Result):
-    """One layer whose change is written as two factors."""
+    """Layer whose change is stored as two factors."""
 
     name: Annotated[str, JsonField("name of the weight in PEFT")]
     shape: Annotated[tuple[int, ...], JsonField("shape of the weight")]
@@ -30,7 +30,7 @@ class ExtractedLayer(Result):
 
 @dataclass(frozen=True, slots=True)
 class LoraExtraction(Result):
-    """An adapter that was made of two models."""
+    """Result of extracting an adapter."""
 
     base: Annotated[str, JsonField("absolute path of the base")]
     tuned: Annotated[str, JsonField("absolute path of the tuned model")]

@@ -1,1 +1,1 @@
-"""A page about a checkpoint: what it holds, where it lies, what is wrong, how another differs."""
+"""Page about a checkpoint: its contents, files, findings and differences from another one."""

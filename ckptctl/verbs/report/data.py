@@ -1,4 +1,4 @@
-"""What a report holds: frozen, torch-free, JSON-able."""
+"""Contents of a report: frozen, without torch, convertible to JSON."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _STATES: Mapping[str, FileState] = {"error": "damaged", "unknown": "unknown"}
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """A box of a tensor.
+    """Box of a tensor and its file.
 
     Attributes:
         file: Where it lies, or should lie; None: it is computed when it is read, or, of a part
@@ -35,7 +35,7 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class ChunkMap:
-    """Which file covers which box of a tensor.
+    """Files of the boxes of a tensor.
 
     Attributes:
         chunks: The boxes that are there; as many as there is room for.
@@ -52,7 +52,7 @@ class ChunkMap:
 
 @dataclass(frozen=True, slots=True)
 class TensorReport:
-    """One tensor.
+    """Tensor in a report.
 
     Attributes:
         info: What an inspection says of it.
@@ -67,7 +67,7 @@ class TensorReport:
 
 @dataclass(frozen=True, slots=True)
 class ListedChunk:
-    """A box of a tensor, and where its file stands in the list of files."""
+    """Box of a tensor, with its file as a position in the list of files."""
 
     file: Annotated[
         int | None,
@@ -78,7 +78,7 @@ class ListedChunk:
 
 @dataclass(frozen=True, slots=True)
 class ListedTensor:
-    """A tensor, and where its files stand in the list of files."""
+    """Tensor, with its files as positions in the list of files."""
 
     info: Annotated[TensorInfo, Inline()]
     part: Annotated[Part, JsonField("`model`, `optimizer`, `scheduler`, `loader` or `rest`")]
@@ -98,7 +98,7 @@ class ListedTensor:
 
 @dataclass(frozen=True, slots=True)
 class ListedFile:
-    """A data file, there or not."""
+    """Data file, present or missing."""
 
     path: Annotated[str, JsonField("path relative to the checkpoint")]
     nbytes: Annotated[
@@ -110,7 +110,7 @@ class ListedFile:
 
 @dataclass(frozen=True, slots=True)
 class LeftOut:
-    """What a report has no room for, or was not asked for."""
+    """Numbers of entries that a report omits."""
 
     tensors: Annotated[int, JsonField("number of unlisted tensors")] = 0
     nbytes: Annotated[int, JsonField("bytes of these tensors", name="bytes")] = 0
@@ -122,7 +122,7 @@ class LeftOut:
 
 @dataclass(frozen=True, slots=True)
 class Presence:
-    """How much of a checkpoint is there."""
+    """Share of a checkpoint that is present."""
 
     missing_tensors: Annotated[
         int,
@@ -136,7 +136,7 @@ class Presence:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointSummary(Result):
-    """What stands at the head of a page about a checkpoint.
+    """Head of a page about a checkpoint.
 
     Attributes:
         verification: Whether it is complete, and what is wrong.
@@ -183,7 +183,7 @@ class CheckpointSummary(Result):
         JsonField("number of tensors, listed or not", of="tensors", name="tensor_count", to=count),
         JsonField("number of non-tensor values", of="blobs", name="leaf_count", to=count),
     ]:
-        """Return what it holds, as far as it can be read."""
+        """Description of the contents, as far as they can be read."""
         return self.inspection or Inspection("", self.verification.format)
 
 
@@ -195,7 +195,7 @@ class Report(
     "dtypes assets tensor_count missing_tensors leaf_count file_bytes file_count missing_files "
     "notes files stats tensors left_out other other_summary difference",
 ):
-    """What a page about a checkpoint shows.
+    """Contents of a page about a checkpoint.
 
     Attributes:
         tensors: The tensors that are listed.
@@ -286,7 +286,7 @@ class Report(
             name="difference",
         ),
     ]:
-        """Return the difference with lists no longer than there is room for."""
+        """Difference with its lists shortened to the limit."""
         found, limit = self.difference, self.differences
         return found and replace(
             found,

@@ -1,4 +1,4 @@
-"""All that the page of a report shows, and the file that is written."""
+"""Collection of everything that a report shows."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ _OPTIONS = {
 
 
 def report(path: str | TreePath, options: ReportOptions, progress: Watch = unwatched) -> Report:
-    """Gather what is known of a checkpoint and write a page about it.
+    """Collect everything known about a checkpoint and write a page about it.
 
     A checkpoint that is not whole has a page, too; of one whose index cannot be read the page says
     why.
@@ -167,7 +167,7 @@ def _gathered(
 def _summarized(
     path: str | TreePath, options: ReportOptions, *, paired: bool
 ) -> tuple[CheckpointSummary, Catalog | None]:
-    """Say what stands at the head of a page; return also what it was read from."""
+    """Build the head of a page; also return the catalog, if it can be read."""
     verified, catalog = _examined(path, options, paired=paired)
     if catalog is None:
         return CheckpointSummary(path=verified.path, verification=verified, inspection=None), None
@@ -208,7 +208,7 @@ def _presence(catalog: Catalog, verified: Verification) -> Presence:
 def _examined(
     path: str | TreePath, options: ReportOptions, *, paired: bool
 ) -> tuple[Verification, Catalog | None]:
-    """Verify a checkpoint; rules that it has no use for may be meant for the other one."""
+    """Verify a checkpoint; rules that do not apply may be meant for the other one."""
     asked = VerifyOptions(
         format=options.format,
         model_type=options.model_type,
@@ -226,7 +226,7 @@ def _examined(
 
 
 def _unusable(catalog: Catalog) -> tuple[str, ...]:
-    """Return the files that are not among those of *catalog* and that parts should lie in."""
+    """Return files that tensors require and that are missing or damaged."""
     lost = (file for boxes in catalog.lost.values() for _, file in boxes)
     used = {extent.file for one in catalog.tensors.values() for extent in one.extents}
     told = (one.file for one in catalog.findings if one.file and one.severity == "error")
@@ -236,7 +236,7 @@ def _unusable(catalog: Catalog) -> tuple[str, ...]:
 def _described(
     path: str, catalog: Catalog, options: ReportOptions
 ) -> tuple[Inspection, tuple[str, ...]]:
-    """Describe *catalog*; where the model in it cannot be told, say so."""
+    """Describe *catalog*, with a note if its model cannot be recognized."""
     try:
         return describe(path, catalog, {}, options.model_type), ()
     except MappingError as error:
@@ -247,7 +247,7 @@ def _described(
 def _chosen(
     tensors: Sequence[TensorInfo], verified: Verification, options: ReportOptions
 ) -> list[TensorInfo]:
-    """Return as many tensors as there is room for: what is wrong first, then the largest."""
+    """Select up to `max_tensors` tensors: those with findings first, then the largest."""
     if len(tensors) <= options.max_tensors:
         return list(tensors)
     wrong = {finding.tensor for finding in verified.findings}
@@ -266,13 +266,13 @@ def holes_of(entry: TensorEntry) -> Sequence[Box]:
 
 
 def nbytes_of(entry: TensorEntry, boxes: Sequence[Box]) -> int:
-    """Return the size of some boxes of a tensor, in bytes."""
+    """Return the size of boxes of a tensor in bytes."""
     elements = sum(box.numel for box in boxes)
     return entry.nbytes * elements // entry.numel if elements else 0
 
 
 class ChunkMaps:
-    """Makes the maps of one report, until there is no more room for boxes, in all or of one tensor.
+    """Builder of the chunk maps of a report, with limits per tensor and in total.
 
     Attributes:
         chunks: Boxes that had no place.
@@ -290,7 +290,7 @@ class ChunkMaps:
         self._each = each
 
     def map(self, entry: TensorEntry, lost: Sequence[tuple[Box, str]]) -> ChunkMap:
-        """Map a tensor; *lost*: boxes in files that cannot be used, and those files."""
+        """Map a tensor; *lost* contains boxes in unusable files, and those files."""
         missing = holes_of(entry)
         parts = [
             Chunk(box, file)
@@ -321,7 +321,7 @@ class ChunkMaps:
 def _statistics(
     catalog: Catalog, names: Sequence[str], progress: Watch
 ) -> tuple[Mapping[str, Statistics], list[Finding]]:
-    """Measure the tensors called *names*; say what is wrong with their bytes.
+    """Measure the tensors called *names*; also return findings about their bytes.
 
     The checkpoint need not be whole. Tensors that share the memory of others are measured as these.
     """
@@ -343,7 +343,7 @@ def _statistics(
 
 
 def _compared(about: Report, other: str, options: ReportOptions, progress: Watch) -> Report:
-    """Return *about* with how it differs from *other*, or why that cannot be said."""
+    """Add the difference from *other*, or the error that prevented the comparison."""
     from ckptctl.verbs.comparison.diff import diff
 
     asked = DiffOptions(
@@ -391,7 +391,7 @@ def _other(path: str, options: ReportOptions) -> CheckpointSummary:
 
 
 def _beyond(found: Difference, limit: int) -> int:
-    """Return how many entries of a difference are not listed."""
+    """Count the entries of a difference that are not listed."""
     lists = [found.tensors, found.leaves]
     for side in (found.a, found.b):
         lists += [side.only, side.only_leaves, tuple(side.left_out)]

@@ -1,4 +1,4 @@
-"""What a report is asked to hold."""
+"""Options of ``report``."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def _page(value: checks.AnyPath) -> checks.AnyPath:
 
 @dataclass(frozen=True, kw_only=True)
 class ReportOptions(ComparisonOptions, opt.SourceOptions, opt.FormatOptions):
-    """What goes into a report; see ``ckptctl report --help``."""
+    """Options of ``report``; see ``ckptctl report --help``."""
 
     output: Annotated[
         checks.AnyPath | None,

@@ -1,1 +1,1 @@
-"""Proof that a checkpoint is whole, or what is wrong with it and where."""
+"""Verification: whether a checkpoint is complete, or what is wrong and where."""

@@ -1,4 +1,4 @@
-"""Reading the data of a checkpoint: all checksums that it carries, in parallel blocks, and NaN.
+"""Comparison of a checkpoint's data with all recorded checksums, and search for NaN.
 
 Where a file carries no checksum, only its structure can be checked: those bytes are counted apart.
 """
@@ -39,7 +39,7 @@ BATCH = 4096
 
 @dataclass(frozen=True, order=True, slots=True)
 class Recorded:
-    """A byte range and the CRC-32 that is recorded of it; *name*: of its tensor, if it is one."""
+    """Byte range with its recorded CRC-32, and the name of its tensor, if any."""
 
     file: str
     offset: int
@@ -49,12 +49,12 @@ class Recorded:
 
     @property
     def span(self) -> tuple[str, int, int]:
-        """Its file, its first byte, and the one behind its last."""
+        """File, first byte and end of the range."""
         return self.file, self.offset, self.offset + self.nbytes
 
 
 class ReadBlock(NamedTuple):
-    """A part of a range that is read in one go, and the place of the range in the list."""
+    """Part of a range that is read in one go; *number* is the range's position."""
 
     number: int
     offset: int
@@ -62,7 +62,7 @@ class ReadBlock(NamedTuple):
 
 
 class PackedItem(NamedTuple):
-    """An item that is read through a virtual file: who reads one element of that checks all of it.
+    """Compressed item in a virtual file; reading one element verifies all of it.
 
     What is in the item has checksums of its own.
     """
@@ -76,7 +76,7 @@ class PackedItem(NamedTuple):
 
 @dataclass(slots=True)
 class _Todo:
-    """What is to be read, the same on all ranks; *findings* are about the checksums themselves."""
+    """Data to read, the same on all ranks; *findings* are about the checksums themselves."""
 
     ranges: Sequence[Recorded]
     lines: Sequence[digest_lists.FileDigest]
@@ -87,7 +87,7 @@ class _Todo:
 
 @dataclass(slots=True)
 class _Done:
-    """What one rank found out.
+    """Results of one rank.
 
     Attributes:
         sums: The checksums of blocks.
@@ -113,7 +113,7 @@ def read_data(
     progress: Watch,
     ranks: Coordinator,
 ) -> tuple[list[Finding], Proof, int]:
-    """Read the data and compare it with all checksums, or search it for NaN and Inf.
+    """Compare the data with all checksums, or search it for NaN and Inf.
 
     All ranks return the same: findings, what checksums prove, and the bytes that were read. In
     *resolved*, the bytes of every sound item are located.
@@ -167,7 +167,7 @@ def _todo(files: SourceFiles, catalog: Catalog, resolved: Catalog, full: bool, n
 def _portion(
     files: SourceFiles, todo: _Todo, ranks: Coordinator
 ) -> tuple[Sequence[ReadBlock], _Todo]:
-    """Return what this rank reads: blocks of the ranges, and whole files and tensors.
+    """Select the blocks, files and tensors that this rank reads.
 
     A file that several lists name stays with one rank.
     """
@@ -217,7 +217,7 @@ def _decompressed(
     jobs: int | None,
     advance: Advance | None,
 ) -> tuple[list[Finding], list[PackedItem]]:
-    """Return what is wrong with items, and those that are sound."""
+    """Decompress items in parallel; return findings and the undamaged items."""
 
     def read(item: PackedItem) -> Finding | PackedItem:
         try:
@@ -236,7 +236,7 @@ def _decompressed(
 
 
 def _identities(catalog: Catalog, *, anew: bool = False) -> dict[str, FileIdentity]:
-    """Return what the names stand for now, whatever was open before."""
+    """Return the current identities of the data files."""
     found = {}
     with source_files(catalog.root) as files:
         if anew:
@@ -287,7 +287,7 @@ def _nonfinite(
 def recorded(
     files: SourceFiles, catalog: Catalog, resolved: Catalog
 ) -> tuple[list[Recorded], list[Finding]]:
-    """List all checksums of a checkpoint, in the order of the bytes, and what is wrong with them.
+    """List all recorded checksums in file order, and findings about them.
 
     In *resolved*, the bytes of every item are located.
     """
@@ -313,7 +313,7 @@ def recorded(
 
 
 def _zips(files: SourceFiles, catalog: Catalog) -> Iterator[tuple[str, int, int]]:
-    """Yield every zip: the write items of a data file, or the file itself."""
+    """Yield the position of every zip: write items of a data file, or the file itself."""
     items = {
         (extent.file, extent.offset, extent.nbytes)
         for entry in catalog.tensors.values()
@@ -330,7 +330,7 @@ def _zips(files: SourceFiles, catalog: Catalog) -> Iterator[tuple[str, int, int]
 
 
 def blocks(ranges: Sequence[Recorded]) -> list[ReadBlock]:
-    """Return what is read at a time, so that threads and ranks can share a large range."""
+    """Split ranges into blocks, so that threads and ranks can share a large range."""
     return [
         ReadBlock(number, one.offset + start, min(BLOCK, one.nbytes - start))
         for number, one in enumerate(ranges)
@@ -345,7 +345,7 @@ def crcs(
     jobs: int | None,
     advance: Advance | None,
 ) -> list[tuple[ReadBlock, int | CkptError]]:
-    """Read *some* :func:`blocks` of *ranges*: the CRC-32 of each, or why it cannot be read."""
+    """Compute the CRC-32 of *some* :func:`blocks` of *ranges*, or the error of each."""
 
     def sum_of(block: ReadBlock) -> int | CkptError:
         try:
@@ -364,7 +364,7 @@ def crcs(
 def compared(
     root: TreePath, ranges: Sequence[Recorded], found: Iterable[tuple[ReadBlock, int | CkptError]]
 ) -> tuple[list[Finding], list[Recorded]]:
-    """Compare *ranges* with the :func:`crcs` of their blocks: what is wrong, and with which."""
+    """Compare *ranges* with the :func:`crcs` of their blocks; return findings and bad ranges."""
     findings: list[Finding] = []
     bad: list[Recorded] = []
     for index, parts in groupby(sorted(found, key=itemgetter(0)), key=lambda pair: pair[0].number):
@@ -400,7 +400,7 @@ Pairs = list[tuple[int, int]]
 
 
 class Proof:
-    """The bytes of each file that are proven.
+    """Bytes of each file that checksums verify.
 
     Args:
         right: Spans whose checksum is right; they may overlap.
@@ -417,11 +417,11 @@ class Proof:
         self._spans: Mapping[str, Pairs] = spans
 
     def nbytes(self) -> dict[str, int]:
-        """How much of each file is proven."""
+        """Return the number of verified bytes by file."""
         return {file: sum(end - start for start, end in some) for file, some in self._spans.items()}
 
     def tensors(self, entries: Iterable[TensorEntry]) -> int:
-        """How many of *entries*, the bytes of which are located, are proven as a whole."""
+        """Count the *entries*, with located bytes, that are verified completely."""
         return sum(
             not entry.unsupported
             and all(self._has(one.file, one.offset, one.nbytes) for one in entry.extents)
@@ -435,7 +435,7 @@ class Proof:
 
 
 def _joined(spans: Iterable[Span]) -> dict[str, Pairs]:
-    """Return the spans of each file in order; those that touch are one."""
+    """Merge touching spans of each file and sort them."""
     found: dict[str, Pairs] = {}
     for file, start, end in sorted(spans):
         known = found.setdefault(file, [])
@@ -447,7 +447,7 @@ def _joined(spans: Iterable[Span]) -> dict[str, Pairs]:
 
 
 def _less(spans: Pairs, gone: Sequence[tuple[int, int]]) -> Pairs:
-    """Return what is left of *spans* without *gone*; both in order and apart."""
+    """Subtract *gone* from *spans*; both are sorted and disjoint."""
     left: Pairs = []
     rest = iter(gone)
     hole = next(rest, None)

@@ -1,4 +1,4 @@
-"""Lists of digests of whole files: ``SHA256SUMS``, Meta's ``checklist.chk``, and others.
+"""Checksum lists of files: ``SHA256SUMS``, Meta's ``checklist.chk`` and others.
 
 The form is that of coreutils' ``sha256sum`` and ``md5sum`` (``src/cksum.c``): the digest, two
 characters, the name; a backslash before the digest where the name is escaped. Megatron-Core's
@@ -39,7 +39,7 @@ _ESCAPES = {"\\\\": "\\", "\\n": "\n", "\\r": "\r"}
 
 @dataclass(frozen=True, slots=True)
 class FileDigest:
-    """One line of a list; *algorithm*: ``sha256``, ``md5``, or ``git-sha1``, that of a blob.
+    """Line of a checksum list; *algorithm* is ``sha256``, ``md5`` or ``git-sha1`` (a git blob).
 
     *severity* is that of a file with another digest.
     """
@@ -52,12 +52,12 @@ class FileDigest:
 
 
 def lists_of(path: TreePath) -> dict[str, str]:
-    """Return the names of the lists for the checkpoint at *path*, with their algorithms."""
+    """Return the names of checksum lists for the checkpoint at *path*, with algorithms."""
     return {**LISTS, INTEGRITY: "sha256", target_of(path).name: "sha256"}
 
 
 def listed_digests(files: SourceFiles, path: TreePath) -> tuple[list[FileDigest], list[Finding]]:
-    """Return what the lists say of the checkpoint at *path*, and what is wrong with them.
+    """Parse the checksum lists of the checkpoint at *path*; also return findings.
 
     Of a single file it is what they say of that one; others beside it are none of it.
     """
@@ -91,7 +91,7 @@ def listed_digests(files: SourceFiles, path: TreePath) -> tuple[list[FileDigest]
 
 
 def _of_integrity(files: SourceFiles) -> list[FileDigest]:
-    """Return what Megatron-Core says of the files of a save; nothing: it is another's file."""
+    """Parse Megatron-Core's ``integrity.json``; empty if it is another program's file."""
     try:
         said = read_json(files, INTEGRITY)
     except CkptError:
@@ -108,13 +108,13 @@ def _of_integrity(files: SourceFiles) -> list[FileDigest]:
 
 
 def without(text: str, gone: Callable[[str], bool]) -> str:
-    """Return what a list says of the files that are not *gone*."""
+    """Return a checksum list without the files that are *gone*."""
     matched = ((line, _LINE.fullmatch(line)) for line in text.split("\n"))
     return "\n".join(line for line, match in matched if not match or not gone(_file_of(match)))
 
 
 def _file_of(line: re.Match[str]) -> str:
-    """Return the file that a line is about."""
+    """Return the file name in a line, unescaped."""
     file = re.sub(r"\\[\\nr]", lambda match: _ESCAPES[match[0]], line[3]) if line[1] else line[3]
     return file.removeprefix("./")
 
@@ -122,7 +122,7 @@ def _file_of(line: re.Match[str]) -> str:
 def check_lists(
     files: SourceFiles, lines: Sequence[FileDigest], jobs: int | None, advance: Advance | None
 ) -> tuple[list[Finding], list[str]]:
-    """Read every file that is listed; return what differs, and the files that do not."""
+    """Compare every listed file; return findings and the files that match."""
 
     def compared(line: FileDigest) -> Finding | None:
         try:
@@ -141,7 +141,7 @@ def check_lists(
 
 
 def digest(files: SourceFiles, name: str, algorithm: str, advance: Advance | None) -> str:
-    """Return the digest of a whole file."""
+    """Compute the digest of a file."""
     size = files.size(name)
     known = hasher(algorithm, size)
     for view in windows(files, name, 0, size, advance):
@@ -150,7 +150,7 @@ def digest(files: SourceFiles, name: str, algorithm: str, advance: Advance | Non
 
 
 def require_room(target: TreePath) -> None:
-    """Refuse to replace a list."""
+    """Raise if a checksum list exists already."""
     if os.path.lexists(target):
         path = target.parent if target.name == SUMS else target.with_suffix("")
         compare = command("verify", path, options=("--level", "full"))
@@ -163,12 +163,12 @@ def require_room(target: TreePath) -> None:
 
 
 def target_of(path: TreePath) -> TreePath:
-    """Return the list for the checkpoint at *path*: in a directory, or beside a file."""
+    """Return the path of the checksum list, in a directory or next to a file."""
     return path / SUMS if path.is_dir() else path.with_name(f"{path.name}.sha256")
 
 
 def members(path: TreePath) -> list[str]:
-    """Return the names of all files of the checkpoint at *path*, below it."""
+    """List all files of the checkpoint at *path*, relative to it."""
     if path.is_file():
         return [path.name]
     found = (Path(folder) / name for folder, _, names in os.walk(path) for name in names)
@@ -176,7 +176,7 @@ def members(path: TreePath) -> list[str]:
 
 
 def unlistable(path: TreePath) -> list[Finding]:
-    """Return the files at *path* that no list can name: links that lead elsewhere, sockets."""
+    """Return findings about files that no list can name, such as links to other folders."""
     findings: list[Finding] = []
     with source_files(root_of(path)) as files:
         for name in members(path):
@@ -188,7 +188,7 @@ def unlistable(path: TreePath) -> list[Finding]:
 
 
 def write_list(path: TreePath, jobs: int | None, progress: Watch, ranks: Coordinator) -> str:
-    """Add the SHA-256 of every file of a checkpoint, whole or not at all; return where they are.
+    """Write the SHA-256 sums of all files of a checkpoint; return the path of the list.
 
     The ranks share the reading, and rank 0 writes.
     """

@@ -1,4 +1,4 @@
-"""What is wrong with a model: missing tensors, contradictions, and doubts.
+"""Findings about a model: missing tensors, contradictions and doubts.
 
 Every command that states whether a checkpoint is complete asks here.
 """
@@ -64,7 +64,7 @@ def check_model(model: Model, notes: Notes) -> tuple[list[Finding], Scope]:
 def recognized_check(
     catalog: Catalog, model_type: str | None, notes: Notes
 ) -> tuple[list[Finding], Scope]:
-    """Recognize the model in *catalog* and check it; several models are no model to compare."""
+    """Recognize the model in *catalog* and check it, unless it contains several models."""
     catalog = unwrapped(catalog)
     try:
         model = understand(catalog, request=Request(model_type))
@@ -86,7 +86,7 @@ def needs_index_only(catalog: Catalog, notes: Notes) -> bool:
 
 
 def contradiction_findings(model: Model) -> Iterator[Finding]:
-    """Yield the facts of a model that are stated in two ways, or that the tensors contradict."""
+    """Yield facts of a model that descriptions or tensors contradict."""
     try:
         found = contradictions_in(model)
     except MappingError as error:
@@ -101,7 +101,7 @@ def contradiction_findings(model: Model) -> Iterator[Finding]:
 
 
 def _is_misread(model: Model) -> bool:
-    """Return whether config.json is not understood, by which transformers loads the model."""
+    """Return whether config.json cannot be interpreted, although transformers loads it."""
     try:
         contradictions_in(model, (CONFIG,))
     except MappingError:
@@ -110,7 +110,7 @@ def _is_misread(model: Model) -> bool:
 
 
 def _cut_short(model: Model) -> Iterator[Finding]:
-    """Yield that tensors of which no file records the size contradict the configuration."""
+    """Yield a finding if shards of the last ranks seem to be missing."""
     # Most checkpoints do not need them, and they take a while to import.
     from ckptctl.conversion.recognition.layout_change import LayoutRequest
     from ckptctl.facts.agreed_change import agreed_change

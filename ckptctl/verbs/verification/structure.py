@@ -1,4 +1,4 @@
-"""Does the index of a checkpoint hold together: boxes, files, byte ranges; no data is read."""
+"""Consistency of an index with its boxes, files and byte ranges; data is not read."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _Ranges = list[tuple[int, int, str, str]]
 
 
 def structure(catalog: Catalog, *, index_passed: bool = False) -> Iterator[Finding]:
-    """Yield what is wrong with a checkpoint, as its index and the beginnings of its files show.
+    """Yield findings from the index and the first bytes of files.
 
     With *index_passed* only the files are examined: the same index has already passed.
     """
@@ -39,7 +39,7 @@ def structure(catalog: Catalog, *, index_passed: bool = False) -> Iterator[Findi
 
 
 def of_index(catalog: Catalog) -> Iterator[Finding]:
-    """Yield what is wrong with an index by itself, beside what was found when it was read."""
+    """Yield findings about the index, in addition to those from reading it."""
     if not catalog.tensors:
         yield Finding("the checkpoint contains no tensors", severity="unknown", basis="index")
     unread = _unread(catalog)
@@ -55,13 +55,13 @@ def of_index(catalog: Catalog) -> Iterator[Finding]:
 
 
 def is_about_unread(finding: Finding, catalog: Catalog) -> bool:
-    """Return whether *finding* says no more than that the elements of a tensor cannot be read."""
+    """Return whether *finding* only states that the tensor cannot be read."""
     entry = catalog.tensors.get(finding.tensor or "")
     return entry is not None and entry.unsupported is not None
 
 
 def may_be_zip(files: SourceFiles, name: str) -> bool:
-    """Return whether a file begins like a zip, or cannot be read, which is said elsewhere."""
+    """Return whether a file starts like a zip; true if it cannot be read."""
     try:
         return begins_as_zip(files, name)
     except CkptError:
@@ -108,7 +108,7 @@ def _hole(
     lost: Sequence[tuple[Box, str]],
     unread: Sequence[str],
 ) -> Iterator[Finding]:
-    """Yield one finding per file that is known to hold a part of *hole*; else one for it all."""
+    """Yield a finding for each file known to contain a part of *hole*, or one for all of it."""
     parts = lost_parts(hole, lost)
     for box, file in parts:
         rank = f" (rank {int(match[1])})" if (match := DISTCP.fullmatch(file)) else ""
@@ -124,20 +124,20 @@ def _hole(
 
 
 def lost_parts(hole: Box, lost: Sequence[tuple[Box, str]]) -> list[tuple[Box, str]]:
-    """Return the parts of *hole* that are known to lie in files that cannot be used."""
+    """Return the parts of *hole* that are known to be in unusable files."""
     parts = ((intersect(box, hole) if hole.sizes else hole, file) for box, file in lost)
     return [(box, file) for box, file in parts if box is not None]
 
 
 def _unread(catalog: Catalog) -> list[str]:
-    """Return the files that cannot be used and of which nothing tells what they hold."""
+    """Return unusable files whose contents are unknown."""
     told = {file for boxes in catalog.lost.values() for box, file in boxes if box.numel}
     found = {one.file for one in catalog.findings if one.file and not one.tensor}
     return natural(found - told)
 
 
 def _suspect(catalog: Catalog, entry: TensorEntry) -> str:
-    """Say which rank should hold what is missing, where only one has nothing of the tensor."""
+    """Name the rank that should hold the missing part, if only one has no chunk."""
     ranks = {int(m[1]) for file in catalog.files if (m := DISTCP.fullmatch(file))}
     here = {int(m[1]) for e in entry.extents if (m := DISTCP.fullmatch(e.file))}
     if not here or max(ranks) >= 2 * len(ranks) + 2:
@@ -172,7 +172,7 @@ def _lengths(entry: TensorEntry) -> Iterator[Finding]:
 
 
 def _long_enough(extents: Sequence[Extent], size: int) -> bool:
-    """Return whether items have room for elements of *size*; other extents are looked at singly."""
+    """Return whether columns of items have room for elements of *size*; false for others."""
     if not isinstance(extents, ExtentColumns) or extents.codec != "torch":
         return False
     needed = map(mul, map(math.prod, extents.boxes.sizes), repeat(size))
@@ -180,7 +180,7 @@ def _long_enough(extents: Sequence[Extent], size: int) -> bool:
 
 
 def _files(catalog: Catalog) -> Iterator[Finding]:
-    """Every byte range has to lie inside of its file."""
+    """Yield byte ranges that exceed their file."""
     last: dict[str, tuple[int, str]] = {}
     for name, ranges in _ranges(catalog):
         for file, start, end in ranges:
@@ -208,7 +208,7 @@ def _files(catalog: Catalog) -> Iterator[Finding]:
 
 
 def _ranges(catalog: Catalog) -> Iterator[tuple[str, Iterable[tuple[str, int, int]]]]:
-    """Yield for each leaf its name, and where its bytes lie; see :func:`ranges_of`."""
+    """Yield the name of each leaf and its byte ranges; see :func:`ranges_of`."""
     for entry in catalog.tensors.values():
         yield entry.name, ranges_of(entry.extents)
     for blob in catalog.blobs.values():
@@ -217,7 +217,7 @@ def _ranges(catalog: Catalog) -> Iterator[tuple[str, Iterable[tuple[str, int, in
 
 
 def _shared_bytes(catalog: Catalog) -> Iterator[Finding]:
-    """No byte may belong to two tensors, unless these share their memory.
+    """Yield findings about bytes that belong to two tensors without being shared memory.
 
     Tensors in one zip of ``torch.save`` do so whenever they are views of one storage, and no two
     records of a zip overlap, which is proven where zips are read. Elsewhere two names may stand for
@@ -240,7 +240,7 @@ def _shared_bytes(catalog: Catalog) -> Iterator[Finding]:
 
 
 def _zips(files: SourceFiles, file: str, ranges: _Ranges) -> Iterator[Finding]:
-    """Yield that the first item of a file does not begin as a zip does, or the last not end so.
+    """Yield a finding if the first item does not start like a zip, or the last does not end so.
 
     A file of the right size that was never written, or only in part, is nothing else.
     """
@@ -265,7 +265,7 @@ def _zips(files: SourceFiles, file: str, ranges: _Ranges) -> Iterator[Finding]:
 
 
 def _head_if_raw(one: tuple[str, _Ranges]) -> tuple[FileOffset, ...]:
-    """Return where it is asked whether a file is a zip, if it may be one."""
+    """Return the offset to read ahead if the file may be a zip."""
     file, ranges = one
     return ((file, 0),) if any(codec == "raw" for *_, codec in ranges) else ()
 
@@ -290,7 +290,7 @@ def _exclusive(catalog: Catalog) -> dict[str, _Ranges]:
 
 
 def _moments(catalog: Catalog) -> Iterator[Finding]:
-    """Yield what one parameter lacks of the state that Adam keeps of the others.
+    """Yield parameters without a part of the Adam state that others have.
 
     A parameter without all three is not Adam's; what has the first moment alone may be Lion's.
     """
@@ -311,5 +311,5 @@ def _moments(catalog: Catalog) -> Iterator[Finding]:
 
 
 def root_of(path: TreePath) -> TreePath:
-    """Return the directory that *path* is, or lies in."""
+    """Return *path* if it is a directory, else its parent."""
     return path if path.is_dir() else path.parent

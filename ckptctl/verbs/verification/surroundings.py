@@ -1,4 +1,4 @@
-"""What lies around a checkpoint: orphans, leftovers, and what the Hugging Face Hub says of files.
+"""Findings next to a checkpoint: stray files, leftovers, and digests of the Hugging Face Hub.
 
 Source: huggingface_hub 2.4.0. ``_local_folder.py``: beside files that were downloaded to a folder,
 ``.cache/huggingface/download/NAME.metadata`` has three lines: commit, ETag, time. In the cache
@@ -50,7 +50,7 @@ LEFTOVER = re.compile(
 def surroundings(
     path: TreePath, catalog: Catalog | None, *, values: bool = False
 ) -> Iterator[Finding]:
-    """Yield warnings about what lies in and beside a checkpoint; *values*: of elements, too."""
+    """Yield findings about files in and next to a checkpoint; *values* also compares elements."""
     stage = staging_directory(Path(path))
     if stage.is_dir():
         why = (
@@ -79,7 +79,7 @@ def surroundings(
 
 
 def _state_of_trainer(folder: TreePath) -> Iterator[Finding]:
-    """Yield the files beside a model, without which a run does not go on, that were cut off."""
+    """Yield truncated files of the trainer's state next to a model."""
     for item in sorted(folder.iterdir()):
         if STATE.fullmatch(item.name) and item.is_file() and (why := unwritten(item)):
             what = "a file of the trainer's state was not completely written"
@@ -87,7 +87,7 @@ def _state_of_trainer(folder: TreePath) -> Iterator[Finding]:
 
 
 def _contradicted(folder: TreePath, catalog: Catalog, *, values: bool) -> Iterator[Finding]:
-    """Yield what the shards that torch consolidated say otherwise than what it made of them."""
+    """Yield differences between a consolidated model and its shards."""
     shards = formats.get(SHARDS)
     if not shards.sniff(Listing(folder)):
         return
@@ -114,7 +114,7 @@ def _contradicted(folder: TreePath, catalog: Catalog, *, values: bool) -> Iterat
 
 
 def _same(catalog: Catalog, parts: Catalog, name: str) -> bool:
-    """Return whether a tensor has the same elements here and in the shards below.
+    """Return whether a tensor has equal elements here and in the shards.
 
     Of those without dimensions torch makes 0, which a note of the format says.
     """
@@ -127,7 +127,7 @@ def _same(catalog: Catalog, parts: Catalog, name: str) -> bool:
 
 
 def _emptied(root: TreePath, used: Collection[str]) -> Iterator[Finding]:
-    """Yield empty folders among those of parameters, as universal checkpoints have them."""
+    """Yield empty folders among those of parameters, as in universal checkpoints."""
     above = {Path(name).parent.parent for name in used} - {Path()}
     for folder in sorted(above):
         for item in sorted((root / folder).iterdir()):
@@ -153,12 +153,12 @@ def _strays(root: TreePath, folder: TreePath, catalog: Catalog | None) -> Iterat
 
 
 def _form(name: str) -> str:
-    """Return *name* with all numbers alike, as in ``rank_0.pt`` and ``rank_1.pt``."""
+    """Replace all numbers in *name* by 0, so that ``rank_0.pt`` and ``rank_1.pt`` are equal."""
     return re.sub(r"\d+", "0", name)
 
 
 def _pointers(folder: TreePath) -> Iterator[Finding]:
-    """Yield pointers to saves that are not there; they stand beside the saves."""
+    """Yield pointers to saves that do not exist."""
     for name in (LATEST, LATEST_UNIVERSAL):
         pointer = folder / name
         if not pointer.is_file():
@@ -183,7 +183,7 @@ DOWNLOADS = ".cache/huggingface/download"
 
 
 def unfinished(root: TreePath) -> Iterator[TreePath]:
-    """Yield the parts of files whose download to *root* was interrupted."""
+    """Yield partial files of interrupted downloads to *root*."""
     yield from sorted((root / DOWNLOADS).rglob("*.incomplete"))
     repository = hub_repository(real_path(root))
     if repository is not None:
@@ -196,7 +196,7 @@ MAX_RECORD = 4096
 
 
 def downloaded(files: SourceFiles, used: Collection[str]) -> tuple[list[FileDigest], list[Finding]]:
-    """Return the digests that the Hub has of files, and what is wrong with its records.
+    """Return the digests that the Hub records of files, and findings about its records.
 
     Files other than the data files *used* count in the same directories, and at the top.
     """
@@ -218,7 +218,7 @@ def downloaded(files: SourceFiles, used: Collection[str]) -> tuple[list[FileDige
 
 
 def _told(files: SourceFiles, folder: PurePath) -> Iterator[FileDigest]:
-    """Yield the files behind a URL whose place says what their digest is."""
+    """Yield the digests that a remote store reports."""
     for item in sorted((files.root / folder).iterdir()):
         name = str(folder / item.name)
         digest = files.digest(name) if item.is_file() else None
@@ -228,7 +228,7 @@ def _told(files: SourceFiles, folder: PurePath) -> Iterator[FileDigest]:
 
 
 def _linked(root: TreePath, folder: PurePath) -> Iterator[FileDigest]:
-    """Yield the files of a snapshot in the cache; the name of its blob is the ETag of a file."""
+    """Yield files of a snapshot in the cache, whose blobs are named by ETag."""
     real = real_path(Path(root))
     repository = hub_repository(real)
     if repository is None or not (real / folder).is_dir():
@@ -242,7 +242,7 @@ def _linked(root: TreePath, folder: PurePath) -> Iterator[FileDigest]:
 
 
 def _recorded(root: TreePath, folder: PurePath) -> Iterator[tuple[TreePath, str]]:
-    """Yield the record of each downloaded file in a folder, and the file below *root*.
+    """Yield the record of each downloaded file in a folder, and the file relative to *root*.
 
     The folder that was downloaded to may be one above: repositories have folders, too.
     """
@@ -256,7 +256,7 @@ def _recorded(root: TreePath, folder: PurePath) -> Iterator[tuple[TreePath, str]
 
 
 def _read(record: TreePath, file: TreePath, name: str) -> FileDigest | None:
-    """Return what *record* says of *file*; None: nothing that can be understood.
+    """Parse the record of *file*, or return None if it is malformed.
 
     A file in git that was changed after its download is somebody's own; one in LFS never is.
     """

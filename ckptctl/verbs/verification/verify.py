@@ -1,4 +1,4 @@
-"""Prove that a checkpoint is complete, or say what is damaged or unknown, and where.
+"""Verification of a checkpoint: complete, damaged or unknown.
 
 Three levels: ``fast`` reads the index; ``headers`` also what each item says of itself; ``full``
 also every byte that a checksum covers. Only ``nan=True`` imports torch. Nothing is changed.
@@ -33,7 +33,7 @@ UNUSED = f"{MANIFEST} describes other tensors"
 
 @dataclass(slots=True)
 class _State:
-    """What is known so far."""
+    """Results so far."""
 
     path: TreePath
     format: str
@@ -49,18 +49,18 @@ class _State:
 
     @property
     def complete(self) -> bool:
-        """Return whether only warnings were found."""
+        """Whether there are only warnings."""
         return decide_verdict(self.findings) is Verdict.COMPLETE
 
     @property
     def listed_path(self) -> TreePath:
-        """Return what a list of digests is about: the directory, or the one file."""
+        """Path that a checksum list describes: the directory, or the one file."""
         return self.catalog.path if self.catalog else self.path
 
 
 @dataclass(slots=True)
 class IndexChecks:
-    """Checks that the checkpoints of a run share if their indexes are the same.
+    """Results of index checks, shared by checkpoints of a run with equal indexes.
 
     Every index is read. What follows from its content alone is then checked once: whether chunks
     cover their tensors, and whether all tensors of the model type are there. Only a result without
@@ -102,7 +102,7 @@ def verify(
     progress: Watch = unwatched,
     ranks: Coordinator | None = None,
 ) -> Verification:
-    """Decide whether the checkpoint at *path* is complete; list everything that is wrong."""
+    """Verify the checkpoint at *path* and list all findings."""
     return examine(path, options or VerifyOptions(), progress, ranks)[0]
 
 
@@ -113,7 +113,7 @@ def examine(
     ranks: Coordinator | None = None,
     index_checks: IndexChecks | None = None,
 ) -> tuple[Verification, Catalog | None]:
-    """Verify as :func:`verify` does, and return also what could be read of the index.
+    """Verify a checkpoint; also return its catalog, or the readable part of it.
 
     Of a checkpoint that is not complete the catalog has what is left of it. *index_checks* are
     those of checkpoints that were verified with the same options.
@@ -185,7 +185,7 @@ def _begun(path: str | TreePath, options: VerifyOptions) -> _State:
 
 
 def _opened(path: TreePath, options: VerifyOptions) -> _State:
-    """Read the index; what a reader refuses becomes findings, and what is left is read."""
+    """Read the index; errors become findings, and the rest is read."""
     try:
         catalog = _read(path, options)
         return _State(path, catalog.format, catalog)
@@ -266,13 +266,13 @@ def _check_model(
 
 
 def _index_holds(state: _State, catalog: Catalog) -> bool:
-    """Return whether nothing is wrong, apart from tensors whose elements cannot be read."""
+    """Return whether there are no findings except about unreadable tensors."""
     others = (one for one in state.findings if not is_about_unread(one, catalog))
     return decide_verdict(others) is Verdict.COMPLETE
 
 
 def _lists(catalog: Catalog) -> tuple[str, ...]:
-    """Return the lists of checksums in a checkpoint that ``full`` compares with."""
+    """Return the existing checksum lists that level ``full`` compares with."""
     root = catalog.root
     used = not catalog.path.is_file()
     used = used and not any(note.startswith(UNUSED) for note in catalog.notes)
@@ -281,7 +281,7 @@ def _lists(catalog: Catalog) -> tuple[str, ...]:
 
 
 def _add_list(state: _State, jobs: int | None, progress: Watch, ranks: Coordinator) -> None:
-    """Write the SHA-256 sums of the present bytes if nothing is wrong."""
+    """Write the SHA-256 sums of the files if the checkpoint is complete."""
     path = state.listed_path
     state.findings += digest_lists.unlistable(path)
     if not all(ranks.all_gather(state.complete)):

@@ -1,4 +1,4 @@
-"""What a verification is asked to do."""
+"""Options of ``verify``."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Level = Literal["fast", "headers", "full"]
 
 @dataclass(frozen=True, kw_only=True)
 class VerifyOptions(opt.ModelOptions, opt.SourceOptions, opt.FormatOptions):
-    """What to verify, and how much of it; see ``ckptctl verify --help``."""
+    """Options of ``verify``; see ``ckptctl verify --help``."""
 
     level: Annotated[
         Level,

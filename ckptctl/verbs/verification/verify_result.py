@@ -1,4 +1,4 @@
-"""What a verification returns: frozen, torch-free, JSON-able."""
+"""Result of ``verify``: frozen, without torch, convertible to JSON."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from ckptctl.verdict import (
 
 @dataclass(frozen=True, slots=True)
 class VerifiedFile:
-    """A data file, and how much of it was compared with checksums."""
+    """Data file with its verified bytes."""
 
     path: Annotated[str, JsonField("path relative to the checkpoint")]
     nbytes: Annotated[int, JsonField("size in bytes", name="bytes")]
@@ -38,7 +38,7 @@ class Verification(
     order="path format level verdict complete scope data tensors verified_tensors bytes "
     "verified_bytes structure_only_bytes bytes_read nan_checked files errors unknown warnings",
 ):
-    """Whether a checkpoint is complete, and how much of its data was compared with checksums.
+    """Result of verifying a checkpoint, and how much data was compared with checksums.
 
     Attributes:
         files: The data files, with their sizes in bytes.
@@ -82,17 +82,17 @@ class Verification(
 
     @property
     def verdict(self) -> Annotated[Verdict, JsonField("`complete`, `damaged` or `unknown`")]:
-        """Return the answer: evidence of damage outweighs what could not be determined."""
+        """Verdict; evidence of damage outweighs findings that are unknown."""
         return decide_verdict(self.findings)
 
     @property
     def complete(self) -> Annotated[bool | None, JsonField(COMPLETE)]:
-        """Return whether nothing is missing; None: what could be missing is not known."""
+        """Whether nothing is missing, or None if that cannot be determined."""
         return is_complete(self.verdict, self.scope)
 
     @property
     def has_torn_write(self) -> bool:
-        """Return whether files themselves show damage; see ``shows_torn_write``."""
+        """Whether files themselves show damage; see ``shows_torn_write``."""
         return shows_torn_write(self.findings)
 
     @property
@@ -107,7 +107,7 @@ class Verification(
             "`--nan`) or `not read` (below `full`, or the index cannot be read)"
         ),
     ]:
-        """Return how much of the data was compared with checksums in this run."""
+        """How much of the data was compared with checksums in this run."""
         if self.compared is None:
             return "not compared" if self.bytes_read else "not read"
         if self.tensors and self.verified_tensors == self.tensors:
@@ -118,7 +118,7 @@ class Verification(
 
     @property
     def exit_code(self) -> int:
-        """Return the exit code: that of the verdict, or of data that had to be verified."""
+        """Exit code of the verdict, or of data that had to be verified and was not."""
         if self.read_failed and not self.errors:
             return StorageError.exit_code
         unverified = self.require_verified and self.data != "verified"
@@ -130,7 +130,7 @@ class Verification(
 
     @property
     def read_failed(self) -> bool:
-        """Return whether the operating system failed a read: there may be more to find."""
+        """Whether the operating system failed a read, so that findings may be missing."""
         return any(found.read_failed for found in self.findings)
 
     @property
@@ -173,6 +173,6 @@ class Verification(
 
 
 def unsaid(known: Iterable[Finding], more: Iterable[Finding]) -> list[Finding]:
-    """Return those of *more* that do not say of a file what one of *known* says of it."""
+    """Return the findings of *more* that are not among *known*."""
     said = {(found.what, found.why, found.file) for found in known}
     return [found for found in more if (found.what, found.why, found.file) not in said]

@@ -1,4 +1,4 @@
-"""The page of a report: one HTML file that needs nothing else, whatever a checkpoint's names are.
+"""Page of a report: one self-contained HTML file, safe for any names in a checkpoint.
 
 Names come from files that others wrote. They are in the page as JSON only, in which no ``<`` is
 left, and its script shows them as text. The page's policy (CSP) lets nothing run or load but the
@@ -58,7 +58,7 @@ SCRIPTS = (
 
 
 def page(document: Mapping[str, object]) -> str:
-    """Return the page that shows *document*."""
+    """Build the page that shows *document*."""
     style = f"\n{_text('page.css')}"
     script = "\n".join(['\n"use strict";', *map(_text, SCRIPTS)])
     data = {"schema": SCHEMA, "ckptctl": __version__, **document}
@@ -77,7 +77,7 @@ def page(document: Mapping[str, object]) -> str:
 
 
 def embedded(document: Mapping[str, object]) -> str:
-    """Return *document* as JSON that cannot end, or open, anything in an HTML page.
+    """Encode *document* as JSON that is safe inside an HTML page.
 
     Whole numbers beyond :data:`SAFE` are text in it: the script has all their digits then.
     """
@@ -100,7 +100,7 @@ def _exact(value: object) -> object:
 
 
 def _digest(text: str) -> str:
-    """Return the digest by which a policy names an element (CSP level 3, section 2.3.1)."""
+    """Return the digest that a policy uses to allow an element (CSP level 3, section 2.3.1)."""
     return f"sha256-{b64encode(hashlib.sha256(text.encode()).digest()).decode()}"
 
 
@@ -112,7 +112,7 @@ def _text(name: str) -> str:
 def written(
     output: Path | None, sources: Sequence[str | TreePath], overwrite: bool
 ) -> Iterator[Callable[[Report], None]]:
-    """Hold the place of a page outside of the *sources*; what it yields writes and publishes it."""
+    """Reserve the path of a page outside of *sources*; yield a function that publishes it."""
     if output is None:
         yield lambda _: None
         return
@@ -132,7 +132,7 @@ def written(
 
 
 def is_report(path: TreePath) -> bool:
-    """Return whether *path* is a page that this module wrote, the one thing that it replaces."""
+    """Return whether *path* is a page of ``ckptctl report``, which may be replaced."""
     if not path.is_file():
         return False
     with path.open("rb") as file:
