@@ -38,13 +38,13 @@ class RunEntry:
     """Entry of a run folder that is named like a checkpoint.
 
     Attributes:
-        time: When the newest file of weights or a trainer's state was written, seconds since the
-            epoch; of other files where there are none of these.
-        touched: When the newest of all files was written, or the folder changed.
-        staging: Whether it is made here under another name and not finished.
-        shared: Bytes of those files that have another hard link, here or elsewhere.
-        newest: The name of the file that *time* is of.
-        link: Where it leads, if it is a symbolic link.
+        time: Modification time of the newest file of weights or trainer state, in seconds since
+            the epoch; of any file if there are none of these.
+        touched: Modification time of the newest file or of the folder, whichever is later.
+        staging: Whether it is an unfinished save under a temporary name.
+        shared: Bytes of files that have another hard link.
+        newest: Name of the file that *time* belongs to.
+        link: Target, if it is a symbolic link.
     """
 
     path: TreePath

@@ -1,6 +1,6 @@
 """Verdicts on the checkpoints of a run, by the readers of ``verify --level fast``.
 
-Of a damaged one only evidence of a torn write allows that it is removed or skipped.
+A damaged checkpoint may only be removed or skipped if its files show a torn write.
 """
 
 from __future__ import annotations
@@ -47,12 +47,12 @@ class Health:
     """Verdict on a checkpoint, with its evidence.
 
     Attributes:
-        parts: Itself, or checkpoints inside of it; nothing where that is unknown.
-        verdict: ``unknown`` is also what cannot be read here: a disk that fails, permissions, a
-            link that leads out of it, a feature that ckptctl does not read.
-        torn: Whether its files show that a write did not end.
+        parts: The checkpoint itself, or checkpoints inside it; empty if unknown.
+        verdict: ``unknown`` includes everything that cannot be read here: failing disks, missing
+            permissions, links that lead out of the checkpoint, unsupported features.
+        torn: Whether its files show an incomplete write.
         read_failed: Whether the operating system failed a read.
-        begun: Whether nothing in it is known to be a checkpoint's: a trainer may have just begun.
+        begun: Whether nothing in it is recognized, so that a trainer may have just started it.
     """
 
     verdict: Verdict
@@ -71,7 +71,7 @@ class Checkpoint(Retainable, Result, order=CHECKPOINT):
 
     Attributes:
         record: Its ``ckptctl.run.json``.
-        parts: What it consists of: itself, or checkpoints inside of it.
+        parts: The checkpoint itself, or checkpoints inside it.
         read_failed: Whether the operating system failed a read.
     """
 
@@ -145,9 +145,9 @@ def health(
 ) -> Health:
     """Verify the checkpoint at *path*, which is complete if every part of it is.
 
-    Without *model* the table of its model type is not asked: a training that goes on from a
-    checkpoint knows by its own state which tensors there have to be. *index_checks* are those of
-    the other checkpoints of its run.
+    Without *model*, its tensors are not compared with its model type, since a training that
+    resumes from it checks them against its own state. *index_checks* are shared by the
+    checkpoints of a run.
     """
     try:
         judged = _health(path, _Asked(model, index_checks))

@@ -1,7 +1,7 @@
 """Listing of a run's checkpoints, and choice of the newest complete one.
 
-A run is a folder whose entries are checkpoints with steps in their names. Whether one is complete
-is what ``verify --level fast`` says; nothing is written, and torch is not imported.
+A run is a folder whose entries are checkpoints with steps in their names. They are verified as by
+``verify --level fast``. Nothing is written, and torch is not imported.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ Megatron, accelerate."""
 class Company:
     """Checkpoints of a run that are compared with the others of their series.
 
-    Whoever lacks a file that trainers write last, and that most others have, may be unfinished, or
-    saved in another way: that is a guess, no evidence.
+    A checkpoint without a file that trainers write last, and that most others have, may be
+    unfinished, or saved in another way. That is a guess, not evidence.
     """
 
     def __init__(self, members: Sequence[RunEntry], now: float | None, *, model: bool) -> None:
@@ -112,7 +112,7 @@ class RunFolder(Result, order="root series checkpoints others"):
     """A folder of checkpoints.
 
     Attributes:
-        checkpoints: By series and step.
+        checkpoints: Checkpoints by series and step.
     """
 
     root: Annotated[TreePath, JsonField("path as given")]
@@ -154,10 +154,10 @@ def read_run(
 
     Args:
         root: A directory.
-        now: Seconds since the epoch; None: what the clock says.
-        series: Only those whose names have this in common.
-        in_use: Names of those with which a training is at work.
-        branches: Whether what the run left behind is left alone.
+        now: Seconds since the epoch; None uses the clock.
+        series: Common part of the names to select; None selects all.
+        in_use: Names of checkpoints that a running job uses.
+        branches: Whether abandoned checkpoints are left alone.
         model: See ``health``.
     """
     root = source_path(root)
@@ -181,8 +181,8 @@ class Newest(Result):
     """Newest complete checkpoint of a run, and the other candidates.
 
     Attributes:
-        others: The newest complete ones of other series, among which it was chosen.
-        doubts: Where the highest step is not the last save: both, and which of them was chosen.
+        others: Newest complete checkpoints of other series, among which it was chosen.
+        doubts: Reasons why the highest step may not be the last save.
     """
 
     chosen: Annotated[Checkpoint, Inline()]
@@ -208,11 +208,11 @@ def newest(
 ) -> Newest:
     """Find the newest complete checkpoint of a run.
 
-    Of a run that went on from an earlier checkpoint what it left behind does not count, as long as
-    there is another. Of several series the one that was written last counts; what Lightning saves
-    last is compared with its numbered ones by the step, and named where none of them has it. Older
-    checkpoints are not looked at, but for what was saved later than a higher step. *torn* ones are
-    known to be damaged, although all is there; why, by name. *model* is that of ``health``.
+    Abandoned checkpoints only count if there are no others. Among several series, the one that was
+    written last counts. Lightning's ``last.ckpt`` is compared with the numbered checkpoints by
+    step, and only chosen if it is ahead of all of them. Older checkpoints are not read, except
+    those saved later than a higher step. *torn* maps the names of checkpoints known to be damaged,
+    although no file is missing, to reasons. *model* is that of ``health``.
     """
     root = source_path(root)
     there = [Checkpoint.of(one) for one in entries(root) if series in (None, one.named.series)]

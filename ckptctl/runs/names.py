@@ -4,7 +4,7 @@ Sources: torchtitan ``step-N``, torchtune ``epoch_N`` and ``step_N``, transforme
 ``checkpoint-N``, accelerate ``checkpoint_N``, Megatron ``iter_NNNNNNN``, DeepSpeed
 ``global_stepN``, verl and VeOmni ``global_step_N``, OLMo ``stepN`` and ``stepN-unsharded``,
 Composer ``epE-baB``, torchtnt ``epoch_E_step_S``, Lightning ``epoch=E-step=S.ckpt`` with metrics
-and ``-vN`` behind, and ``last.ckpt``, of which the step is inside.
+and a ``-vN`` suffix, and ``last.ckpt``, which contains its step.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ class Named:
     """Parsed name of a checkpoint.
 
     Attributes:
-        series: What is equal in all names of a run.
-        order: Step, or epoch where there is no step; then what orders those of one step.
-        metrics: Numbers that the name holds.
+        series: Part that is equal in all names of a run.
+        order: Step, or epoch if there is no step, followed by numbers that order equal steps.
+        metrics: Metrics in the name.
     """
 
     series: str

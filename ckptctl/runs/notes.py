@@ -1,8 +1,8 @@
 """Records of a run inside its checkpoints, by ckptctl, Lightning's callbacks and transformers.
 
-Source: ``lightning/pytorch/callbacks/model_checkpoint.py``, ``state_dict``: it is updated before
-the file is written, so each file says what was known when it was saved, itself included. Nothing
-is unpickled: the tensors of scores are read by position.
+Source: ``lightning/pytorch/callbacks/model_checkpoint.py``, ``state_dict``. It is updated before
+the file is written, so each file includes its own score. Nothing is unpickled: the tensors of
+scores are read by position.
 """
 
 from __future__ import annotations
@@ -107,10 +107,10 @@ class Noted:
 
     Attributes:
         best: Names or paths of the best checkpoints.
-        scores: What this one was rated with.
-        step: The step at which it was saved; None: it does not say.
-        error: Why they cannot be read, or not to their end.
-        there: Whether there is a state that says anything, or that cannot be read.
+        scores: Metrics of this checkpoint.
+        step: Step of the save, or None if it is not recorded.
+        error: Error that prevented reading it to its end.
+        there: Whether a state exists that is not empty, or that cannot be read.
     """
 
     best: tuple[str, ...] = ()
@@ -257,7 +257,7 @@ def _pass(path: TreePath, said: dict[str, object]) -> tuple[bool, Mapping[str, o
     """Parse the text once and add every key to *said*.
 
     Returns:
-        Whether the log was met while the step was not known, and what it says of that step.
+        Whether the log came before the step, and the log entry of the step.
     """
     log_was_first, seen = False, set()
     rated: dict[str, object] = {}

@@ -1,12 +1,12 @@
 """Protections of checkpoints against removal; :data:`PROTECTIONS` at the end lists them all.
 
-Each protection is a function that claims checkpoints of a run, with a reason. What is claimed
-*stays*, and counts for the rules of ``prune`` as before; or it is *left alone*: it stays and does
-not count. What the rules themselves keep stands in :mod:`ckptctl.planner.retention`.
+Each protection is a function that claims checkpoints of a run, with a reason. A claimed checkpoint
+either *stays* and counts for the rules of ``prune`` like any other, or is *left alone*: it stays
+and does not count. :mod:`ckptctl.planner.retention` contains the rules themselves.
 
-Many claim by a text. It may be a name, a path of this system or of Windows, a file inside of the
-checkpoint, quoted, a line among others, a value in JSON, or a number alone. A pointer of which
-nobody knows what it names protects all: see :meth:`Pointers.require_understood`.
+Many protections claim by a text. It may be a name, a path of this system or of Windows, a file
+inside the checkpoint, quoted, one line of several, a value in JSON, or only a number. A pointer
+that cannot be interpreted protects all checkpoints: see :meth:`Pointers.require_understood`.
 """
 
 from __future__ import annotations
@@ -118,8 +118,8 @@ class Pointers:
     def require_understood(self) -> None:
         """Raise if a pointer of the run cannot be read or interpreted.
 
-        What a torn checkpoint calls the best counts only while it can be read: training does not go
-        on from it.
+        The best checkpoint according to a torn one only counts if it can be read, since training
+        does not resume from a torn checkpoint.
         """
         root, members = self.root, [item for item in self._members() if not item.is_symlink()]
         names = [item.name for item in members]
@@ -169,7 +169,7 @@ def _require_read(path: TreePath, error: CkptError | None) -> None:
 class Claim(NamedTuple):
     """Claim on a checkpoint by its name, or by a *text* that may name it in several ways.
 
-    The reason of one that stays and counts is what names it.
+    For a checkpoint that stays and counts, the reason is the file or link that names it.
     """
 
     reason: str
@@ -181,7 +181,7 @@ class Claim(NamedTuple):
 class RunView:
     """Everything that protections see of a run, with the newest of *checkpoints* last.
 
-    Those in *in_use* a training is at work with; *branches*: what the run left behind stays.
+    A running job uses those in *in_use*. With *branches*, abandoned checkpoints stay.
     """
 
     root: TreePath
@@ -210,9 +210,9 @@ class Protection:
     """Reason why a checkpoint is not removed.
 
     Attributes:
-        trainer: Who writes the file, or is known by it.
-        file: Where that stands.
-        effect: ``stays``, or ``left alone``: it does not count, either.
+        trainer: Program that writes the file.
+        file: File that contains the claim.
+        effect: ``stays``, or ``left alone`` if it also does not count.
     """
 
     name: str
@@ -261,8 +261,8 @@ def _pointer(file: str, view: RunView) -> Iterator[Claim]:
 def _best_of_trainer(view: RunView) -> Iterator[Claim]:
     """Claim the best checkpoint according to transformers' newest trainer states.
 
-    Of one that is cut off, what stands before the cut; then also what the newest one says that can
-    be read to its end.
+    If a state is truncated, the part before the truncation counts, and also the newest state that
+    is readable to its end.
     """
     states = {name: trainer_state(view.root / name) for name in view.names}
     stating = [name for name in view.names if states[name].there]
@@ -344,8 +344,8 @@ def _may_resume(one: Checkpoint) -> bool:
 def _newest(names: Sequence[str], view: RunView) -> list[str]:
     """Return the newest of *names* in each series: of all, of complete, and of not torn ones.
 
-    These are the newest that is complete, and the newest whose files show no torn write: a torn
-    one may call itself the best.
+    A checkpoint with a torn write may name itself as the best, so the newest complete one and the
+    newest one without a torn write count as well.
     """
     kinds = {name: series for name in names if (series := _series(name))}
     bases = view.names_where(lambda one: one.complete), view.names_where(_may_resume)
@@ -364,7 +364,7 @@ def _series(name: str) -> str:
 def points_inside(root: TreePath) -> bool:
     """Return whether a pointer or link in *root*, or next to it, names an entry of *root*.
 
-    So does a pointer to a checkpoint that is gone: it was one of a run.
+    A pointer to a missing checkpoint also counts, since that checkpoint belonged to a run.
     """
     pointers = Pointers.read(root)
     if any(pointer.tells_a_step for pointer in pointers.files.values()):
@@ -399,7 +399,7 @@ def mentioned(text: str, names: Sequence[str], alike: Alike) -> tuple[str, ...]:
 def alike(root: TreePath, names: Sequence[str]) -> Alike:
     """Build a function that resolves an alternative spelling of a checkpoint name.
 
-    A file system may fold cases or compose accents, and a hard link has two names.
+    A file system may fold case or normalize accents, and a hard link has two names.
     """
 
     @cache
@@ -416,7 +416,7 @@ def alike(root: TreePath, names: Sequence[str]) -> Alike:
 def understood(text: str, root: TreePath) -> bool:
     """Return whether a text without a checkpoint of *root* names something else.
 
-    That is one that is gone, something else in the folder, or something elsewhere that is there.
+    That is a missing checkpoint, another entry of the folder, or an existing path elsewhere.
     """
     if text in ENDLESS or _LIKE_A_STEP.fullmatch(text) or names_a_step(text):
         return True
@@ -454,8 +454,8 @@ def linked(
 ) -> Iterator[tuple[str, str]]:
     """Yield entries of *root* that links lead to, into or through, with a name for the link.
 
-    Where a folder is too full to look at all of it, that is every one of *names*, the run's
-    checkpoints; *near*: look at links directly in the run and beside it alone.
+    If a folder has too many entries to search, all of *names*, the run's checkpoints, are yielded.
+    With *near*, only links directly in the run and next to it are searched.
     """
     if is_url(root):
         return

@@ -1,8 +1,8 @@
 """Removal of the checkpoints that no rule keeps.
 
 :func:`plan_prune` decides by the rules of a policy, :func:`plan_discard` and :func:`plan_delete` by
-given steps; they change nothing. :func:`run_prune` carries a plan out, under a lock, and leaves
-alone what has changed since. The commands and the manager of the training library both come here.
+given steps. They change nothing. :func:`run_prune` executes a plan under a lock and leaves alone
+whatever has changed since. Commands and `CheckpointManager` share this module.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ class PruneDecision(Decision[Checkpoint], Result, order=f"{CHECKPOINT} action ke
     """Decision on one checkpoint.
 
     Attributes:
-        nbytes: Bytes that are freed: those of files that have no other hard link.
-        thinning: What is left out of it, where it loses its optimizer state instead of going.
+        nbytes: Bytes to free: those of files without another hard link.
+        thinning: Optimizer state to remove instead of the checkpoint, or None.
     """
 
     checkpoint: Annotated[Checkpoint, Inline()]
@@ -87,8 +87,8 @@ class PrunePlan(
     """Plan of a prune, with a decision for every checkpoint.
 
     Attributes:
-        policy: What is kept.
-        run: What there is.
+        policy: Rules that keep checkpoints.
+        run: Checkpoints and other entries of the run.
     """
 
     root: Annotated[TreePath, JsonField("absolute path")]
@@ -170,9 +170,9 @@ class PruneResult(Result):
         """Raise the first failure, if any.
 
         Raises:
-            PartialError: Some of them were.
-            StorageError: None was.
-            RefusedError: None was: it would not be safe.
+            PartialError: Some checkpoints were removed.
+            StorageError: No checkpoint was removed.
+            RefusedError: No checkpoint was removed, because it would not be safe.
         """
         if not self.failed:
             return
@@ -204,9 +204,9 @@ class Trainer(NamedTuple):
     """Training process that saves into a run.
 
     Attributes:
-        series: What the names of its checkpoints have in common; None: there are no others.
-        in_use: Names of the checkpoints with which it is at work: they are kept.
-        coming: How many it is about to save.
+        series: Common part of the names of its checkpoints; None if there are no others.
+        in_use: Names of the checkpoints that it uses, which are kept.
+        coming: Number of checkpoints that it is about to save.
     """
 
     series: str | None = None
@@ -228,19 +228,20 @@ def plan_prune(
 
     Args:
         root: A folder of checkpoints.
-        policy: What is kept.
-        force: Go by the steps where times say otherwise, and look into a checkpoint.
-        thin: Take optimizer state away instead of removing.
-        replaced: Whether something complete elsewhere stands for all of them: none has to stay.
-        trainer: The training at work. Which tensors its checkpoints must have is its own affair,
-            not that of a table.
-        now: Seconds since the epoch; None: what the clock says.
+        policy: Rules that keep checkpoints.
+        force: Whether to use the order of steps if times disagree, and to allow a checkpoint as
+            *root*.
+        thin: Whether to remove only optimizer state.
+        replaced: Whether a complete copy elsewhere replaces all of them, so that none has to stay.
+        trainer: The running job. Its own state determines the tensors of its checkpoints, not a
+            table.
+        now: Seconds since the epoch; None uses the clock.
 
     Raises:
-        SourceNotFoundError: There is no such directory.
-        FormatError: There are no checkpoints in it.
-        RefusedError: It would not be safe.
-        UsageError: A metric is not known.
+        SourceNotFoundError: The directory does not exist.
+        FormatError: It contains no checkpoints.
+        RefusedError: Removing them would not be safe.
+        UsageError: A metric is unknown.
     """
     now = clock.time() if now is None else now
     if not replaced:
@@ -275,8 +276,8 @@ def plan_prune(
 def plan_discard(root: TreePath, series: str, step: int, now: float | None = None) -> PrunePlan:
     """Plan to remove all checkpoints after *step*, so that the run can resume from it.
 
-    That are checkpoints with a higher step that are complete or torn. What is protected stays, and
-    the decision says why; what the run left behind goes.
+    These are checkpoints with a higher step that are complete or torn. Protected ones stay, with
+    the reason in the decision, but abandoned ones are removed.
     """
     return _plan_removal(root, series, lambda other: other > step, f"after step {step}", (), now)
 
@@ -284,8 +285,10 @@ def plan_discard(root: TreePath, series: str, step: int, now: float | None = Non
 def plan_delete(root: TreePath, series: str, step: int, in_use: Collection[str] = ()) -> PrunePlan:
     """Plan to remove the checkpoint of *step* regardless of rules.
 
+    *in_use* is that of `plan_prune`.
+
     Raises:
-        RefusedError: It is protected, or no other one is complete.
+        RefusedError: It is protected, or no other checkpoint is complete.
     """
     plan = _plan_removal(root, series, lambda other: other == step, f"step {step}", in_use)
     for decision in plan.of("skip"):
@@ -332,8 +335,8 @@ def _plan_removal(
 def _require_root(root: TreePath, *, force: bool = False) -> TreePath:
     """Resolve *root*, or raise if its entries must not be removed.
 
-    It may not be a link, ``/``, the home directory or above it, nor, without *force*, a checkpoint;
-    and no file may be where what is removed goes.
+    It must not be a link, ``/``, the home directory or a parent of it, nor, without *force*, a
+    checkpoint. No file may be at the path of the trash.
     """
     store = run_store(root)
     store.require_changeable()

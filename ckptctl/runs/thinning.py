@@ -1,7 +1,7 @@
 """Removal of optimizer state from a checkpoint; the weights stay.
 
-Where it lies in files of its own, these are removed. Where it lies among the weights, in ``dcp``
-and ``torch``, the rest is written anew and put in the place of the checkpoint in one step.
+Files that contain only optimizer state are removed. If it is stored together with the weights, in
+``dcp`` and ``torch``, the rest is rewritten and replaces the checkpoint atomically.
 """
 
 from __future__ import annotations
@@ -61,9 +61,9 @@ class Thinning:
     """Files and tensors of the optimizer to remove from a checkpoint.
 
     Attributes:
-        files: Files and folders of the optimizer alone; none: it is written anew without.
-        freed: Bytes, about.
-        dropped: Names of the leaves that are left out of what is written anew.
+        files: Files and folders of only the optimizer; if empty, the checkpoint is rewritten.
+        freed: Approximate number of bytes to free.
+        dropped: Names of the tensors and values that are not rewritten.
     """
 
     entry: RunEntry
@@ -199,8 +199,8 @@ def _beside(catalog: Catalog) -> set[str]:
 def _optimizers(catalog: Catalog) -> frozenset[str]:
     """Return the first words of names that contain optimizer state.
 
-    The word alone does not tell: parts of models are called ``opt`` and ``optim``. Under those
-    every tensor has to look as an optimizer's does; under one that says ``optimizer``, one.
+    The word is not enough, since parts of models are called ``opt`` and ``optim``. Below these,
+    every tensor must look like optimizer state; below ``optimizer``, one is enough.
     """
     tensors = [_words(one.path) for one in catalog.tensors.values() if _named_so(one.path)]
     blobs = [_words(one.path) for one in catalog.blobs.values() if _named_so(one.path)]

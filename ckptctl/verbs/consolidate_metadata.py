@@ -1,7 +1,7 @@
 """Add the missing global ``.metadata`` to a rank-local DCP directory, without moving tensors.
 
-:func:`plan_metadata` proves that the ranks' files are one whole checkpoint and writes nothing;
-:func:`run_metadata` adds the one file, whole or not at all. Then any world size can load it.
+:func:`plan_metadata` verifies that the ranks' files form a complete checkpoint and writes nothing.
+:func:`run_metadata` adds the one file atomically. Any world size can then load the checkpoint.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ class MetadataPlan(Result, order=f"dry_run {FIELDS}"):
     """Plan of a metadata file for a directory.
 
     Attributes:
-        content: The file to be written.
-        identities: The files that it speaks of, as they were.
+        content: Content of the file.
+        identities: Identity of each file that the metadata refers to.
     """
 
     source: Annotated[Path, JsonField("absolute path of the directory")]
@@ -81,7 +81,7 @@ class MetadataResult(Result, order=f"{FIELDS} notes"):
     """Result of adding the metadata file.
 
     Attributes:
-        notes: What the user should know about the way it was published.
+        notes: Notes about publishing.
     """
 
     plan: Annotated[MetadataPlan, Inline(FIELDS)]
@@ -102,8 +102,8 @@ class MetadataResult(Result, order=f"{FIELDS} notes"):
 def plan_metadata(path: str | TreePath) -> MetadataPlan:
     """Build the global metadata, without writing anything.
 
-    It looks into every write item, whose header has to agree with the metadata: a few kilobytes
-    for each chunk.
+    Reads the header of every write item, a few kilobytes per chunk, and compares it with the ranks'
+    metadata.
     """
     require_local(
         path,

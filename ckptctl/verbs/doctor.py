@@ -1,7 +1,7 @@
 """Checks of the installation, the plug-ins, a directory and the environment.
 
-torch is not imported, nothing is changed and nothing is left behind. What is found is ``ok``;
-``warn``: something is slower, or cannot be done here; ``fail``: something is broken.
+torch is not imported, nothing is changed, and no files remain. A check is ``ok``, ``warn`` if
+something is slower or unavailable, or ``fail`` if something is broken.
 """
 
 from __future__ import annotations
@@ -440,7 +440,7 @@ def _ranks() -> Check:
 def _home() -> Path:
     """Return the folder of Hugging Face's libraries, as ``huggingface_hub.constants`` does.
 
-    Importing that costs more than all the rest of the start.
+    Importing that module takes longer than the rest of the start.
     """
     cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     home = os.environ.get("HF_HOME") or f"{cache}/huggingface"

@@ -49,7 +49,7 @@ class KeyMap(Result, order="key template"):
 def map_key(key: str, options: MapOptions) -> KeyMap:
     """Map *key*, or a template such as ``model.layers.{i}.mlp.up_proj.weight``, to a layout.
 
-    Without a model type the configuration says what model it is.
+    Without a model type, the configuration determines it.
     """
     with families.using(options.converter):
         model_type, to_layout, given = options.model_type, options.to_layout, options.sizes

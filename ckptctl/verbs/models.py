@@ -116,8 +116,8 @@ class ModelType(
     """Known model type.
 
     Attributes:
-        layouts: Those of its layouts that were asked for.
-        tables: What each layout keeps; empty in a list of families.
+        layouts: Requested layouts.
+        tables: Tables of the layouts; empty in a list of model types.
     """
 
     family: Annotated[

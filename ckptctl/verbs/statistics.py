@@ -1,7 +1,6 @@
 """Statistics of the values of a tensor, read in windows of 1 MiB.
 
-The order of elements does not matter here, so they are read as they are stored; only a window is
-ever in memory.
+The order of elements is irrelevant, so they are read as stored. Only one window is in memory.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ BINS = 10
 class Statistics:
     """Statistics of one tensor; those of a complex one cover real and imaginary parts.
 
-    Of 64-bit integers the smallest and the largest are exact.
+    The minimum and maximum of 64-bit integers are exact.
     """
 
     count: Annotated[int, JsonField("number of values; complex values count twice")] = 0
@@ -67,10 +66,10 @@ def side_by_side(
 
     Args:
         entries: The tensors.
-        sizes: Bytes that are read of each.
-        look: Gets a tensor, and what to call with the bytes that it has read.
-        advance: Gets them all.
-        jobs: Threads that look; None: this process's part of the cores.
+        sizes: Number of bytes to read of each.
+        look: Receives a tensor and a function to call with the number of bytes read.
+        advance: Receives the total progress.
+        jobs: Number of threads; None for this process's share of the cores.
     """
     from ckptctl.storage.arithmetic import import_torch, keep_to_thread
 

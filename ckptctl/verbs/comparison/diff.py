@@ -51,7 +51,7 @@ def diff(
 ) -> Difference:
     """Compare two checkpoints after mapping *b* to the layout of *a*.
 
-    *progress* is told of the bytes that will be compared.
+    Errors are deviations of *b*. *progress* receives the number of bytes to compare.
     """
     with families.using(options.converter):
         return _diff(a, b, options, progress)
@@ -112,8 +112,8 @@ def _diff(
 def _is_ignored(one: TensorDifference, options: DiffOptions) -> bool:
     """Return whether only the dtype differs and `ignore_dtype` is set.
 
-    Where B's is several dtypes no elements are compared, so nothing shows that the numbers are
-    equal.
+    If B stores the tensor in several dtypes, elements are not compared, so nothing shows that they
+    are equal.
     """
     compared = options.structure or not one.has_several_dtypes
     return options.ignore_dtype and one.kinds == ("dtype",) and compared
@@ -187,7 +187,7 @@ def _meant_for_some(
 def _read_leaves(catalog: Catalog) -> tuple[Catalog, frozenset[str]]:
     """Read the non-tensor values of *catalog*, and turn tensors inside them into entries.
 
-    The names are those of tensors that lay in leaves of a trainer.
+    Also returns the names of tensors inside values of a trainer.
     """
     read = formats.resolve(replace(catalog, tensors={}, replicas={}))
     blobs = {**catalog.blobs, **read.blobs}

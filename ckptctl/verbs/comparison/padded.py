@@ -23,8 +23,8 @@ from ckptctl.units import counted
 def without_padding(a: Catalog, mapping: StateMapping) -> tuple[Catalog, int]:
     """Remove the padding rows of *a*'s vocabulary, and note it in *mapping*.
 
-    Rows that hold something are no padding unless the trainer's arguments say so: they stay. The
-    number is that of the bytes that were read to tell.
+    Rows with data are only padding if the trainer's arguments say so. Also returns the number of
+    bytes read to find out.
     """
     longer = dict(_longer(a, mapping))
     rows = {(a.tensors[name].shape[0], size) for name, size in longer.items()}

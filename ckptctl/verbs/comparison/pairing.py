@@ -47,9 +47,9 @@ class Pair:
     """Tensor of A, and its counterpart in B.
 
     Attributes:
-        composed: What it is made of in B, in A's layout.
+        composed: Composition of the tensor from tensors of B, in A's layout.
         sources: Names in B.
-        dtype: torch's name of B's; several, joined by commas, where its parts differ.
+        dtype: torch's name of the dtype in B; comma-separated if its parts differ.
     """
 
     entry: TensorEntry
@@ -71,7 +71,7 @@ class Pairing:
 def map_other(a: Catalog, b: Catalog, request: MappingRequest) -> StateMapping:
     """Map *b* to the layout of *a*, completely if possible.
 
-    A configuration that only *a* has says the sizes of both, and its records the model type.
+    If only *a* has a configuration, its sizes apply to both; its records may name the model type.
     """
     state = {n: TensorMeta(e.dtype, e.shape, e.path) for n, e in a.tensors.items()}
     if a.documents and not b.documents:
@@ -107,7 +107,7 @@ def pair(
 ) -> Pairing:
     """Pair the tensors and values of both checkpoints; raise if a glob matches nothing.
 
-    *trainers* are tensors that are not a model's, whatever they are called.
+    *trainers* are tensors that do not belong to a model, whatever their names are.
     """
     called = _called(b, mapping)
     own = {name: [name] for name in (*a.tensors, *a.blobs)}

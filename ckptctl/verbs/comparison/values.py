@@ -78,12 +78,12 @@ class Windows:
     """Reader of the same boxes of two located checkpoints.
 
     Attributes:
-        a: The first one, under its own names.
-        b: The other one.
-        jobs: Threads that read; 0: this process's part of the cores.
-        bitwise: Whether elements are compared by their bits alone, without torch.
-        seen: What the files first were.
-        bytes_read: Bytes that were read from the files of the first one, and of the other one.
+        a: The first checkpoint, under its own names.
+        b: The other checkpoint.
+        jobs: Threads that read; 0 for this process's share of the cores.
+        bitwise: Whether to compare only bits, without torch.
+        seen: Identity of each file when it was first read.
+        bytes_read: Bytes read from the files of the first and of the other checkpoint.
     """
 
     a: StateMapping
@@ -102,7 +102,7 @@ class Windows:
         """Compare the elements of *pairs*, which have one shape on both sides.
 
         Returns:
-            For each name in A how its elements differ, also where they do not.
+            Differences by name in A, including tensors without differences.
         """
         found = {one.entry.name: Errors() for one in pairs}
         if self.bitwise:

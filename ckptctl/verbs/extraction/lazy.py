@@ -68,14 +68,14 @@ class TensorHandle:
         return dtypes.itemsize(self.dtype) * cut((), self.shape, self.name).box.numel
 
     def __getitem__(self, key: Part | tuple[Part, ...]) -> Tensor:
-        """Read a part; the result is a new tensor in host memory.
+        """Read a part into a new tensor in host memory.
 
         Args:
             key: An index, a slice or ``...``, or a tuple of these.
 
         Raises:
-            CkptError: It cannot be read, or the key is none of these. An index outside is an
-                ``IndexError``, too.
+            CkptError: The part cannot be read, or the key is not valid. An index that is out of
+                bounds is also an ``IndexError``.
         """
         parts = key if isinstance(key, tuple) else (key,)
         wrong = [part for part in parts if isinstance(part, str)]
@@ -186,7 +186,7 @@ class LazyStateDict(Mapping[str, TensorHandle]):
         """Return the handle of a tensor.
 
         Raises:
-            CkptError: There is none of that name; it is a ``KeyError``, too.
+            CkptError: There is no tensor with that name; also a ``KeyError``.
         """
         composed = self._tensors.get(name)
         if composed is None:

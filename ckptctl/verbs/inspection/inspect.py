@@ -55,7 +55,7 @@ def inspect(
 ) -> Inspection:
     """Describe the checkpoint, or the folder of checkpoints, at *path*.
 
-    A checkpoint that can be read but is not complete is described all the same: see
+    A checkpoint that can be read but is not complete is described as well: see
     :attr:`~ckptctl.verbs.inspection.inspect_result.Inspection.problems`.
     """
     options = options or InspectOptions()
@@ -100,7 +100,7 @@ def _readable(read: Callable[..., Catalog]) -> Catalog:
 def _run(path: str | TreePath, *, recognized: bool) -> Inspection | None:
     """Describe a folder of checkpoints, or return None if *path* is not one.
 
-    Where *path* was recognized as a checkpoint, it is one of checkpoints only by their names.
+    If *path* was recognized as a checkpoint, only names of checkpoints make it a run.
     """
     if (found := overview(path)) or recognized:
         return found
@@ -109,10 +109,7 @@ def _run(path: str | TreePath, *, recognized: bool) -> Inspection | None:
 
 
 def overview(path: str | TreePath) -> Inspection | None:
-    """Describe the training run at *path*.
-
-    None: it is a checkpoint itself, or none in it is named as in a run.
-    """
+    """Describe the training run at *path*, or return None if it is a checkpoint or not a run."""
     from ckptctl.runs.entries import is_run
     from ckptctl.runs.listing import read_run  # which verifies each
 
@@ -312,8 +309,8 @@ def measured(
 ) -> dict[str, Statistics]:
     """Measure *entries*, whose extents must be ``raw``; this imports torch.
 
-    A tensor with holes is measured as far as it is there; one whose dtype has no numbers is left
-    out, as is one that *failed* is called with an error of.
+    Only the present part of a tensor with holes is measured. Tensors without numbers are skipped,
+    and so are those with an error if *failed* is given, which receives the error.
     """
     sizes = [PASSES * sum(extent.nbytes for extent in entry.extents) for entry in entries]
     look = partial(measure, files, bins=bins)

@@ -92,9 +92,9 @@ class Inspection(
     """Description of a checkpoint or of a folder of checkpoints.
 
     Attributes:
-        findings: Where :attr:`problems` come from; of a folder of checkpoints none.
+        findings: Sources of :attr:`problems`; empty for a folder of checkpoints.
         read_failed: Whether the operating system failed a read.
-        run: What ``ls`` says of a folder whose entries are named as checkpoints of a run are.
+        run: Result of ``ls`` for a folder with names of a training run.
     """
 
     path: Annotated[str, JsonField("path as given")]

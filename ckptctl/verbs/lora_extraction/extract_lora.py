@@ -1,7 +1,7 @@
 """Extraction of a LoRA adapter: the low-rank part of the change of each linear layer.
 
-Both models are read tensor by tensor, under the names that PEFT knows whatever theirs are; at any
-time there is one weight of each in memory, with its decomposition.
+Both models are read tensor by tensor, under the names that PEFT uses. At any time, one weight of
+each is in memory, with its decomposition.
 """
 
 from __future__ import annotations
@@ -78,8 +78,8 @@ def extract_lora(
     """Write the adapter that turns *base* into *tuned*, as closely as its rank allows.
 
     Raises:
-        MappingError: They are not two of one model.
-        RefusedError: What is no linear layer differs, and nothing says what becomes of it.
+        MappingError: They are not two versions of one model.
+        RefusedError: A tensor outside of linear layers differs, and `others` is ``refuse``.
     """
     return Extraction(base, tuned, output, options).run(progress or (lambda _: None))
 
@@ -368,7 +368,7 @@ def _family(
 ) -> tuple[Family, str, frozenset[str], frozenset[str]]:
     """Return the model type, PEFT's layout, tensors that others are tied to, and the tied ones.
 
-    PEFT gives layers the names that transformers has in memory, where experts are stacked.
+    PEFT uses the names that transformers has in memory, where experts are stacked.
     """
     catalog = open_source(path, OpenOptions(model_type=options.model_type))
     known = understand(catalog, request=Request(options.model_type))
@@ -413,7 +413,7 @@ _NUMBERED = re.compile(r"\.\d+\.")
 class AdapterFolder:
     """Files of an adapter that is being written.
 
-    The header of the weights stands before them, and gets the room that all names would need.
+    The header of the weights comes first, so room for all possible names is reserved.
     """
 
     def __init__(self, folder: Path, names: Collection[str], dtype: str) -> None:
@@ -472,12 +472,12 @@ def adapter_config(
     """Build the adapter_config.json of an adapter whose factors are scaled by 1.
 
     Args:
-        ranks: By module.
-        keys: All tensors of the model.
-        saved: Modules that the adapter has as a whole.
-        stacks: The ranks of parameters that hold experts.
-        experts: Whether the model has such parameters at all.
-        generates: Whether it is one that writes text.
+        ranks: Ranks by module.
+        keys: Names of all tensors of the model.
+        saved: Modules that the adapter stores in full.
+        stacks: Ranks of parameters that contain stacked experts.
+        experts: Whether the model has stacked experts.
+        generates: Whether the model generates text.
     """
     single = {module for module in ranks if experts and as_parameter(module)}
     parameters = {**{module + WEIGHT: ranks[module] for module in single}, **stacks}

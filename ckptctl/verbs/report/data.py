@@ -25,8 +25,8 @@ class Chunk:
     """Box of a tensor and its file.
 
     Attributes:
-        file: Where it lies, or should lie; None: it is computed when it is read, or, of a part
-            that is missing, no file is known to hold it.
+        file: File of the box, or the file that should contain it; None if the box is computed on
+            read, or if the file of a missing box is unknown.
     """
 
     box: Box
@@ -38,10 +38,10 @@ class ChunkMap:
     """Files of the boxes of a tensor.
 
     Attributes:
-        chunks: The boxes that are there; as many as there is room for.
-        holes: Those that are not; likewise.
+        chunks: Stored boxes, up to the limit.
+        holes: Missing boxes, up to the limit.
         missing: Number of holes.
-        missing_bytes: Bytes of all of them.
+        missing_bytes: Bytes of all holes.
     """
 
     chunks: tuple[Chunk, ...] = ()
@@ -55,9 +55,9 @@ class TensorReport:
     """Tensor in a report.
 
     Attributes:
-        info: What an inspection says of it.
-        part: What it belongs to.
-        map: Where it lies.
+        info: Description of the tensor.
+        part: Part of the checkpoint that it belongs to.
+        map: Files of its boxes.
     """
 
     info: TensorInfo
@@ -139,10 +139,10 @@ class CheckpointSummary(Result):
     """Head of a page about a checkpoint.
 
     Attributes:
-        verification: Whether it is complete, and what is wrong.
-        inspection: What it holds; None: its index cannot be read.
-        presence: How much of it is there.
-        absent: Files that parts of tensors should lie in, and that are not there.
+        verification: Verdict and findings.
+        inspection: Contents, or None if the index cannot be read.
+        presence: Share of the checkpoint that is present.
+        absent: Missing files that tensors require.
     """
 
     path: Annotated[str, JsonField("path as given")]
@@ -198,12 +198,13 @@ class Report(
     """Contents of a page about a checkpoint.
 
     Attributes:
-        tensors: The tensors that are listed.
-        findings: How many findings are listed.
-        unusable: Files that parts of tensors should lie in, and that are missing or damaged.
-        ranks: For each file of which the name says it, the rank that wrote it.
-        difference: How the two differ; None: there is no second one, or it cannot be compared.
-        differences: How many of each list of the difference are listed.
+        tensors: Listed tensors.
+        findings: Number of listed findings.
+        unusable: Missing or damaged files that tensors require.
+        ranks: Rank that wrote each file, if its name contains the rank.
+        difference: Difference from the second checkpoint; None without one, or if they cannot be
+            compared.
+        differences: Maximum length of each listed part of the difference.
     """
 
     tensors: tuple[TensorReport, ...]

@@ -70,8 +70,7 @@ _OPTIONS = {
 def report(path: str | TreePath, options: ReportOptions, progress: Watch = unwatched) -> Report:
     """Collect everything known about a checkpoint and write a page about it.
 
-    A checkpoint that is not whole has a page, too; of one whose index cannot be read the page says
-    why.
+    A damaged checkpoint gets a page, too. If its index cannot be read, the page shows the reason.
     """
     if options.stats:
         require_torch(spell_option("--stats"))
@@ -275,14 +274,14 @@ class ChunkMaps:
     """Builder of the chunk maps of a report, with limits per tensor and in total.
 
     Attributes:
-        chunks: Boxes that had no place.
-        holes: Missing boxes that had none.
+        chunks: Number of boxes beyond the limits.
+        holes: Number of missing boxes beyond the limits.
     """
 
     def __init__(
         self, virtual: Collection[str] = (), room: int = IN_ALL, each: int = PER_TENSOR
     ) -> None:
-        """Show the file of every chunk but of those in *virtual* files."""
+        """Omit the file of chunks in *virtual* files."""
         self._virtual = virtual
         self.chunks = 0
         self.holes = 0
@@ -323,7 +322,7 @@ def _statistics(
 ) -> tuple[Mapping[str, Statistics], list[Finding]]:
     """Measure the tensors called *names*; also return findings about their bytes.
 
-    The checkpoint need not be whole. Tensors that share the memory of others are measured as these.
+    The checkpoint need not be complete. Tensors that share memory are measured once.
     """
     entries = catalog.tensors
     chosen = dict.fromkeys(entries[name].alias_of or name for name in names)

@@ -1,6 +1,6 @@
 """Comparison of a checkpoint's data with all recorded checksums, and search for NaN.
 
-Where a file carries no checksum, only its structure can be checked: those bytes are counted apart.
+Bytes without a checksum are counted separately, since only their structure can be checked.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class ReadBlock(NamedTuple):
 class PackedItem(NamedTuple):
     """Compressed item in a virtual file; reading one element verifies all of it.
 
-    What is in the item has checksums of its own.
+    The content of the item has its own checksums.
     """
 
     name: str
@@ -90,11 +90,11 @@ class _Done:
     """Results of one rank.
 
     Attributes:
-        sums: The checksums of blocks.
-        findings: What else is wrong.
-        files: Those whose digest is right.
-        items: Those that are sound.
-        bytes_read: How much was read for that.
+        sums: Checksums of blocks.
+        findings: Other findings.
+        files: Files with a correct digest.
+        items: Undamaged items.
+        bytes_read: Number of bytes read.
     """
 
     sums: list[tuple[ReadBlock, int | CkptError]]
@@ -115,8 +115,8 @@ def read_data(
 ) -> tuple[list[Finding], Proof, int]:
     """Compare the data with all checksums, or search it for NaN and Inf.
 
-    All ranks return the same: findings, what checksums prove, and the bytes that were read. In
-    *resolved*, the bytes of every sound item are located.
+    All ranks return the same findings, proof and number of bytes read. *resolved* locates the bytes
+    of every undamaged item.
     """
     with source_files(catalog.root) as files, open_reader(resolved) as reader:
         before = _identities(catalog)
@@ -169,7 +169,7 @@ def _portion(
 ) -> tuple[Sequence[ReadBlock], _Todo]:
     """Select the blocks, files and tensors that this rank reads.
 
-    A file that several lists name stays with one rank.
+    A file that is in several lists is assigned to one rank.
     """
     listed = list(dict.fromkeys(line.file for line in todo.lines))
     mine = set(portion(ranks, listed, lambda name: _sizes(files, [name])))
@@ -289,7 +289,7 @@ def recorded(
 ) -> tuple[list[Recorded], list[Finding]]:
     """List all recorded checksums in file order, and findings about them.
 
-    In *resolved*, the bytes of every item are located.
+    *resolved* locates the bytes of every item.
     """
     known: dict[tuple[str, int, int, int], Recorded] = {}
     for entry in resolved.tensors.values():
@@ -403,9 +403,9 @@ class Proof:
     """Bytes of each file that checksums verify.
 
     Args:
-        right: Spans whose checksum is right; they may overlap.
-        wrong: Spans whose checksum is not.
-        compared: Whether checksums of any data are recorded.
+        right: Spans with a correct checksum; they may overlap.
+        wrong: Spans with a wrong checksum.
+        compared: Whether any data has a recorded checksum.
     """
 
     def __init__(

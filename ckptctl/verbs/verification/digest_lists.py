@@ -1,8 +1,8 @@
 """Checksum lists of files: ``SHA256SUMS``, Meta's ``checklist.chk`` and others.
 
-The form is that of coreutils' ``sha256sum`` and ``md5sum`` (``src/cksum.c``): the digest, two
-characters, the name; a backslash before the digest where the name is escaped. Megatron-Core's
-``integrity.json`` has ``algorithm`` and ``files``
+The syntax is that of coreutils' ``sha256sum`` and ``md5sum`` (``src/cksum.c``): digest, two
+characters, name, with a backslash before the digest if the name is escaped. Megatron-Core's
+``integrity.json`` contains ``algorithm`` and ``files``
 (``megatron/core/dist_checkpointing/integrity.py``).
 """
 
@@ -41,7 +41,7 @@ _ESCAPES = {"\\\\": "\\", "\\n": "\n", "\\r": "\r"}
 class FileDigest:
     """Line of a checksum list; *algorithm* is ``sha256``, ``md5`` or ``git-sha1`` (a git blob).
 
-    *severity* is that of a file with another digest.
+    *severity* is that of a finding if the file has another digest.
     """
 
     list_: str
@@ -59,7 +59,7 @@ def lists_of(path: TreePath) -> dict[str, str]:
 def listed_digests(files: SourceFiles, path: TreePath) -> tuple[list[FileDigest], list[Finding]]:
     """Parse the checksum lists of the checkpoint at *path*; also return findings.
 
-    Of a single file it is what they say of that one; others beside it are none of it.
+    For a checkpoint of a single file, lines about other files are ignored.
     """
     found: list[FileDigest] = []
     findings: list[Finding] = []
@@ -190,7 +190,7 @@ def unlistable(path: TreePath) -> list[Finding]:
 def write_list(path: TreePath, jobs: int | None, progress: Watch, ranks: Coordinator) -> str:
     """Write the SHA-256 sums of all files of a checkpoint; return the path of the list.
 
-    The ranks share the reading, and rank 0 writes.
+    The ranks share the reading, and rank 0 writes the list atomically.
     """
     # `ls` reads lists and carries out no plan.
     from ckptctl.ranks.sharing import portion

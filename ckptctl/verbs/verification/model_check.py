@@ -1,6 +1,6 @@
 """Findings about a model: missing tensors, contradictions and doubts.
 
-Every command that states whether a checkpoint is complete asks here.
+Every command that decides whether a checkpoint is complete uses this module.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def check_model(model: Model, notes: Notes) -> tuple[list[Finding], Scope]:
     """Compare the tensors of a model with its model type, its configuration and each other.
 
     Returns:
-        Missing tensors (also noted), contradictions and doubts; and whether missing tensors could
+        Missing tensors (also noted), contradictions and doubts, and whether missing tensors could
         have been detected.
     """
     catalog, names = model.catalog, model.tensors
@@ -79,7 +79,7 @@ def recognized_check(
 def needs_index_only(catalog: Catalog, notes: Notes) -> bool:
     """Return whether the result of :func:`recognized_check` holds for any equal index.
 
-    It does not if quantization makes it read other files, or tensors, or if notes name a path.
+    It does not if quantization makes it read other files or tensors, or if notes contain a path.
     """
     reads_files = not BESIDE.keys().isdisjoint(catalog.assets) or not is_plain(catalog)
     return not reads_files and not any(str(catalog.root) in note.text for note in notes)

@@ -31,7 +31,7 @@ _Ranges = list[tuple[int, int, str, str]]
 def structure(catalog: Catalog, *, index_passed: bool = False) -> Iterator[Finding]:
     """Yield findings from the index and the first bytes of files.
 
-    With *index_passed* only the files are examined: the same index has already passed.
+    With *index_passed*, only files are examined, because an equal index has passed.
     """
     yield from () if index_passed else of_index(catalog)
     yield from _shared_bytes(catalog)
@@ -219,9 +219,9 @@ def _ranges(catalog: Catalog) -> Iterator[tuple[str, Iterable[tuple[str, int, in
 def _shared_bytes(catalog: Catalog) -> Iterator[Finding]:
     """Yield findings about bytes that belong to two tensors without being shared memory.
 
-    Tensors in one zip of ``torch.save`` do so whenever they are views of one storage, and no two
-    records of a zip overlap, which is proven where zips are read. Elsewhere two names may stand for
-    the same bytes, but not for a part of each other's.
+    In a zip of ``torch.save``, tensors share memory if they are views of one storage, and reading
+    a zip already proves that its records do not overlap. In other files, two names may have
+    identical byte ranges, but no partial overlaps.
     """
     with source_files(catalog.root) as files:
         for file, ranges in ahead(files, _exclusive(catalog).items(), _head_if_raw):
@@ -242,7 +242,7 @@ def _shared_bytes(catalog: Catalog) -> Iterator[Finding]:
 def _zips(files: SourceFiles, file: str, ranges: _Ranges) -> Iterator[Finding]:
     """Yield a finding if the first item does not start like a zip, or the last does not end so.
 
-    A file of the right size that was never written, or only in part, is nothing else.
+    This detects files of the right size that were never written, or only in part.
     """
     items = [one for one in ranges if one[3] == "torch"]
     if not items or files.size(file) < max(end for _, end, *_ in items):
@@ -292,7 +292,7 @@ def _exclusive(catalog: Catalog) -> dict[str, _Ranges]:
 def _moments(catalog: Catalog) -> Iterator[Finding]:
     """Yield parameters without a part of the Adam state that others have.
 
-    A parameter without all three is not Adam's; what has the first moment alone may be Lion's.
+    A parameter without all three is not Adam's. One with only the first moment may be Lion's.
     """
     found: dict[str, set[str]] = {}
     for name in (*catalog.tensors, *catalog.blobs):

@@ -1,10 +1,10 @@
 """Findings next to a checkpoint: stray files, leftovers, and digests of the Hugging Face Hub.
 
-Source: huggingface_hub 2.4.0. ``_local_folder.py``: beside files that were downloaded to a folder,
+Source: huggingface_hub 2.4.0. For files downloaded to a folder (``_local_folder.py``),
 ``.cache/huggingface/download/NAME.metadata`` has three lines: commit, ETag, time. In the cache
-(``file_download.py``) ``models--ORG--NAME/snapshots/COMMIT/NAME`` is a link to ``blobs/ETAG``,
-which ``utils/_shared_blobs.py`` may make a link in turn. The ETag is the SHA-256 of a file in LFS
-or Xet, and git's own SHA-1 of any other (``utils/_verification.py``).
+(``file_download.py``), ``models--ORG--NAME/snapshots/COMMIT/NAME`` is a link to ``blobs/ETAG``,
+which ``utils/_shared_blobs.py`` may turn into another link. The ETag is the SHA-256 of a file in
+LFS or Xet, and git's SHA-1 of any other file (``utils/_verification.py``).
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ def _contradicted(folder: TreePath, catalog: Catalog, *, values: bool) -> Iterat
 def _same(catalog: Catalog, parts: Catalog, name: str) -> bool:
     """Return whether a tensor has equal elements here and in the shards.
 
-    Of those without dimensions torch makes 0, which a note of the format says.
+    Tensors without dimensions are skipped: torch sets them to 0, which a note of the format states.
     """
     own, other = catalog.tensors[name], parts.tensors[name]
     if not own.shape:
@@ -198,7 +198,8 @@ MAX_RECORD = 4096
 def downloaded(files: SourceFiles, used: Collection[str]) -> tuple[list[FileDigest], list[Finding]]:
     """Return the digests that the Hub records of files, and findings about its records.
 
-    Files other than the data files *used* count in the same directories, and at the top.
+    Includes files other than the data files *used*, if they are in the same directories or at the
+    top.
     """
     folders = {Path(), *(Path(name).parent for name in used)}
     if not files.local:
@@ -244,7 +245,7 @@ def _linked(root: TreePath, folder: PurePath) -> Iterator[FileDigest]:
 def _recorded(root: TreePath, folder: PurePath) -> Iterator[tuple[TreePath, str]]:
     """Yield the record of each downloaded file in a folder, and the file relative to *root*.
 
-    The folder that was downloaded to may be one above: repositories have folders, too.
+    The download folder may be a parent, since repositories contain folders.
     """
     real = real_path(root)
     for top in (real, *real.parents):
@@ -258,7 +259,7 @@ def _recorded(root: TreePath, folder: PurePath) -> Iterator[tuple[TreePath, str]
 def _read(record: TreePath, file: TreePath, name: str) -> FileDigest | None:
     """Parse the record of *file*, or return None if it is malformed.
 
-    A file in git that was changed after its download is somebody's own; one in LFS never is.
+    A file in git that changed after its download was edited by the user; one in LFS never is.
     """
     try:
         with source_files(record.parent) as files:

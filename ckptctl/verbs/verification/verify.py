@@ -1,7 +1,7 @@
 """Verification of a checkpoint: complete, damaged or unknown.
 
-Three levels: ``fast`` reads the index; ``headers`` also what each item says of itself; ``full``
-also every byte that a checksum covers. Only ``nan=True`` imports torch. Nothing is changed.
+There are three levels. ``fast`` reads the index, ``headers`` also the header of each item, and
+``full`` also all bytes with a checksum. Only ``nan=True`` imports torch. Nothing is changed.
 """
 
 from __future__ import annotations
@@ -62,14 +62,14 @@ class _State:
 class IndexChecks:
     """Results of index checks, shared by checkpoints of a run with equal indexes.
 
-    Every index is read. What follows from its content alone is then checked once: whether chunks
-    cover their tensors, and whether all tensors of the model type are there. Only a result without
-    findings is shared, since findings name the files of one checkpoint.
+    Every index is read. Checks that depend only on its content run once: whether chunks cover their
+    tensors, and whether all tensors of the model type exist. Only results without findings are
+    shared, since findings name the files of one checkpoint.
 
     Attributes:
-        passed: The catalog of the last index that passed; None: there is none yet.
-        scope: What the model check could compare it with.
-        notes: Texts of the model check.
+        passed: Catalog of the last index that passed, or None.
+        scope: Scope of its model check.
+        notes: Notes of its model check.
     """
 
     passed: Catalog | None = None
@@ -77,7 +77,7 @@ class IndexChecks:
     notes: Notes = field(default_factory=Notes)
 
     def has_passed(self, catalog: Catalog) -> bool:
-        """Return whether *catalog* has the index that passed, wherever its files are."""
+        """Return whether the index of *catalog*, apart from its location, has passed."""
         passed = self.passed
         # Values next to the tensors, such as the step, differ in each checkpoint.
         return (
@@ -92,7 +92,7 @@ class IndexChecks:
         )
 
     def add(self, catalog: Catalog, scope: Scope, notes: Notes) -> None:
-        """Remember that *catalog* passed."""
+        """Remember that the index of *catalog* passed."""
         self.passed, self.scope, self.notes = catalog, scope, notes
 
 
@@ -115,8 +115,7 @@ def examine(
 ) -> tuple[Verification, Catalog | None]:
     """Verify a checkpoint; also return its catalog, or the readable part of it.
 
-    Of a checkpoint that is not complete the catalog has what is left of it. *index_checks* are
-    those of checkpoints that were verified with the same options.
+    *index_checks* are those of other checkpoints that were verified with the same options.
     """
     start = time.monotonic()
     ranks = ranks or Alone()

@@ -41,10 +41,10 @@ class Verification(
     """Result of verifying a checkpoint, and how much data was compared with checksums.
 
     Attributes:
-        files: The data files, with their sizes in bytes.
-        verified: For each data file the bytes that match a checksum; empty below ``full``.
-        compared: Whether checksums of data are recorded and were compared; None: not looked for.
-        require_verified: Whether data that no checksum covers is a failure.
+        files: Sizes of the data files in bytes.
+        verified: Bytes of each data file that match a checksum; empty below ``full``.
+        compared: Whether recorded checksums of data were compared; None if they were not read.
+        require_verified: Whether data without a checksum is a failure.
     """
 
     path: Annotated[str, JsonField("path as given")]

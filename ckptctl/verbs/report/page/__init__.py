@@ -1,8 +1,8 @@
 """Page of a report: one self-contained HTML file, safe for any names in a checkpoint.
 
-Names come from files that others wrote. They are in the page as JSON only, in which no ``<`` is
-left, and its script shows them as text. The page's policy (CSP) lets nothing run or load but the
-one script and the one style sheet whose digests it states.
+Names come from files that others wrote. The page contains them only as JSON without ``<``, which
+its script shows as text. The page's policy (CSP) allows only the one script and the one style
+sheet whose digests it contains.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def page(document: Mapping[str, object]) -> str:
 def embedded(document: Mapping[str, object]) -> str:
     """Encode *document* as JSON that is safe inside an HTML page.
 
-    Whole numbers beyond :data:`SAFE` are text in it: the script has all their digits then.
+    Integers beyond :data:`SAFE` become text, so that the script receives all digits.
     """
     text = _json(document)
     if BIG.search(text):
