@@ -21,16 +21,16 @@ from ckptctl.storage.writing import OBJECTS
 from ckptctl.tree import TreePath
 
 ADDED = frozenset({"SHA256SUMS", MANIFEST, SIDECAR, LOCK, OBJECTS})
-"""What is put beside a checkpoint later, or taken away."""
+"""Files that are added to a checkpoint later, or removed from it."""
 STATE = (
     *(".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".distcp", ".pkl"),
     *(".index.json", "metadata"),
 )
-"""Ends of the names of what a trainer saves: weights, their index, optimizers, its own state."""
+"""Endings of files that a trainer saves: weights, index, optimizer and trainer state."""
 STEPLESS = "release"
-"""What Megatron calls weights in a run that it begins with."""
+"""Megatron's folder for initial weights."""
 RUNS = 3
-"""How many runs below a folder are named."""
+"""Number of runs in a folder that an error names."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +115,7 @@ def entry_at(item: TreePath) -> RunEntry | None:
     if not folder and not (stat.S_ISREG(status.st_mode) and item.suffix == ".ckpt"):
         return None
     named = parse(target or item.name)
-    if named is None:  # Lightning's last one: the step is inside
+    if named is None:  # last.ckpt, which contains its step
         step = stated_step(item)
         if step is None:
             return None

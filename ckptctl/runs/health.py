@@ -32,14 +32,14 @@ from ckptctl.verbs.verification.verify_options import VerifyOptions
 from ckptctl.verdict import Verdict, decide_verdict, shows_torn_write, worst_verdict
 
 NOTES = frozenset({SIDECAR, LOCK, OBJECTS})
-"""What is written beside a checkpoint, and may be left where it was removed."""
+"""Files next to a checkpoint's own that may remain after its removal."""
 BUILT_IN_RULES = Path("megatron-core")
 AT_WORK = 600.0
-"""Seconds since the last change for which an incomplete checkpoint counts as being written."""
+"""Seconds after its last change in which an incomplete checkpoint is being written."""
 SHOWN_METRIC = 80
 _FIRST, _LAST = "path step time bytes format verdict writing problem", "protected_by metrics link"
 CHECKPOINT = " ".join((_FIRST, "lacks", _LAST))
-"""The order of what is printed of a checkpoint."""
+"""Order of a checkpoint's fields in the output."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,7 +180,7 @@ def examine(
     )
     if checkpoint.complete:
         return checkpoint
-    # Its age counts from the last change of anything in it.
+    # The age of an incomplete checkpoint counts from the last change of any file.
     checkpoint = replace(checkpoint, time=entry.touched)
     staging = Path(entry.path) if entry.staging else staging_directory(Path(entry.path))
     writer = lock.holder(staging) if staging.is_dir() and not staging.is_symlink() else None
@@ -203,7 +203,7 @@ class _Asked(NamedTuple):
 
 def _health(path: TreePath, asked: _Asked) -> Health:
     for folder in (path, *(item for item in _inside(path) if item.is_dir())):
-        # what ranks save in DCP's format, without what is saved last
+        # a DCP save without .metadata, which is written last
         if (begun := formats.interrupted(folder)) and not formats.sniff(folder):
             missing = (folder / METADATA).relative_to(path)
             what = f"`{missing}` is missing"
@@ -298,7 +298,7 @@ def _judged(path: TreePath, name: str | None, asked: _Asked) -> Health:
     try:
         verified, _ = verify(path, options, index_checks=asked.index_checks)
     except MappingError as error:
-        # The files do not say how ranks divide tensors; whether all are there can be told.
+        # Without rules for dividing tensors among ranks, files can still be checked.
         try:
             verified, _ = verify(path, replace(options, rules=BUILT_IN_RULES))
         except CkptError:

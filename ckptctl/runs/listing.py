@@ -45,8 +45,8 @@ COMPANIONS = (
     "common.pt",
     "random_states_0.pkl",
 )
-"""What trainers write beside the weights, and after them: transformers, Lightning, torchtune,
-Megatron, accelerate."""
+"""Files that trainers write next to the weights, and after them: transformers, Lightning,
+torchtune, Megatron, accelerate."""
 
 
 class Company:
@@ -91,7 +91,7 @@ def _has(folder: TreePath, name: str) -> bool:
         return False
 
 
-# --- all of them --------------------------------------------------------------------------------
+# --- all checkpoints ----------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -252,7 +252,7 @@ def newest(
     return Newest(
         chosen,
         tuple(skipped),
-        # What Lightning saved last may be the chosen one under its other name.
+        # last.ckpt may be a second name of the chosen checkpoint.
         tuple(o for o in others if not is_last(o.name) or _saved_at(o) != _saved_at(chosen)),
         tuple(_doubts(chosen, waiting, left, company)),
     )

@@ -26,14 +26,14 @@ from ckptctl.tree import TreePath
 
 LAST = "last.ckpt"
 BESIDE = "meta.pt"
-"""Where the callbacks are when the checkpoint is a folder."""
+"""File with the state of callbacks, if the checkpoint is a folder."""
 STEPS = (
     BESIDE,
     "checkpoint/mp_rank_00_model_states.pt",
     "checkpoint/zero_pp_rank_0_mp_rank_00_model_states.pt",
     "trainer_state.pt",
 )
-"""Where the step is then: with FSDP, with DeepSpeed, and beside files of each rank."""
+"""Files that may contain the step of such a checkpoint: FSDP, DeepSpeed, per-rank files."""
 MAX_STEP = 10**18
 SCORES = {"float64": "<d", "float32": "<f", "float16": "<e", "int64": "<q", "int32": "<i"}
 SCHEMA = "ckptctl.run/1"
@@ -146,7 +146,7 @@ def _noted(file: TreePath) -> Noted:
     status = file.stat()
     try:
         return _read(file, FileIdentity.of(status))
-    except FormatError:  # it is none of Lightning's
+    except FormatError:  # not a file of Lightning
         return Noted()
     except CkptError as error:
         return Noted(error=error)
@@ -228,7 +228,7 @@ def trainer_state(folder: TreePath) -> Noted:
         return Noted(there=True, error=error)
     except OSError as error:
         return Noted(there=True, error=_failure(error))
-    except _CutError as error:  # it is not remembered: another try may succeed
+    except _CutError as error:  # not cached, since another try may succeed
         return error.state
 
 

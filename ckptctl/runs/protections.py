@@ -42,19 +42,19 @@ POINTERS = {
     "last_checkpoint": "detectron2",
     ITERATION: "Megatron-LM, verl",
 }
-"""Files in a run that name one of its checkpoints, and whose trainers open that one next."""
+"""Files in a run that name the checkpoint that their trainer opens next."""
 MAX_TEXT = 1 << 13
 SHOWN = 80
-"""How many characters of a pointer are shown."""
+"""Maximum number of shown characters of a pointer."""
 AT_WORK_WITH = "the running training process"
 ENDLESS = frozenset({"release"})
-"""What Megatron writes in place of a step: the weights as they were published."""
+"""Megatron's word for published weights, in place of a step."""
 PARTS = 256
-"""How many parts of a text are looked up one by one."""
+"""Maximum number of parts of a text that are looked up."""
 HOPS = 40
-"""Most links that are followed one after the other, as in Linux (man 7 path_resolution)."""
+"""Maximum length of a chain of links, as in Linux (man 7 path_resolution)."""
 MAX_ENTRIES = 1_000_000
-"""How many entries of one folder of the run, however deep, are looked at."""
+"""Maximum number of entries searched below one folder of the run."""
 _MARKS = ((codecs.BOM_UTF16_LE, "utf-16-le"), (codecs.BOM_UTF16_BE, "utf-16-be"))
 _BETWEEN = re.compile(r"[\\/\r\n]+")
 _QUOTED = re.compile(r'"([^"\r\n]*)"')
@@ -63,7 +63,7 @@ _NUMBER = re.compile(
     r"(?:^[^\S\n]*+|:\s*+)[\"']?(\d{1,18})[\"']?(?:[^\S\n]*+$|\s*+[,}]|\s*+\Z)",
     re.ASCII | re.MULTILINE,
 )
-"""A line of its own, or a value in JSON."""
+"""Number on a separate line, or as a value in JSON."""
 _LIKE_A_STEP = re.compile(r"(?:[A-Za-z_.=+-]*+\d)++[A-Za-z_.=+-]*+", re.ASCII)
 
 Alike = Callable[[str], str | None]
@@ -384,7 +384,7 @@ def points_inside(root: TreePath) -> bool:
 
 def mentioned(text: str, names: Sequence[str], alike: Alike) -> tuple[str, ...]:
     """Return the checkpoints that *text* mentions, by name, path or number."""
-    # As words of their own: step-1 is not in step-10.
+    # Only as separate words: step-10 does not mention step-1.
     words = (
         (name, rf"(?<![\w.=+-]){re.escape(name)}(?![\w=+-])") for name in names if name in text
     )
@@ -470,7 +470,7 @@ def linked(
             yield from ((name, full) for name in names)
             continue
         with suppress(OSError, RuntimeError, ValueError):
-            # The entries without any one of which the link would lead nowhere.
+            # Entries that the link needs: without any one of them it would be broken.
             passed = (at.relative_to(real).parts for at in _way(link) if at.is_relative_to(real))
             for name in dict.fromkeys(parts[0] for parts in passed if parts):
                 if not link.is_relative_to(real / name):
@@ -552,7 +552,7 @@ PROTECTIONS: tuple[Protection, ...] = (
     Protection("being written", "any", "a lock, or a fresh file", _being_written, "left alone"),
     Protection("no incomplete write", "any", "any of its files", _not_torn, "left alone"),
 )
-"""All that protects a checkpoint, whatever the rules of a policy say.
+"""All protections of checkpoints, independent of the rules of a policy.
 
-Of several reasons to leave one alone the first is told.
+If there are several reasons to leave one alone, the first is reported.
 """

@@ -364,7 +364,7 @@ def _require_root(root: TreePath, *, force: bool = False) -> TreePath:
             hint="move or remove it; ckptctl did not create it",
         )
     sniffed = {} if force else formats.sniff(real)
-    # A pointer to an entry of it alone does not make it a checkpoint.
+    # A folder is not a checkpoint just because a pointer names one of its entries.
     if sniffed and not points_inside(real):
         hints = [f"did you mean the run `{real.parent}`?"] if entry_at(real) else []
         if is_run(real):
@@ -450,7 +450,7 @@ def run_prune(plan: PrunePlan) -> PruneResult:
         for decision in plan.of("remove"):
             path = decision.checkpoint.path
             if not path.exists() and not path.is_symlink():
-                continue  # somebody else has removed it
+                continue  # another process has removed it
             still = partial(_require_unchanged, decision, protected.get(decision.name, Protected()))
             try:
                 _require_old(decision, deletion.now() - max(plan.policy.min_age, AT_WORK))

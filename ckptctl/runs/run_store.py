@@ -132,6 +132,6 @@ def run_store(root: TreePath) -> RunStore:
     """Return the store of the run in *root*."""
     if not isinstance(root, UrlPath):
         return LocalRun(Path(root))
-    from ckptctl.remote.run_store import RemoteRun  # which runs on disks need not
+    from ckptctl.remote.run_store import RemoteRun  # only needed for URLs
 
     return RemoteRun(root)

@@ -36,20 +36,20 @@ if TYPE_CHECKING:
 
 REWRITTEN = ("dcp", "torch")
 OUTDATED = ADDED - {SIDECAR}
-"""What is no longer true of a checkpoint that was written anew."""
+"""Files that are outdated in a rewritten checkpoint."""
 _CONTAINERS = re.compile(r"opt(im(izer)?s?)?(_states?)?(_\d+)?", re.ASCII)
 _STATE = frozenset({"state", "states", "param_groups"})
-"""What an optimizer's state dict consists of (``torch/optim/optimizer.py``)."""
+"""Keys of an optimizer's state dict (``torch/optim/optimizer.py``)."""
 _SLOTS = frozenset(
     {"step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "exp_avg_sq_row", "exp_avg_sq_col"}
     | {"exp_inf", "exp_avg_diff", "momentum_buffer", "square_avg", "acc_delta", "grad_avg", "sum"}
     | {"state1", "state2", "m", "v", "mu", "nu"}
 )
-"""What optimizers keep for a parameter: those of torch, Adafactor, bitsandbytes, JAX."""
+"""State of a parameter in optimizers of torch, Adafactor, bitsandbytes and JAX."""
 _VAGUE = frozenset({"step", "sum", "m", "v", "mu", "nu"})
-"""Those of them that parts of models are called, too."""
+"""Those that are also names of parts of models."""
 _NEAR = 3
-"""Within how many words below its container the state dict begins: ``optimizers.0.state``."""
+"""Maximum depth at which the state dict starts below its container: ``optimizers.0.state``."""
 SHOWN = 3
 _FILES = re.compile(
     r"optimizer(_\d+)?(\.(pt|pth|bin|safetensors))?|optim_world_size_\d+_rank_\d+\.pt", re.ASCII
@@ -140,7 +140,7 @@ def _replace(path: Path, text: str, room: Path) -> None:
 
 def _rewrite(thinning: Thinning, deletion: TwoPhaseDelete) -> None:
     """Rewrite the checkpoint without optimizer state and exchange it with the old one."""
-    # `prune` alone converts nothing.
+    # Only thinning converts.
     from ckptctl.conversion.convert import Step, plan_with_steps, run_conversion
 
     entry = thinning.entry

@@ -103,13 +103,13 @@ def doctor(directory: Path) -> Diagnosis:
 
 NAME = "ckptctl"
 NEEDED = ("typer", "rich", "safetensors", "huggingface_hub", "fsspec", "pyyaml", "isal")
-"""What a checkout needs, which has no metadata that would say so."""
+"""Requirements of a checkout, which has no package metadata."""
 OPTIONAL = {
     "torch": "required for casts, dequantization, merges, transposes, statistics, `--nan` and "
     "training: `pip install torch`",
     "isal": None,
 }
-"""What is not broken where these are missing, and what to do about it."""
+"""Optional packages, with a hint if they are missing."""
 SLOW_START = 0.5
 HEAVY = ("torch", "numpy")
 _EXTRA = re.compile(r"extra == (?!['\"]torch['\"])")
@@ -287,7 +287,7 @@ def _probed(folder: Path) -> Iterator[Check]:
     yield Check("unnamed files", "yes" if unnamed_files(folder) else "no")
 
 
-# ------------------------------------------ what only trying tells, in a folder that is empty
+# ------------------------------------------ probes in an empty folder
 
 FICLONE = 0x40049409
 """``FICLONE`` of ``linux/fs.h`` (man 2 ioctl_ficlone)."""

@@ -17,7 +17,7 @@ from ckptctl.shared_options import ModelsOptions
 SHOWN_KEYS = 3
 NOT_PROVEN = "not validated by logits"
 CARRIED = "copied, not translated"
-"""What is said of a family of which only Hugging Face's spellings are known."""
+"""Label of model types that only have Hugging Face's layouts."""
 
 
 @dataclass(frozen=True, slots=True)

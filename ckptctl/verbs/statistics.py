@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from ckptctl.storage.threads import Advance
 
 WINDOW = 1 << 20
-"""Bytes of a tensor that a thread holds at a time."""
+"""Bytes of a tensor that each thread reads at a time."""
 T = TypeVar("T")
 BINS = 10
 
@@ -134,7 +134,7 @@ def merge(a: Statistics, b: Statistics) -> Statistics:
         return replace(one, count=counts.count, nan=counts.nan, inf=counts.inf)
     n_a, n_b = _finite(a), _finite(b)
     share = n_b / (n_a + n_b)
-    # Written so that values near the largest float64 do not overflow on the way.
+    # In this form, values near the largest float64 do not overflow.
     half = math.sqrt(share * (1 - share))
     std = math.hypot(
         _number(a.std) * math.sqrt(1 - share),
@@ -185,7 +185,7 @@ def _extremes(values: Tensor) -> tuple[float, float]:
     if values.dtype != torch.uint64:
         low, high = values.aminmax()
         return low.item(), high.item()
-    # torch does not order uint64; with the top bit turned over they are in order as int64.
+    # torch cannot compare uint64; with the top bit flipped, int64 has the same order.
     low, high = (values.view(torch.int64) ^ torch.iinfo(torch.int64).min).aminmax()
     return low.item() + 2**63, high.item() + 2**63
 
@@ -210,7 +210,7 @@ def _values(files: Readable, entry: TensorEntry, seen: Advance) -> Iterator[Tens
     """Yield all elements as float32, or as float64 or integers if float32 is not exact."""
     import torch
 
-    from ckptctl.storage.tensor_reader import windows_as_stored  # which results do without
+    from ckptctl.storage.tensor_reader import windows_as_stored  # only to read data
 
     dtype = getattr(torch, entry.dtype)
     for window in windows_as_stored(files, entry, WINDOW):

@@ -232,7 +232,7 @@ def _values(
     with progress(total) as advance:
         windows = Windows(keep_names(a), mapping, options.jobs or 0, bitwise)
         errors = windows.errors(todo, tolerance, advance)
-    with open_reader(other) as files:  # what has no place in A's layout
+    with open_reader(other) as files:  # data of B that A's layout cannot store
         lost = dict.fromkeys(one.part.key for one in find_lost(files, other, mapping.redundant))
         lost_read = files.bytes_read
     read_a, read_b = windows.bytes_read

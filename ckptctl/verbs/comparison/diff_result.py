@@ -22,7 +22,7 @@ _NO_DIFFERENCE: Mapping[Evidence, ComparisonVerdict] = {
     "checksums": "recorded checksums match; data not read",
     "structure": "the same structure; data not read",
 }
-"""The verdict where nothing differs: it claims no more than its evidence shows."""
+"""Verdict without differences, which claims no more than its evidence shows."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,13 +23,13 @@ from ckptctl.verbs.comparison.diff_result import LeafDifference
 from ckptctl.verbs.comparison.pairing import Pair
 
 WINDOW = 1 << 20
-"""Elements of a window."""
+"""Number of elements of a window."""
 BATCH = 16 << 20
-"""Bytes that are read of each side at a time."""
+"""Bytes that are read from each side at a time."""
 MANY = 256
-"""Windows that are read at a time."""
+"""Maximum number of windows that are read at a time."""
 Planned = tuple[Plan, list[bytearray]]
-"""A reading, and what it fills."""
+"""Plan and the buffers that it fills."""
 
 
 class WindowBuffers:
@@ -122,7 +122,7 @@ class Windows:
                     advance(len(x))
             self._buffers[0].give_back(a)
             self._buffers[1].give_back(b)
-            del a, b, x, y  # else those that no next window fits live on while it is read
+            del a, b, x, y  # else unused buffers stay alive while the next windows are read
         return found
 
     def _planned(self, batch: Sequence[tuple[Pair, Box]]) -> tuple[Planned, Planned]:

@@ -76,7 +76,7 @@ class Extraction(Result):
 
 __all__ = ["ExtractOptions", "Extraction", "extract"]
 FEW = 8
-"""Tensors of which values are shown."""
+"""Maximum number of tensors with a preview."""
 
 
 def extract(path: str | TreePath, tensor: str, options: ExtractOptions) -> Extraction:

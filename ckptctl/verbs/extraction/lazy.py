@@ -158,7 +158,7 @@ class LazyStateDict(Mapping[str, TensorHandle]):
             catalog, self._mapping = mapped_source(source, options)
         self._options = options
         self._closed = False
-        # Whatever is read later has to come from the files that the index speaks of.
+        # Later reads must use the same files as the index.
         self._identities = identities(catalog.root, catalog.files)
         self._prefix = ""
         if options.root is not None and options.layout is None:

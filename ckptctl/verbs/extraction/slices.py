@@ -24,7 +24,7 @@ PART = re.compile(r"\s*+(?:(?P<index>-?\d++)|(?:(?P<start>-?\d++)\s*+)?:\s*+(?P<
 
 
 Part = str | SupportsIndex | slice | EllipsisType
-"""What is taken of one dimension, also as text; ``...`` stands for dimensions that are whole."""
+"""Selection in one dimension, also as text; ``...`` selects all other dimensions entirely."""
 
 
 class IndexOutsideError(UsageError, IndexError):
@@ -36,9 +36,9 @@ class Slice:
     """Box of a tensor, and its shape after indexing."""
 
     box: Box
-    shape: tuple[int, ...]  # its shape without the dimensions that an index took away
-    dropped: tuple[int, ...] = ()  # those dimensions
-    # Dimensions that have less than is asked for, or of which nothing is taken.
+    shape: tuple[int, ...]  # without dimensions that were indexed
+    dropped: tuple[int, ...] = ()  # dimensions that were indexed
+    # Dimensions where the slice is truncated or empty.
     short: tuple[int, ...] = ()
 
 
@@ -124,9 +124,9 @@ def _parsed(text: str) -> SupportsIndex | slice | None:
 
 
 EDGE = 3
-"""Values at each end of the last two dimensions; one at each end of others."""
+"""Shown values at each end of the last two dimensions; other dimensions show one."""
 GAP = -1
-"""Stands for values that are left out."""
+"""Position of omitted values."""
 
 
 def preview(

@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from ckptctl.storage.files import Readable
 
 PASSES = 2
-"""How often a tensor is read: a histogram needs to know its ends."""
+"""Number of reads per tensor: a histogram requires the minimum and maximum."""
 
 
 def inspect(
@@ -62,7 +62,7 @@ def inspect(
     with families.using(options.converter):
         if options.stats:
             require_torch(spell_option("--stats"))
-        # Checksums are not shown, so they are not worth a request.
+        # The manifest's checksums are not shown, so its request is saved.
         read = partial(open_source, path, options, manifest=None)
         try:
             catalog = _readable(read)
@@ -111,7 +111,7 @@ def _run(path: str | TreePath, *, recognized: bool) -> Inspection | None:
 def overview(path: str | TreePath) -> Inspection | None:
     """Describe the training run at *path*, or return None if it is a checkpoint or not a run."""
     from ckptctl.runs.entries import is_run
-    from ckptctl.runs.listing import read_run  # which verifies each
+    from ckptctl.runs.listing import read_run  # only for runs
 
     root = source_path(path)
     if not is_run(root) or formats.sniff(root):
@@ -181,7 +181,7 @@ def describe(
     catalog = unwrapped(catalog)
     known = understand(catalog, request=Request(model_type))
     if held.dequantizable and not known.exact:
-        with suppress(CkptError):  # tables know the tensors that the quantized ones stand for
+        with suppress(CkptError):  # tables contain the dequantized tensors
             catalog = replace(dequantized(catalog, "bfloat16"), notes=catalog.notes)
         known = understand(catalog, request=Request(model_type))
     notes = Notes()
@@ -289,7 +289,7 @@ def _dtypes(tensors: Iterable[TensorEntry]) -> dict[str, DTypeUse]:
 
 
 def _measure(catalog: Catalog, include: Sequence[str], progress: Watch) -> dict[str, Statistics]:
-    from ckptctl.storage.computed import open_reader  # which reads no index
+    from ckptctl.storage.computed import open_reader  # only for --stats
 
     catalog = formats.resolve(catalog)
     names = {t.alias_of or t.name for t in catalog.tensors.values() if matches(t.name, include)}

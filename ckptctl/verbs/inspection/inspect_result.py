@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from ckptctl.runs.listing import RunFolder
 
 MISSING = "lacks"
-"""The field of what a model does not have."""
+"""Name of the field of missing tensors."""
 
 
 @dataclass(frozen=True, slots=True)

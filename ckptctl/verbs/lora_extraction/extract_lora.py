@@ -251,7 +251,7 @@ class Extraction:
             return
         _require_floating(name, self.base[name], self.tuned[name])
         change = difference(*found)
-        del found  # The decomposition takes several times as much.
+        del found  # The decomposition needs several times as much memory.
         made = factors(
             name, change, rank=self.options.rank, energy=self.options.energy, dtype=dtype
         )
@@ -403,10 +403,10 @@ def _not_selected() -> str:
     return f"not selected ({spell_option('--include')}, {spell_option('--exclude')})"
 
 
-# ------------------------------------------------------------ the adapter in PEFT's form
+# ------------------------------------------------------------ files of the adapter
 
 DIGITS = 48
-"""Characters that offsets and shapes of one tensor may need beyond those of an empty one."""
+"""Additional characters for the offsets and shape of one tensor in the header."""
 _NUMBERED = re.compile(r"\.\d+\.")
 
 
@@ -506,8 +506,8 @@ def adapter_config(
 
 # ------------------------------------------------------- modules that PEFT saves as a whole
 #
-# PEFT looks for every tensor of such a module in the adapter, those of the modules inside of it
-# included (``AuxiliaryTrainingWrapper.adapter_state_dict_load_map``).
+# PEFT requires every tensor of such a module in the adapter, including nested modules
+# (``AuxiliaryTrainingWrapper.adapter_state_dict_load_map``).
 
 
 def module_of(key: str) -> str:

@@ -17,7 +17,7 @@ from ckptctl.verbs.verification.verify_result import Verification
 
 FileState = Literal["present", "missing", "damaged", "unknown"]
 _STATES: Mapping[str, FileState] = {"error": "damaged", "unknown": "unknown"}
-"""That of a file by the gravest that is said of it."""
+"""State of a file by its worst finding."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -64,7 +64,7 @@ _OPTIONS = {
     "--weights-b": "--weights-other",
     "--tag-b": "--tag-other",
 }
-"""What `report` calls the options of `diff`."""
+"""Names of `diff` options in `report`."""
 
 
 def report(path: str | TreePath, options: ReportOptions, progress: Watch = unwatched) -> Report:
@@ -187,7 +187,7 @@ def _missing_files(root: TreePath, files: Iterable[str]) -> frozenset[str]:
     def gone(file: str) -> bool:
         try:
             return not (root / file).exists()
-        except (OSError, ValueError):  # no name that a file could have, or none that may be seen
+        except (OSError, ValueError):  # an invalid name, or a missing permission
             return False
 
     return frozenset(filter(gone, files))
@@ -261,7 +261,7 @@ def holes_of(entry: TensorEntry) -> Sequence[Box]:
         boxes = [extent.box for extent in entry.extents]
         return () if entry.unsupported else coverage(entry.shape, boxes).holes
     except UnsupportedError:
-        return ()  # too tangled; a finding says so
+        return ()  # too complex, as a finding states
 
 
 def nbytes_of(entry: TensorEntry, boxes: Sequence[Box]) -> int:

@@ -34,7 +34,7 @@ from ckptctl.verbs.verification.structure import may_be_zip
 
 BLOCK = 64 << 20
 BATCH = 4096
-"""Blocks that are queued at a time."""
+"""Number of blocks that are queued at a time."""
 
 
 @dataclass(frozen=True, order=True, slots=True)
@@ -392,10 +392,10 @@ def _wrong(
     return Finding("a checksum does not match", why, file=one.file, tensor=one.name)
 
 
-# ------------------------------------------------------------ what checksums prove
+# ------------------------------------------------------------ verified bytes
 
 Span = tuple[str, int, int]
-"""A file, the first byte, and the one behind the last."""
+"""File, first byte and end."""
 Pairs = list[tuple[int, int]]
 
 

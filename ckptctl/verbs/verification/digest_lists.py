@@ -81,7 +81,7 @@ def listed_digests(files: SourceFiles, path: TreePath) -> tuple[list[FileDigest]
                 if match:
                     found.append(FileDigest(name, algorithm, _file_of(match), match[2].lower()))
                 elif line.strip():
-                    # Other programs write other forms beside single files.
+                    # Other programs use other formats next to single files.
                     severity: Severity = "error" if name in LISTS else "warning"
                     what = f"line {number} is not a checksum"
                     findings.append(Finding(what, None, severity, name))
@@ -192,7 +192,7 @@ def write_list(path: TreePath, jobs: int | None, progress: Watch, ranks: Coordin
 
     The ranks share the reading, and rank 0 writes the list atomically.
     """
-    # `ls` reads lists and carries out no plan.
+    # `ls` reads lists, but does not execute plans.
     from ckptctl.ranks.sharing import portion
 
     names, target, threads = members(path), target_of(path), jobs or default_threads()

@@ -111,7 +111,7 @@ def _is_misread(model: Model) -> bool:
 
 def _cut_short(model: Model) -> Iterator[Finding]:
     """Yield a finding if shards of the last ranks seem to be missing."""
-    # Most checkpoints do not need them, and they take a while to import.
+    # Few checkpoints need these modules, which are slow to import.
     from ckptctl.conversion.recognition.layout_change import LayoutRequest
     from ckptctl.facts.agreed_change import agreed_change
 

@@ -25,7 +25,7 @@ ADAM = frozenset({"step", "exp_avg", "exp_avg_sq"})
 NOT_WRITTEN = "a data file was not completely written"
 DISTCP = re.compile(r"(?:.*/)?__(\d{1,9})_\d+\.distcp")
 _Ranges = list[tuple[int, int, str, str]]
-"""First byte, the byte after the last, name and codec of what lies in one file."""
+"""First byte, end, name and codec of each range in one file."""
 
 
 def structure(catalog: Catalog, *, index_passed: bool = False) -> Iterator[Finding]:
@@ -155,7 +155,7 @@ def _lengths(entry: TensorEntry) -> Iterator[Finding]:
     for extent in entry.extents:
         needed = extent.box.numel * size
         plain = extent.codec == "raw" and extent.strides is None
-        item = extent.codec == "torch"  # a zip of its own: the elements and what is around them
+        item = extent.codec == "torch"  # a separate zip, which is larger than its elements
         if (plain and extent.nbytes != needed) or (item and extent.nbytes < needed):
             stored = counted(extent.nbytes, "byte is", "bytes are")
             why = f"{stored} stored, but {needed:,} are required"
@@ -254,7 +254,7 @@ def _zips(files: SourceFiles, file: str, ranges: _Ranges) -> Iterator[Finding]:
     ):
         found = files.read(file, at, len(sign)) if end - start > ZIP_TAIL else sign
         reach = min(end - start, ZIP_REACH)
-        # After the end of a zip something may follow that torch passes over.
+        # torch ignores bytes after the end of a zip.
         ends = sign == ZIP_END and found != sign and sign in files.read(file, end - reach, reach)
         if found != sign and not ends:
             written = any(files.read(file, at, ZIP_TAIL))

@@ -31,7 +31,7 @@ from ckptctl.verbs.verification.digest_lists import FileDigest
 from ckptctl.verdict import Severity
 
 HF, SHARDS, SHARDED = "hf", "hf-rank-shards", "sharded"
-"""What torch's ``HuggingFaceStorageWriter`` consolidates, and the folder in which that stays."""
+"""Formats and folder of shards that torch's ``HuggingFaceStorageWriter`` consolidates."""
 OTHERS = f"the shards in `{SHARDED}` do not match this checkpoint"
 BESIDE: tuple[Severity, str] = ("warning", SHARDED)
 OWNED = (".distcp", ".safetensors")
@@ -39,7 +39,7 @@ STATE = re.compile(
     r"(optimizer|scheduler|scaler|rng_state|random_states|training_args)(_\d+)*\.(pt|pth|bin|pkl)",
     re.ASCII,
 )
-"""What transformers' Trainer and accelerate write beside a model, by ``torch.save``."""
+"""Files that transformers' Trainer and accelerate write next to a model by ``torch.save``."""
 LEFTOVER = re.compile(
     r".*\.(tmp|temp|partial|part|incomplete|crdownload|aria2|ckptctl-staging)|tmp-.*|\.tmp.*"
     r"|.*-tmp-\d+",
@@ -70,7 +70,7 @@ def surroundings(
     yield from _emptied(root, used)
     if catalog and catalog.format == HF:
         yield from _state_of_trainer(root)
-    # What is torn is not compared: what it lacks would be told again, as if the shards were wrong.
+    # Damaged checkpoints are not compared: their findings would be blamed on the shards.
     whole = catalog if catalog and not catalog.findings else None
     if whole and whole.format == HF and (root / SHARDED).is_dir():
         yield from _contradicted(root / SHARDED, whole, values=values)
@@ -191,7 +191,7 @@ def unfinished(root: TreePath) -> Iterator[TreePath]:
 
 
 RECORD = ".metadata"
-"""What follows a file's name in that of its record."""
+"""Suffix of a file's download record."""
 MAX_RECORD = 4096
 
 

@@ -230,7 +230,7 @@ def _verify(
         mine = together(ranks, lambda: list(differing(portion_of(catalog, ranks))))
         unequal = [finding for part in ranks.all_gather(mine) for finding in part]
         if full:
-            # Checksums say nothing of the elements that are missing, nor which copy is right.
+            # Checksums neither cover missing elements, nor show which copy is correct.
             bad = {f.tensor for f in (*state.findings, *unequal) if f.severity != "warning"}
             sound = (entry for name, entry in located.tensors.items() if name not in bad)
             state.verified = {n: count for n, count in proof.nbytes().items() if n in catalog.files}
@@ -252,7 +252,7 @@ def _check_model(
         state.scope, texts = index_checks.scope, index_checks.notes.texts()
         state.notes += texts if state.complete else drop_structure_claim(texts)
         return
-    # Families, their tables and facts take a while to import.
+    # Model types and their facts are slow to import.
     from ckptctl.verbs.verification.model_check import needs_index_only, recognized_check
 
     notes = Notes()

@@ -32,10 +32,10 @@ if TYPE_CHECKING:
 
 SCHEMA = "ckptctl.report/1"
 SAFE = 2**53 - 1
-"""The largest whole number that JavaScript holds as every other one below it."""
+"""Largest integer up to which JavaScript's numbers are exact."""
 BIG = re.compile(r"\d{16}")
 HEAD = 1024
-"""Bytes in which an earlier page says that it is one."""
+"""Leading bytes of a page that contain its generator."""
 GENERATOR = '<meta name="generator" content="ckptctl report">'
 SCRIPTS = (
     "dom.js",
