@@ -254,7 +254,7 @@ def _best(said: Mapping[str, object]) -> tuple[str, ...]:
 
 
 def _pass(path: TreePath, said: dict[str, object]) -> tuple[bool, Mapping[str, object]]:
-    """Parse the text once and add every key to *said*.
+    """Parse the text once and collect all of its keys.
 
     Returns:
         Whether the log came before the step, and the log entry of the step.

@@ -345,7 +345,7 @@ def crcs(
     jobs: int | None,
     advance: Advance | None,
 ) -> list[tuple[ReadBlock, int | CkptError]]:
-    """Compute the CRC-32 of *some* :func:`blocks` of *ranges*, or the error of each."""
+    """Compute the CRC-32 of *some* blocks of *ranges*, or the error of each."""
 
     def sum_of(block: ReadBlock) -> int | CkptError:
         try:
@@ -364,7 +364,7 @@ def crcs(
 def compared(
     root: TreePath, ranges: Sequence[Recorded], found: Iterable[tuple[ReadBlock, int | CkptError]]
 ) -> tuple[list[Finding], list[Recorded]]:
-    """Compare *ranges* with the :func:`crcs` of their blocks; return findings and bad ranges."""
+    """Compare *ranges* with the checksums of their blocks; return findings and bad ranges."""
     findings: list[Finding] = []
     bad: list[Recorded] = []
     for index, parts in groupby(sorted(found, key=itemgetter(0)), key=lambda pair: pair[0].number):
@@ -447,7 +447,7 @@ def _joined(spans: Iterable[Span]) -> dict[str, Pairs]:
 
 
 def _less(spans: Pairs, gone: Sequence[tuple[int, int]]) -> Pairs:
-    """Subtract *gone* from *spans*; both are sorted and disjoint."""
+    """Subtract spans from others of the same file; both are sorted and disjoint."""
     left: Pairs = []
     rest = iter(gone)
     hole = next(rest, None)

@@ -77,7 +77,7 @@ def recognized_check(
 
 
 def needs_index_only(catalog: Catalog, notes: Notes) -> bool:
-    """Return whether the result of :func:`recognized_check` holds for any equal index.
+    """Return whether the result of the model check holds for any equal index.
 
     It does not if quantization makes it read other files or tensors, or if notes contain a path.
     """

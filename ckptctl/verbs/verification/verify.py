@@ -86,7 +86,10 @@ class IndexChecks:
             and passed
             == replace(
                 catalog,
-                **{name: getattr(passed, name) for name in ("root", "path", "save_id", "others")},
+                root=passed.root,
+                path=passed.path,
+                save_id=passed.save_id,
+                others=passed.others,
                 assets=passed.assets if catalog.assets.keys() == passed.assets.keys() else {},
             )
         )
