@@ -195,7 +195,7 @@ def examine(
 
 
 class _Asked(NamedTuple):
-    """Options of :func:`health`."""
+    """Options that apply to every part of a checkpoint."""
 
     model: bool
     index_checks: IndexChecks | None

@@ -158,7 +158,7 @@ def read_run(
         series: Common part of the names to select; None selects all.
         in_use: Names of checkpoints that a running job uses.
         branches: Whether abandoned checkpoints are left alone.
-        model: See ``health``.
+        model: Whether to compare tensors with their model type.
     """
     root = source_path(root)
     own = [entry for entry in entries(root) if series in (None, entry.named.series)]
@@ -212,7 +212,7 @@ def newest(
     written last counts. Lightning's ``last.ckpt`` is compared with the numbered checkpoints by
     step, and only chosen if it is ahead of all of them. Older checkpoints are not read, except
     those saved later than a higher step. *torn* maps the names of checkpoints known to be damaged,
-    although no file is missing, to reasons. *model* is that of ``health``.
+    although no file is missing, to reasons. *model* is that of `read_run`.
     """
     root = source_path(root)
     there = [Checkpoint.of(one) for one in entries(root) if series in (None, one.named.series)]
