@@ -61,7 +61,7 @@ class RunEntry:
 
     @property
     def counts(self) -> bool:
-        """Whether retention rules apply; they do not to links and Lightning's ``last.ckpt``."""
+        """Whether retention rules apply, unlike for links and Lightning's ``last.ckpt``."""
         return not self.link and not is_last(self.path.name)
 
     def same(self, other: RunEntry) -> bool:
@@ -156,7 +156,7 @@ def unstated(root: TreePath) -> tuple[str, ...]:
 
 
 def _files(folder: TreePath) -> Iterator[tuple[str, os.stat_result]]:
-    """Yield the files below *folder* without following links; files that vanish are skipped."""
+    """Yield the files below *folder* without following links, skipping those that vanish."""
     waiting = [folder]
     while waiting:
         try:

@@ -93,7 +93,7 @@ class Checkpoint(Retainable, Result, order=CHECKPOINT):
 
     @classmethod
     def of(cls, entry: RunEntry) -> Checkpoint:
-        """Build a checkpoint without a verdict; only its run record is read."""
+        """Build a checkpoint without a verdict, reading only its run record."""
         record, named = run_record(entry.path), entry.named
         return cls(
             name=entry.path.name,
@@ -112,7 +112,7 @@ class Checkpoint(Retainable, Result, order=CHECKPOINT):
 
 
 def metrics(folder: TreePath, record: RunRecord | None = None) -> dict[str, float]:
-    """Read the numeric metrics that a checkpoint records; pass *record* if it was read before."""
+    """Read the numeric metrics that a checkpoint records, unless *record* was read before."""
     return {
         key: float(value)
         for key, value in _stated_metrics(folder, record).items()
@@ -161,7 +161,10 @@ def health(
 def examine(
     entry: RunEntry, now: float, *, model: bool = True, index_checks: IndexChecks | None = None
 ) -> Checkpoint:
-    """Verify one checkpoint and read its metrics; *now* is in seconds since the epoch."""
+    """Verify one checkpoint and read its metrics.
+
+    *now* is in seconds since the epoch. Other options are those of a health check.
+    """
     judged = (
         Health(Verdict.DAMAGED, "the save is unfinished", torn=True)
         if entry.staging
@@ -232,7 +235,7 @@ def _health(path: TreePath, asked: _Asked) -> Health:
 
 
 def _of_parts(path: TreePath, sniffed: tuple[tuple[TreePath, str], ...], asked: _Asked) -> Health:
-    """Combine the verdicts of all parts: a torn write decides first, then the worst verdict."""
+    """Combine the verdicts of all parts, in which a torn write outweighs the worst verdict."""
     parts = tuple(dict.fromkeys(part for part, _ in sniffed))
     several = len(parts) != len(sniffed)
     judged = [_unrecognized(path, part, asked) for part in _other_parts(path, parts)]
@@ -285,7 +288,7 @@ def _holds_nothing(path: TreePath) -> bool:
 
 
 def _inside(folder: TreePath) -> list[TreePath]:
-    """List a folder in order; empty for a file or a folder that cannot be listed."""
+    """List a folder in order, or return an empty list for a file or an unreadable folder."""
     try:
         return sorted(folder.iterdir())
     except (NotADirectoryError, PermissionError):

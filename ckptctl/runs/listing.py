@@ -65,7 +65,7 @@ class Company:
         self._having = Counter((own[p], name) for p, names in self._have.items() for name in names)
 
     def examine(self, entry: RunEntry) -> Checkpoint:
-        """Verify one checkpoint; set ``lacks`` to a file that it misses and most others have."""
+        """Verify one checkpoint, and note a file that it misses and most others have."""
         checkpoint = examine(entry, self.now, model=self.model, index_checks=self._index_checks)
         if not checkpoint.complete:
             return checkpoint

@@ -41,7 +41,7 @@ SCHEMA = "ckptctl.run/1"
 
 @dataclass(frozen=True, slots=True)
 class RunRecord:
-    """Parsed ``ckptctl.run.json``; *error* is set if it could not be read."""
+    """Parsed ``ckptctl.run.json``, or the *error* that prevented reading it."""
 
     members: Mapping[str, object] = field(default_factory=dict)
     metrics: Mapping[str, object] = field(default_factory=dict)
@@ -50,7 +50,7 @@ class RunRecord:
 
 
 def run_record(folder: TreePath) -> RunRecord:
-    """Read the run record of the checkpoint *folder*; empty if there is none."""
+    """Read the run record of the checkpoint *folder*, which is empty if there is none."""
     try:
         if not (folder / SIDECAR).is_file():
             return RunRecord()
@@ -181,7 +181,7 @@ def _states(root: object) -> Iterator[Mapping[object, object]]:
 def _scores(
     files: SourceFiles, name: str, states: list[Mapping[object, object]]
 ) -> Iterator[tuple[str, object]]:
-    """Yield the score of each callback; one that is not a readable number is described."""
+    """Yield the score of each callback, or a description if it is not a readable number."""
     for state in states:
         score, metric = state.get("current_score"), str(state["monitor"])
         kind = SCORES.get(score.dtype) if isinstance(score, StoredTensor) else None
@@ -204,7 +204,7 @@ LOG = "log_history"
 
 
 class _CutError(Exception):
-    """Trainer state that cannot be read to its end; carries the part that was read."""
+    """Trainer state that cannot be read to its end, with the part that was read."""
 
     def __init__(self, state: Noted) -> None:
         super().__init__(state.error)

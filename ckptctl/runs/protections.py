@@ -78,7 +78,7 @@ class PointerFile(NamedTuple):
 
     @classmethod
     def read(cls, root: TreePath, file: str) -> PointerFile:
-        """Read a pointer in UTF-8 or UTF-16 (as on Windows); empty if there is none."""
+        """Read a pointer in UTF-8 or UTF-16 (as on Windows), which is empty if there is none."""
         try:
             if not (root / file).is_file():
                 return cls()
@@ -223,7 +223,7 @@ class Protection:
 
 
 class Protected(NamedTuple):
-    """Protection of one checkpoint: its references, and the reason it is left alone, if any."""
+    """Protection of one checkpoint, by references or by a reason to leave it alone."""
 
     pinned: tuple[str, ...] = ()
     exempt: str = ""
@@ -302,13 +302,13 @@ def _in_use(view: RunView) -> Iterator[Claim]:
 
 
 def _left_behind(view: RunView) -> Iterator[Claim]:
-    """Claim abandoned checkpoints: the run resumed from an earlier one."""
+    """Claim checkpoints that were abandoned when the run resumed from an earlier one."""
     for name, step in left_in(view.own).items() if view.branches else ():
         yield Claim(f"abandoned: the run resumed from step {step}", name)
 
 
 def _is_link(view: RunView) -> Iterator[Claim]:
-    """Claim links that are named like checkpoints; their targets are managed elsewhere."""
+    """Claim links that are named like checkpoints, since their targets are managed elsewhere."""
     yield from (Claim("a symbolic link", one.name) for one in view.checkpoints if one.entry.link)
 
 
@@ -319,7 +319,10 @@ def _is_last(view: RunView) -> Iterator[Claim]:
 
 
 def _unread_record(view: RunView) -> Iterator[Claim]:
-    """Claim complete checkpoints with an unreadable record: they may be the best or abandoned."""
+    """Claim complete checkpoints with an unreadable record.
+
+    They may be the best ones, or abandoned.
+    """
     for one in view.own:
         if one.record.error and _may_resume(one):
             yield Claim(f"its `{SIDECAR}` cannot be read: {one.record.error.what}", one.name)
@@ -342,7 +345,7 @@ def _may_resume(one: Checkpoint) -> bool:
 
 
 def _newest(names: Sequence[str], view: RunView) -> list[str]:
-    """Return the newest of *names* in each series: of all, of complete, and of not torn ones.
+    """Return the newest of *names* in each series, and the newest complete and not torn ones.
 
     A checkpoint with a torn write may name itself as the best, so the newest complete one and the
     newest one without a torn write count as well.
@@ -478,7 +481,7 @@ def linked(
 
 
 def _way(link: Path) -> Iterator[Path]:
-    """Yield every path that the system resolves to follow *link*; its folder is a real path."""
+    """Yield every path that the system resolves to follow *link*, whose folder is a real path."""
     at, left, hops = link.parent, [link.name], 0
     while left:
         part = left.pop(0)
@@ -523,7 +526,7 @@ def _all(root: Path, name: str) -> Iterator[Path | None]:
 
 
 def _listed(folder: Path | str) -> list[os.DirEntry[str]]:
-    """List a folder in order; empty for a file or a folder that cannot be listed."""
+    """List a folder in order, or return an empty list for a file or an unreadable folder."""
     try:
         with os.scandir(folder) as found:
             return sorted(found, key=lambda item: item.name)

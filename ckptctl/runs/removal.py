@@ -433,7 +433,10 @@ def _priced(decision: Decision[Checkpoint], policy: Policy, thin: bool) -> Prune
 
 
 def run_prune(plan: PrunePlan) -> PruneResult:
-    """Execute *plan*, the oldest checkpoint first; an idle plan only empties the trash."""
+    """Execute *plan*, the oldest checkpoint first.
+
+    A plan with nothing to remove only empties the trash.
+    """
     done: list[str] = []
     failed: dict[str, CkptError] = {}
     freed = 0

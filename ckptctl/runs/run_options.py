@@ -19,7 +19,7 @@ AN_HOUR = "1h"
 
 
 def duration(value: float | str) -> float:
-    """Parse a duration into seconds; `0` needs no unit."""
+    """Parse a duration into seconds, where `0` needs no unit."""
     if isinstance(value, str):
         return 0.0 if value.strip() == "0" else parse_seconds(value)
     try:
@@ -140,7 +140,7 @@ class PruneOptions(KeepOptions):
     ] = False
 
     def __post_init__(self) -> None:
-        """Check all values; an age only applies to incomplete checkpoints."""
+        """Check all values, including that an age is only given for incomplete checkpoints."""
         super().__post_init__()
         if not self.include_incomplete and self.min_age != duration(AN_HOUR):
             raise UsageError(

@@ -50,7 +50,7 @@ class RunStore(Protocol):
         """Discard cached listings."""
 
     def is_free(self, name: str) -> bool:
-        """Return whether a save may use *name*; nothing there may be a checkpoint."""
+        """Return whether a save may use *name*, because nothing there may be a checkpoint."""
 
     def left_saves(self) -> list[str]:
         """List checkpoints that a killed save may have written in part."""
@@ -65,7 +65,7 @@ class RunStore(Protocol):
         """Write a small file atomically, replacing an existing one."""
 
     def create(self, name: str, content: bytes) -> None:
-        """Write a small file unless it exists; another job may have written it."""
+        """Write a small file unless another job has already written it."""
 
     def deleting(self) -> AbstractContextManager[Deletion]:
         """Lock the run for deletion and finish deletions that were interrupted."""

@@ -102,7 +102,7 @@ def plan_thinning(found: Checkpoint) -> Thinning | str:
 
 
 def run_thinning(thinning: Thinning, deletion: TwoPhaseDelete) -> None:
-    """Execute *thinning*; removed files go to the trash."""
+    """Execute *thinning* and move removed files to the trash."""
     if not thinning.files:
         _rewrite(thinning, deletion)
         return
@@ -112,7 +112,7 @@ def run_thinning(thinning: Thinning, deletion: TwoPhaseDelete) -> None:
 
 
 def _strike_out(folder: Path, files: Sequence[Path], deletion: TwoPhaseDelete) -> None:
-    """Remove the lines about *files* from checksum lists; all other lines stay valid."""
+    """Remove the lines about *files* from checksum lists, so that the others stay valid."""
     gone = [str(path.relative_to(folder)) for path in files]
 
     def goes(file: str) -> bool:
@@ -285,7 +285,7 @@ def _keep_time(target: Path, time: float) -> None:
 
 
 def _below(folder: Path) -> Iterator[Path]:
-    """Yield everything below a folder without following links; empty for a file."""
+    """Yield everything below a folder without following links, or nothing for a file."""
     waiting = [folder] if folder.is_dir() else []
     while waiting:
         for item in waiting.pop().iterdir():

@@ -84,7 +84,7 @@ def _judged(name: str, found: str, good: bool, hint: str, bad: Status = "warn") 
 
 
 def doctor(directory: Path) -> Diagnosis:
-    """Run all checks; *directory* is the place of checkpoints."""
+    """Run all checks of this environment, and of the *directory* of checkpoints."""
     require_path(directory)
     place = home_expanded(directory).absolute()
     if not place.is_dir():
@@ -460,7 +460,7 @@ def _cache() -> Check:
 
 
 def _token() -> Check:
-    """Check where the Hub's token is stored; its value is never read."""
+    """Check where the Hub's token is stored, without reading its value."""
     variable = next((name for name in TOKENS if os.environ.get(name)), None)
     if variable:
         return Check("Hub token", f"from {variable}")

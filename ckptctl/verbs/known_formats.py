@@ -93,7 +93,7 @@ class KnownFormats(Result):
 
 
 def known_formats(name: str | None = None) -> tuple[KnownFormat, ...]:
-    """List formats by name, or one of them; those of installed packages come last."""
+    """List one format or all by name, those of installed packages last."""
     chosen = (formats.get(name),) if name is not None else formats.registered().values()
     return tuple(_described(one) for one in chosen)
 

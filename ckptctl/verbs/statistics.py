@@ -31,9 +31,10 @@ BINS = 10
 
 @dataclass(frozen=True, slots=True)
 class Statistics:
-    """Statistics of one tensor; those of a complex one cover real and imaginary parts.
+    """Statistics of one tensor.
 
-    The minimum and maximum of 64-bit integers are exact.
+    Those of a complex tensor cover real and imaginary parts. The minimum and maximum of 64-bit
+    integers are exact.
     """
 
     count: Annotated[int, JsonField("number of values; complex values count twice")] = 0
@@ -179,7 +180,7 @@ def _moments(values: Tensor) -> Statistics:
 
 
 def _extremes(values: Tensor) -> tuple[float, float]:
-    """Return the minimum and maximum; integers are exact."""
+    """Return the minimum and maximum, which are exact for integers."""
     import torch
 
     if values.dtype != torch.uint64:

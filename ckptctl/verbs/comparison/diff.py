@@ -170,7 +170,7 @@ def _meant_for_some(
     with_it: Callable[[T], Catalog],
     without: Callable[[T, UsageError], Catalog],
 ) -> list[Catalog]:
-    """Apply an option to both sides; one of them may reject it."""
+    """Apply an option to both sides, either of which may reject it."""
     found: list[Catalog] = []
     refused: list[UsageError] = []
     for side in sides:

@@ -47,7 +47,7 @@ class ComparisonOptions(opt.ModelOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class DiffOptions(ComparisonOptions):
-    """Options of ``diff``; see ``ckptctl diff --help``."""
+    """Options of ``diff``, as in ``ckptctl diff --help``."""
 
     exclude: opt.Exclude = ()
     format_a: Annotated[str | None, opt.source_format("Format of A.  [default: detected]")] = None

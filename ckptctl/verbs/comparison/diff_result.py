@@ -50,12 +50,12 @@ class TensorDifference(Result, order="name sources kinds"):
 
     @property
     def has_several_dtypes(self) -> bool:
-        """Whether B stores the tensor in several dtypes; elements are then not compared."""
+        """Whether B stores the tensor in several dtypes, so that elements are not compared."""
         return "," in self.dtype_b
 
     @property
     def order(self) -> tuple[bool, bool, float, float]:
-        """Sort key: different shapes, then non-finite values, then the largest errors."""
+        """Sort key by different shapes, then non-finite values, then the largest errors."""
         values = self.values or Errors()
         worst = (values.max_abs or 0.0, values.max_rel or 0.0)
         return (self.shape_a == self.shape_b, not values.nonfinite, -worst[0], -worst[1])

@@ -24,7 +24,7 @@ UNCHOSEN = "not selected"
 
 @dataclass(frozen=True, slots=True)
 class Scope:
-    """Part to compare, selected by globs; without *include* it is everything."""
+    """Part to compare, selected by globs, or everything without *include*."""
 
     include: Sequence[str] = ()
     exclude: Sequence[str] = ()
@@ -105,7 +105,7 @@ def _mapped(b: Catalog, state: Mapping[str, TensorMeta], request: MappingRequest
 def pair(
     a: Catalog, b: Catalog, mapping: StateMapping, scope: Scope, trainers: Collection[str] = ()
 ) -> Pairing:
-    """Pair the tensors and values of both checkpoints; raise if a glob matches nothing.
+    """Pair the tensors and values of both checkpoints, or raise if a glob matches nothing.
 
     *trainers* are tensors that do not belong to a model, whatever their names are.
     """
@@ -131,7 +131,7 @@ def pair(
 def _side(
     catalog: Catalog, layout: str | None, used: Collection[str], left: Mapping[str, str]
 ) -> Side:
-    """Describe one side; names that are not in *used* exist only there."""
+    """Describe one side, where only names in *used* also exist on the other."""
     return Side(
         str(catalog.path),
         catalog.format,
@@ -154,7 +154,7 @@ def _pairs(a: Catalog, b: Catalog, mapping: StateMapping, left: Collection[str])
 
 
 def _called(b: Catalog, mapping: StateMapping) -> dict[str, list[str]]:
-    """Map the names of *b* to their names in A; one tensor may have several."""
+    """Map the names of *b* to their names in A, one or several for each."""
     called: dict[str, list[str]] = {}
     for composed in mapping.tensors.values():
         for key in composed.keys:

@@ -172,7 +172,7 @@ def compare_leaves(
 
 
 def same_value(a: object, b: object) -> bool:
-    """Return whether two values have the same type and are equal; NaN equals the same NaN."""
+    """Return whether two values have the same type and are equal, bitwise for floats."""
     if type(a) is not type(b):
         return False
     if isinstance(a, float) and isinstance(b, float):

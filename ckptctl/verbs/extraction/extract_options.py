@@ -31,7 +31,7 @@ class OpenOptions(opt.ModelOptions, opt.SourceOptions, opt.FormatOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class ExtractOptions(OpenOptions):
-    """Options of ``extract``; see ``ckptctl extract --help``."""
+    """Options of ``extract``, as in ``ckptctl extract --help``."""
 
     output: Annotated[
         checks.AnyPath | None,

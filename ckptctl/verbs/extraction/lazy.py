@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 
 class NoSuchNameError(MappingError, KeyError):
-    """Missing key in a checkpoint; also a ``KeyError``."""
+    """Missing key in a checkpoint, which is also a ``KeyError``."""
 
     __str__ = Exception.__str__
 

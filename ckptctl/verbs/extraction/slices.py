@@ -28,7 +28,7 @@ Part = str | SupportsIndex | slice | EllipsisType
 
 
 class IndexOutsideError(UsageError, IndexError):
-    """Index that is out of bounds; also an ``IndexError``."""
+    """Index that is out of bounds, which is also an ``IndexError``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +132,7 @@ GAP = -1
 def preview(
     reading: Reading, name: str, taken: Slice, whole: tuple[int, ...], dtype: str
 ) -> tuple[str, int]:
-    """Read the corners of a slice as text; also return the number of bytes read."""
+    """Read the corners of a slice, and return them as text with the number of bytes read."""
     sizes = taken.box.sizes
     chosen = [_edges(size, EDGE if dim >= len(sizes) - 2 else 1) for dim, size in enumerate(sizes)]
     boxes = [Box(*zip(*spans, strict=True)) if spans else Box((), ()) for spans in product(*chosen)]

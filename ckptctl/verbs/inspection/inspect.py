@@ -140,7 +140,7 @@ def require_one(found: Inspection, asked: Sequence[str]) -> None:
 
 
 def select(tensors: Iterable[TensorInfo], include: Sequence[str]) -> list[TensorInfo]:
-    """Select the tensors whose names match the globs; raise if none matches."""
+    """Select the tensors whose names match the globs, or raise if none matches."""
     tensors = list(tensors)
     found = [tensor for tensor in tensors if matches(tensor.name, include)]
     if tensors and not found:
@@ -174,7 +174,7 @@ def _said(finding: Finding) -> str:
 def describe(
     path: str, catalog: Catalog, measured: Mapping[str, Statistics], model_type: str | None = None
 ) -> Inspection:
-    """Describe *catalog*; *measured* contains statistics by tensor name."""
+    """Describe *catalog*, with the statistics in *measured* by tensor name."""
     held = stored(path, catalog, measured)
     if not catalog.tensors:
         return held
@@ -307,10 +307,11 @@ def measured(
     bins: int,
     failed: Callable[[CkptError, TensorEntry], None] | None = None,
 ) -> dict[str, Statistics]:
-    """Measure *entries*, whose extents must be ``raw``; this imports torch.
+    """Measure *entries*, whose extents must be ``raw``.
 
-    Only the present part of a tensor with holes is measured. Tensors without numbers are skipped,
-    and so are those with an error if *failed* is given, which receives the error.
+    This imports torch. Only the present part of a tensor with holes is measured. Tensors without
+    numbers are skipped, and so are those with an error if *failed* is given, which receives the
+    error.
     """
     sizes = [PASSES * sum(extent.nbytes for extent in entry.extents) for entry in entries]
     look = partial(measure, files, bins=bins)

@@ -18,7 +18,7 @@ def shown_without(other: str) -> Excludes:
 
 @dataclass(frozen=True, kw_only=True)
 class InspectOptions(opt.ModelOptions, opt.SourceOptions, opt.FormatOptions):
-    """Options of ``inspect``; see ``ckptctl inspect --help``."""
+    """Options of ``inspect``, as in ``ckptctl inspect --help``."""
 
     stats: Annotated[
         bool,

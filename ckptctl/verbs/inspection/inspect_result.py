@@ -46,7 +46,7 @@ class TensorInfo(Result, order="name dtype shape bytes chunks alias_of unsupport
 
 @dataclass(frozen=True, slots=True)
 class DTypeUse:
-    """Totals of one dtype; aliases add no elements."""
+    """Totals of one dtype, to which aliases add no elements."""
 
     tensors: Annotated[int, JsonField("number of tensors with this dtype")]
     elements: Annotated[int, JsonField("number of elements with this dtype")]

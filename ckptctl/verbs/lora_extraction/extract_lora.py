@@ -171,7 +171,7 @@ class Extraction:
         )
 
     def run(self, progress: Advance) -> LoraExtraction:
-        """Compare, decompose and write; *progress* receives the number of compared bytes."""
+        """Compare, decompose and write, and report the number of compared bytes to *progress*."""
         start = time.monotonic()
         import_torch()
         self.progress = progress
@@ -258,7 +258,7 @@ class Extraction:
         self._add(name, module_of(name), made, made.rank, folder)
 
     def _take_stacks(self, names: Sequence[str], folder: AdapterFolder, dtype: str) -> None:
-        """Write the factors of a module's stacks; PEFT wraps the first one innermost."""
+        """Write the factors of a module's stacks in PEFT's order, the innermost wrapper first."""
         module = module_of(names[0])
         for name in reversed(names):
             made = self._of_stack(name, dtype)

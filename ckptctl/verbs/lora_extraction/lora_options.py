@@ -14,7 +14,7 @@ from ckptctl.options import Excludes, Option
 
 @dataclass(frozen=True, kw_only=True)
 class LoraExtractionOptions(opt.ModelOptions):
-    """Options of ``extract-lora``; see ``ckptctl extract-lora --help``."""
+    """Options of ``extract-lora``, as in ``ckptctl extract-lora --help``."""
 
     rank: Annotated[
         int | None,

@@ -166,7 +166,7 @@ def _gathered(
 def _summarized(
     path: str | TreePath, options: ReportOptions, *, paired: bool
 ) -> tuple[CheckpointSummary, Catalog | None]:
-    """Build the head of a page; also return the catalog, if it can be read."""
+    """Build the head of a page, and return it with the catalog if that can be read."""
     verified, catalog = _examined(path, options, paired=paired)
     if catalog is None:
         return CheckpointSummary(path=verified.path, verification=verified, inspection=None), None
@@ -207,7 +207,7 @@ def _presence(catalog: Catalog, verified: Verification) -> Presence:
 def _examined(
     path: str | TreePath, options: ReportOptions, *, paired: bool
 ) -> tuple[Verification, Catalog | None]:
-    """Verify a checkpoint; rules that do not apply may be meant for the other one."""
+    """Verify a checkpoint, ignoring rules that may be meant for the other one."""
     asked = VerifyOptions(
         format=options.format,
         model_type=options.model_type,
@@ -246,7 +246,7 @@ def _described(
 def _chosen(
     tensors: Sequence[TensorInfo], verified: Verification, options: ReportOptions
 ) -> list[TensorInfo]:
-    """Select up to `max_tensors` tensors: those with findings first, then the largest."""
+    """Select up to `max_tensors` tensors, first those with findings, then the largest."""
     if len(tensors) <= options.max_tensors:
         return list(tensors)
     wrong = {finding.tensor for finding in verified.findings}
@@ -289,7 +289,10 @@ class ChunkMaps:
         self._each = each
 
     def map(self, entry: TensorEntry, lost: Sequence[tuple[Box, str]]) -> ChunkMap:
-        """Map a tensor; *lost* contains boxes in unusable files, and those files."""
+        """Map a tensor to its files.
+
+        *lost* contains boxes in unusable files, and those files.
+        """
         missing = holes_of(entry)
         parts = [
             Chunk(box, file)
@@ -320,7 +323,7 @@ class ChunkMaps:
 def _statistics(
     catalog: Catalog, names: Sequence[str], progress: Watch
 ) -> tuple[Mapping[str, Statistics], list[Finding]]:
-    """Measure the tensors called *names*; also return findings about their bytes.
+    """Measure the tensors called *names*, and find problems in their bytes.
 
     The checkpoint need not be complete. Tensors that share memory are measured once.
     """

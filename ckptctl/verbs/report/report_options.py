@@ -20,7 +20,7 @@ def _page(value: checks.AnyPath) -> checks.AnyPath:
 
 @dataclass(frozen=True, kw_only=True)
 class ReportOptions(ComparisonOptions, opt.SourceOptions, opt.FormatOptions):
-    """Options of ``report``; see ``ckptctl report --help``."""
+    """Options of ``report``, as in ``ckptctl report --help``."""
 
     output: Annotated[
         checks.AnyPath | None,

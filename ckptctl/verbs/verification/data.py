@@ -54,7 +54,7 @@ class Recorded:
 
 
 class ReadBlock(NamedTuple):
-    """Part of a range that is read in one go; *number* is the range's position."""
+    """Part of the range at position *number* that is read in one go."""
 
     number: int
     offset: int
@@ -62,9 +62,9 @@ class ReadBlock(NamedTuple):
 
 
 class PackedItem(NamedTuple):
-    """Compressed item in a virtual file; reading one element verifies all of it.
+    """Compressed item in a virtual file.
 
-    The content of the item has its own checksums.
+    Reading one element verifies all of it, since its content has its own checksums.
     """
 
     name: str
@@ -76,7 +76,10 @@ class PackedItem(NamedTuple):
 
 @dataclass(slots=True)
 class _Todo:
-    """Data to read, the same on all ranks; *findings* are about the checksums themselves."""
+    """Data to read, the same on all ranks.
+
+    *findings* are about the checksums themselves.
+    """
 
     ranges: Sequence[Recorded]
     lines: Sequence[digest_lists.FileDigest]
@@ -217,7 +220,7 @@ def _decompressed(
     jobs: int | None,
     advance: Advance | None,
 ) -> tuple[list[Finding], list[PackedItem]]:
-    """Decompress items in parallel; return findings and the undamaged items."""
+    """Decompress items in parallel, and return findings and the undamaged items."""
 
     def read(item: PackedItem) -> Finding | PackedItem:
         try:
@@ -313,7 +316,7 @@ def recorded(
 
 
 def _zips(files: SourceFiles, catalog: Catalog) -> Iterator[tuple[str, int, int]]:
-    """Yield the position of every zip: write items of a data file, or the file itself."""
+    """Yield the position of every zip, a write item of a data file or the file itself."""
     items = {
         (extent.file, extent.offset, extent.nbytes)
         for entry in catalog.tensors.values()
@@ -364,7 +367,7 @@ def crcs(
 def compared(
     root: TreePath, ranges: Sequence[Recorded], found: Iterable[tuple[ReadBlock, int | CkptError]]
 ) -> tuple[list[Finding], list[Recorded]]:
-    """Compare *ranges* with the checksums of their blocks; return findings and bad ranges."""
+    """Compare *ranges* with the checksums of their blocks, and return findings and bad ranges."""
     findings: list[Finding] = []
     bad: list[Recorded] = []
     for index, parts in groupby(sorted(found, key=itemgetter(0)), key=lambda pair: pair[0].number):
@@ -447,7 +450,7 @@ def _joined(spans: Iterable[Span]) -> dict[str, Pairs]:
 
 
 def _less(spans: Pairs, gone: Sequence[tuple[int, int]]) -> Pairs:
-    """Subtract spans from others of the same file; both are sorted and disjoint."""
+    """Subtract spans from others of the same file, both sorted and disjoint."""
     left: Pairs = []
     rest = iter(gone)
     hole = next(rest, None)

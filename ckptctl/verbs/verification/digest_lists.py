@@ -39,9 +39,10 @@ _ESCAPES = {"\\\\": "\\", "\\n": "\n", "\\r": "\r"}
 
 @dataclass(frozen=True, slots=True)
 class FileDigest:
-    """Line of a checksum list; *algorithm* is ``sha256``, ``md5`` or ``git-sha1`` (a git blob).
+    """Line of a checksum list.
 
-    *severity* is that of a finding if the file has another digest.
+    *algorithm* is ``sha256``, ``md5`` or ``git-sha1``, the digest of a git blob. *severity* is that
+    of a finding if the file has another digest.
     """
 
     list_: str
@@ -57,7 +58,7 @@ def lists_of(path: TreePath) -> dict[str, str]:
 
 
 def listed_digests(files: SourceFiles, path: TreePath) -> tuple[list[FileDigest], list[Finding]]:
-    """Parse the checksum lists of the checkpoint at *path*; also return findings.
+    """Parse the checksum lists of the checkpoint at *path*, and find problems in them.
 
     For a checkpoint of a single file, lines about other files are ignored.
     """
@@ -91,7 +92,7 @@ def listed_digests(files: SourceFiles, path: TreePath) -> tuple[list[FileDigest]
 
 
 def _of_integrity(files: SourceFiles) -> list[FileDigest]:
-    """Parse Megatron-Core's ``integrity.json``; empty if it is another program's file."""
+    """Parse Megatron-Core's ``integrity.json``, or return nothing for other programs' files."""
     try:
         said = read_json(files, INTEGRITY)
     except CkptError:
@@ -122,7 +123,7 @@ def _file_of(line: re.Match[str]) -> str:
 def check_lists(
     files: SourceFiles, lines: Sequence[FileDigest], jobs: int | None, advance: Advance | None
 ) -> tuple[list[Finding], list[str]]:
-    """Compare every listed file; return findings and the files that match."""
+    """Compare every listed file, and return findings and the files that match."""
 
     def compared(line: FileDigest) -> Finding | None:
         try:
@@ -188,7 +189,7 @@ def unlistable(path: TreePath) -> list[Finding]:
 
 
 def write_list(path: TreePath, jobs: int | None, progress: Watch, ranks: Coordinator) -> str:
-    """Write the SHA-256 sums of all files of a checkpoint; return the path of the list.
+    """Write the SHA-256 sums of all files of a checkpoint, and return the path of the list.
 
     The ranks share the reading, and rank 0 writes the list atomically.
     """

@@ -61,7 +61,7 @@ def is_about_unread(finding: Finding, catalog: Catalog) -> bool:
 
 
 def may_be_zip(files: SourceFiles, name: str) -> bool:
-    """Return whether a file starts like a zip; true if it cannot be read."""
+    """Return whether a file starts like a zip, or cannot be read."""
     try:
         return begins_as_zip(files, name)
     except CkptError:
@@ -172,7 +172,7 @@ def _lengths(entry: TensorEntry) -> Iterator[Finding]:
 
 
 def _long_enough(extents: Sequence[Extent], size: int) -> bool:
-    """Return whether columns of items have room for elements of *size*; false for others."""
+    """Return whether columns of items have room for elements of *size*, false for others."""
     if not isinstance(extents, ExtentColumns) or extents.codec != "torch":
         return False
     needed = map(mul, map(math.prod, extents.boxes.sizes), repeat(size))
@@ -208,7 +208,7 @@ def _files(catalog: Catalog) -> Iterator[Finding]:
 
 
 def _ranges(catalog: Catalog) -> Iterator[tuple[str, Iterable[tuple[str, int, int]]]]:
-    """Yield the name of each leaf and its byte ranges; see :func:`ranges_of`."""
+    """Yield the name of each leaf with its byte ranges, as in :func:`ranges_of`."""
     for entry in catalog.tensors.values():
         yield entry.name, ranges_of(entry.extents)
     for blob in catalog.blobs.values():

@@ -50,7 +50,7 @@ LEFTOVER = re.compile(
 def surroundings(
     path: TreePath, catalog: Catalog | None, *, values: bool = False
 ) -> Iterator[Finding]:
-    """Yield findings about files in and next to a checkpoint; *values* also compares elements."""
+    """Yield findings about files in and next to a checkpoint, and about elements if *values*."""
     stage = staging_directory(Path(path))
     if stage.is_dir():
         why = (

@@ -54,7 +54,7 @@ class _State:
 
     @property
     def listed_path(self) -> TreePath:
-        """Path that a checksum list describes: the directory, or the one file."""
+        """Path that a checksum list describes, the directory or the one file."""
         return self.catalog.path if self.catalog else self.path
 
 
@@ -116,7 +116,7 @@ def examine(
     ranks: Coordinator | None = None,
     index_checks: IndexChecks | None = None,
 ) -> tuple[Verification, Catalog | None]:
-    """Verify a checkpoint; also return its catalog, or the readable part of it.
+    """Verify a checkpoint, and return the result with its catalog or the readable part of it.
 
     *index_checks* are those of other checkpoints that were verified with the same options.
     """
@@ -187,7 +187,7 @@ def _begun(path: str | TreePath, options: VerifyOptions) -> _State:
 
 
 def _opened(path: TreePath, options: VerifyOptions) -> _State:
-    """Read the index; errors become findings, and the rest is read."""
+    """Read the index, or its readable part with the errors as findings."""
     try:
         catalog = _read(path, options)
         return _State(path, catalog.format, catalog)

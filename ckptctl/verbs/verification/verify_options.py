@@ -13,7 +13,7 @@ Level = Literal["fast", "headers", "full"]
 
 @dataclass(frozen=True, kw_only=True)
 class VerifyOptions(opt.ModelOptions, opt.SourceOptions, opt.FormatOptions):
-    """Options of ``verify``; see ``ckptctl verify --help``."""
+    """Options of ``verify``, as in ``ckptctl verify --help``."""
 
     level: Annotated[
         Level,

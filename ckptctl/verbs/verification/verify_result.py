@@ -82,7 +82,7 @@ class Verification(
 
     @property
     def verdict(self) -> Annotated[Verdict, JsonField("`complete`, `damaged` or `unknown`")]:
-        """Verdict; evidence of damage outweighs findings that are unknown."""
+        """Verdict, in which evidence of damage outweighs findings that are unknown."""
         return decide_verdict(self.findings)
 
     @property
@@ -92,7 +92,7 @@ class Verification(
 
     @property
     def has_torn_write(self) -> bool:
-        """Whether files themselves show damage; see ``shows_torn_write``."""
+        """Whether files themselves show damage, as ``shows_torn_write`` decides."""
         return shows_torn_write(self.findings)
 
     @property

@@ -112,7 +112,7 @@ def _text(name: str) -> str:
 def written(
     output: Path | None, sources: Sequence[str | TreePath], overwrite: bool
 ) -> Iterator[Callable[[Report], None]]:
-    """Reserve the path of a page outside of *sources*; yield a function that publishes it."""
+    """Reserve the path of a page outside of *sources*, and yield a function that publishes it."""
     if output is None:
         yield lambda _: None
         return
