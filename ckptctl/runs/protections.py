@@ -118,8 +118,8 @@ class Pointers:
     def require_understood(self) -> None:
         """Raise if a pointer of the run cannot be read or interpreted.
 
-        The best checkpoint according to a torn one only counts if it can be read, since training
-        does not resume from a torn checkpoint.
+        The best checkpoint according to one with a torn write only counts if it can be read, since
+        training does not resume from there.
         """
         root, members = self.root, [item for item in self._members() if not item.is_symlink()]
         names = [item.name for item in members]
@@ -345,7 +345,7 @@ def _may_resume(one: Checkpoint) -> bool:
 
 
 def _newest(names: Sequence[str], view: RunView) -> list[str]:
-    """Return the newest of *names* in each series, and the newest complete and not torn ones.
+    """Return the newest of *names* in each series, and the newest that training may resume from.
 
     A checkpoint with a torn write may name itself as the best, so the newest complete one and the
     newest one without a torn write count as well.

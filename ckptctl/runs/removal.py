@@ -276,7 +276,7 @@ def plan_prune(
 def plan_discard(root: TreePath, series: str, step: int, now: float | None = None) -> PrunePlan:
     """Plan to remove all checkpoints after *step*, so that the run can resume from it.
 
-    These are checkpoints with a higher step that are complete or torn. Protected ones stay, with
+    These have a higher step, and are complete or have a torn write. Protected ones stay, with
     the reason in the decision, but abandoned ones are removed.
     """
     return _plan_removal(root, series, lambda other: other > step, f"after step {step}", (), now)
@@ -316,7 +316,7 @@ def _plan_removal(
     in_use: Collection[str] = (),
     now: float | None = None,
 ) -> PrunePlan:
-    """Plan to remove checkpoints of *meant* steps that are complete or torn and not protected."""
+    """Plan to remove unprotected checkpoints of *meant* steps, complete or with a torn write."""
     real = _require_root(root)
     run = read_run(real, now, series, in_use=in_use, branches=False, model=False)
     run.pointers.require_understood()
