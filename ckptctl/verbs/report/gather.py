@@ -346,7 +346,7 @@ def _statistics(
 
 def _compared(about: Report, other: str, options: ReportOptions, progress: Watch) -> Report:
     """Add the difference from *other*, or the error that prevented the comparison."""
-    from ckptctl.verbs.comparison.diff import diff
+    from ckptctl.verbs.comparison.diff import diff  # only with a second checkpoint
 
     asked = DiffOptions(
         structure=options.structure,
