@@ -183,7 +183,8 @@ def _no_run(root: TreePath) -> FormatError:
             what = f"the run has no step yet, only its initial weights in `{STEPLESS}`"
         return FormatError(what, where=str(root), why=why, hint=hint)
     if runs:
-        hint = f"pass a folder with checkpoints, such as {listed([str(run) for run in runs], RUNS)}"
+        examples = listed([str(run) for run in runs], RUNS)
+        hint = f"pass a folder with checkpoints, such as {examples}"
     why = (
         "recognized names are step-N, checkpoint-N, iter_N, global_stepN, epoch_N, "
         "epoch=E-step=S.ckpt, ..."

@@ -52,7 +52,7 @@ class Health:
             permissions, links that lead out of the checkpoint, unsupported features.
         torn: Whether its files show an incomplete write.
         read_failed: Whether the operating system failed a read.
-        begun: Whether nothing in it is recognized, so that a trainer may have just started it.
+        begun: Whether nothing in it is recognized, since a trainer may have just started it.
     """
 
     verdict: Verdict

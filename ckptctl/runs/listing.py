@@ -211,8 +211,8 @@ def newest(
     Abandoned checkpoints only count if there are no others. Among several series, the one that was
     written last counts. Lightning's ``last.ckpt`` is compared with the numbered checkpoints by
     step, and only chosen if it is ahead of all of them. Older checkpoints are not read, except
-    those saved later than a higher step. *torn* maps the names of checkpoints known to be damaged,
-    although no file is missing, to reasons. *model* is that of `read_run`.
+    those saved later than a higher step. *torn* maps names to reasons why checkpoints are
+    damaged, although no file is missing. *model* is that of `read_run`.
     """
     root = source_path(root)
     there = [Checkpoint.of(one) for one in entries(root) if series in (None, one.named.series)]
@@ -270,8 +270,8 @@ def _doubts(
     for one in own:
         if one.record.error:
             yield (
-                f"`{SIDECAR}` of `{one.name}` cannot be read ({one.record.error.what}), so it is "
-                "unknown which metrics it has and whether the run resumed from it"
+                f"`{SIDECAR}` of `{one.name}` cannot be read ({one.record.error.what}), "
+                "so it is unknown which metrics it has and whether the run resumed from it"
             )
     higher = [one.name for one in own if one.name in left and one.order > chosen.order]
     if higher and name not in left:
@@ -282,8 +282,8 @@ def _doubts(
     back = went_on_unsaved({one.name: one.lineage for one in own})
     if back and name not in back:
         yield (
-            f"a run resumed from {listed(back)} and has not saved since; `{name}` is older, "
-            "although its step is higher"
+            f"a run resumed from {listed(back)} and has not saved since; "
+            f"`{name}` is older, although its step is higher"
         )
     lower = (one for one in own if one.order < chosen.order and one.name not in left)
     later = [one for one in lower if earlier(chosen, one) and company.examine(one.entry).complete]

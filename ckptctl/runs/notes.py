@@ -93,7 +93,7 @@ def _count(value: object) -> int:
 def encoded(
     rated: Mapping[str, float], lineage: Lineage, known: Mapping[str, object] | None = None
 ) -> bytes:
-    """Encode a run record as JSON, keeping the members *known* of the record that it replaces."""
+    """Encode a run record as JSON, keeping the members in *known*."""
     own = {"save": lineage.save, "resumed": [one._asdict() for one in lineage.resumed]}
     own |= {"left": lineage.left} if lineage.left else {}
     counted = own if lineage.save else {}

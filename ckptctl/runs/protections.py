@@ -131,8 +131,8 @@ class Pointers:
                 raise RefusedError(
                     "a pointer has unrecognized content",
                     where=str(root / file),
-                    why=f"it contains {text[:SHOWN]!r}; the checkpoint that it names could be "
-                    "removed",
+                    why=f"it contains {text[:SHOWN]!r}; "
+                    "the checkpoint that it names could be removed",
                     hint="write the name of a checkpoint into it, or move it away",
                 )
         _require_read(root / TRAINER, trainer_state(root).error)
@@ -150,7 +150,8 @@ class Pointers:
         spelt = alike(self.root, names)
         for file, pointer in self.files.items():
             if pointer.tells_a_step and not mentioned(pointer.content, names, spelt):
-                yield f"`{file}` names checkpoint {pointer.content[:SHOWN]!r}, which does not exist"
+                text = pointer.content[:SHOWN]
+                yield f"`{file}` names checkpoint {text!r}, which does not exist"
 
 
 def _require_read(path: TreePath, error: CkptError | None) -> None:

@@ -30,7 +30,7 @@ class Deletion(Protocol):
     def delete(
         self, name: str, identity: FileIdentity, still: Callable[[], None] = lambda: None
     ) -> None:
-        """Delete the entry *name* of the run, unless *still* raises because it has changed."""
+        """Delete the entry *name* of the run, unless *still* raises an error."""
 
     def left(self) -> list[str]:
         """List the entries that were not deleted permanently."""

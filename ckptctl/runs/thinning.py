@@ -95,7 +95,8 @@ def plan_thinning(found: Checkpoint) -> Thinning | str:
         named = [tensor.name for tensor in kept if _named_so(tensor.path)]
         if not named:
             return "it contains no optimizer state"
-        return f"{listed(named, SHOWN)} may be weights that are only named like optimizer state"
+        names = listed(named, SHOWN)
+        return f"{names} may be weights that are only named like optimizer state"
     if name in REWRITTEN and found.parts == (path,):
         return Thinning(found.entry, name, (), freed, tuple(tensor.name for tensor in out))
     return f"optimizer state cannot be removed from format `{name}`"

@@ -198,8 +198,8 @@ MAX_RECORD = 4096
 def downloaded(files: SourceFiles, used: Collection[str]) -> tuple[list[FileDigest], list[Finding]]:
     """Return the digests that the Hub records of files, and findings about its records.
 
-    Includes files other than the data files *used*, if they are in the same directories or at the
-    top.
+    Other files than the data files *used* are included if they are in the same directories or
+    at the top.
     """
     folders = {Path(), *(Path(name).parent for name in used)}
     if not files.local:

@@ -63,8 +63,8 @@ def page(document: Mapping[str, object]) -> str:
     script = "\n".join(['\n"use strict";', *map(_text, SCRIPTS)])
     data = {"schema": SCHEMA, "ckptctl": __version__, **document}
     policy = (
-        f"default-src 'none'; style-src '{_digest(style)}'; script-src '{_digest(script)}'; "
-        "base-uri 'none'; form-action 'none'"
+        f"default-src 'none'; style-src '{_digest(style)}'; "
+        f"script-src '{_digest(script)}'; base-uri 'none'; form-action 'none'"
     )
     return Template(_text("page.html")).substitute(
         generator=GENERATOR,
