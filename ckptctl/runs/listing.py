@@ -219,27 +219,8 @@ def newest(
     company = Company([one.entry for one in there], now, model=model)
     waiting = sorted(there, key=lambda one: (one.order, one.time), reverse=True)
     left = left_in(one for one in waiting if not one.entry.link)
-    complete: list[Checkpoint] = []
-    skipped: list[Checkpoint] = []
-    for one in sorted(waiting, key=lambda one: one.name in left):
-        if any(one.series == other.series for other in complete):
-            continue
-        checkpoint = company.examine(one.entry)
-        if torn and one.name in torn:
-            checkpoint = replace(
-                checkpoint, verdict=Verdict.DAMAGED, torn=True, problem=torn[one.name]
-            )
-        (complete if checkpoint.complete else skipped).append(checkpoint)
-    if not complete:
-        _require_understood(skipped)
-        last = max(skipped, key=lambda one: one.entry.time)
-        more = f" (and {len(skipped) - 1:,} more)" if len(skipped) > 1 else ""
-        raise SourceNotFoundError(
-            "no complete checkpoint found",
-            where=str(root),
-            why=f"{last.name}: {last.problem}{more}",
-            hint=f"run {command('verify', last.path)} for details",
-        )
+    by_preference = sorted(waiting, key=lambda one: one.name in left)
+    complete, skipped = _examine_newest(root, by_preference, company, torn or {})
     furthest = _furthest(complete)
     chosen = max(furthest, key=lambda one: one.entry.time)
 
@@ -255,6 +236,33 @@ def newest(
         # last.ckpt may be a second name of the chosen checkpoint.
         tuple(o for o in others if not is_last(o.name) or _saved_at(o) != _saved_at(chosen)),
         tuple(_doubts(chosen, waiting, left, company)),
+    )
+
+
+def _examine_newest(
+    root: TreePath, checkpoints: Sequence[Checkpoint], company: Company, torn: Mapping[str, str]
+) -> tuple[list[Checkpoint], list[Checkpoint]]:
+    """Verify each series in order until a checkpoint is complete, or raise if none is."""
+    complete: list[Checkpoint] = []
+    skipped: list[Checkpoint] = []
+    for listed_checkpoint in checkpoints:
+        name = listed_checkpoint.name
+        if any(listed_checkpoint.series == other.series for other in complete):
+            continue
+        checkpoint = company.examine(listed_checkpoint.entry)
+        if name in torn:
+            checkpoint = replace(checkpoint, verdict=Verdict.DAMAGED, torn=True, problem=torn[name])
+        (complete if checkpoint.complete else skipped).append(checkpoint)
+    if complete:
+        return complete, skipped
+    _require_understood(skipped)
+    last = max(skipped, key=lambda one: one.entry.time)
+    more = f" (and {len(skipped) - 1:,} more)" if len(skipped) > 1 else ""
+    raise SourceNotFoundError(
+        "no complete checkpoint found",
+        where=str(root),
+        why=f"{last.name}: {last.problem}{more}",
+        hint=f"run {command('verify', last.path)} for details",
     )
 
 
