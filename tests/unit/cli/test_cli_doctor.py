@@ -112,20 +112,18 @@ def test_a_slow_start(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("name", "attribute", "value", "status", "text"),
+    ("name", "probe", "value", "status", "text"),
     [
-        ("large files", "large_file_problem", "File too large", "warn", "--max-shard-size"),
-        ("names", "tells_case", False, "warn", "differ only in case"),
-        ("clock", "clock_ahead", 3600.0, "warn", "synchronize the clocks"),
-        ("clock", "clock_ahead", -3600.0, "warn", "synchronize the clocks"),
-        ("sync", "sync_seconds", 2.0, "warn", "synced"),
-        ("locks", "lock_problem", "No locks available", "fail", "enable file locks"),
+        ("large files", doctor.large_file_problem, "File too large", "warn", "--max-shard-size"),
+        ("names", doctor.tells_case, False, "warn", "differ only in case"),
+        ("clock", doctor.clock_ahead, 3600.0, "warn", "synchronize the clocks"),
+        ("clock", doctor.clock_ahead, -3600.0, "warn", "synchronize the clocks"),
+        ("sync", doctor.sync_seconds, 2.0, "warn", "synced"),
+        ("locks", doctor.lock_problem, "No locks available", "fail", "enable file locks"),
     ],
 )
-def test_a_file_system_that_cannot(
-    run, tmp_path, monkeypatch, name, attribute, value, status, text
-):
-    monkeypatch.setattr(doctor, attribute, lambda *_: value)
+def test_a_file_system_that_cannot(run, tmp_path, monkeypatch, name, probe, value, status, text):
+    monkeypatch.setattr(doctor, probe.__name__, lambda *_: value)
     check = found(run, tmp_path)[name]
     assert check["status"] == status and text in check["hint"]
 
@@ -232,8 +230,9 @@ def test_places_are_those_of_the_hub_client(where, tmp_path):
     code = (
         "from ckptctl.verbs import doctor as s\n"
         "from huggingface_hub import constants as c\n"
-        "assert s._cache().found.startswith(c.HF_HUB_CACHE), (s._cache(), c.HF_HUB_CACHE)\n"
-        "assert str(s._home() / 'token') == c.HF_TOKEN_PATH"
+        f"cache, home = s.{doctor._cache.__name__}(), s.{doctor._home.__name__}()\n"
+        "assert cache.found.startswith(c.HF_HUB_CACHE), (cache, c.HF_HUB_CACHE)\n"
+        "assert str(home / 'token') == c.HF_TOKEN_PATH"
     )
     done = subprocess.run(
         [sys.executable, "-c", code],
