@@ -8,6 +8,7 @@ import ckptctl
 from ckptctl import formats
 from ckptctl.errors import UsageError
 from ckptctl.formats.base import GB
+from ckptctl.verbs.known_formats import known_formats
 from tests.contract.support import WRITABLE
 from tests.fakes import FakeFormat
 
@@ -167,7 +168,8 @@ def test_on_a_terminal(terminal):
 
 def test_torch_is_not_imported():
     code = (
-        "from ckptctl.verbs.known_formats import known_formats; import sys; known_formats();"
+        f"import sys; from {known_formats.__module__} import {known_formats.__name__} as formats; "
+        "formats();"
         "assert not {'torch', 'numpy', 'safetensors'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
