@@ -20,13 +20,14 @@ from ckptctl.catalog import Blob, Box, Catalog
 from ckptctl.catalog import Path as KeyPath
 from ckptctl.errors import FormatError, RefusedError, spell_option
 from ckptctl.notes import Notes
+from ckptctl.planner.plan import OutputFile
 from ckptctl.storage.paths import is_there
 from ckptctl.tree import TreePath
 
 if TYPE_CHECKING:
     from ckptctl.planner.layouts import Family
     from ckptctl.planner.model_parallel import RankShard
-    from ckptctl.planner.plan import CrcOf, Frame, OutputFile, RawCopy, Record
+    from ckptctl.planner.plan import CrcOf, Frame, RawCopy, Record
 
 GB = 1_000_000_000
 SPLIT_BYTES = 512 * 1024 * 1024
@@ -377,14 +378,11 @@ def constant(content: bytes) -> Frame:
 
 def document(path: str, content: bytes) -> OutputFile:
     """Return an output file whose whole content is known when it is planned."""
-    from ckptctl.planner.plan import OutputFile
-
     return OutputFile(path, len(content), constant(content))
 
 
 def copied(path: str, size: int) -> OutputFile:
     """Return an output file that one :class:`RawCopy` fills."""
-    from ckptctl.planner.plan import OutputFile
 
     def frame(_: CrcOf) -> Iterator[tuple[int, bytes]]:
         yield from ()

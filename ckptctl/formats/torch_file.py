@@ -22,6 +22,7 @@ from ckptctl.formats.base import (
     WritableFormat,
 )
 from ckptctl.formats.shared.leaves import nest
+from ckptctl.planner.plan import OutputFile, Record
 from ckptctl.storage.files import source_files
 from ckptctl.storage.stand_ins import only_zeros
 from ckptctl.tree import TreePath
@@ -105,9 +106,8 @@ class TorchFormat(WritableFormat):
 
     def lay_out(self, request: OutputRequest) -> OutputLayout:
         """See :meth:`WritableFormat.lay_out`."""
-        # which only those that write need
+        # Only writing needs these modules.
         from ckptctl.formats.shared.stored_leaves import stored_leaf
-        from ckptctl.planner.plan import OutputFile, Record
         from ckptctl.storage.pickles.pickle_writer import dumps
         from ckptctl.storage.zips.zip_writer import lay_out
 

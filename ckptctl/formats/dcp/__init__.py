@@ -29,6 +29,7 @@ from ckptctl.units import counted
 
 METADATA = ".metadata"
 DATA = ".distcp"
+THROUGH = "the items were written with an extension"
 
 
 class ItemFormat(Format):
@@ -108,7 +109,7 @@ class DcpFormat(ItemFormat, WritableFormat):
 
     def lay_out(self, request: OutputRequest) -> OutputLayout:
         """See :meth:`WritableFormat.lay_out`."""
-        # Which only those that write need.
+        # Only writing needs these modules.
         from ckptctl.formats.dcp.data_files import DataFiles, shards
         from ckptctl.formats.dcp.metadata_writer import encode
 

@@ -41,6 +41,8 @@ from ckptctl.errors import (
     listed,
 )
 from ckptctl.formats.base import ReadOptions
+from ckptctl.formats.dcp import THROUGH
+from ckptctl.formats.dcp.locating import located, resolved_extent
 from ckptctl.formats.dcp.metadata import MAX_METADATA, Decoded, MetadataLeaf, decode
 from ckptctl.formats.shared.findings import Faults, of_error
 from ckptctl.formats.shared.indexes import read_whole, sizes_of
@@ -59,7 +61,6 @@ from ckptctl.units import counted
 
 COMPANION = "meta.pt"
 COMPRESSED = "the checkpoint is compressed; each item is decompressed into a temporary file"
-THROUGH = "the items were written with an extension"
 IN_SAFETENSORS = "the data files are safetensors, which stock `dcp.load` does not read"
 MOST_TIMES = 1 << 15
 """How many times longer than a frame what it holds can be: 128 KiB for a block of four bytes."""
@@ -79,9 +80,6 @@ def read(path: TreePath, metadata: str, asked: ReadOptions, name: str) -> Catalo
 
 def resolve(catalog: Catalog) -> Catalog:
     """Locate the element bytes of every item and read the values of other leaves."""
-    # Which only those that read items need.
-    from ckptctl.formats.dcp.locating import located, resolved_extent
-
     _require_extensions(catalog)
     budget = MemoryBudget()
     with source_files(catalog.root) as files:

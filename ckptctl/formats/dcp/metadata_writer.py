@@ -244,22 +244,18 @@ class _Writer:
         if origin.world:
             self.out += self.text(OWN) + b"}" + self._remembered()
             self.out += self.text(WORLD) + _integer(origin.world) + b"s"
-        self._storage_meta(origin.save_id)
+        if origin.save_id:
+            storage_meta = self._global(_HOME, "StorageMeta")
+            self.out += self.text("storage_meta") + storage_meta + b")\x81" + self._remembered()
+            self.out += b"}" + self._remembered() + b"("
+            for name, value in (("checkpoint_id", b"N"), ("load_id", b"N"), ("modules", b"]")):
+                self.out += self.text(name) + value
+                self.out += self._remembered() if value == b"]" else b""
+            self.out += self.text("save_id") + self.text(origin.save_id) + b"ub"
+        else:
+            self.out += self.text("storage_meta") + b"N"
         self.out += self.text("version") + self.text(VERSION) + b"ub."
         return bytes(self.out)
-
-    def _storage_meta(self, save_id: str) -> None:
-        """Write a ``StorageMeta`` that says nothing but the id, or none."""
-        if not save_id:
-            self.out += self.text("storage_meta") + b"N"
-            return
-        made = self._global(_HOME, "StorageMeta")
-        self.out += self.text("storage_meta") + made + b")\x81" + self._remembered()
-        self.out += b"}" + self._remembered() + b"("
-        for name, value in (("checkpoint_id", b"N"), ("load_id", b"N"), ("modules", b"]")):
-            self.out += self.text(name) + value
-            self.out += self._remembered() if value == b"]" else b""
-        self.out += self.text("save_id") + self.text(save_id) + b"ub"
 
     def _remembered(self) -> bytes:
         """Return the opcode that remembers an object."""

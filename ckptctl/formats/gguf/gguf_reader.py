@@ -210,7 +210,14 @@ def read_header(files: SourceFiles, name: str) -> Header:
                 raise MalformedError(f"duplicate key `{key}`")
             metadata[key] = _value(cursor, cursor.number("<I"))
         claims = [_claim(cursor) for _ in range(tensors)]
-        return Header(metadata, _placed(cursor, claims, _alignment(metadata)))
+        alignment = metadata.get(ALIGNMENT, 32)
+        if (
+            not isinstance(alignment, int)
+            or not 0 < alignment <= 1 << 20
+            or alignment.bit_count() != 1
+        ):
+            raise MalformedError(f"`{ALIGNMENT}` is {alignment!r}, which is not a power of two")
+        return Header(metadata, _placed(cursor, claims, alignment))
 
 
 class _Cursor:
@@ -332,13 +339,6 @@ def _claim(cursor: _Cursor) -> tuple[str, tuple[int, ...], int, int]:
     form = _CLAIMS[rank]
     *shape, kind, offset = form.unpack(cursor.take(form.size))
     return name, tuple(shape[::-1]), kind, offset
-
-
-def _alignment(metadata: Mapping[str, object]) -> int:
-    found = metadata.get(ALIGNMENT, 32)
-    if not isinstance(found, int) or not 0 < found <= 1 << 20 or found & (found - 1):
-        raise MalformedError(f"`{ALIGNMENT}` is {found!r}, which is not a power of two")
-    return found
 
 
 def _placed(

@@ -10,7 +10,7 @@ import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 from ckptctl import dtypes
 from ckptctl.catalog import Box, Catalog, TensorEntry
@@ -50,6 +50,8 @@ from ckptctl.formats.hf.shards import (
 )
 from ckptctl.formats.shared.findings import Faults
 from ckptctl.formats.sidecar_files import beside
+from ckptctl.planner.layouts import MLX
+from ckptctl.planner.plan import OutputFile, Record
 from ckptctl.storage.files import SourceFiles, source_files
 from ckptctl.storage.json_reader import read_json
 from ckptctl.storage.read_ahead import heads_ahead
@@ -57,9 +59,6 @@ from ckptctl.storage.safetensors_header import encode_header
 from ckptctl.storage.schema import find
 from ckptctl.tree import TreePath
 from ckptctl.units import counted
-
-if TYPE_CHECKING:
-    from ckptctl.planner.plan import OutputFile, Record
 
 PT = "pt"
 """What headers say is their ``format``, but those of layout ``mlx``."""
@@ -193,9 +192,8 @@ class HfFormat(WritableFormat):
         kept = [tensor for tensor in request.tensors if tensor.alias_of is None]
         aliases = {t.name: t.alias_of for t in request.tensors if t.alias_of is not None}
         by_name = {tensor.name: tensor for tensor in kept}
-        # which only those that write need
+        # Only writing needs this module.
         from ckptctl.planner.balance import fill, grouped
-        from ckptctl.planner.layouts import MLX
 
         if request.like is not None:
             shards = grouped([t.name for t in kept], request.like, len(request.like_files))
@@ -242,8 +240,6 @@ class SafetensorsWriter:
 
     def add(self, file: str, tensors: Sequence[OutputTensor]) -> None:
         """Lay out one file with *tensors*, in their order where that aligns each of them."""
-        from ckptctl.planner.plan import OutputFile, Record
-
         tensors = _aligned(tensors)
         header, offsets = encode_header(
             [(tensor.name, tensor.dtype, tensor.shape) for tensor in tensors], self.metadata

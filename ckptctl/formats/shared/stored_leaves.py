@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from itertools import count
-from typing import TYPE_CHECKING
 
 from ckptctl.catalog import (
     Blob,
@@ -23,11 +22,9 @@ from ckptctl.formats.shared.leaves import flatten, join
 from ckptctl.storage.files import SourceFiles
 from ckptctl.storage.pickles.inert import walk
 from ckptctl.storage.pickles.pickle_reader import Unknown
+from ckptctl.storage.pickles.pickle_writer import StorageTensor
 from ckptctl.storage.zips.zip_reader import KEEPING_TABLE, StoredTensor, read_archive
 from ckptctl.tree import TreePath
-
-if TYPE_CHECKING:
-    from ckptctl.storage.pickles.pickle_writer import StorageTensor
 
 NO_CHECKSUMS = "written without checksums"
 
@@ -161,8 +158,6 @@ def refuse_hidden_tensors(leaf: object, key: str, where: str) -> None:
 
 def stored_leaf(tensor: OutputTensor, key: str) -> StorageTensor:
     """Return what is pickled of a tensor whose elements are the record *key* of the same zip."""
-    from ckptctl.storage.pickles.pickle_writer import StorageTensor
-
     return StorageTensor(
         storage_key=key,
         storage_nbytes=tensor.nbytes,
