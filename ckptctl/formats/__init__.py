@@ -1,7 +1,7 @@
-"""The formats, found by listing this package and by the entry points ``ckptctl.formats``.
+"""Registry of formats, discovered in this package and by ``ckptctl.formats`` entry points.
 
-A module in this package that defines a :class:`~ckptctl.formats.base.Format` under the name
-``FORMAT`` is a format; nothing else in the program needs to be told about it.
+A module in this package that defines a :class:`~ckptctl.formats.base.Format` called ``FORMAT`` is
+registered automatically.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ PART = re.compile(r"(pytorch_)?model(_fsdp)?(_\d+)?|optim(izer)?s?(_\d+)?")
 
 @cache
 def builtin() -> dict[str, Format]:
-    """Return the formats of this package by name."""
+    """Import this package's formats and return them by name."""
     found: dict[str, Format] = {}
     for module in pkgutil.iter_modules(__path__):
         name = f"{__name__}.{module.name}"
@@ -69,24 +69,24 @@ def builtin() -> dict[str, Format]:
 
 @cache
 def entry_points() -> dict[str, EntryPoint]:
-    """Return the entry points by the name of their format; none is loaded."""
+    """Return entry points by format name, without loading them."""
     return installed.entry_points(ENTRY_POINTS)
 
 
 @cache
 def load_added(name: str) -> Format:
-    """Return the format of the entry point called *name*."""
+    """Load the format of the entry point called *name*."""
     return installed.load_entry_point(entry_points()[name], Format)  # type: ignore[type-abstract]
 
 
 def package_of(name: str) -> str | None:
-    """Return the package with an entry point for the format *name*; None: there is none."""
+    """Return the package whose entry point defines the format *name*, or None."""
     point = entry_points().get(name)
     return installed.package_of(point) if point else None
 
 
 def added() -> dict[str, Format]:
-    """Return the formats of installed packages by name; built-in names win."""
+    """Load the formats of installed packages, by name; built-in names take precedence."""
     known = builtin()
     return {n: load_added(n) for n in sorted(entry_points()) if n not in known}
 
@@ -107,7 +107,7 @@ def writable() -> tuple[str, ...]:
 
 
 def get(name: str) -> Format:
-    """Return the format called *name*."""
+    """Return the format called *name*, or raise UsageError."""
     found = builtin().get(name) or registered().get(name)
     if found is None:
         close = nearest(name.lower(), names())
@@ -120,7 +120,7 @@ def get(name: str) -> Format:
 
 
 def target(name: str) -> WritableFormat:
-    """Return the format called *name* if it can be written."""
+    """Return the format called *name*, or raise UsageError if it cannot be written."""
     found = get(name)
     if not isinstance(found, WritableFormat):
         raise UsageError(
@@ -130,7 +130,7 @@ def target(name: str) -> WritableFormat:
 
 
 def sniff(path: TreePath) -> dict[str, str]:
-    """Return every format that *path* looks like, with the evidence."""
+    """Return all formats that match *path*, each with its evidence."""
     listing = Listing(path)
     for known in (builtin, added) if listing.is_folder or path.is_file() else ():
         asked = {
@@ -144,7 +144,7 @@ def sniff(path: TreePath) -> dict[str, str]:
 
 
 def recognizing(asked: Mapping[str, Format], listing: Listing) -> dict[str, str]:
-    """Ask formats about a path, each after those that it would be in place of this one."""
+    """Run the sniffers of *asked*, each after those of the formats that it yields to."""
     signs: dict[str, str | None] = {}
 
     def sign_of(name: str) -> str | None:
@@ -160,7 +160,7 @@ def recognizing(asked: Mapping[str, Format], listing: Listing) -> dict[str, str]
 
 
 def interrupted(path: TreePath) -> Format | None:
-    """Return the format whose save was interrupted before it could be recognized, or None."""
+    """Return the format of a save interrupted before it could be recognized, or None."""
     with suppress(PermissionError):
         listing = Listing(path)
         return next((one for one in builtin().values() if one.is_interrupted(listing)), None)
@@ -168,13 +168,13 @@ def interrupted(path: TreePath) -> Format | None:
 
 
 def detect(path: str | TreePath) -> Format:
-    """Return the one format of *path*."""
+    """Detect the format of *path*, or raise if there is not exactly one."""
     path = existing(path)
     return only_format(path, sniff(path))
 
 
 def only_format(path: TreePath, sniffed: Mapping[str, str]) -> Format:
-    """Return the one format that *path* looks like, or raise what else it is."""
+    """Return the only matching format, or raise an error that describes *path*."""
     part = any(one.part_names and one.part_names.fullmatch(path.name) for one in builtin().values())
     if part and path.is_file():
         what = f"`{path.name}` is one file of a checkpoint"
@@ -210,10 +210,10 @@ def open_checkpoint(
     *,
     manifest: bool | None = True,
 ) -> Catalog:
-    """Recognize *path* and read its index.
+    """Detect the format of *path* and read its index.
 
-    Checksums are taken from the manifest beside it; with None as *manifest* not if that takes a
-    request.
+    *manifest* controls whether checksums are read from the manifest next to it; with None, they are
+    read only if this takes no remote request.
     """
     path = existing(path)
     opened = path, identity_of(path)
@@ -259,7 +259,7 @@ def open_checkpoint(
 
 
 def resolve(catalog: Catalog) -> Catalog:
-    """Return *catalog* with every extent pointing at plain element bytes."""
+    """Locate the element bytes of all extents in *catalog*."""
     with blaming(lambda: require_unreplaced(catalog.opened)):
         return get(catalog.format).resolve(catalog)
 
@@ -267,7 +267,7 @@ def resolve(catalog: Catalog) -> Catalog:
 def list_run(path: TreePath) -> list[TreePath]:
     """Return the checkpoints directly inside a folder, in natural order.
 
-    They are directories, or Lightning's files ``*.ckpt``.
+    These are directories or Lightning's ``*.ckpt`` files.
     """
     if not path.is_dir():
         return []
@@ -279,7 +279,7 @@ def list_run(path: TreePath) -> list[TreePath]:
 
 
 def below(path: TreePath) -> list[TreePath]:
-    """Return checkpoints of models two levels below a folder, as far as a short look finds them."""
+    """Search two levels below a folder for model checkpoints, among a limited number of folders."""
 
     def folders(folder: TreePath) -> list[TreePath]:
         with suppress(OSError):
@@ -297,10 +297,10 @@ def below(path: TreePath) -> list[TreePath]:
 
 
 def only_inside(path: TreePath) -> TreePath | None:
-    """Return the one checkpoint of a model directly inside a folder, if there is just one.
+    """Return the only model checkpoint directly inside a folder, or None.
 
-    Optimizers may lie beside it in directories of their own, as accelerate and ByteCheckpoint
-    write them: ``pytorch_model_fsdp_0/`` and ``optimizer_0/``, ``model/`` and ``optimizer/``.
+    Separate optimizer directories next to it are allowed, as accelerate and ByteCheckpoint write
+    them: ``pytorch_model_fsdp_0/`` and ``optimizer_0/``, ``model/`` and ``optimizer/``.
     """
     models = [item for item in list_run(path) if not NO_MODEL.fullmatch(item.name)]
     if len(models) != 1:
@@ -317,7 +317,7 @@ def only_inside(path: TreePath) -> TreePath | None:
 
 
 def _newer_than(one: TreePath) -> TreePath | None:
-    """Return what is named as *one* is, and newer by the number in its name; None: nothing is."""
+    """Return the newest sibling with the same name pattern and a higher number, or None."""
     kind, number = _DIGITS.sub("N", one.name), natural_key(one.name)
     others = (item for item in one.parent.iterdir() if _DIGITS.sub("N", item.name) == kind)
     newer = [
@@ -329,7 +329,7 @@ def _newer_than(one: TreePath) -> TreePath | None:
 
 
 def existing(path: str | TreePath) -> TreePath:
-    """Return *path* made absolute."""
+    """Return *path* as an absolute path, or raise if it does not exist."""
     if not path_text(path):
         raise UsageError("the path is empty", hint="use `.` for the working directory")
     absolute = home_expanded(source_path(path)).absolute()

@@ -1,8 +1,8 @@
-"""What a format is: it sniffs, it reads an index, and some lay out files.
+"""Base classes of formats, and the data types that formats read and lay out.
 
-A format never moves tensor bytes. Reading returns a :class:`~ckptctl.catalog.Catalog`; laying out
-returns where every box of every tensor goes and what else the files contain. The executor does
-the rest, the same way for all of them.
+A format never copies tensor bytes. Reading returns a :class:`~ckptctl.catalog.Catalog`. Laying out
+returns the place of every box of every tensor, and the other bytes of the files. The executor
+copies the bytes in the same way for all formats.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ Weights = Literal["master", "module"]
 
 
 class Listing:
-    """A path that formats are asked about, and the names in it, which are read once.
+    """A path to recognize, with the names in it, which are read only once.
 
     Attributes:
         path: Absolute path of a folder or file.
         is_folder: Whether it is a folder.
-        items: What lies directly in the folder, by name; of a file nothing.
-        names: Names of the items, sorted; of a file its own name.
+        items: Direct children of the folder by name; empty for a file.
+        names: Sorted names of the items; for a file, its name.
     """
 
     def __init__(self, path: TreePath) -> None:
@@ -53,17 +53,17 @@ class Listing:
 
     @cached_property
     def files(self) -> list[str]:
-        """Names of the files directly in the folder, sorted; of a file none."""
+        """Sorted names of the files directly in the folder; empty for a file."""
         return [name for name in sorted(self.items) if self.items[name].is_file()]
 
     def has(self, name: str) -> bool:
-        """Return whether the folder has a file of that name; see :func:`is_there`."""
+        """Return whether the folder has a file called *name*; see :func:`is_there`."""
         return name in self.items and is_there(self.items[name])
 
 
 @dataclass(frozen=True, slots=True)
 class OutputTensor:
-    """One tensor to be laid out.
+    """A tensor to lay out.
 
     Attributes:
         name: Fully qualified name.
@@ -71,7 +71,7 @@ class OutputTensor:
         shape: Global shape.
         path: Keys from the root of the saved object down to it.
         alias_of: Name of the output tensor that it shares all its memory with.
-        requires_grad: Carried where the format has a place for it.
+        requires_grad: Written if the format can store it.
     """
 
     name: str
@@ -83,37 +83,37 @@ class OutputTensor:
 
     @property
     def nbytes(self) -> int:
-        """Return its size in bytes."""
+        """Size in bytes."""
         return math.prod(self.shape) * dtypes.itemsize(self.dtype)
 
 
 @dataclass(frozen=True, slots=True)
 class OutputRequest:
-    """All that a format needs to know to lay files out.
+    """Everything that a format needs to lay out files.
 
     Attributes:
         name: File name of the output, for single-file formats.
-        tensors: In the order in which they should lie.
-        blobs: Leaves that are not tensors.
+        tensors: In the order in which to store them.
+        blobs: Non-tensor values.
         max_shard_size: Bytes of tensors per file.
         mp: Number of model-parallel shards.
-        rank_boxes: What each model-parallel rank keeps of a tensor, None where that is nothing;
-            None: every rank keeps all of all of them.
-        like: For each tensor the index of its file, taken from a reference checkpoint.
-        like_files: Names of those files, where the format keeps names.
+        rank_boxes: Function that returns the shard of a tensor on each model-parallel rank, None
+            for a rank without one. If this is None, every rank stores every tensor in full.
+        like: File index of each tensor, taken from a reference checkpoint.
+        like_files: Names of these files, if the format keeps names.
         checksum: Whether the records will have checksums.
         metadata: Free-form strings, for formats that keep them.
-        config: ``config.json`` of the model, for formats that describe it in words of their own;
-            None: there is none.
-        family: The model's; None: it is not known.
-        sizes: Its axis sizes.
-        stack_layers: Whether equal layers become one tensor each, for formats that can do that.
-        extensions: Those of the catalog that the tensors come from.
-        adapter: What ``adapter_config.json`` says, or would say, of low-rank factors; None: these
-            are the tensors of a model.
-        layout: The layout that was asked for; None: it is the format's own, or the source's.
-        notes: Told what the user should know, such as a tie written as two copies, and which leaves
-            are skipped because the format has no place for them.
+        config: ``config.json`` of the model, for formats with a separate model description; None if
+            there is none.
+        family: Model family, or None if unknown.
+        sizes: Axis sizes of the family.
+        stack_layers: Whether to stack equal layers into one tensor, for formats that support this.
+        extensions: Extensions of the source catalog.
+        adapter: Content of ``adapter_config.json`` for the low-rank factors of an adapter; None if
+            these are the tensors of a model.
+        layout: Requested layout; None for the format's own, or the source's.
+        notes: Collects messages for the user, such as ties written as two copies, and values
+            skipped because the format cannot store them.
     """
 
     name: str
@@ -137,13 +137,13 @@ class OutputRequest:
 
 
 class TensorPlace(NamedTuple):
-    """Where one box of a tensor goes.
+    """Record and offset of one box of a tensor.
 
     Attributes:
-        box: The part of the tensor.
-        record: Index of the record that holds it.
-        start: Elements of the record before it.
-        strides: Elements between neighbors along each dimension; None: row-major.
+        box: Index range in the tensor.
+        record: Index of the record that contains the box.
+        start: Number of elements of the record before the box.
+        strides: Elements between neighbors along each dimension; None for row-major.
     """
 
     box: Box
@@ -154,18 +154,18 @@ class TensorPlace(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class OutputLayout:
-    """Where everything goes.
+    """Places of all output bytes.
 
     Attributes:
         files: Every file, with its frame.
         records: Byte ranges for tensor boxes.
-        boxes: For each tensor the places of its boxes.
-        raw_copies: Byte ranges that travel unchanged.
-        contents: Further files that hold no records, with what is in them.
-        folder: Folder of the output in which all of these files lie, and what travels with them;
-            empty: the output itself.
-        above: Files of the output beside that folder, with what is in them.
-        own: What this format writes anew, by the names at the root, whatever the source has there.
+        boxes: Places of each tensor's boxes.
+        raw_copies: Byte ranges to copy unchanged.
+        contents: Content of further files, which have no records.
+        folder: Subfolder of the output for all of these files and for the sidecar files; empty for
+            the output itself.
+        above: Content of files next to that subfolder.
+        own: Names at the root that this format always writes itself, even if the source has them.
     """
 
     files: tuple[OutputFile, ...]
@@ -180,20 +180,20 @@ class OutputLayout:
 
 @dataclass(frozen=True, slots=True)
 class ReadOptions:
-    """What to read where a checkpoint holds more than one answer.
+    """Choices for checkpoints that can be read in more than one way.
 
     Attributes:
-        model_type: The family, for formats whose shards only a family can join.
+        model_type: Model family, for formats whose shards can only be joined with one.
         weights: ``master``: the optimizer's fp32 copies; ``module``: the weights that the model
-            computes with; None: what the format prefers.
-        tag: Which of several saves in one folder; None: the one that its pointer names.
-        rules: A file that says how tensors are divided, for formats that do not say so.
-        ranks: How many ranks saved it, likewise.
-        partial: Read what there is of a checkpoint that is not whole: what cannot be read becomes
-            :attr:`~ckptctl.catalog.Catalog.findings`. Tensors may have holes then.
-        replicas: List :attr:`~ckptctl.catalog.Catalog.replicas`, too.
-        documents: ``config.json`` and ``params.json`` by which shards are joined; empty: those
-            beside them.
+            computes with; None for the format's default.
+        tag: Save to read if the folder has several; None for the one in its pointer file.
+        rules: Rules file with the division of tensors, for formats that do not record it.
+        ranks: Number of ranks that saved it, for formats that do not record it.
+        partial: Whether to read as much as possible of an incomplete checkpoint. Problems become
+            :attr:`~ckptctl.catalog.Catalog.findings`, and tensors may have holes.
+        replicas: Whether to list :attr:`~ckptctl.catalog.Catalog.replicas`.
+        documents: ``config.json`` and ``params.json`` to join shards with; empty for those next to
+            the shards.
     """
 
     model_type: str | None = None
@@ -210,30 +210,29 @@ AS_IT_IS = ReadOptions()
 
 
 class Format(ABC):
-    """One way in which bytes lie on disk; one module or package here, which is found by itself.
+    """A checkpoint format; formats are discovered in the modules and packages here.
 
     Attributes:
-        name: What ``--from`` and ``--to`` call it.
+        name: Name for ``--from`` and ``--to``.
         title: One line for ``--help`` and lists.
-        recognized: What :meth:`sniff` looks for, for people.
-        marks: Matches the beginning of names: the format is asked about a file with such a name,
-            and about a folder with such a file or folder in it; None: about all.
-        specializes: Formats whose files its own look like as well: what it recognizes is none of
-            them.
-        yields_to: Formats that a folder is in its place if they recognize it: it holds files of
-            both.
-        parts: Matches names of files that are no checkpoint by themselves; None: there are none.
-        wholeness: What a complete checkpoint has, for people. As in :attr:`recognized` and
+        recognized: Human-readable criteria of :meth:`sniff`.
+        marks: Pattern for the start of names. :meth:`sniff` is only called for a file that matches,
+            or a folder that contains a matching file or folder. None to call it always.
+        specializes: More general formats that also match this format's files. A path that this
+            format recognizes is not in one of them.
+        yields_to: Formats that take precedence if a folder contains files of both.
+        part_names: Pattern for files that are not a checkpoint on their own, or None.
+        wholeness: Human-readable criteria for completeness. As in :attr:`recognized` and
             :attr:`proof`, facts are separated by ``"; "``.
         tested: Programs and settings that it was tested against, in one line.
-        proof: What was compared with other programs; each claim names its test.
-        choices: Fields of :class:`ReadOptions` that mean something to it, besides the family.
-        layout: The layout that its tensors have; None: any.
-        other_layouts: Whether they have another one where the user asks for it.
-        adapters: Whether it holds adapters and no models.
-        self_described: Whether its files state the facts of the model themselves.
-        training: Whether a trainer's state lies beside the model, of which every leaf that is no
-            tensor is a part; None: as the format has a place for leaves.
+        proof: Comparisons with other programs; each claim names its test.
+        choices: Fields of :class:`ReadOptions` that it supports, besides the family.
+        layout: Layout of its tensors, or None for any.
+        other_layouts: Whether the user can choose another layout.
+        adapters: Whether it stores adapters only, not models.
+        self_described: Whether its files contain the facts of the model themselves.
+        training: Whether it stores training state with the model, which includes all non-tensor
+            values; None if this depends on which non-tensor values it can store.
     """
 
     name: ClassVar[str]
@@ -255,65 +254,64 @@ class Format(ABC):
 
     @abstractmethod
     def sniff(self, listing: Listing) -> str | None:
-        """Return the evidence that a path looks like this format, or None.
+        """Return evidence that a path is in this format, or None.
 
-        It is for people, as in ``.metadata and 8 .distcp files``. No more than names and a few
-        bytes are read.
+        The evidence is human-readable, as in ``.metadata and 8 .distcp files``. Only names and a
+        few bytes are read.
         """
 
     def is_interrupted(self, listing: Listing) -> bool:
-        """Return whether a save that was interrupted left *listing*, which no format recognizes.
+        """Return whether *listing* is an interrupted save that no format recognizes.
 
-        :meth:`read` says what is missing.
+        :meth:`read` reports the missing files.
         """
         return False
 
     @abstractmethod
     def read(self, path: TreePath, asked: ReadOptions = AS_IT_IS) -> Catalog:
-        """Return the catalog of *path*.
+        """Read the index of a checkpoint.
 
         Args:
             path: Absolute path of a directory or file that :meth:`sniff` accepts.
-            asked: Choices; what is not in :attr:`choices` is never set.
+            asked: Options; only those in :attr:`choices` are ever set.
 
         Raises:
-            CkptError: The index is missing, damaged or hostile.
+            CkptError: The index is missing, damaged or malicious.
         """
 
     def refine(self, catalog: Catalog, asked: ReadOptions) -> Catalog:
-        """Return a catalog of a format that this one specializes with what this one knows of it."""
+        """Add this format's knowledge to the catalog of a format that it specializes."""
         return catalog
 
     def resolve(self, catalog: Catalog) -> Catalog:
-        """Return *catalog* with every extent's codec ``raw``."""
+        """Locate the element bytes of every extent, so that its codec becomes ``raw``."""
         return catalog
 
     def only_part(self, path: TreePath) -> TreePath | None:
-        """Return the one checkpoint in the folder *path*, which is there for that alone.
+        """Return the only checkpoint in the wrapper folder *path*, or None.
 
-        None: *path* is the checkpoint, or holds more.
+        None if *path* is the checkpoint itself, or contains anything else.
         """
         return None
 
 
 class WritableFormat(Format):
-    """A format that can be written.
+    """A format that ckptctl can write.
 
     Attributes:
         single_file: Whether the output is one file instead of a directory.
-        nested: Whether it keeps the structure of nested dictionaries and other leaves.
-        verbatim: Whether leaves that have a ``torch.save`` zip of their own are copied as they are.
+        nested: Whether it keeps nested dictionaries and non-tensor values.
+        verbatim: Whether values in a separate ``torch.save`` zip are copied unchanged.
         parallel: Whether it has one file per model-parallel rank.
-        sharded: Whether it is cut into files by size.
-        one_file: Bytes of tensors up to which people expect one file; 0: they do not.
-        described: Whether ``params.json`` describes the model in it.
-        ties: What becomes of tensors that share memory, for people.
-        keeps_metadata: Whether it has a place for free-form strings.
-        records_ties: Whether a tensor that is left out as shared is recorded under its name.
-        stacks: Whether equal layers can become one tensor each.
-        adapter_layouts: Layouts that its adapters have, the usual one first; empty: none of their
-            own.
-        pads: Whether its programs expect a vocabulary to have rows that no token means.
+        sharded: Whether tensors are split into files by size.
+        one_file: Largest number of tensor bytes for which users expect a single file; 0 if never.
+        described: Whether ``params.json`` describes the model.
+        ties: Human-readable handling of tensors that share memory.
+        keeps_metadata: Whether it can store free-form strings.
+        records_ties: Whether it records the names of tensors skipped as shared.
+        stacks: Whether equal layers can be stacked into one tensor.
+        adapter_layouts: Layouts of its adapters, the default first; empty if they have none.
+        pads: Whether its programs expect a padded vocabulary.
     """
 
     single_file: ClassVar[bool] = False
@@ -332,21 +330,21 @@ class WritableFormat(Format):
 
     @abstractmethod
     def lay_out(self, request: OutputRequest) -> OutputLayout:
-        """Decide where each tensor goes; touches no file."""
+        """Decide the place of each tensor; does no I/O."""
 
     def holds(self, dtype: str) -> bool:
-        """Return whether the format can hold elements of *dtype*."""
+        """Return whether the format can store elements of *dtype*."""
         return dtype in dtypes.BY_NAME
 
     @property
     def cut_by(self) -> tuple[str, ...]:
-        """Return the options that say how it is cut into files; empty: it is one file."""
+        """Options that control the split into files; empty for single-file formats."""
         if self.parallel:
             return ("--mp", "--like")
         return ("--max-shard-size", "--like") if self.sharded else ()
 
     def refuse_unheld(self, tensors: Sequence[OutputTensor]) -> None:
-        """Raise RefusedError for the first tensor whose dtype the format cannot hold."""
+        """Raise RefusedError for the first tensor with a dtype that the format cannot store."""
         for tensor in tensors:
             if not self.holds(tensor.dtype):
                 raise RefusedError(
@@ -358,7 +356,7 @@ class WritableFormat(Format):
 
 
 def require_folder(path: TreePath) -> None:
-    """Refuse one of the files that the ranks of a save wrote, where all of them are needed."""
+    """Raise FormatError if *path* is a file, for formats with one file per rank."""
     if not path.is_dir():
         raise FormatError(
             "this is the file of a single rank",
@@ -368,7 +366,7 @@ def require_folder(path: TreePath) -> None:
 
 
 def constant(content: bytes) -> Frame:
-    """Return the frame of a file that begins with *content* and else holds records only."""
+    """Make the frame of a file that starts with *content*, followed only by records."""
 
     def frame(_: CrcOf) -> Iterator[tuple[int, bytes]]:
         yield 0, content
@@ -377,12 +375,12 @@ def constant(content: bytes) -> Frame:
 
 
 def document(path: str, content: bytes) -> OutputFile:
-    """Return an output file whose whole content is known when it is planned."""
+    """Make an output file with content that is known at planning time."""
     return OutputFile(path, len(content), constant(content))
 
 
 def copied(path: str, size: int) -> OutputFile:
-    """Return an output file that one :class:`RawCopy` fills."""
+    """Make an output file that is filled by one :class:`RawCopy`."""
 
     def frame(_: CrcOf) -> Iterator[tuple[int, bytes]]:
         yield from ()

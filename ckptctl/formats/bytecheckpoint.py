@@ -1,8 +1,8 @@
-"""ByteCheckpoint directories: like DCP's, but the items of tensors are raw storages.
+"""ByteCheckpoint directories, which are DCP directories with raw storages as items.
 
-Source: bytecheckpoint 0.0.2, ``checkpointer/meta_type.py``: ``.metadata`` is a pickle of its own
-``Metadata``, with the fields of DCP's and ``all_tensor_metadata``: for each item the pickle that
-``torch.save`` would have put beside the storage.
+Source: bytecheckpoint 0.0.2, ``checkpointer/meta_type.py``. ``.metadata`` is a pickle of its own
+``Metadata`` class. In addition to DCP's fields, it has ``all_tensor_metadata``, which maps each
+item to the pickle that ``torch.save`` would have stored next to the storage.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""``ckptctl.manifest.json`` beside a checkpoint: checksums for formats that carry none."""
+"""``ckptctl.manifest.json`` next to a checkpoint, with checksums for formats without them."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ ExtentPlace = tuple[str, int]
 
 
 def attach(catalog: Catalog, *, needed: bool = True) -> Catalog:
-    """Return *catalog* with the checksums of the manifest beside it.
+    """Add the checksums of the manifest next to a checkpoint to its catalog.
 
-    A manifest that lists other names, dtypes or shapes (the weights were replaced by those of
-    another model) is not used, and a note says so. Other values are found when they are read.
-    Of a checkpoint that is not whole the tensors that are there have to agree.
+    A manifest that lists other names, dtypes or shapes is ignored with a note: the weights were
+    replaced by those of another model. Changed values are detected when they are read. If the
+    checkpoint is incomplete, only the existing tensors are compared.
     """
     with source_files(catalog.root) as files:
         wanted = needed or files.local
@@ -49,7 +49,7 @@ def attach(catalog: Catalog, *, needed: bool = True) -> Catalog:
 
 
 def carried(root: TreePath) -> dict[str, int]:
-    """Return the files that traveled into *root* and are of no known kind, with their bytes."""
+    """Return the sizes in bytes of files that were copied into *root* with ``--carry``."""
     try:
         with source_files(root) as files:
             content = read_json(files, MANIFEST)
@@ -63,7 +63,7 @@ def carried(root: TreePath) -> dict[str, int]:
 def _described(
     content: object, where: str
 ) -> dict[str, tuple[str, tuple[int, ...], dict[ExtentPlace, int]]]:
-    """Return dtype, shape and checksums of each tensor in a manifest."""
+    """Parse a manifest into the dtype, shape and checksums of each tensor."""
     hint = "delete the file, or copy the checkpoint again"
     with malformed("this is not a manifest", where, hint):
         if not isinstance(content, dict) or content["schema"] != SCHEMA:

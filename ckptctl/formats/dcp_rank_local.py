@@ -1,10 +1,9 @@
-"""``torch.distributed.checkpoint`` directories that every rank wrote for itself.
+"""``torch.distributed.checkpoint`` directories that each rank saved separately.
 
 Source: ``torch/distributed/checkpoint/filesystem.py`` (``_FileSystemWriter.finish``) with
 ``dcp.save(use_collectives=False)``: rank N writes ``__N.metadata`` and ``__N_*.distcp``. Its
-metadata has the global size of every tensor and the chunks of that rank alone; there is no
-``.metadata``. How many ranks there were is in every rank's metadata where ckptctl wrote it; torch
-does not record it.
+metadata has the global size of every tensor and only the chunks of that rank. There is no
+``.metadata``. ckptctl records the world size in every rank's metadata; torch does not record it.
 """
 
 from __future__ import annotations
@@ -66,7 +65,7 @@ class DcpRankLocalFormat(ItemFormat):
     def read(self, path: TreePath, asked: ReadOptions = AS_IT_IS) -> Catalog:
         """See :meth:`Format.read`.
 
-        Of a part, what one rank cannot give any more is taken of another that has a copy.
+        In a partial read, chunks that one rank has lost are taken from another rank's copy.
         """
         from ckptctl.formats.dcp.dcp_reader import catalog_of, read_metadata
         from ckptctl.formats.dcp.union import RankValues, Union
@@ -104,7 +103,7 @@ class DcpRankLocalFormat(ItemFormat):
 
 
 def _with_replicas(catalog: Catalog, asked: bool) -> Catalog:
-    """Return *catalog* with the first copy of each chunk used, the others as its replicas."""
+    """Use the first copy of each chunk and list the others as replicas."""
     tensors: dict[str, TensorEntry] = {}
     replicas: dict[str, tuple[Extent, ...]] = {}
     lost: dict[str, tuple[tuple[Box, str], ...]] = {}
@@ -125,7 +124,10 @@ def _with_replicas(catalog: Catalog, asked: bool) -> Catalog:
 
 
 def read_rank(path: TreePath, rank: int) -> Catalog | None:
-    """Return what one rank wrote, which is only a part of each tensor; None: it wrote nothing."""
+    """Read the files of one rank, which contain only parts of tensors.
+
+    Returns None if the rank wrote no metadata.
+    """
     if not (path / metadata_name(rank)).is_file():
         return None
     from ckptctl.formats.dcp.dcp_reader import catalog_of, read_metadata
@@ -138,13 +140,13 @@ def read_rank(path: TreePath, rank: int) -> Catalog | None:
 
 
 def rank_files(path: TreePath) -> list[str]:
-    """Return the names of the metadata of all ranks."""
+    """Return the names of all ranks' metadata files."""
     with source_files(path) as files:
         return [metadata_name(rank) for rank in _ranks(files, Faults(path))]
 
 
 def _ranks(files: SourceFiles, faults: Faults) -> list[int]:
-    """Return the numbers of the ranks, 0 to the last; what only missing ones had has no name."""
+    """Return all rank numbers from 0 on; raise, or add findings, for missing ones."""
     path = files.root
     names = [item.name for item in path.iterdir()]
     ranks = _numbers(names, _RANK)
@@ -163,9 +165,9 @@ def _ranks(files: SourceFiles, faults: Faults) -> list[int]:
 
 
 def _world(files: SourceFiles, rank: int) -> int:
-    """Return how many ranks saved, as the metadata of *rank* says; 0: it does not, or is damaged.
+    """Return the world size in the metadata of *rank*, or 0 if it is missing or unreadable.
 
-    Whoever reads all of it says what the damage is.
+    Damage is reported later, when all metadata is read.
     """
     from ckptctl.formats.dcp.dcp_reader import read_metadata
 

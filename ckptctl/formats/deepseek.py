@@ -1,7 +1,7 @@
-"""DeepSeek's own files: ``model{rank}-mp{ranks}.safetensors``, one per model-parallel rank.
+"""DeepSeek's own files, ``model{rank}-mp{ranks}.safetensors``, one per model-parallel rank.
 
-Source: DeepSeek-V3's ``inference/convert.py``. A rank has its rows or columns of most tensors, all
-of the others, and of the experts those that are its own.
+Source: DeepSeek-V3's ``inference/convert.py``. Each rank has a share of the rows or columns of
+most tensors, some of the experts, and a full copy of all other tensors.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from ckptctl.tree import TreePath
 
 
 class DeepSeekFormat(WritableFormat):
-    """Safetensors of model-parallel ranks."""
+    """Safetensors files of model-parallel ranks."""
 
     name = "deepseek"
     title = "DeepSeek: model{rank}-mp{ranks}.safetensors"
@@ -93,7 +93,7 @@ def _named(root: TreePath) -> list[str]:
 
 
 def _ranks(root: TreePath) -> list[str]:
-    """The names of all shards in order of rank."""
+    """Return the names of all shards in rank order; raise if one is missing."""
     found: dict[int, str] = {}
     totals: set[int] = set()
     for name in _named(root):

@@ -1,7 +1,8 @@
-"""DeepSpeed's universal checkpoints, read only: one folder per parameter under ``zero``.
+"""DeepSpeed's universal checkpoints (read-only), with one folder per parameter under ``zero``.
 
-Source: ``deepspeed/checkpoint/ds_to_universal.py``. Parameters are whole there, whatever divided
-them. Buffers come from the model states: the converter makes all of them float32.
+Source: ``deepspeed/checkpoint/ds_to_universal.py``. The parameters are complete, whatever the
+original parallelism. Buffers are read from the model states, because the converter casts them to
+float32.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from ckptctl.units import counted
 
 
 def _evidence(folder: TreePath) -> str | None:
-    """Return what tells that *folder* is a universal checkpoint, or None."""
+    """Return evidence that *folder* is a universal checkpoint, or None."""
     if not (folder / ZERO).is_dir() or not folder.is_dir():
         return None
     found = [item.name for item in (folder / ZERO).iterdir() if (item / f"{FP32}.pt").is_file()]
@@ -26,7 +27,7 @@ def _evidence(folder: TreePath) -> str | None:
 
 
 class DeepSpeedUniversalFormat(Format):
-    """What ``ds_to_universal.py`` wrote, or the folder above it with ``latest_universal``."""
+    """Output of ``ds_to_universal.py``, or its parent folder with ``latest_universal``."""
 
     name = "deepspeed-universal"
     title = "DeepSpeed's universal checkpoint"

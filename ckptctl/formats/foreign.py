@@ -1,4 +1,4 @@
-"""What is recognizably something else, and what to do about it."""
+"""Files of other programs, and advice on how to convert them."""
 
 from __future__ import annotations
 
@@ -43,14 +43,14 @@ _ADVICE = {
 
 
 def identify(path: TreePath) -> str | None:
-    """Return the name of the foreign thing that *path* is, or None."""
+    """Return the kind of foreign file or folder that *path* is, or None."""
     return _identify_folder(path) if path.is_dir() else _identify_file(path)
 
 
 def unrecognized(
     path: TreePath, known: Sequence[str], below: Sequence[TreePath] = ()
 ) -> FormatError:
-    """Return the error for a path that is no format we read."""
+    """Make the error for a path that no format recognizes."""
     kind = identify(path)
     if kind:
         return FormatError(f"this is {kind}", where=str(path), hint=_ADVICE[kind])
@@ -75,7 +75,7 @@ def unrecognized(
 
 
 def _shown(item: TreePath) -> str:
-    """Return the name of a file, a folder or a link to nothing as a list shows it."""
+    """Return the name of a file, folder or dangling link for a list."""
     if item.is_symlink() and not item.exists():
         return f"{item.name} -> {item.readlink()}"
     return f"{item.name}/" if item.is_dir() else item.name

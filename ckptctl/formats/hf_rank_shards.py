@@ -1,10 +1,10 @@
-"""Safetensors that every rank wrote for itself, as torch's ``HuggingFaceStorageWriter`` does.
+"""Safetensors files written by each rank, as torch's ``HuggingFaceStorageWriter`` does.
 
 Source: ``torch/distributed/checkpoint/hf_storage.py`` (``save_distributed=True``), ``_hf_utils.py``
 (file names, keys) and ``filesystem.py`` (``_write_files_from_queue``). Rank N writes
-``shard-{N+1}-model-{i}-of-{n}.safetensors``; ``DCP_SHARDING_INFO`` in its header says where in the
-whole each of its tensors begins. There is no index, and the size of the whole is recorded nowhere:
-it is where the furthest shard ends, empty ones included.
+``shard-{N+1}-model-{i}-of-{n}.safetensors``; ``DCP_SHARDING_INFO`` in its header has the offset of
+each shard in the global tensor. There is no index, and the global shape is not recorded. It is
+computed from the end of the last shard, including empty shards.
 """
 
 from __future__ import annotations
@@ -116,10 +116,10 @@ class HfRankShardsFormat(Format):
 
 
 def _doubtful(tensors: Mapping[str, TensorEntry], findings: Sequence[Finding]) -> Lost:
-    """Return the tensors that may go on in files that cannot be used: all but those of 0-d.
+    """Return the tensors that may continue in unusable files, which are all but 0-d tensors.
 
-    How far a tensor reaches is recorded in its shards alone. Where its known part ends an empty box
-    stands for what may follow.
+    Only its shards show how far a tensor reaches. An empty box at the end of the known shards
+    stands for possible further ones.
     """
     file = next((found.file for found in findings if found.file), None)
     return {
@@ -167,7 +167,7 @@ def _take(
 
 
 def _read_header(files: SourceFiles, name: str) -> tuple[SafetensorsHeader, Offsets]:
-    """Return the header of one file, and where in the whole each of its tensors begins."""
+    """Read the header of one file and the offset of each shard in its global tensor."""
     header = read_header(files, name)
     where = str(files.root / name)
     with malformed(INVALID, where):
@@ -188,7 +188,7 @@ def _shards(listing: Listing) -> dict[str, re.Match[str]]:
 
 
 def _ranks(path: TreePath, shards: Mapping[str, re.Match[str]], said: int | None) -> int:
-    """Return the number of ranks: what is *said*, else that of the last one."""
+    """Return the world size, which is *said* or else the highest rank found."""
     if not shards:
         raise FormatError(
             "no per-rank shards were found",
@@ -214,7 +214,7 @@ def _ranks(path: TreePath, shards: Mapping[str, re.Match[str]], said: int | None
 def _require_all(
     shards: Mapping[str, re.Match[str]], ranks: int, files: int, faults: Faults
 ) -> None:
-    """Refuse, or note, that files of ranks are missing."""
+    """Raise, or add a finding, if files of ranks are missing."""
     wanted = range(ranks * files)
 
     def named(number: int) -> str:
@@ -253,10 +253,10 @@ def _require_whole(entry: TensorEntry, path: TreePath, *, partial: bool) -> None
 
 
 def _compared(tensors: Mapping[str, TensorEntry], faults: Faults, following: str) -> Iterator[str]:
-    """Compare with the index that torch's consolidation has written beside ``sharded/``.
+    """Compare the shards with the index that torch's consolidation wrote next to ``sharded/``.
 
-    Only it can tell that the last ranks' files are missing, of which *following* is the first: the
-    others look like a whole.
+    Only the index shows whether files of the last ranks are missing; the remaining files look
+    complete. *following* is the name that the next file would have.
     """
     name, folder = f"model{INDEX}", faults.root.parent
     where = str(folder / name)

@@ -1,7 +1,7 @@
-"""Meta's checkpoints: ``consolidated.NN.pth``, one per model-parallel rank, and ``params.json``.
+"""Meta's format, with ``consolidated.NN.pth`` for each model-parallel rank and ``params.json``.
 
-Sources: ``llama_models/checkpoint.py`` and ``fairscale/nn/model_parallel/layers.py`` for what each
-rank holds. Which dimension of a tensor is divided is the family's knowledge, not the file's.
+Sources: ``llama_models/checkpoint.py`` and ``fairscale/nn/model_parallel/layers.py`` for the shards
+of each rank. The files do not record the dimension that a tensor is divided along; the family does.
 """
 
 from __future__ import annotations
@@ -95,12 +95,12 @@ class MetaFormat(WritableFormat):
 
 
 def count(root: TreePath) -> int:
-    """Return the number of shards directly in *root*."""
+    """Count the shards directly in *root*."""
     return sum(1 for item in root.glob("consolidated*.pth") if _SHARD.fullmatch(item.name))
 
 
 def _shards(root: TreePath) -> list[str]:
-    """The names of all shards in order of rank."""
+    """Return the names of all shards in rank order; raise if one is missing."""
     found: dict[int, str] = {}
     for name in sorted(item.name for item in root.iterdir()):
         match = _SHARD.fullmatch(name)

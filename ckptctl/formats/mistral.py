@@ -1,9 +1,9 @@
-"""Mistral's checkpoints: ``consolidated*.safetensors`` (or ``.pth``, ``.pt``) and ``params.json``.
+"""Mistral's format, ``consolidated*.safetensors`` (or ``.pth``, ``.pt``) with ``params.json``.
 
 Sources: mistral-inference's ``transformer.py`` (``from_folder``) for one file, the repositories of
 Mistral Large for shards with an index, transformers' ``convert_mixtral_weights_to_hf.py`` for the
-``consolidated.NN.pt`` of Mixtral's first release. Several files hold different tensors, each of
-them whole: nothing is divided among ranks, as it is in Meta's files of the same names.
+``consolidated.NN.pt`` of Mixtral's first release. Several files contain different tensors in full.
+Unlike Meta's files of the same names, they are not shards of ranks.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _TORCH = re.compile(rf"{STEM}\.(\d+)\.(pth|pt)")
 
 
 def is_mistral(folder: TreePath) -> bool:
-    """Return whether *folder* has a params.json, and it is Mistral's."""
+    """Return whether *folder* has Mistral's params.json."""
     try:
         params = documents(folder).get(PARAMS) if folder.is_dir() else None
     except CkptError:
@@ -54,9 +54,9 @@ def is_mistral(folder: TreePath) -> bool:
 
 
 def _in_todays_words(params: Mapping[str, object]) -> Mapping[str, object]:
-    """Return *params* in the words that Mistral has used since.
+    """Rename the keys of the first release's *params* to the current ones.
 
-    The params.json of Mixtral's first release has those of transformers; source: transformers'
+    The params.json of Mixtral's first release uses the keys of transformers. Source: transformers'
     ``convert_mixtral_weights_to_hf.py``.
     """
     if "hidden_size" not in params or "dim" in params:
@@ -68,7 +68,7 @@ def _in_todays_words(params: Mapping[str, object]) -> Mapping[str, object]:
 
 
 class MistralFormat(hf.HfFormat):
-    """Safetensors under Mistral's names with ``params.json`` beside them."""
+    """Safetensors with Mistral's tensor names and ``params.json``."""
 
     name = "mistral"
     title = "Mistral: consolidated*.safetensors (or .pth, read only) with params.json"
@@ -148,7 +148,7 @@ class MistralFormat(hf.HfFormat):
 
 
 def _weights(listing: Listing) -> list[str]:
-    """Return the files that hold the model, or their index: of one kind, the newest first."""
+    """Return the weight files, or their index, of only one kind; newer kinds take precedence."""
     names = listing.files
     if INDEX in names:
         return [INDEX]

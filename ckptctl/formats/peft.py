@@ -1,7 +1,7 @@
-"""Adapters as PEFT saves them: ``adapter_model.safetensors`` and ``adapter_config.json``.
+"""PEFT adapters, ``adapter_model.safetensors`` with ``adapter_config.json``.
 
-Sources: peft's ``utils/save_and_load.py`` and ``utils/constants.py``; older releases wrote
-``adapter_model.bin``, which is read only.
+Sources: peft's ``utils/save_and_load.py`` and ``utils/constants.py``. Older releases wrote
+``adapter_model.bin``, which is read-only here.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ TORCHTUNE = ("adapter_model.pt", "adapter_0.pt")
 
 
 class PeftFormat(HfFormat):
-    """One file of safetensors with the adapter's own configuration."""
+    """One safetensors file with the adapter's configuration."""
 
     name = "peft"
     title = "PEFT adapter: adapter_model.safetensors (or .bin, read only) with adapter_config.json"
@@ -83,7 +83,7 @@ class PeftFormat(HfFormat):
 
 
 def adapter_config(root: TreePath) -> dict[str, Mapping[str, object]]:
-    """Return the parsed ``adapter_config.json`` in *root* by its name; empty: there is none."""
+    """Read ``adapter_config.json`` in *root* into a dict by file name, empty if it is missing."""
     if not (root / CONFIG).is_file():
         return {}
     with source_files(root) as files:

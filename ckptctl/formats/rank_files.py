@@ -50,13 +50,13 @@ _CALLED = {"pytorch_model_fsdp": "model", "pytorch_model": "model"}
 
 @dataclass(frozen=True, slots=True)
 class RankFile:
-    """What a file name says.
+    """The parts of a file name.
 
     Attributes:
-        name: The name.
-        group: What it holds of the rank's state, under the name that its leaves get; ``""``: all.
+        name: The file name.
+        group: Part of the rank's state in the file, which becomes the first key; ``""`` for all.
         rank: The rank.
-        world: How many ranks there are, if the name says so.
+        world: World size, if it is in the name.
     """
 
     name: str
@@ -70,7 +70,7 @@ RankGroups = Mapping[str, RankGroup]
 
 
 class RankFilesFormat(Format):
-    """A directory with one file, or one of each kind, per rank."""
+    """A directory with one file per rank, or one file of each kind per rank."""
 
     name = "rank-files"
     title = "one torch.save file per rank, with DTensors or ShardedTensors (verl, accelerate, ...)"
@@ -128,7 +128,7 @@ class RankFilesFormat(Format):
 
 
 def rank_files(listing: Listing) -> Iterator[RankFile]:
-    """Yield the files in a folder that are called as a rank's file is."""
+    """Yield the files in a folder whose names match those of a rank's file."""
     for name in listing.names:
         found = parse(name)
         if found and listing.has(name):
@@ -136,7 +136,7 @@ def rank_files(listing: Listing) -> Iterator[RankFile]:
 
 
 def parse(name: str) -> RankFile | None:
-    """Return what a file name says, or None when it is no rank's file."""
+    """Parse a file name, or return None if it is not that of a rank's file."""
     match = next((m for pattern in PATTERNS if (m := pattern.fullmatch(name))), None)
     if match is None:
         return None
@@ -148,7 +148,7 @@ def parse(name: str) -> RankFile | None:
 
 
 def _grouped(path: TreePath) -> dict[str, dict[int, RankFile]]:
-    """Return the files by group and rank; all ranks up to the highest must be there."""
+    """Group the files in *path* by kind and rank."""
     groups: dict[str, dict[int, RankFile]] = {}
     for file in sorted(
         rank_files(Listing(path)), key=lambda found: (found.group, found.rank, found.name)
@@ -217,12 +217,12 @@ def _head(group: str) -> KeyPath:
 
 
 def _stated(group: RankGroup) -> int:
-    """Return how many ranks there are by the names of files; 0: they do not say."""
+    """Return the world size according to the file names, or 0 if they do not contain it."""
     return max(file.world or 0 for file in group.values())
 
 
 def _require(merger: RankMerger, name: str, group: RankGroup, world: int) -> None:
-    """Refuse, or note, that a group lacks the file of one of *world* ranks."""
+    """Raise, or add a finding, if a group does not have the files of all *world* ranks."""
     example = next(iter(group.values())).name
     at = example.rindex("rank") + len("rank") if "rank" in example else 0
 

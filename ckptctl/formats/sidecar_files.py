@@ -1,11 +1,11 @@
-"""Files beside the weights: which kinds of them belong to the model and travel with it.
+"""Sidecar files next to the weights, by kind, and whether they are copied with the model.
 
-What is of no kind in :data:`KINDS` may be anything, a key or a note among them: it is named and
-stays where it is.
+A file of no kind in :data:`KINDS` can be anything, including a key or private notes. It is listed
+and not copied.
 
 Sources: the names in ``transformers/utils/__init__.py`` and the ``VOCAB_FILES_NAMES`` of its
-tokenizers; ``get_relative_imports`` in its ``dynamic_module_utils.py`` for the code that a model
-brings; sentence-transformers' ``modules.json``.
+tokenizers; ``get_relative_imports`` in its ``dynamic_module_utils.py`` for model
+code; sentence-transformers' ``modules.json``.
 """
 
 from __future__ import annotations
@@ -96,11 +96,11 @@ _MAX_CODE = 1_000_000
 
 @dataclass(frozen=True, slots=True)
 class SidecarFiles:
-    """What lies in a checkpoint's folder and is no part of its weights.
+    """Files in a checkpoint's folder that are not weights.
 
     Attributes:
-        assets: Files that travel with the model, with their sizes in bytes.
-        others: Names of all else, folders with a slash behind them; and why it does not travel.
+        assets: Sizes in bytes of the files that are copied with the model.
+        others: Reason why each other file is not copied; folder names end in a slash.
         documents: ``config.json`` and ``params.json``, parsed.
     """
 
@@ -109,7 +109,7 @@ class SidecarFiles:
     documents: Mapping[str, Mapping[str, object]]
 
     def catalog(self, root: TreePath, format: str) -> Catalog:
-        """Return the catalog of a folder without its weights, for a reader to put them in."""
+        """Make a catalog of the folder without weights, for readers to complete."""
         return Catalog(
             root=root,
             path=root,
@@ -129,15 +129,15 @@ def beside(
     alone: bool = False,
     documented: bool = True,
 ) -> SidecarFiles:
-    """Tell the files of the model in *root* from all else there.
+    """Separate the files that belong to the model in *root* from all others.
 
     Args:
         root: The checkpoint's folder.
-        own: Names of the files, and folders, that hold or index the weights; None: those that end
-            as such do.
-        alone: Whether one file of weights was named and the folder was not. It is the model's own
-            folder if a configuration lies in it; else nothing in it travels.
-        documented: Whether to read the documents, too.
+        own: Names of files and folders with weights or their index; None to recognize them by
+            suffix.
+        alone: Whether the user named one weight file instead of the folder. If the folder has no
+            configuration, it is not a model folder, and nothing in it is copied.
+        documented: Whether to read the documents.
 
     Raises:
         UnsupportedError: A document is not a JSON object.
@@ -166,7 +166,7 @@ def beside(
 
 
 def with_folder(root: TreePath, folder: str, own: Collection[str] = ()) -> SidecarFiles:
-    """Return what lies in *root*, and in a folder of it whose files belong beside the others."""
+    """Scan *root* and a subfolder whose files belong next to those in *root*."""
     outer = beside(root, {*own, folder})
     if not (root / folder).is_dir():
         return outer
@@ -179,7 +179,7 @@ def with_folder(root: TreePath, folder: str, own: Collection[str] = ()) -> Sidec
 
 
 def kind_of(name: str) -> str | None:
-    """Return the kind of file that is called *name*, relative to the model's folder; None: none."""
+    """Return the kind of the file called *name*, relative to the model's folder, or None."""
     for kind, globs in KINDS.items():
         if name in globs or any(fnmatchcase(name, glob) for glob in globs if "*" in glob):
             return kind
@@ -187,9 +187,9 @@ def kind_of(name: str) -> str | None:
 
 
 def left_behind(others: Mapping[str, str]) -> Iterator[str]:
-    """Yield a note for each reason why files do not travel.
+    """Yield a note for each reason why files are not copied.
 
-    Of the folders around a single file nothing is said: they are nothing of the model's.
+    Folders next to a single weight file are not mentioned, because they do not belong to the model.
     """
     told = {n: why for n, why in others.items() if why != FOREIGN or not n.endswith("/")}
     for why in dict.fromkeys(told.values()):
@@ -199,14 +199,14 @@ def left_behind(others: Mapping[str, str]) -> Iterator[str]:
 
 
 def amended(params: Mapping[str, object], name: str, value: object) -> dict[str, object]:
-    """Return params.json with one value replaced in the part that describes the model."""
+    """Return params.json with one value replaced in the section that describes the model."""
     inner = plain(params)
     changed = {**inner, name: value}
     return changed if inner is params else {**params, "model": changed}
 
 
 def documents(root: TreePath) -> dict[str, Mapping[str, object]]:
-    """Return the parsed ``config.json`` and ``params.json`` in *root*, those that are there.
+    """Read ``config.json`` and ``params.json`` in *root*, as far as they exist.
 
     ``Infinity`` and ``NaN`` are accepted, as in the ``time_step_limit`` of Mamba-2.
     """
@@ -219,7 +219,7 @@ def documents(root: TreePath) -> dict[str, Mapping[str, object]]:
 
 
 def _stays(root: TreePath, name: str, size: int, named: Collection[str]) -> str | None:
-    """Return why something in *root* does not travel; None: it does."""
+    """Return the reason why a file in *root* is not copied, or None if it is."""
     if name.endswith("/"):
         return A_FOLDER
     if leads_outside(root / name, root):
@@ -232,7 +232,7 @@ def _stays(root: TreePath, name: str, size: int, named: Collection[str]) -> str 
 def _members(
     items: Mapping[str, TreePath], modules: Collection[str]
 ) -> Iterator[tuple[str, TreePath]]:
-    """Yield all that is no housekeeping by its name, what is in folders of known kinds, too."""
+    """Yield all files except housekeeping files, including those in known subfolders."""
     opened = {*modules, *(glob.partition("/")[0] for globs in KINDS.values() for glob in globs)}
     for name, item in items.items():
         if name in _DESCRIBING or name.startswith(_HOUSEKEEPING):
@@ -247,17 +247,17 @@ def _members(
 
 
 def _modules(root: TreePath, items: Collection[str]) -> set[str]:
-    """Return the configurations in the folders that sentence-transformers' list names."""
+    """Return the configuration files in the folders listed in ``modules.json``."""
     modules = find(list[object], _content(root, "modules.json")) or []
     paths = {path for one in modules if (path := find(str, one, "path")) in items}
     return {f"{path}/config.json" for path in paths}
 
 
 def _code(root: TreePath, items: Collection[str]) -> set[str]:
-    """Return the Python files that configurations name as the model's, and what these import.
+    """Return the Python files that configurations refer to, and their imports.
 
-    They are read as text. Of what they import it is what transformers looks for: modules of the
-    same folder, imported relatively.
+    The files are read as text. Like transformers, only relative imports from the same folder are
+    followed.
     """
     there = {name for name in items if name.endswith(".py")}
     found: set[str] = set()
@@ -276,7 +276,7 @@ def _imports(code: bytes) -> Iterator[re.Match[str]]:
 
 
 def _named(content: object) -> Iterator[str]:
-    """Yield the files of the classes that a configuration names: ``module.Class``."""
+    """Yield the files of classes that a configuration refers to as ``module.Class``."""
     if isinstance(content, list):
         values: list[object] = [one.get("type") for one in content if isinstance(one, dict)]
     elif isinstance(content, dict):
@@ -293,7 +293,7 @@ def _named(content: object) -> Iterator[str]:
 
 
 def _content(root: TreePath, name: str) -> object:
-    """Return the value in a JSON file; None: it cannot be read as such."""
+    """Return the value in a JSON file, or None if it cannot be read."""
     with source_files(root) as files:
         try:
             return read_json(files, name, constants=True)

@@ -1,9 +1,9 @@
-"""``torch_checkpointing`` directories: one file for each top-level item and rank.
+"""``torch_checkpointing`` directories, with one file per top-level item and rank.
 
 Source: torch_checkpointing 0.1.1 (``<item>_<rank>.pt``, ``LayoutInfo``). A rank's file describes
-its own DTensors, so that ``metadata.pkl``, which is there only if an item has a resharder, is
-compared with them and not needed: version ``2.0`` of it is a pickle of builtins alone, read with a
-machine that knows no class at all.
+its own DTensors, so ``metadata.pkl`` is not required; it exists only if an item has a resharder,
+and is compared with the files. Version ``2.0`` of it is a pickle of builtins, read by an unpickler
+that knows no classes.
 """
 
 from __future__ import annotations
@@ -59,20 +59,20 @@ MAX_RAW = 16 << 20
 
 @dataclass(frozen=True, slots=True)
 class DescribedTensor(Schema):
-    """What the metadata says about one tensor."""
+    """A tensor as described in the metadata."""
 
     dtype: object
     global_shape: tuple[Natural, ...]
 
     @property
     def kind(self) -> tuple[str, tuple[int, ...]]:
-        """Return torch's name of the dtype, and the shape."""
+        """The dtype by torch's name, and the shape."""
         return str(self.dtype).removeprefix("torch."), self.global_shape
 
 
 @dataclass(frozen=True, slots=True)
 class _Group(Schema):
-    """Ranks that hold a tensor in the same way; the *data* of its sharding describe it."""
+    """Ranks that have the same sharding of a tensor, with the *data* of that sharding."""
 
     sharding_metadata: dict[str, object]
     ranks: tuple[Natural, ...]
@@ -80,7 +80,7 @@ class _Group(Schema):
 
 @dataclass(frozen=True, slots=True)
 class _Item(Schema):
-    """One top-level item as the metadata describes it."""
+    """A top-level item in the metadata."""
 
     nested_path_to_metadata: dict[str, Annotated[tuple[_Group, ...], FILLED]]
     rank_to_layout_info: dict[Natural, dict[str, object] | None]
@@ -88,12 +88,12 @@ class _Item(Schema):
 
 @dataclass(frozen=True, slots=True)
 class ItemMetadata:
-    """One top-level item of the checkpoint.
+    """A top-level item of the checkpoint.
 
     Attributes:
         tensors: Its tensors by their keys below the item.
-        ranks: The ranks that hold any of it.
-        files: For a rank its file, where that is not the usual one.
+        ranks: Ranks that have any part of it.
+        files: Files of ranks that do not have the default name.
     """
 
     tensors: Mapping[Keys, DescribedTensor]
@@ -103,12 +103,12 @@ class ItemMetadata:
 
 @dataclass(frozen=True, slots=True)
 class Metadata:
-    """The whole file.
+    """Content of ``metadata.pkl``.
 
     Attributes:
         version: As recorded.
-        world: Number of ranks; 0: there is no such file that can be read.
-        items: Items by name; of versions other than 2.0 none.
+        world: World size; 0 if the file is missing or unreadable.
+        items: Items by name; empty for versions other than 2.0.
     """
 
     version: str = VERSION
@@ -121,10 +121,10 @@ class _Found:
     """The files of a directory.
 
     Attributes:
-        metadata: What ``metadata.pkl`` says.
-        world: Number of ranks.
-        items: For each item the file of each rank.
-        raw: Files that are too large for a leaf.
+        metadata: Content of ``metadata.pkl``.
+        world: World size.
+        items: File of each rank, by item.
+        raw: Files that are too large to be read as a value.
     """
 
     metadata: Metadata
@@ -209,7 +209,7 @@ def _is_own(match: re.Match[str]) -> bool:
 
 
 def _files_of(files: SourceFiles, merger: RankMerger) -> _Found:
-    """Find the files of every item; those of items in the metadata must be complete."""
+    """Find the files of every item, and require those of items in the metadata."""
     there = (files.root / METADATA).is_file()
     said = merger.faults.read(METADATA, lambda _: _read_metadata(files)) if there else None
     found = _Found(said or Metadata())
@@ -264,7 +264,7 @@ def _joined(files: SourceFiles, found: _Found, merger: RankMerger) -> Leaves:
 
 
 def _add_lost(name: str, item: ItemMetadata, joined: Leaves, merger: RankMerger) -> None:
-    """Add the tensors of an item that are in none of its files that can be used."""
+    """Add an item's tensors that are only in unusable files."""
     theirs = [gap.file for gap in merger.gaps if gap.head == (name,)]
     for path, said in item.tensors.items() if theirs else ():
         place = (name, *path)
@@ -276,12 +276,12 @@ def _add_lost(name: str, item: ItemMetadata, joined: Leaves, merger: RankMerger)
 
 
 def _alone(found: _Found, name: str) -> bool:
-    """Whether rank 0 alone has an item, which many trainers do with what is the same everywhere."""
+    """Return whether only rank 0 has an item, which many trainers save there if all ranks agree."""
     return found.world > 1 and found.items[name].keys() == {0}
 
 
 def _require(merger: RankMerger, found: _Found, name: str, wanted: Collection[int]) -> None:
-    """Refuse, or note and forget, ranks' files of an item that are missing."""
+    """Raise, or add findings, for missing files of an item, and forget these files."""
     named = found.items[name]
     there = {rank: file for rank, file in named.items() if is_there(merger.faults.root / file)}
     kind = Path(next(iter(named.values()), "a.pt")).suffix
@@ -296,7 +296,7 @@ def _require(merger: RankMerger, found: _Found, name: str, wanted: Collection[in
 
 
 def _leaves(files: SourceFiles, item: str, file: str) -> Iterator[tuple[KeyPath, object]]:
-    """Yield the leaves of one rank's file of an item, by what the file is."""
+    """Yield the leaves in one rank's file of an item, according to the file type."""
     from ckptctl.formats.shared.rank_archive import read_rank_file
     from ckptctl.formats.shared.stored_leaves import is_stored
 
@@ -320,7 +320,7 @@ def _leaves(files: SourceFiles, item: str, file: str) -> Iterator[tuple[KeyPath,
 
 
 def _compare(name: str, item: ItemMetadata, joined: Leaves, where: str) -> None:
-    """Compare the tensors of an item with what the metadata says about them."""
+    """Compare the tensors of an item with the metadata."""
     own = {
         tuple(entry.path[1:]): entry for entry in joined.tensors.values() if entry.path[0] == name
     }

@@ -1,6 +1,6 @@
-"""One zip file written by ``torch.save``: a state dict, flat or nested among other things.
+"""A single ``torch.save`` zip file, with a flat or nested state dict.
 
-Source: ``torch/serialization.py`` (``_save``, ``_load``); the zip itself is read and written by
+Source: ``torch/serialization.py`` (``_save``, ``_load``). The zip is read and written by
 :mod:`ckptctl.storage.zips.zip_reader` and :mod:`ckptctl.storage.zips.zip_writer`.
 """
 
@@ -134,7 +134,7 @@ class TorchFormat(WritableFormat):
 
 
 def _one_of_many(error: UnsafePickleError) -> UnsafePickleError | FormatError:
-    """Return what to tell about a file of DTensors or ShardedTensors, or *error* for others."""
+    """Explain an error about DTensors or ShardedTensors; return others unchanged."""
     if "`torch.distributed." not in error.what:
         return error
     return FormatError(
@@ -146,9 +146,9 @@ def _one_of_many(error: UnsafePickleError) -> UnsafePickleError | FormatError:
 
 
 class ZipFrame:
-    """The bytes of a file of ``torch.save`` zips that are not records.
+    """The bytes of ``torch.save`` zips in one file, except records.
 
-    *zips* has each with its first record and its number of records.
+    *zips* contains each zip with the index of its first record and its number of records.
     """
 
     def __init__(self, zips: Sequence[tuple[ZipLayout, int, int]]) -> None:

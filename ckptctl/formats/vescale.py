@@ -1,8 +1,8 @@
-"""veScale's checkpoints: ``model/`` and, for each pipeline stage, ``optimizer/pp_N/``.
+"""veScale's checkpoints, ``model/`` with an ``optimizer/pp_N/`` for each pipeline stage.
 
-Source: ``vescale/checkpoint/api/vescale_checkpointer.py`` of vescale 0.0.1. Each of the folders is
-a directory of ``torch.distributed.checkpoint``, with a storage class of veScale's own in its
-metadata; alone, it is read as such.
+Source: ``vescale/checkpoint/api/vescale_checkpointer.py`` of vescale 0.0.1. Each folder is
+a ``torch.distributed.checkpoint`` directory with veScale's own storage class in its metadata. A
+single folder can be read as format ``dcp``.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ class _Joined:
     notes: list[str] = field(default_factory=list)
 
     def add(self, folder: str, path: KeyPath) -> None:
-        """Add what is in one folder, below *path*."""
+        """Add the content of *folder* below *path*."""
         try:
             found = dcp.FORMAT.read(self.faults.root / folder, self.asked)
             if found.computed:
