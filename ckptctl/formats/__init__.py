@@ -45,7 +45,7 @@ LOOKED_AT = 200
 _DIGITS = re.compile("[0-9]+")
 NO_MODEL = re.compile(r"optim(izer)?s?(_\d+)?|extra_state")
 PART = re.compile(r"(pytorch_)?model(_fsdp)?(_\d+)?|optim(izer)?s?(_\d+)?")
-"""Folders that accelerate, ByteCheckpoint and veScale save one part of a checkpoint into each."""
+"""Folders of accelerate, ByteCheckpoint and veScale, each with one part of a checkpoint."""
 
 
 @cache
@@ -149,7 +149,7 @@ def recognizing(asked: Mapping[str, Format], listing: Listing) -> dict[str, str]
 
     def sign_of(name: str) -> str | None:
         if name not in signs:
-            signs[name] = None  # should two formats name each other
+            signs[name] = None  # in case two formats yield to each other
             yields_to = asked[name].yields_to
             rivals = [o for o in asked if o in yields_to or name in asked[o].specializes]
             if not any(map(sign_of, rivals)):
@@ -199,7 +199,7 @@ def only_format(path: TreePath, sniffed: Mapping[str, str]) -> Format:
         )
     problem = unfinished(path)
     if problem is None and (begun := interrupted(path)):
-        return begun  # which says what is missing
+        return begun  # its reader reports the missing files
     raise problem or foreign.unrecognized(path, names(), below(path))
 
 

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 GB = 1_000_000_000
 SPLIT_BYTES = 512 * 1024 * 1024
 Weights = Literal["master", "module"]
-"""The optimizer's fp32 copies, or the weights that the model computes with."""
+"""The optimizer's fp32 copies (master), or the weights that the model computes with (module)."""
 
 
 class Listing:

@@ -15,7 +15,7 @@ from ckptctl.formats.dcp import METADATA, ItemFormat
 from ckptctl.tree import TreePath
 
 CLASS = b"bytecheckpoint."
-"""What the class of its metadata, which is named first, begins with."""
+"""Prefix of the metadata's class, which is at the start of the file."""
 
 
 class ByteCheckpointFormat(ItemFormat):
@@ -45,7 +45,7 @@ class ByteCheckpointFormat(ItemFormat):
             with metadata.open("rb") as file:
                 own = CLASS in file.read(64)
         except OSError:
-            return None  # whoever reads it says why it cannot be read
+            return None  # the error is reported when the file is read
         return f"ByteCheckpoint's {METADATA}" if own else None
 
     def read(self, path: TreePath, asked: ReadOptions = AS_IT_IS) -> Catalog:

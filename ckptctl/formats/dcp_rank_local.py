@@ -84,7 +84,7 @@ class DcpRankLocalFormat(ItemFormat):
                 if asked.partial or len(ranks) > 1:
                     values.add(rank, said.leaves)
             torn = joined.with_holes(refused=not asked.partial)
-            if torn and not faults.findings:  # nothing else says why tensors have holes
+            if torn and not faults.findings:  # no other finding explains the holes
                 what = "files of further ranks may be missing"
                 why, further = f"parts of {listed(torn)} are missing", metadata_name(joined.ranks)
                 faults.findings.append(Finding(what, why, "unknown", further))

@@ -25,7 +25,7 @@ OTHER_NAMES = {
     "vllm": "hf",
     "zero": "deepspeed",
 }
-"""Formats by what else they are called, or by the program that reads or writes them."""
+"""Formats by alternative name, or by the program that reads or writes them."""
 
 _ADVICE = {
     "ONNX": "export the weights from the framework that made the model",

@@ -90,7 +90,7 @@ class HfRankShardsFormat(Format):
                     _take(joined, *header, name, str(path / name))
                     sizes[name] = files.size(name)
         for tensor in joined.values():
-            if 0 not in tensor.shape:  # empty shards tell how far it reaches, and hold nothing
+            if 0 not in tensor.shape:  # empty shards only determine the global shape
                 tensor.extents = {box: e for box, e in tensor.extents.items() if box.numel}
         tensors = tensor_entries(joined)
         for entry in tensors.values():

@@ -79,7 +79,7 @@ class MistralFormat(hf.HfFormat):
         "is `hf`"
     )
     marks = re.compile(STEM)
-    yields_to = frozenset({"hf"})  # repositories of the Hub hold both kinds of files
+    yields_to = frozenset({"hf"})  # Hub repositories may contain both kinds of files
     wholeness = (
         "safetensors: the same as for `hf`; `consolidated.NN.pth` and `.pt`: numbers start at "
         "00 and have no gap (the count is not recorded, so only a conversion detects a missing "

@@ -35,7 +35,7 @@ class PeftFormat(HfFormat):
         " folder"
     )
     marks = re.compile(r"adapter_model\.")
-    yields_to = frozenset({"hf"})  # the whole model that torchtune leaves in the same folder
+    yields_to = frozenset({"hf"})  # torchtune writes the complete model to the same folder
     wholeness = "the file has the length that its header states; a `.bin` file is a complete zip"
     tested = "peft 0.21, torchtune 0.6.1 (logits)"
     proof = (

@@ -3,7 +3,7 @@
 Names: verl (``model_world_size_2_rank_0.pt``), accelerate with ``use_dcp=False``
 (``pytorch_model_fsdp_0_rank0.bin``, ``utils/fsdp_utils.py``), torch's
 ``distributed/checkpoint/_experimental`` (``checkpoint_0.pt``), ``rank_0_model_states.pt`` with
-````trainer_state.pt``, and ``rank0.pt`` of one's own scripts.
+``trainer_state.pt``, and ``rank0.pt`` of custom scripts.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ PATTERNS = tuple(
 )
 TRAINER = "trainer_state.pt"
 CONFIGURATION = "huggingface"
-"""The folder in which verl keeps the model's configuration and tokenizer."""
+"""verl's folder for the model's configuration and tokenizer."""
 SHARDING = "fsdp_config.json"
-"""What verl says about the ranks; true of their files alone."""
+"""verl's description of the ranks, which only applies to their files."""
 _CALLED = {"pytorch_model_fsdp": "model", "pytorch_model": "model"}
 
 

@@ -69,21 +69,21 @@ KINDS: Mapping[str, tuple[str, ...]] = {
         for end in ("", ".txt", ".md", ".pdf")
     ),
 }
-"""Globs of names in a model's folder, by the kind of file."""
+"""Globs for names in a model's folder, by kind of file."""
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".th", ".ckpt")
-"""What the names of files of weights end in."""
+"""Suffixes of weight files."""
 _INDEXES = (".safetensors.index.json", ".bin.index.json", ".distcp")
 OF_NO_KIND, A_FOLDER, FOREIGN = "unknown kind of file", "folder", "not in a model folder"
 OUTSIDE = "link that points outside the folder"
 _HOUSEKEEPING = (".metadata", ".snapshot_metadata", ".ckptctl", ".git", ".nfs", ".cache", ".DS_")
-"""What the names of hidden files begin with that programs keep beside weights."""
+"""Prefixes of hidden files that programs keep next to weights."""
 SIDECAR = "ckptctl.run.json"
-"""What the checkpoint manager notes of a checkpoint."""
+"""The checkpoint manager's record of a checkpoint."""
 _DESCRIBING = {
     *(MANIFEST, SIDECAR, "SHA256SUMS", "checklist.chk", "params.json"),
     *(LATEST, LATEST_UNIVERSAL),
 }
-"""What says of these weights what is not true of others."""
+"""Files that describe these weights and would be wrong for others."""
 _CODE_IN = (
     *("config.json", "tokenizer_config.json", "processor_config.json", "preprocessor_config.json"),
     *("video_preprocessor_config.json", "modules.json"),

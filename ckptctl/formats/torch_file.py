@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 _ZIP = b"PK\x03\x04"
 SUFFIXES = (".bin", ".ckpt", ".pt", ".pth")
-"""What trainers call such files."""
+"""Suffixes that trainers use for such files."""
 
 META_SHARD = re.compile(r"consolidated(?:\.(\d+))?\.pth")
 HF_BIN = re.compile(r"pytorch_model(-\d+-of-\d+)?\.bin")
@@ -90,7 +90,7 @@ class TorchFormat(WritableFormat):
                 found = read_leaves(files, path.name, computed=True)
             except UnsafePickleError as error:
                 raise _one_of_many(error) from error
-            except ForeignFileError as error:  # there is no other file
+            except ForeignFileError as error:  # the only file
                 said = {"where": error.where, "why": error.why, "hint": error.hint}
                 raise FormatError(error.what, **said) from error
             return Catalog(

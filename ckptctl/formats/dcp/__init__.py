@@ -1,8 +1,8 @@
 """``torch.distributed.checkpoint`` directories.
 
 Source: ``torch/distributed/checkpoint/filesystem.py`` (file names, write items) and
-``metadata.py``. A ``.distcp`` file is a plain concatenation of ``torch.save`` zips, one per item;
-``.metadata`` says which box of which tensor, or which other leaf, each one holds.
+``metadata.py``. A ``.distcp`` file is a concatenation of ``torch.save`` zips, one per item.
+``.metadata`` maps each item to a box of a tensor or to a non-tensor value.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ THROUGH = "the items were written with an extension"
 
 
 class ItemFormat(Format):
-    """A format of items in data files: each has to be read to tell where its elements lie."""
+    """A format of items in data files, which must be read to locate their elements."""
 
     def resolve(self, catalog: Catalog) -> Catalog:
         """See :meth:`Format.resolve`."""
@@ -80,12 +80,12 @@ class DcpFormat(ItemFormat, WritableFormat):
         return f"{METADATA} and {counted(count, f'{DATA} file')}"
 
     def is_interrupted(self, listing: Listing) -> bool:
-        """Return whether ranks saved data, and the metadata, which comes last, is missing."""
+        """Return whether there are data files but no metadata, which ranks write last."""
         names = [name for name in listing.names if name.endswith((METADATA, DATA))]
         if not listing.is_folder or listing.has(METADATA):
             return False
         if any(name.endswith(METADATA) and name != METADATA for name in names):
-            return False  # each rank has its own
+            return False  # each rank has its own metadata
         return any(name != METADATA or (listing.path / name).is_symlink() for name in names)
 
     def read(self, path: TreePath, asked: ReadOptions = AS_IT_IS) -> Catalog:
@@ -131,12 +131,12 @@ class DcpFormat(ItemFormat, WritableFormat):
 
 
 def metadata_name(rank: int) -> str:
-    """Return the name of the metadata of *rank*, where each rank writes its own."""
+    """Return the name of the metadata of *rank*, for saves with one per rank."""
     return f"__{rank}{METADATA}"
 
 
 def _unsupported(request: OutputRequest) -> Iterator[str]:
-    """Yield what DCP has no place for, and what becomes of it."""
+    """Yield notes on features that DCP does not support, and how they are written."""
     leaves: list[OutputTensor | Blob] = [*request.tensors, *request.blobs]
     aliases = [tensor.name for tensor in request.tensors if tensor.alias_of]
     if aliases:

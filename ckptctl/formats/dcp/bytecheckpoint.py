@@ -1,4 +1,4 @@
-"""Reads ByteCheckpoint's ``.metadata``, and the headers that it has of tensors."""
+"""Read ByteCheckpoint's ``.metadata`` and the tensor headers in it."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _Views = Mapping[tuple[str, tuple[int, ...]], TensorView]
 
 @dataclass(frozen=True, slots=True)
 class _RankMetadata(ObjectSchema):
-    """The attributes of ByteCheckpoint's ``Metadata``; only tensors have a header."""
+    """Attributes of ByteCheckpoint's ``Metadata``; only tensors have a header."""
 
     all_tensor_metadata: dict[object, bytes | None]
     user_defined_dict: object = None
@@ -41,14 +41,14 @@ class _RankMetadata(ObjectSchema):
 
 @dataclass(frozen=True, slots=True)
 class _RankIndex(ObjectSchema):
-    """The attributes of its ``MetadataIndex``."""
+    """Attributes of ByteCheckpoint's ``MetadataIndex``."""
 
     fqn: str
     offset: tuple[int, ...]
 
 
 def read(path: TreePath, asked: ReadOptions, name: str) -> Catalog:
-    """Return the catalog of the directory *path*."""
+    """Read the catalog of the directory *path*."""
     where = str(path / METADATA)
     with source_files(path) as files:
         root = loads(read_whole(files, METADATA, MAX_METADATA), where=where, table=_TABLE)
@@ -76,7 +76,7 @@ def _ranges(leaves: Mapping[str, MetadataLeaf]) -> Iterator[ByteRange]:
 def _note_unfit(
     files: SourceFiles, leaves: Mapping[str, MetadataLeaf], where: str, faults: Faults
 ) -> None:
-    """Note the files that are there but are not what the metadata says."""
+    """Add findings for existing files that do not match the metadata."""
     by_file: dict[str, list[ByteRange]] = {}
     for one in _ranges(leaves):
         by_file.setdefault(one.file, []).append(one)
@@ -121,7 +121,7 @@ def _views(root: object, where: str) -> _Views:
 
 
 def _raw(entry: TensorEntry, item: Extent, views: _Views, where: str) -> Extent:
-    """Return an extent that is elements instead of a ``torch.save`` zip."""
+    """Convert the extent of an item to one of raw elements."""
     view = views.get((entry.name, item.box.offsets))
     if view is None:
         raise UnsupportedError(f"a chunk of `{entry.name}` has no header", where=where)
@@ -133,7 +133,7 @@ def _raw(entry: TensorEntry, item: Extent, views: _Views, where: str) -> Extent:
             why=f"{view.dtype} {list(view.shape)} in {counted(view.storage_nbytes, 'byte')}, but "
             f"{entry.dtype} {list(item.box.sizes)} in {counted(item.nbytes, 'byte')}",
         )
-    # As many elements as the storage has, but not all of those: a stride is wrong.
+    # The view has as many elements as the storage but not all of them, so a stride is wrong.
     if item.box.numel * itemsize(entry.dtype) == view.storage_nbytes != view.nbytes:
         raise UnsupportedError(
             f"the strides of a chunk of `{entry.name}` repeat elements",

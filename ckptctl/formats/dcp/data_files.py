@@ -1,4 +1,4 @@
-"""Laying out ``.distcp`` files: which boxes lie in which file, each in a zip of its own."""
+"""Lay out ``.distcp`` files, with one zip for each box."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ckptctl.storage.zips.zip_writer import ZipLayout, lay_out
 
 
 def shards(request: OutputRequest) -> list[list[tuple[OutputTensor, Box]]]:
-    """Return the boxes of each data file of an output."""
+    """Split an output into data files, each a list of boxes."""
     chunks: dict[tuple[str, tuple[int, ...]], tuple[OutputTensor, Box]] = {}
     for tensor in request.tensors:
         pieces = min(-(-tensor.nbytes // SPLIT_BYTES), tensor.shape[0] if tensor.shape else 1)
@@ -36,14 +36,15 @@ def shards(request: OutputRequest) -> list[list[tuple[OutputTensor, Box]]]:
 
 
 class DataFiles:
-    """Appends items to data files and remembers where they lie.
+    """Builder of data files that appends items and records their places.
 
     Attributes:
         files: The finished files.
-        records: The bytes of tensors in them.
-        boxes: For each tensor its boxes.
-        items: Where the item of each ``(name, offsets)`` lies; offsets None for other leaves.
-        raw_copies: Leaves that are copied as they are.
+        records: Byte ranges of tensors in them.
+        boxes: Boxes of each tensor.
+        items: Place of the item of each ``(name, offsets)``; offsets are None for non-tensor
+            values.
+        raw_copies: Byte ranges of values that are copied unchanged.
     """
 
     def __init__(self) -> None:
@@ -54,13 +55,13 @@ class DataFiles:
         self.raw_copies: list[RawCopy] = []
 
     def begin(self, file: str) -> None:
-        """Start a file; what is added next lies in it."""
+        """Start a file for the following items."""
         self.file = file
         self.size = 0
         self.zips: list[tuple[ZipLayout, int, int]] = []
 
     def add_tensor(self, tensor: OutputTensor, box: Box) -> None:
-        """Append a box of a tensor, as one record of a zip of its own."""
+        """Append a box of a tensor, as a zip with one record."""
         nbytes = _nbytes(tensor, box)
         content = _pickled(tensor.dtype, box.sizes, nbytes, tensor.requires_grad)
         layout = lay_out(content, [("0", nbytes)], base=self.size)
@@ -70,7 +71,7 @@ class DataFiles:
         self._append((tensor.name, box.offsets), layout, record, 1)
 
     def add_blob(self, blob: Blob) -> None:
-        """Append a leaf that is no tensor."""
+        """Append a non-tensor value."""
         if blob.file is None:
             layout = lay_out(dumps(blob.value), [], base=self.size)
             self._append((blob.name, None), layout, 0, 0)
@@ -80,7 +81,7 @@ class DataFiles:
         self.size += blob.nbytes
 
     def finish(self) -> None:
-        """End the file."""
+        """Finish the current file."""
         self.files.append(OutputFile(self.file, self.size, ZipFrame(self.zips)))
 
     def _append(
@@ -93,7 +94,7 @@ class DataFiles:
 
 @lru_cache(maxsize=1024)
 def _pickled(dtype: str, sizes: tuple[int, ...], nbytes: int, requires_grad: bool) -> bytes:
-    """Return the ``data.pkl`` of an item; experts have the same by the thousand."""
+    """Return the ``data.pkl`` of an item, cached because thousands of experts share one."""
     stored = StorageTensor(
         storage_key="0",
         storage_nbytes=nbytes,

@@ -1,15 +1,14 @@
-"""Reads a DCP directory: the items that its metadata lists, and what trainers put beside them.
+"""Read a DCP directory, with the items in its metadata and the files that trainers add.
 
 Lightning's FSDP strategies write ``meta.pt`` (``lightning/fabric/strategies/fsdp.py``), whose keys
-lie at the top of the checkpoint that ``consolidate_checkpoint`` makes. Items that went through an
-extension, as through Zstandard (``torch/distributed/checkpoint/_extension.py``), are compressed
-each for itself.
+``consolidate_checkpoint`` puts at the top level. Items written with an extension, such as Zstandard
+(``torch/distributed/checkpoint/_extension.py``), are compressed individually.
 
 Data files of ``SerializationFormat.SAFETENSORS`` (``torch/distributed/checkpoint/filesystem.py``,
-``_write_files_from_queue``) have leaves that are no tensors first, in zips as ever. All tensors of
-the file come behind them, as one blob of safetensors with a header; metadata gives each of them
-the offset of that blob and the length of its elements. The header knows tensors by name alone: of
-several chunks of one the last is there.
+``_write_files_from_queue``) start with the non-tensor values, in zips as usual. All tensors of the
+file follow as one safetensors blob with a header. The metadata has the offset of that blob and the
+length of the elements for each tensor. The header identifies tensors only by name, so if a tensor
+has several chunks in a file, only the last is kept.
 """
 
 from __future__ import annotations
@@ -63,13 +62,13 @@ COMPANION = "meta.pt"
 COMPRESSED = "the checkpoint is compressed; each item is decompressed into a temporary file"
 IN_SAFETENSORS = "the data files are safetensors, which stock `dcp.load` does not read"
 MOST_TIMES = 1 << 15
-"""How many times longer than a frame what it holds can be: 128 KiB for a block of four bytes."""
+"""Maximum compression ratio: a block of four bytes can expand to 128 KiB."""
 OFFSETS = "DCP_SHARDING_INFO"
 _BEGIN = 9
 
 
 def read(path: TreePath, metadata: str, asked: ReadOptions, name: str) -> Catalog:
-    """Return the catalog of the directory *path* by its file *metadata*."""
+    """Read the catalog of the directory *path* by its metadata file *metadata*."""
     with source_files(path) as files:
         leaves, origin = read_metadata(files, metadata)
         faults = Faults(path, asked.partial)
@@ -79,7 +78,7 @@ def read(path: TreePath, metadata: str, asked: ReadOptions, name: str) -> Catalo
 
 
 def resolve(catalog: Catalog) -> Catalog:
-    """Locate the element bytes of every item and read the values of other leaves."""
+    """Locate the element bytes of every item and read the non-tensor values."""
     _require_extensions(catalog)
     budget = MemoryBudget()
     with source_files(catalog.root) as files:
@@ -100,14 +99,14 @@ def resolve(catalog: Catalog) -> Catalog:
 
 
 def read_metadata(files: SourceFiles, name: str) -> Decoded:
-    """Return the leaves that a file of metadata lists, and which save wrote it."""
+    """Read a metadata file into its leaves and the origin of the save."""
     return decode(read_whole(files, name, MAX_METADATA), str(files.root / name))
 
 
 def _require_extensions(catalog: Catalog) -> None:
-    """Refuse compressed items where nothing decompresses them."""
+    """Raise if items are compressed and no Zstandard module is installed."""
     needed = any(is_zstd(blob.extension) for blob in catalog.blobs.values())
-    if catalog.computed and not needed:  # of which others are merged, dequantized or the like
+    if catalog.computed and not needed:  # which may also be merged or dequantized tensors
         extents = (one.file for entry in catalog.tensors.values() for one in entry.extents)
         made = reached(catalog.computed, extents).values()
         needed = any(one.kind == "unpacked" for one in made)
@@ -128,7 +127,7 @@ def _valued(files: SourceFiles, blob: Blob, budget: MemoryBudget) -> Blob:
             f"`{blob.name}` is a tensor, but the metadata declares it as bytes",
             where=str(files.root / blob.file),
         )
-    if blob.extension:  # its range is of no use to whoever copies the item
+    if blob.extension:  # the compressed range must not be copied
         return Blob(blob.name, blob.path, value=archive.root)
     return replace(blob, value=archive.root)
 
@@ -143,9 +142,9 @@ def catalog_of(
     *,
     zips: bool = True,
 ) -> Catalog:
-    """Return the catalog of a directory of write items, which are zips unless they say otherwise.
+    """Return the catalog of a directory of write items, by default ``torch.save`` zips.
 
-    Without *zips* they are the elements themselves.
+    Without *zips*, items are raw elements.
     """
     path = files.root
     if faults.partial:
@@ -189,7 +188,7 @@ def _stored_otherwise(
     computed: dict[str, Computed],
     faults: Faults,
 ) -> Sequence[str]:
-    """Put right in *tensors* what does not lie in zips of its own; what is to be noted of that."""
+    """Fix entries of *tensors* that are compressed or in safetensors, and return notes on these."""
     packed = [leaf for leaf in leaves if leaf.extension]
     bare = [leaf for leaf in leaves if not leaf.extension and _has_bare_length(leaf)]
     if not packed and not bare:
@@ -202,7 +201,7 @@ def _stored_otherwise(
 
 
 def _has_bare_length(leaf: MetadataLeaf) -> bool:
-    """Return whether an item has as many bytes as its elements, which no zip of them has."""
+    """Return whether an item is exactly as long as its elements, which no zip of them is."""
     if not leaf.extents or leaf.dtype not in dtypes.BY_NAME:
         return False
     first = leaf.extents[0]
@@ -212,7 +211,7 @@ def _has_bare_length(leaf: MetadataLeaf) -> bool:
 def _data_files(
     files: SourceFiles, leaves: Mapping[str, MetadataLeaf], copies: Mapping[str, int]
 ) -> dict[str, int]:
-    """Return the sizes of the files that items lie in; each must be long enough."""
+    """Return the sizes of the files with items; raise if one is missing or truncated."""
     ends = _last_items(leaves, copies)
     sizes = sizes_of(
         files,
@@ -235,7 +234,7 @@ def _data_files(
 def _last_items(
     leaves: Mapping[str, MetadataLeaf], copies: Mapping[str, int]
 ) -> dict[str, tuple[int, str]]:
-    """Return for each file the byte after its last item, and the leaf that this is of."""
+    """Return the end of the last item of each file, with the name of its leaf."""
     ends = {file: (end, "") for file, end in copies.items()}
     for leaf in leaves.values():
         for file, _, end in leaf.ranges:
@@ -245,7 +244,7 @@ def _last_items(
 
 
 def _entry_of(leaf: MetadataLeaf) -> TensorEntry:
-    """Return a tensor of the metadata as a catalog has it, its items not yet looked at."""
+    """Return the catalog entry of a tensor in the metadata, before its items are read."""
     if leaf.dtype not in dtypes.BY_NAME:
         why = f"the dtype `{leaf.dtype}` is not supported"
         return TensorEntry.unread(leaf.name, leaf.dtype, leaf.shape, leaf.path, why)
@@ -259,7 +258,7 @@ def _entry_of(leaf: MetadataLeaf) -> TensorEntry:
 def _usable(
     files: SourceFiles, leaves: Mapping[str, MetadataLeaf], faults: Faults
 ) -> dict[str, MetadataLeaf]:
-    """Return what lies in files that can be used, and name everything that is missing."""
+    """Remove leaves in unusable files, and add a finding for each missing one."""
     sizes: dict[str, int] = {}
     for file, (end, _) in _last_items(leaves, {}).items():
         if file in faults.files:
@@ -295,9 +294,9 @@ def _usable(
 
 
 def with_companion(files: SourceFiles, catalog: Catalog, faults: Faults) -> Catalog:
-    """Return *catalog* with the leaves of what Lightning writes beside it.
+    """Add the leaves of Lightning's ``meta.pt`` to a catalog.
 
-    Objects of a trainer's own classes become inert records, which can be read and not written.
+    Objects of a trainer's own classes become inert records, which can be read but not written.
     """
     others = {name: why for name, why in catalog.others.items() if name != COMPANION}
     catalog = replace(catalog, others=others)
@@ -309,7 +308,7 @@ def with_companion(files: SourceFiles, catalog: Catalog, faults: Faults) -> Cata
 
 
 def with_leaves(files: SourceFiles, catalog: Catalog, name: str, found: Leaves) -> Catalog:
-    """Return *catalog* with the leaves *found* in the file *name* beside its data files."""
+    """Add the leaves *found* in the file *name*, which is next to the data files, to *catalog*."""
     known = catalog.tensors.keys() | catalog.blobs.keys()
     twice = next((key for key in (*found.tensors, *found.blobs) if key in known), None)
     if twice is not None:
@@ -330,7 +329,7 @@ def with_leaves(files: SourceFiles, catalog: Catalog, name: str, found: Leaves) 
 def unpacked(
     root: TreePath, leaf: MetadataLeaf, entry: TensorEntry, computed: dict[str, Computed]
 ) -> TensorEntry:
-    """Return a tensor whose elements are computed from its items; add how to *computed*."""
+    """Return a tensor whose elements are computed from compressed items; extends *computed*."""
     if entry.unsupported:
         return entry
     if not is_zstd(leaf.extension):
@@ -358,7 +357,7 @@ def in_safetensors(
     tensors: dict[str, TensorEntry],
     faults: Faults,
 ) -> dict[str, TensorEntry]:
-    """Return the tensors of *leaves* that lie in safetensors, with the places of their elements."""
+    """Locate the tensors of *leaves* that are stored in safetensors blobs."""
     headers: dict[tuple[str, int], SafetensorsHeader | None] = {}
     for extent in (one for leaf in leaves for one in tensors[leaf.name].extents):
         place = (extent.file, extent.offset)
@@ -385,7 +384,7 @@ def in_safetensors(
 
 
 def _begins(files: SourceFiles, name: str, offset: int) -> bool:
-    """Return whether a safetensors header may begin there."""
+    """Return whether a safetensors header may start at this offset."""
     head = files.read_some(name, offset, _BEGIN)
     return head[8:] == b"{" and not head.startswith(b"PK\3\4")
 

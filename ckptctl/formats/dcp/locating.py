@@ -1,6 +1,7 @@
-"""Where the elements of each box lie: inside the item that ``.metadata`` names, as that says.
+"""Locate the elements of each box inside the items that ``.metadata`` lists.
 
-A checkpoint of a thousand ranks has a million items. What usual ones say goes into columns.
+A checkpoint of a thousand ranks has a million items. The places of standard items are stored in
+columns.
 """
 
 from __future__ import annotations
@@ -22,17 +23,17 @@ from ckptctl.storage.zips.zip_reader import StoredTensor
 from ckptctl.tree import TreePath
 
 Read = Callable[[str, int, int], tuple[StoredTensor, int, int]]
-"""Reads the item at so many bytes of a file, of so many bytes, as :func:`read_alike` does."""
+"""Function that reads the item of a file, offset and length, as :func:`read_alike` does."""
 _Place = tuple[int, int, "_Located"]
-"""First byte of an item; which extent it is, and of what."""
+"""First byte of an item, number of its extent, and its tensor."""
 
 
 class _Located:
-    """The extents of a tensor, while their items are read in any order.
+    """Extents of a tensor while its items are read in any order.
 
     Attributes:
         entry: The tensor.
-        unread: Why elements of it are not read; empty: they are.
+        unread: Reason why its elements cannot be read; empty if they can.
     """
 
     __slots__ = ("_columns", "_crcs", "_extents", "_lengths", "_starts", "entry", "unread")
@@ -50,7 +51,7 @@ class _Located:
         )
 
     def locate(self, number: int, root: TreePath, read: Read) -> None:
-        """Read the item of the extent of that number."""
+        """Read the item of extent *number*."""
         columns, entry = self._columns, self.entry
         if columns is None:
             self._extents[number] = resolved_extent(root, read, entry, self._extents[number])
@@ -67,7 +68,7 @@ class _Located:
         self._crcs[number] = NO_CRC if found.crc32 is None else crc32
 
     def result(self) -> TensorEntry:
-        """Return the tensor with what was found."""
+        """Return the tensor with the located extents."""
         if self.unread:
             return replace(self.entry, extents=(), unsupported=self.unread)
         columns = self._columns
@@ -81,17 +82,17 @@ class _Located:
 
 
 def located(files: SourceFiles, tensors: Mapping[str, TensorEntry]) -> dict[str, TensorEntry]:
-    """Return *tensors* with the places of elements in place of those of items, all of them read.
+    """Read all items of *tensors* and replace their extents with those of the elements.
 
-    Items are read in the order in which they lie, file by file. One whose elements are not read
-    makes its tensor one that cannot be read.
+    Items are read file by file, in the order of their offsets. If the elements of an item cannot be
+    read, its tensor is marked as unsupported.
 
     Raises:
-        CkptError: An item is damaged, or is not what the metadata says.
+        CkptError: An item is damaged, or does not match the metadata.
     """
     found = {name: _Located(entry) for name, entry in tensors.items()}
     in_order = partial(read_alike, files, read=Neighbors(files))
-    read = lru_cache(maxsize=1)(in_order)  # rows of a stack lie in one
+    read = lru_cache(maxsize=1)(in_order)  # rows of a stack share an item
     by_file: dict[str, list[_Place]] = {}
     for one in found.values():
         for number, (file, start, _) in enumerate(ranges_of(one.entry.extents)):
@@ -108,7 +109,7 @@ def located(files: SourceFiles, tensors: Mapping[str, TensorEntry]) -> dict[str,
 
 
 def _ends(file: str, place: _Place) -> Iterator[FileOffset]:
-    """Yield where an item is read that is a zip of its own."""
+    """Yield the offsets at which the zip of an item is read."""
     start, number, one = place
     extent = one.entry.extents[number]
     if extent.codec != "raw":
@@ -117,10 +118,10 @@ def _ends(file: str, place: _Place) -> Iterator[FileOffset]:
 
 
 def resolved_extent(root: TreePath, read: Read, entry: TensorEntry, extent: Extent) -> Extent:
-    """Return the place of the elements of *extent*, whose item is read.
+    """Read the item of *extent*, and return the extent of its elements.
 
     Raises:
-        CkptError: It is damaged, or is not what the metadata says.
+        CkptError: The item is damaged, or does not match the metadata.
     """
     if extent.codec == "raw":
         return extent

@@ -1,9 +1,9 @@
-"""The ``.metadata`` pickle of a DCP directory, read without torch.
+"""Read the ``.metadata`` pickle of a DCP directory without torch.
 
 Source: ``torch/distributed/checkpoint/metadata.py`` (``Metadata`` and its parts) and
-``filesystem.py`` (``_StorageInfo``). No class is imported: the reader turns each into an inert
-record; :mod:`ckptctl.formats.dcp.metadata_writer` names them. What the metadata lists of items
-becomes columns: where each lies, and in which box.
+``filesystem.py`` (``_StorageInfo``). No class is imported; the reader turns each object into an
+inert record. :mod:`ckptctl.formats.dcp.metadata_writer` writes the same classes. Items are stored
+in columns of their places and boxes.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from ckptctl.storage.pickles.torch_tensors import MAX_INT, MAX_RANK
 from ckptctl.storage.schema import ObjectSchema, malformed, read_as
 
 MAX_METADATA = 4 << 30
-"""Longer metadata is neither read nor written: that of 405B parameters on 8,192 ranks is not."""
+"""Limit for reading and writing; metadata of 405B parameters on 8,192 ranks is smaller."""
 OWN = "ckptctl"
-"""An attribute of the metadata that torch does not have and leaves alone: a dictionary."""
+"""Additional attribute of the metadata, a dictionary that torch ignores."""
 WORLD = "world_size"
-"""A key of it: how many ranks saved."""
+"""Key in that dictionary for the number of ranks that saved."""
 _HOME = "torch.distributed.checkpoint.metadata"
 _STORAGE = "torch.distributed.checkpoint.filesystem"
 _VESCALE = "vescale.checkpoint.storage.filesystem"
@@ -62,11 +62,11 @@ Range = tuple[str, int, int]
 Place = tuple[str, Vector | None, str, int, int]
 """Name, offsets and range of an item."""
 Boxes = dict[tuple[tuple[Vector, ...], tuple[Vector, ...]], BoxColumns]
-"""The boxes of tensors by their offsets and sizes: most tensors are cut like others."""
+"""Boxes of tensors by offsets and sizes, as most tensors are split like others."""
 
 
 class Item(NamedTuple):
-    """One write item: a ``torch.save`` zip in a data file."""
+    """One write item, which is a ``torch.save`` zip in a data file."""
 
     file: str
     offset: int
@@ -80,14 +80,14 @@ class MetadataLeaf:
     Attributes:
         name: Fully qualified name.
         path: Keys from the root of the saved object.
-        extents: Of a tensor, the boxes and their items.
-        item: Of a leaf that is no tensor.
-        dtype: torch's name; empty for a leaf that is no tensor.
+        extents: Boxes and items of a tensor.
+        item: Item of a non-tensor value.
+        dtype: torch's name; empty for a non-tensor value.
         shape: Global shape.
         requires_grad: As recorded.
-        extension: What its items went through when they were written, as in ``stream.zstd/1``;
-            empty: nothing.
-        unread: Why its elements cannot be read; empty: they can.
+        extension: Extension that its items were written with, as in ``stream.zstd/1``; empty if
+            none.
+        unread: Reason why its elements cannot be read; empty if they can.
     """
 
     name: str
@@ -102,7 +102,7 @@ class MetadataLeaf:
 
     @property
     def ranges(self) -> Iterable[tuple[str, int, int]]:
-        """Return file, first byte and the byte after the last of each item."""
+        """File, first byte and end of each item."""
         if self.item is None:
             return ranges_of(self.extents)
         return [(self.item.file, self.item.offset, self.item.offset + self.item.nbytes)]
@@ -112,11 +112,11 @@ NOTHING = ExtentColumns(BoxColumns((), ()), (), (), ())
 
 
 class Origin(NamedTuple):
-    """Which save wrote metadata, as far as it says so.
+    """Identity of the save that wrote metadata, as far as recorded.
 
     Attributes:
-        save_id: What no other save has; empty: not recorded.
-        world: How many ranks saved; 0: not recorded.
+        save_id: Unique id of the save; empty if not recorded.
+        world: World size; 0 if not recorded.
     """
 
     save_id: str = ""
@@ -127,7 +127,7 @@ UNKNOWN = Origin()
 
 
 class Decoded(NamedTuple):
-    """What a ``.metadata`` file says."""
+    """Content of a ``.metadata`` file."""
 
     leaves: dict[str, MetadataLeaf]
     origin: Origin
@@ -135,7 +135,7 @@ class Decoded(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class _Metadata(ObjectSchema):
-    """The attributes of torch's ``Metadata``."""
+    """Attributes of torch's ``Metadata``."""
 
     state_dict_metadata: dict[object, object]
     storage_data: dict[object, object]
@@ -144,12 +144,12 @@ class _Metadata(ObjectSchema):
 
 
 class _IndexRecord(Inert):
-    """A ``MetadataIndex``: equal, as torch's are, when name and offsets are."""
+    """A ``MetadataIndex``; like torch's, equal if name and offsets are equal."""
 
     __slots__ = ()
 
     def key(self) -> tuple[object, ...]:
-        """See :meth:`Inert.key`; half a million of them are read, so this takes a shortcut."""
+        """See :meth:`Inert.key`; with a shortcut, since half a million of them are read."""
         if self._key is None:
             state = self.state if isinstance(self.state, dict) else {}
             name, offset = state.get("fqn"), state.get("offset")
@@ -183,10 +183,10 @@ TABLE: Mapping[tuple[str, str], object] = {
 
 
 def decode(raw: bytes, where: str) -> Decoded:
-    """Return the leaves that a ``.metadata`` file lists, and which save wrote it."""
+    """Parse a ``.metadata`` file into its leaves and the origin of the save."""
     try:
         return _decode(raw, where, Scanner())
-    except CkptError:  # whatever it is, the slow way says it exactly
+    except CkptError:  # the slow path raises the exact error
         return _decode(raw, where)
 
 
@@ -200,7 +200,7 @@ def _decode(raw: bytes, where: str, scanner: Scanner | None = None) -> Decoded:
 
 
 def origin_of(root: object) -> Origin:
-    """Return which save wrote a pickle that was read already: torch has a field for its id."""
+    """Return the origin of an unpickled ``.metadata``; torch has a field for the save id."""
     metadata = _fields(root)
     save_id = _fields(metadata.get("storage_meta")).get("save_id")
     own = metadata.get(OWN)
@@ -219,9 +219,9 @@ def _fields(record: object) -> Mapping[str, object]:
 def leaves_of(
     root: object, where: str, used: list[Chunks | Places] | None = None
 ) -> dict[str, MetadataLeaf]:
-    """Return what :func:`decode` does of a pickle that was read already.
+    """Return the leaves of an unpickled ``.metadata``, as :func:`decode` does.
 
-    The runs of entries in it are added to *used*.
+    Appends its scanned runs of entries to *used*.
     """
     with malformed("this is not the metadata of a DCP checkpoint", where):
         return _leaves(read_as(_Metadata, root), where, [] if used is None else used)
@@ -231,8 +231,8 @@ def _leaves(
     metadata: _Metadata, where: str, used: list[Chunks | Places]
 ) -> dict[str, MetadataLeaf]:
     entries = {str(name): entry for name, entry in metadata.state_dict_metadata.items()}
-    # Megatron-Core before 0.15 saved tensors in other shapes than their own, such as the moments of
-    # its distributed optimizer: a rank has a range of the flat elements of a box, which is no box.
+    # Megatron-Core before 0.15 reshaped tensors such as the moments of its distributed optimizer. A
+    # rank has a range of the flat elements of a box, which is not a box itself.
     held = metadata.mcore_data.items() if isinstance(metadata.mcore_data, dict) else ()
     flattened = {str(name): integers(facts[RESHAPED]) for name, facts in held if facts}
     paths = metadata.planner_data or {}
@@ -266,7 +266,7 @@ def _leaves(
 
 
 def refuse_twins(leaves: Mapping[str, MetadataLeaf], where: str) -> None:
-    """Refuse names that stand for one and the same key path."""
+    """Raise if two names have the same key path."""
     first: dict[Path, str] = {}
     for name, leaf in leaves.items():
         other = first.setdefault(leaf.path, name)
@@ -291,7 +291,7 @@ def _tensor(
 
 
 def _properties(properties: object) -> tuple[str, bool]:
-    """Return dtype and requires_grad; their state is a tuple, in old versions a dict."""
+    """Return dtype and requires_grad; the state is a tuple, or a dict in old versions."""
     state = properties.state if isinstance(properties, Inert) else None
     values = tuple(state.values()) if isinstance(state, dict) else state
     if not isinstance(values, tuple) or len(values) < 3:
@@ -310,15 +310,15 @@ def _path(name: str, recorded: object) -> Path:
 
 
 class StoredItem:
-    """Where the items of one leaf lie, in the order of the pickle.
+    """Places of the items of one leaf, in the order of the pickle.
 
     Attributes:
-        offsets: Of the boxes of those that have one.
-        files: Of these.
-        starts: Of these.
-        lengths: Of these.
-        first: The first item, with a box or without.
-        extension: What all of them went through, as torch names it; empty: nothing.
+        offsets: Offsets of the boxes, for items with one.
+        files: Files of these items.
+        starts: First bytes of these items.
+        lengths: Lengths of these items in bytes.
+        first: First item, with or without a box.
+        extension: torch's name of the extension that all were written with; empty if none.
     """
 
     __slots__ = ("extension", "files", "first", "lengths", "offsets", "starts")
@@ -333,12 +333,12 @@ class StoredItem:
 
     @property
     def columns(self) -> tuple[list[Vector], list[str], list[int], list[int]]:
-        """Return all columns."""
+        """All columns."""
         return self.offsets, self.files, self.starts, self.lengths
 
 
 def state_of(record: object) -> Mapping[str, object]:
-    """Return the attributes of a record of the metadata."""
+    """Return the attributes of a metadata record."""
     state = record.state if isinstance(record, Inert) else None
     if not isinstance(state, dict):
         raise TypeError(f"expected a metadata record, found {type(record).__name__}")
@@ -346,19 +346,19 @@ def state_of(record: object) -> Mapping[str, object]:
 
 
 def chunk(fields: Mapping[str, object]) -> Chunks:
-    """Return a ``ChunkStorageMetadata``."""
+    """Parse a ``ChunkStorageMetadata``."""
     return Chunks((integers(fields["offsets"]),), (integers(fields["sizes"]),))
 
 
 def joined(runs: Sequence[Chunks], known: Boxes) -> BoxColumns:
-    """Return the boxes of a tensor; those of one that is cut alike if there is one in *known*."""
+    """Join runs into the boxes of a tensor, or reuse equal ones in *known*."""
     offsets = tuple(chain.from_iterable(run.offsets for run in runs))
     sizes = tuple(chain.from_iterable(run.sizes for run in runs))
     return known.setdefault((offsets, sizes), BoxColumns(offsets, sizes))
 
 
 def located(name: str, boxes: BoxColumns, stored: StoredItem | None, where: str) -> ExtentColumns:
-    """Return the extents of a tensor: its *boxes*, and where the item of each lies."""
+    """Match the *boxes* of a tensor with their stored items."""
     offsets, files, starts, lengths = stored.columns if stored else ([], [], [], [])
     if offsets == list(boxes.offsets):
         return ExtentColumns(boxes, files, starts, lengths)
@@ -383,7 +383,7 @@ def located(name: str, boxes: BoxColumns, stored: StoredItem | None, where: str)
 def stored_items(
     data: Mapping[object, object], where: str, used: list[Chunks | Places]
 ) -> dict[str, StoredItem]:
-    """Return where the items of each leaf lie, by ``storage_data``; add its runs to *used*."""
+    """Return the items of each leaf in ``storage_data``; appends its runs to *used*."""
     stored: dict[str, StoredItem] = {}
     checked: dict[str, str] = {}
     whole: list[str] = []
@@ -420,7 +420,7 @@ def stored_items(
 
 
 def _place(key: Mapping[str, object], value: Mapping[str, object]) -> tuple[Place, str]:
-    """Return where an item lies, and the extension that it went through."""
+    """Return the place of an item, and the extension that it was written with."""
     file, offset, nbytes = value["relative_path"], value["offset"], value["length"]
     if type(file) is not str or type(offset) is not int or type(nbytes) is not int:
         raise TypeError(f"the storage of `{key['fqn']}` is not a file range")

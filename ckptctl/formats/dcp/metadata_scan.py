@@ -1,14 +1,14 @@
-"""Read the entries of a ``.metadata`` pickle as wholes, where they look as torch writes them.
+"""Read runs of entries of a ``.metadata`` pickle at once if they have torch's usual form.
 
-A tensor of one chunk is 112 opcodes, and 512 ranks have half a million such tensors; one that a
-thousand ranks saved has as many chunks, and the places of these are a million entries. All but the
-first of a file are the same opcodes with other numbers. A regular expression takes one of them at a
-time; what refers to the memo is looked up once for each spelling.
+A tensor with one chunk takes 112 opcodes, and 512 ranks have half a million such tensors. A tensor
+of a thousand ranks has as many chunks, and the places of all chunks are a million entries. Apart
+from the first entry of a file, all have the same opcodes with other numbers. A regular expression
+matches one entry at a time. References to the memo are resolved once per byte string.
 
-The machine goes on as if it had read the opcodes itself, except that a run of entries is one object
-in its list or dict, and that nothing can refer to the records inside an entry. A file that does so,
-that moves what it has read (no pickler does), or that has anything else unusual, is read again
-opcode by opcode.
+The unpickler continues as if it had read the opcodes, except that a run of entries is one object in
+its list or dict, and that nothing can refer to the records inside an entry. A file with such
+references, or that moves objects it has read (no pickler does), or with anything else unusual, is
+read again opcode by opcode.
 """
 
 from __future__ import annotations
@@ -48,11 +48,11 @@ _INFO = rb"(%b%b)(%b|%b)(%b)(%b)(%b)(%b)ub" % (
     *(_REF, _INT, _REF, _INT),
 )
 _OR_NOTHING = rb"|"
-"""Behind a pattern: it matches anywhere, so that matches follow one another without a gap."""
+"""Suffix of a pattern that lets it match anywhere, so that matches are adjacent."""
 _TOKEN = re.compile(rb"%b|%b|." % (_REF, _INT), re.DOTALL)
 _SHORT_TEXT, _MEMOIZE, _LONG, _INTEGERS = 0x8C, 0x94, 0x8A, b"KMJ\x8a"
 _Meant = str | tuple[str]
-"""What a reference means: a string, or a class, which has its last name here in a tuple."""
+"""Target of a reference, a string or the last name of a class in a tuple."""
 _SIZE = ("Size",)
 _CHUNK_HEAD = (("ChunkStorageMetadata",), "offsets", _SIZE)
 _CHUNK_MIDDLE = ("sizes", _SIZE)
@@ -62,9 +62,9 @@ _ITEM: tuple[tuple[_Meant, ...], ...] = (
 )
 _FIXED: list[_Meant] = [("TensorStorageMetadata",), "properties", ("TensorProperties",), "size"]
 NAMES = 1 << 14
-"""The latest names are kept under their numbers: a rank that has several chunks refers to them."""
+"""Number of recent names to keep by memo index; a rank with several chunks refers to them."""
 MOST = 64
-"""A tensor of more chunks is not taken as a whole: something comes between them now and then."""
+"""Maximum number of chunks of a tensor read at once; batches interrupt longer lists."""
 
 
 class Chunks(NamedTuple):
@@ -84,7 +84,7 @@ class Scanned(NamedTuple):
 
 
 class Places(NamedTuple):
-    """A run of ``MetadataIndex`` and their ``_StorageInfo`` in a dict, where it is one value."""
+    """A run of ``MetadataIndex`` and ``_StorageInfo`` pairs, stored as one value of a dict."""
 
     names: Sequence[str]
     offsets: Sequence[Vector | None]
@@ -94,7 +94,7 @@ class Places(NamedTuple):
 
 
 class _Memo(dict[int, object]):
-    """The machine's memo; what a run left out of it is made when it is asked for."""
+    """The unpickler's memo, which recreates entries skipped by runs on demand."""
 
     def __init__(self, recall: Callable[[int], object]) -> None:
         self._recall = recall
@@ -104,13 +104,13 @@ class _Memo(dict[int, object]):
 
 
 class Scanner:
-    """Called by the pickle machine after each BUILD; takes entries as long as they are usual.
+    """Hook for the unpickler after each BUILD opcode that reads usual entries at once.
 
     Attributes:
-        memo: The machine's.
-        taken: How many numbers of the memo entries took that are not in it.
-        sizes: How many values an object of each class stands for.
-        entries: How many chunks and places were taken.
+        memo: The unpickler's memo.
+        taken: Number of memo indices used by scanned entries that are not in the memo.
+        sizes: Functions that count the values represented by an object, by class.
+        entries: Number of chunks and places scanned.
     """
 
     sizes: ClassVar[Mapping[type, Callable[[Any], int]]] = {
@@ -122,7 +122,7 @@ class Scanner:
     def __init__(self) -> None:
         self.memo: dict[int, object] = _Memo(self._recalled)
         self.taken = self.entries = 0
-        # Compiled here, not when the module is imported, which every command does: it takes 3 ms.
+        # Compiling takes 3 ms, so it is not done at import time.
         self._match_tensor = re.compile(_TENSOR, re.DOTALL).match
         self._chunks, self._items = (
             re.compile(pattern + _OR_NOTHING, re.DOTALL).finditer
@@ -143,7 +143,7 @@ class Scanner:
     def __call__(
         self, data: bytes, pos: int, stack: list[object], outer: list[list[object]]
     ) -> int:
-        """Return the position after as many entries as there are; *pos* where there is none."""
+        """Return the position after as many usual entries as follow, or *pos* if there are none."""
         if not outer or not outer[-1]:
             return pos
         self._data = data
@@ -206,7 +206,7 @@ class Scanner:
     def _read_chunks(
         self, pos: int, most: int | None = None
     ) -> tuple[list[tuple[bytes, bytes]], int]:
-        """Return offsets and sizes of chunks, as they are spelled, and where these end."""
+        """Return the raw offsets and sizes of chunks, and the position after them."""
         boxes: list[tuple[bytes, bytes]] = []
         usual: tuple[bytes, bytes] | None = None
         last: re.Match[bytes] | None = None
@@ -268,7 +268,7 @@ class Scanner:
         return last.end()
 
     def _took(self, run: Chunks | Places, pos: int, numbers: int, held: int) -> None:
-        """Note a run that took *numbers* of the memo, which had *held* entries before."""
+        """Record a run that used *numbers* indices of the memo, which had *held* entries before."""
         count = len(run.offsets)
         self._made.append(run)
         self._runs.append((held + self.taken, pos, count, type(run) is Chunks))
@@ -276,13 +276,13 @@ class Scanner:
         self.entries += count
 
     def all_in_place(self, used: Iterable[Chunks | Places]) -> bool:
-        """Return whether each run is used once, and the pickle did nothing else with it."""
+        """Return whether each run is used exactly once, and in no other way."""
         kinds = {*map(type, self.memo.values())}
         once = sorted(map(id, self._made)) == sorted(map(id, used))
         return once and not kinds & {Chunks, Places}
 
     def _recalled(self, number: int) -> object:
-        """Return what a run would have put into the memo."""
+        """Return the memo entry that a run would have created."""
         at = bisect_right(self._runs, number, key=itemgetter(0)) - 1
         if at not in self._named:
             self._named[at] = dict(self._read_again(*self._runs[at])) if at >= 0 else {}
@@ -308,9 +308,9 @@ class Scanner:
             number += 2 + (match[8][0] == _SHORT_TEXT)
 
     def _string(self, raw: bytes) -> str | None:
-        """Return a string that is there or referred to; None: it is not usual."""
+        """Return a literal or referenced string, or None if it is unusual."""
         if raw[0] == _SHORT_TEXT:
-            usual = raw[1] == len(raw) - 3  # what its opcode says
+            usual = raw[1] == len(raw) - 3  # matches the length in its opcode
             found = str(raw[2:-1], "utf-8", "surrogatepass") if usual else None
         else:
             value = self._referred(raw)
@@ -320,7 +320,7 @@ class Scanner:
         return found
 
     def _offsets(self, size: bytes, dims: bytes | None) -> Vector | None:
-        """Return a ``torch.Size`` that is there or referred to; None: it is not usual."""
+        """Return a literal or referenced ``torch.Size``, or None if it is unusual."""
         if dims is not None:
             if not self._is(size, (_SIZE,)):
                 return None
@@ -333,7 +333,7 @@ class Scanner:
         return found
 
     def _referred(self, raw: bytes) -> object:
-        """Return what *raw* refers to; None: nothing, or an entry of the run that is being read."""
+        """Resolve a memo reference, or return None if it is undefined or in the current run."""
         number = _number(raw)
         try:
             return self._latest.get(number) or self.memo[number]
@@ -341,7 +341,7 @@ class Scanner:
             return None
 
     def _is(self, raw: bytes, names: tuple[_Meant, ...]) -> bool:
-        """Whether what *raw* refers to are the strings and classes that *names* says."""
+        """Return whether the references in *raw* are the strings and classes in *names*."""
         usual = self._usual.setdefault(names, set())
         if raw in usual:
             return True
@@ -352,7 +352,7 @@ class Scanner:
         return True
 
     def _facts(self, raw: bytes) -> tuple[str, bool] | None:
-        """Return dtype and ``requires_grad`` of the tensors that begin with *raw*."""
+        """Return dtype and ``requires_grad`` of tensors that start with *raw*, or None."""
         values = [self.memo[_number(token)] for token in _refs(raw)]
         names = [_name(value) for value in values]
         dtype = values[3]
@@ -360,7 +360,7 @@ class Scanner:
             return None
         if dtype.name not in dtypes.BY_NAME:
             return None
-        # DTYPE, LAYOUT, then the flag: nothing before it has its value as a whole token.
+        # The flag follows dtype and layout, and no token before it has its value.
         flags = [token for token in _TOKEN.findall(raw) if token in (b"\x88", b"\x89")]
         self._heads[raw] = facts = (dtype.name, flags[0] == b"\x88")
         return facts

@@ -1,8 +1,8 @@
-"""Write the ``.metadata`` pickle of a DCP directory: half a million chunks in seconds.
+"""Write the ``.metadata`` pickle of a DCP directory, half a million chunks in seconds.
 
-The object is the one of ``torch/distributed/checkpoint/metadata.py``, in protocol 4 like torch's
-own. Classes and attribute names come first, each remembered and dropped, so that all entries after
-them have one shape; within an entry the opcodes are those of the C pickler (``Modules/_pickle.c``).
+The object is that of ``torch/distributed/checkpoint/metadata.py``, in protocol 4 like torch's.
+Classes and attribute names come first, each memoized and popped, so that all later entries have the
+same form. Within an entry, the opcodes are those of the C pickler (``Modules/_pickle.c``).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _STATE = b")\x81\x94}\x94("
 _Named = OutputTensor | Blob
 _Offsets = tuple[int, ...] | None
 Located = tuple[_Offsets, str, int, int]
-"""Offsets of a chunk, its file, first byte and length; no offsets for other leaves."""
+"""Offsets of a chunk, its file, first byte and length; offsets are None for non-tensor values."""
 
 
 def encode(
@@ -39,7 +39,7 @@ def encode(
     items: Mapping[tuple[str, _Offsets], Item],
     origin: Origin = UNKNOWN,
 ) -> bytes:
-    """Return a ``.metadata`` that stock ``dcp.load`` reads."""
+    """Encode a ``.metadata`` file for stock ``dcp.load``."""
     chunks = ([place.box for place in boxes[tensor.name]] for tensor in tensors)
     by_name = groupby(items.items(), key=lambda pair: pair[0][0])
     located = ((name, ((offsets, *item) for (_, offsets), item in some)) for name, some in by_name)
@@ -47,7 +47,7 @@ def encode(
 
 
 class TensorMetadata:
-    """A ``.metadata`` that lacks nothing but the leaves that are no tensors."""
+    """A ``.metadata`` of all tensors, to be completed with non-tensor values."""
 
     def __init__(self, writer: _Writer) -> None:
         self._content = bytes(writer.out)
@@ -58,9 +58,9 @@ class TensorMetadata:
     def complete(
         self, values: Sequence[tuple[_Named, Item]], origin: Origin = UNKNOWN
     ) -> tuple[bytes, bytes]:
-        """Return the ``.metadata`` in two parts, with *values* in it and where each lies.
+        """Add *values* and their places, and return the ``.metadata`` in two parts.
 
-        These are other leaves, and whole tensors of dtypes that others have.
+        Values are non-tensor values, and unsharded tensors with dtypes of existing ones.
         """
         writer = copy(self._writer)
         writer.strings = dict(writer.strings)
@@ -82,7 +82,7 @@ class TensorMetadata:
 
 
 def _readable(content: bytes, before: int = 0) -> bytes:
-    """Return *content* if it and what comes *before* are not too long to be read again."""
+    """Return *content*, or raise if it would be too large to read, including *before*."""
     if before + len(content) > MAX_METADATA:
         raise RefusedError(
             "the metadata would be too large to read",
@@ -98,9 +98,9 @@ def encode_tensors(
     boxes: Sequence[Sequence[Box]],
     items: Iterable[tuple[str, Iterable[Located]]],
 ) -> TensorMetadata:
-    """Return a ``.metadata`` of tensors, to which other leaves can be added.
+    """Encode a ``.metadata`` of tensors, to which non-tensor values can be added.
 
-    A list of *boxes* that is that of another tensor, too, is written in less time.
+    Lists in *boxes* that several tensors share are written faster.
     """
     return TensorMetadata(_written(tensors, boxes, (), items))
 
@@ -111,7 +111,7 @@ def _written(
     blobs: Sequence[Blob],
     items: Iterable[tuple[str, Iterable[Located]]],
 ) -> _Writer:
-    """Return a writer of all that a ``.metadata`` lists, which has not ended it."""
+    """Write all entries of a ``.metadata``, and return the unfinished writer."""
     writer = _Writer(tensors)
     writer.section("state_dict_metadata")
     for tensor, chunks in zip(tensors, boxes, strict=True):
@@ -128,19 +128,19 @@ def _written(
 
 
 class _Writer:
-    """Collects the opcodes.
+    """Writer of pickle opcodes.
 
     Attributes:
         out: The pickle so far.
-        count: Entries of the memo.
-        strings: What refers to each string.
-        dicts: What refers to each dict of the metadata.
-        sizes: ``torch.Size`` objects by their values.
-        places: Ends of items by their first byte and length.
-        lists: Chunks by the identity of the list of their boxes, which is kept with them, and the
-            entries of the memo that they take.
-        pairs: Pairs of the dict that is being filled, in this batch.
-        filling: What ends it.
+        count: Number of memo entries.
+        strings: Memo references of strings.
+        dicts: Memo references of the dicts of the metadata.
+        sizes: Encoded ``torch.Size`` objects by value.
+        places: Encoded ends of items by first byte and length.
+        lists: Encoded chunks and their number of memo entries, by the id of the list of boxes,
+            which is kept alive here.
+        pairs: Number of pairs in the current batch of the current dict.
+        filling: Opcodes that close the current dict.
     """
 
     def __init__(self, tensors: Iterable[OutputTensor]) -> None:
@@ -175,7 +175,7 @@ class _Writer:
         self.count += 2
 
     def forget(self) -> None:
-        """Let go what has been written, and what was kept to write it faster."""
+        """Drop the output so far and all caches."""
         self.out, self.sizes, self.places, self.lists = bytearray(), {}, {}, {}
 
     def section(self, name: str) -> None:
@@ -186,7 +186,7 @@ class _Writer:
         self.filling = b"u"
 
     def again(self, name: str) -> None:
-        """Add to a dict that was ended, after the one that is being filled."""
+        """Reopen an earlier dict."""
         self._close()
         self.out += self.dicts[name] + b"("
         self.filling = b"u0"
@@ -213,7 +213,7 @@ class _Writer:
         self.count += 1
 
     def path(self, leaf: OutputTensor | Blob) -> None:
-        """Write the keys that lead to a leaf: strings, and numbers for positions in a list."""
+        """Write the path of a leaf, as strings and integer list positions."""
         self._pair()
         name = self.text(leaf.name)
         keys = [
@@ -239,7 +239,7 @@ class _Writer:
         self.out += b"".join(parts)
 
     def finish(self, origin: Origin) -> bytes:
-        """Return the whole pickle."""
+        """Return the complete pickle."""
         self._close()
         if origin.world:
             self.out += self.text(OWN) + b"}" + self._remembered()
@@ -258,12 +258,12 @@ class _Writer:
         return bytes(self.out)
 
     def _remembered(self) -> bytes:
-        """Return the opcode that remembers an object."""
+        """Return the opcode that memoizes an object."""
         self._next()
         return b"\x94"
 
     def text(self, text: str) -> bytes:
-        """Return a string the first time, later what refers to it."""
+        """Return the encoded string the first time, and its memo reference later."""
         found = self.strings.get(text)
         if found is not None:
             return found
@@ -274,7 +274,7 @@ class _Writer:
         return b"X" + len(raw).to_bytes(4, "little") + raw + b"\x94"
 
     def _chunks(self, boxes: Sequence[Box]) -> tuple[bytes, int]:
-        """Return the chunks of a tensor, and how many entries of the memo they take."""
+        """Encode the chunks of a tensor, and return their number of memo entries."""
         parts: list[bytes] = []
         for start in range(0, len(boxes), BATCH):
             batch = b"".join(map(self._chunk, boxes[start : start + BATCH]))
@@ -286,7 +286,7 @@ class _Writer:
         return self.chunk + offsets + self.size_name + sizes + b"ub"
 
     def _size(self, values: tuple[int, ...]) -> bytes:
-        """Return a ``torch.Size``."""
+        """Encode a ``torch.Size``."""
         found = self.sizes.get(values)
         if found is None:
             tuple_ = _tuple([_integer(value) for value in values])
@@ -294,7 +294,7 @@ class _Writer:
         return found
 
     def _place(self, start: int, nbytes: int) -> bytes:
-        """Return the end of an item; ranks that write equal shares have them in common."""
+        """Encode the end of an item, cached because ranks with equal shares have the same."""
         found = self.places.get((start, nbytes))
         if found is None:
             if len(self.places) >= PLACES:
@@ -304,19 +304,19 @@ class _Writer:
         return found
 
     def _pair(self) -> None:
-        """Begin a new batch where this one is full."""
+        """Count a pair, and begin a new batch if the current one is full."""
         if self.pairs == BATCH:
             self.out += b"u("
             self.pairs = 0
         self.pairs += 1
 
     def _close(self) -> None:
-        """End the dict that is being filled, if any."""
+        """Close the current dict, if any."""
         self.out += self.filling
         self.filling, self.pairs = b"", 0
 
     def _next(self) -> bytes:
-        """Return what will refer to the object that is remembered next."""
+        """Return the memo reference of the object that is memoized next."""
         number = self.count
         self.count = number + 1
         return b"h" + bytes((number,)) if number < 256 else b"j" + number.to_bytes(4, "little")
@@ -344,7 +344,7 @@ _KEYS = (
 
 
 def _memos(values: tuple[int, ...]) -> int:
-    """Return how many entries of the memo a ``torch.Size`` takes: an empty tuple takes none."""
+    """Return the number of memo entries of a ``torch.Size``; an empty tuple is not memoized."""
     return 3 if values else 2
 
 

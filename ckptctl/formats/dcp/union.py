@@ -1,9 +1,9 @@
-"""The union of the metadata of ranks that saved without each other.
+"""Merge the metadata of ranks that saved without collectives.
 
-Every rank lists every tensor that it holds a part of, with its global size and its own chunks.
-A chunk that several ranks have is a replica: the lowest rank's is used. Every rank writes all of
-its leaves that are no tensors, one after the other, as ``torch.save`` writes them: equal bytes are
-equal values. They need not be understood for that.
+Every rank lists the tensors that it has a part of, with the global size and its own chunks. If
+several ranks have a chunk, the lowest rank's is used, and the others are replicas. Every rank also
+writes all of its non-tensor values with ``torch.save``, one after another. They are compared byte
+by byte, without being interpreted.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _Value = tuple[MetadataLeaf, Item]
 
 
 class _Held:
-    """One leaf, as the first rank that has it describes it, and the chunks found so far."""
+    """A leaf as described by the first rank that has it, with the chunks found so far."""
 
     __slots__ = ("chunks", "leaf", "rank")
 
@@ -51,14 +51,13 @@ class _Held:
 
 
 class Union:
-    """Takes the leaves of one rank after the other.
+    """Merger of the leaves of all ranks, one rank after another.
 
     Attributes:
-        ranks: How many there are.
-        ends: For each data file the byte after its last item, copies too.
-        copies: For each tensor the chunks that several ranks have, by their offsets, without the
-            first; empty unless *repeated*.
-        world: How many ranks saved, as they say; 0: none says so.
+        ranks: Number of ranks.
+        ends: End of the last item of each data file, including copies.
+        copies: Further copies of each tensor's chunks, by offsets; empty unless *repeated*.
+        world: Recorded world size; 0 if not recorded.
     """
 
     def __init__(self, where: str, ranks: int, *, repeated: bool = False) -> None:
@@ -72,7 +71,7 @@ class Union:
         self._held: dict[str, _Held] = {}
 
     def add(self, rank: int, leaves: Mapping[str, MetadataLeaf], origin: Origin = UNKNOWN) -> None:
-        """Take what *rank* lists, and which save it took part in."""
+        """Add the leaves of *rank* and the origin of its save."""
         self._of_one_save(rank, origin)
         own = f"__{rank}_"
         for name, leaf in leaves.items():
@@ -104,7 +103,7 @@ class Union:
     def _add(self, rank: int, held: _Held, row: Row) -> None:
         offsets, sizes = row[:2]
         if 0 in sizes and 0 not in held.leaf.shape:
-            return  # a rank beyond the last row: no element lies there
+            return  # an empty chunk of a rank after the last row
         before = held.chunks.setdefault(offsets, row)
         if before is row:
             return
@@ -119,10 +118,10 @@ class Union:
             self.copies.setdefault(held.leaf.name, {}).setdefault(offsets, []).append(row)
 
     def with_holes(self, *, refused: bool) -> list[str]:
-        """Return the tensors of which no rank has some part, or refuse these, too.
+        """Return the tensors with missing parts, or raise if *refused*.
 
-        Chunks that are too many are always refused. This counts elements. That equally many are the
-        right ones is proven where they are used.
+        Always raises if chunks overlap. The check counts elements; whether these are the right ones
+        is proven when the tensors are used.
         """
         names = []
         for name, held in self._held.items():
@@ -137,7 +136,7 @@ class Union:
         return names
 
     def leaves(self) -> dict[str, MetadataLeaf]:
-        """Return every leaf with the chunks of all ranks; copies come last, if remembered."""
+        """Return every leaf with the chunks of all ranks, followed by copies, if recorded."""
         found = {}
         for name, held in self._held.items():
             copies = chain.from_iterable(self.copies.get(name, {}).values())
@@ -147,7 +146,7 @@ class Union:
         return found
 
     def saved(self, catalog: Catalog) -> Catalog:
-        """Return *catalog* with what the ranks say of their save: each has an id of its own."""
+        """Add the world size and an id made of all ranks' save ids to *catalog*."""
         ids = "\n".join(self._save_ids) if all(self._save_ids) else ""
         save_id = _hash(ids.encode()).hexdigest() if ids else ""
         return replace(catalog, save_id=save_id, world=self.world)
@@ -173,7 +172,7 @@ class Union:
         self.world = origin.world
 
     def blobs(self) -> list[str]:
-        """Return the names of the leaves that are no tensors."""
+        """Return the names of the non-tensor values."""
         return [name for name, held in self._held.items() if not held.leaf.dtype]
 
     def _incomplete(
@@ -209,13 +208,13 @@ def _described(leaf: MetadataLeaf) -> str:
 
 @dataclass(slots=True)
 class RankValues:
-    """Takes the leaves of one rank after the other, the lowest rank first.
+    """Comparison of the non-tensor values of all ranks, in ascending order of rank.
 
     Attributes:
         files: The directory's files.
-        faults: What cannot be read.
-        apart: What is unlike the lowest rank's, by the name under which it is kept.
-        differing: The names of those in the checkpoint.
+        faults: Collector of unreadable files.
+        apart: Values that differ from the lowest rank's, by their new names.
+        differing: Original names of these values.
     """
 
     files: SourceFiles
@@ -225,7 +224,7 @@ class RankValues:
     _first: dict[str, bytes] = field(default_factory=dict)
 
     def add(self, rank: int, leaves: Mapping[str, MetadataLeaf]) -> None:
-        """Take what *rank* has."""
+        """Compare the values of *rank* with those of lower ranks."""
         held = [(leaf, leaf.item) for leaf in leaves.values() if leaf.item is not None]
         held.sort(key=lambda value: (value[1].file, value[1].offset))
         for run in _runs(held):
@@ -248,7 +247,7 @@ class RankValues:
 
 
 def _runs(held: Sequence[_Value]) -> Iterator[Sequence[_Value]]:
-    """Yield values that lie one after the other in a file, about a megabyte at a time."""
+    """Group values that are adjacent in a file into runs of about a megabyte."""
     start = 0
     for at, (_, item) in enumerate(held):
         first, before = held[start][1], held[at - 1][1]
@@ -261,7 +260,7 @@ def _runs(held: Sequence[_Value]) -> Iterator[Sequence[_Value]]:
 
 
 def _hash(data: bytes | memoryview = b"") -> blake2b:
-    from hashlib import blake2b  # with OpenSSL, which commands that compare nothing need not load
+    from hashlib import blake2b  # loads OpenSSL, which is slow to import
 
     return blake2b(data, digest_size=16)
 

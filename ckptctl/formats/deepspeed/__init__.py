@@ -1,7 +1,7 @@
-"""DeepSpeed checkpoints of ZeRO stages 0 to 3 and of ``BF16_Optimizer``, read only.
+"""DeepSpeed checkpoints of ZeRO stages 0 to 3 and of ``BF16_Optimizer`` (read-only).
 
-Also as the HF Trainer (``checkpoint-N``), accelerate (``pytorch_model``) and Lightning
-(``<name>.ckpt/checkpoint``) wrap them.
+This includes the wrapper folders of the HF Trainer (``checkpoint-N``), accelerate
+(``pytorch_model``) and Lightning (``<name>.ckpt/checkpoint``).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from ckptctl.tree import TreePath
 
 
 class DeepSpeedFormat(Format):
-    """A folder of one file of states per rank, or the folder above it with ``latest``."""
+    """A folder with files of states per rank, or its parent folder with ``latest``."""
 
     name = "deepspeed"
     title = "DeepSpeed: ZeRO stages 0 to 3 and BF16_Optimizer"
@@ -27,7 +27,7 @@ class DeepSpeedFormat(Format):
         "`peft`"
     )
     marks = re.compile(rf"{LATEST}|.*_states\.pt", re.DOTALL)
-    yields_to = frozenset({"hf", "peft"})  # which the HF Trainer writes into the same folder
+    yields_to = frozenset({"hf", "peft"})  # the HF Trainer writes them to the same folder
     wholeness = (
         "the files record the number of ranks, and every rank has one file of this save; "
         "partition lengths match the parameters and the number of ranks; the parameters fill the "

@@ -1,4 +1,4 @@
-"""Which files of one DeepSpeed save belong together, and which kinds of saves are refused.
+"""Find the files of one DeepSpeed save, and reject unsupported kinds of saves.
 
 Source: ``deepspeed/runtime/engine.py`` (``_get_ckpt_name``, ``_get_zero_ckpt_prefix``).
 """
@@ -40,7 +40,7 @@ _REFUSED = (
     ),
 )
 MAX_PARTIAL = 1 << 16
-"""Most ranks of a save that is read in part: each that is missing is named."""
+"""Maximum number of ranks for a partial read, which lists every missing rank."""
 ADVICE = (
     "convert it with DeepSpeed's ds_to_universal.py, if that supports the model, and read the "
     "result"
@@ -49,11 +49,11 @@ ADVICE = (
 
 @dataclass(frozen=True, slots=True)
 class SaveFiles:
-    """The files of one save, relative to the checkpoint's root.
+    """Files of one save, relative to the checkpoint's root.
 
     Attributes:
-        models: Model states: one file at stages 0 to 2, one per rank at stage 3.
-        optims: Optimizer states, one per rank; none at stage 0.
+        models: Files of model states, one for stages 0 to 2, one per rank for stage 3.
+        optims: Files of optimizer states, one per rank; none for stage 0.
         partitioned: Whether the model's parameters are divided among ranks (stage 3).
     """
 
@@ -63,24 +63,24 @@ class SaveFiles:
 
 
 def evidence(folder: TreePath) -> str | None:
-    """Return what tells that *folder* is one save of all ranks, or None; not a universal one."""
+    """Return evidence that *folder* is one save, but not a universal one, or None."""
     try:
         if not folder.is_dir() or (folder / "zero").is_dir():
             return None
         names = [item.name for item in folder.iterdir() if item.name.endswith("_states.pt")]
-    except PermissionError:  # `lost+found` beside saves
+    except PermissionError:  # such as `lost+found`
         return None
     known = [name for name in names if saved_name(name)]
     return f"{listed(natural(known), 1)}" if known else None
 
 
 def saved_name(name: str) -> str | None:
-    """Return *name* if it is one that DeepSpeed gives to a file of states, else None."""
+    """Return *name* if it is a name that DeepSpeed gives to files of states, else None."""
     return name if _RANK.fullmatch(name) or _SHARED.fullmatch(name) else None
 
 
 def model_files(root: TreePath, folder: str, faults: Faults) -> tuple[str, ...]:
-    """Return the files of model states of a universal checkpoint, in natural order."""
+    """Return the files of a universal checkpoint's model states, in natural order."""
     items = (item.name for item in (root / folder).iterdir())
     names = natural([n for n in items if n.endswith("_model_states.pt") and saved_name(n)])
     found = [match for name in names if (match := _RANK.fullmatch(name)) and not int(match[2])]
@@ -158,9 +158,9 @@ def _complete(
     world: int | None,
     faults: Faults,
 ) -> tuple[str, ...]:
-    """Return the files of all ranks in order; every rank below *world* must be there.
+    """Return the files of all ranks below *world* in order; raise if one is missing.
 
-    Where *faults* takes missing ones, their names are returned, too.
+    In a partial read, missing files become findings, and their names are included.
     """
     prefix = f"{folder}/" if folder else ""
     last = max(found) if world is None else world - 1
@@ -193,9 +193,9 @@ def _complete(
 def require_world(
     root: TreePath, names: tuple[str, ...], world: int, kind: str, faults: Faults
 ) -> tuple[str, ...]:
-    """Return the names of all ranks' files, those of *faults* included.
+    """Return the names of all ranks' files; raise if files are missing or from a larger world.
 
-    There has to be a file of every rank and none of a larger, earlier world.
+    In a partial read, the names of missing files are included.
     """
     folder = names[0].rpartition("/")[0]
     found = {rank: Path(name).name for rank, name in enumerate(names)}
@@ -208,7 +208,7 @@ def _like(found: Mapping[int, str], rank: int) -> str:
 
 
 def _elsewhere(root: TreePath, folder: str, name: str, here: Collection[str]) -> str:
-    """Ranks whose folders are named after a metric may have saved under different names."""
+    """Find another folder with file *name*; ranks may have saved into folders named by a metric."""
     for sibling in sorted(root.parent.iterdir()):
         other = sibling / folder if folder else sibling
         has = sibling != root and other.is_dir() and (other / name).is_file()

@@ -1,4 +1,4 @@
-"""The model in a DeepSpeed checkpoint: from the fp32 partitions, or as the module saved it."""
+"""The model in a DeepSpeed checkpoint, from its fp32 partitions or from ``module``."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ ROOT = "module"
 
 
 def as_saved(model: ModelState) -> Leaves:
-    """Return the state dict in one file of model states, with the dtypes of training."""
+    """Return the state dict in a file of model states, with the dtypes of training."""
     found = leaves_in(model.module, model.file, (ROOT,))
     return Leaves(found.tensors, found.blobs)
 
 
 def optimized(save: Save) -> dict[str, TensorEntry]:
-    """Return the parameters that lie in the partitions, by their names in the module."""
+    """Return the parameters in the partitions, by their names in the module."""
     found: dict[str, TensorEntry] = {}
     for name, part in save.parts.items():
         dtype = save.strips[part.spans[0][0] if part.spans else 0].dtype
@@ -36,7 +36,7 @@ def optimized(save: Save) -> dict[str, TensorEntry]:
 
 
 def without_partitions(save: Save, faults: Faults) -> Leaves:
-    """Return what is left of the model where the partitions of all ranks are missing."""
+    """Return the remaining tensors of the model if all partitions are missing."""
     gone = save.model.shapes
     for name in gone:
         faults.nowhere(_key(name), "it is stored in the optimizer states, which cannot be read")
@@ -48,14 +48,14 @@ def without_partitions(save: Save, faults: Faults) -> Leaves:
 
 
 class _NowhereError(UnsupportedError):
-    """A tensor has no data."""
+    """The data of a tensor is missing."""
 
 
 class MasterWeights:
-    """The model with the fp32 copies of the optimizer: each name of the module where its data are.
+    """The model with the optimizer's fp32 copies of its parameters.
 
-    Frozen parameters and buffers come from the model states, with the dtypes that are stored
-    there. Names and order are those of the module's state dict.
+    Frozen parameters and buffers are read from the model states, with their stored dtypes. Names
+    and order are those of the module's state dict.
     """
 
     def __init__(
@@ -72,14 +72,14 @@ class MasterWeights:
         self.saved = as_saved(self.model)
 
     def leaves(self) -> Leaves:
-        """Return all tensors, and the leaves that are none."""
+        """Return all tensors and non-tensor values."""
         frozen, shared = self.model.frozen, self.model.shared
         names = dict.fromkeys([*self.model.module, *frozen, *self.found, *shared])
         entries = filter(None, map(self.usable, names))
         return Leaves({entry.name: entry for entry in entries}, self.saved.blobs)
 
     def usable(self, name: str) -> TensorEntry | None:
-        """Return the tensor called *name*, if it is anywhere or has to be."""
+        """Return the tensor called *name*; None, with a finding, if its data is missing."""
         try:
             return self.entry(name)
         except _NowhereError as error:
@@ -89,7 +89,7 @@ class MasterWeights:
             return None
 
     def entry(self, name: str) -> TensorEntry | None:
-        """Return the tensor called *name*, or None for a leaf that is no tensor."""
+        """Return the tensor called *name*, or None for a non-tensor value."""
         entry = None
         if name in self.found:
             found, saved = self.found[name], self.saved.tensors.get(_key(name))
@@ -112,7 +112,10 @@ class MasterWeights:
         return entry
 
     def _is_empty(self, name: str) -> bool:
-        """Parameters without elements seem to be shared: the address of all of them is zero."""
+        """Return whether *name* is a parameter without elements.
+
+        Such parameters are recorded as shared, because all of them have address 0.
+        """
         saved = self.saved.tensors.get(_key(name))
         return not self.partitioned and saved is not None and not saved.nbytes
 
@@ -139,7 +142,7 @@ class MasterWeights:
             )
 
     def _frozen(self, name: str, shape: Shape) -> TensorEntry | None:
-        """Join the shares of a frozen parameter; ranks may also have all of it."""
+        """Join the ranks' shares of a frozen parameter; ranks may also have full copies."""
         found = [(model.file, model.fragments.get(name)) for model in self.models]
         shares = [(file, item) for file, item in found if isinstance(item, StoredTensor)]
         if len(shares) < len(found):
@@ -162,7 +165,7 @@ class MasterWeights:
         return entry_of(name, first.dtype, shape, boxes)
 
     def _kept(self, name: str) -> TensorEntry | None:
-        """A buffer, or at stages 1 and 2 a frozen parameter: as the module has it."""
+        """Return a buffer, or for stages 1 and 2 a frozen parameter, from the module."""
         found = self.saved.tensors[_key(name)]
         shape = self.model.frozen.get(name, found.shape)
         gathered = not self.partitioned or found.shape != (0,)
@@ -172,7 +175,7 @@ class MasterWeights:
         first = self.models[0]
         if not first.absent:
             return found
-        # Ranks keep buffers of their own; that of another rank does not stand for the first's.
+        # Each rank has its own buffers, so those of another rank cannot replace the first's.
         extents = tuple(replace(extent, file=first.file) for extent in found.extents)
         return replace(found, extents=extents)
 
@@ -182,5 +185,5 @@ def _key(name: str) -> str:
 
 
 def entry_of(name: str, dtype: str, shape: Shape, boxes: Sequence[Extent]) -> TensorEntry:
-    """Return the entry of the parameter called *name* in the module."""
+    """Return the catalog entry of the parameter called *name* in the module."""
     return TensorEntry(_key(name), dtype, shape, boxes, (ROOT, name))

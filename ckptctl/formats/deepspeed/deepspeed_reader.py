@@ -1,7 +1,7 @@
-"""What a DeepSpeed checkpoint holds, and what the files of several ranks hold the same.
+"""Read a DeepSpeed checkpoint, and compare the values that several ranks have.
 
-Each rank of a data-parallel job updates its own buffers, so that running statistics differ between
-ranks and are no replicas; the model has those of the first rank, as in ``zero_to_fp32.py``.
+Each rank of a data-parallel job updates its own buffers, so running statistics differ between ranks
+and are not replicas. The model has those of the first rank, as in ``zero_to_fp32.py``.
 """
 
 from __future__ import annotations
@@ -34,18 +34,18 @@ from ckptctl.storage.zips.zip_reader import StoredTensor
 from ckptctl.tree import TreePath
 
 Copy = tuple[str, int, str, object]
-"""A tensor's name, another rank, its file, and what that has under the name."""
+"""Name of a tensor, another rank, its file, and its value of that name."""
 
 
 class Replicas:
-    """Sorts what other ranks have under a tensor's name into copies and others.
+    """Values of other ranks, separated into replicas and differing values.
 
     Attributes:
-        tensors: The tensors that are read, by name.
-        compared: What is known of their copies.
-        found: The copies, if they are *asked* for: those with the same recorded checksum, which are
-            not read here; where none is recorded the same bytes, or too many to compare here.
-        apart: Those that are not the same, under names of their own.
+        tensors: Tensors of the catalog by name.
+        compared: Comparison of their copies.
+        found: Replicas, if *asked* for: copies with an equal recorded checksum, with equal bytes,
+            or too large to compare here.
+        apart: Differing values under new names.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class Replicas:
         self.apart: dict[str, TensorEntry] = {}
 
     def take(self, home: str, copies: Iterator[Copy]) -> None:
-        """Sort *copies* of the tensors that are read from the file *home*."""
+        """Compare *copies* with the tensors that are read from the file *home*."""
         for name, rank, file, value in copies:
             entry = self.tensors.get(name)
             if entry is None or [extent.file for extent in entry.extents] != [home]:
@@ -77,7 +77,7 @@ class Replicas:
 
 
 def of_models(models: Sequence[ModelState], model: ModelState) -> Iterator[Copy]:
-    """Yield what other ranks' model states have under the names of *model*'s."""
+    """Yield the values in other ranks' model states for the names in *model*."""
     for rank, other in enumerate(models):
         if other is not model and not other.absent:
             for name, value in model.module.items():
@@ -90,7 +90,7 @@ def of_models(models: Sequence[ModelState], model: ModelState) -> Iterator[Copy]
 
 
 def _of_counters(save: Save) -> Iterator[Copy]:
-    """Yield the counters in other ranks' optimizer states."""
+    """Yield the step counters in other ranks' optimizer states."""
     for rank, other in enumerate(save.optims):
         if other.absent or other is save.optim:
             continue
@@ -101,7 +101,7 @@ def _of_counters(save: Save) -> Iterator[Copy]:
 
 
 def read(path: TreePath, asked: ReadOptions, name: str) -> Catalog:
-    """Return the catalog of the folder *path*; see :meth:`Format.read`."""
+    """Read the catalog of the folder *path*; see :meth:`Format.read`."""
     folder = tag_folder(path, asked.tag, LATEST, evidence)
     faults = Faults(path, asked.partial)
     found = rank_files(path, folder, faults)
@@ -130,7 +130,7 @@ def read(path: TreePath, asked: ReadOptions, name: str) -> Catalog:
 
 
 def _weights(save: Save, asked: ReadOptions, faults: Faults) -> Leaves:
-    """The model as asked for; the fp32 copies where there are any and nothing is asked."""
+    """Read the requested weights, by default the fp32 copies if there are any."""
     if save.partitioned and asked.weights == "module":
         raise UsageError(
             "ZeRO stage 3 does not store weights in `module`",
@@ -164,7 +164,7 @@ def catalog_of(
     replicas: Replicas,
     notes: Iterable[str],
 ) -> Catalog:
-    """Return the catalog of the tensors, the *blobs* of the model and all *others*."""
+    """Combine the tensors, the *blobs* of the model and all *others* into a catalog."""
     around = beside(faults.root, {folder, *files, *SCRIPTS})
     return replace(
         around.catalog(faults.root, name),

@@ -1,9 +1,9 @@
-"""What surrounds the model: moments of the optimizer by parameter, settings, the trainer's state.
+"""State other than the model: optimizer moments by parameter, settings and trainer state.
 
 The names are those of ``torch.distributed.checkpoint.state_dict``: ``optimizer.state.<name>.<key>``
-and ``optimizer.param_groups``, whose ``params`` are names. What a trainer keeps is that of the
-first rank, and of others where it differs: at stage 3 every rank writes model states with the
-``client_state`` that it was given (``deepspeed/runtime/engine.py``, ``save_checkpoint``).
+and ``optimizer.param_groups``, whose ``params`` are names. Trainer state is that of the first rank,
+and of other ranks if it differs. For stage 3, every rank writes model states with its own
+``client_state`` (``deepspeed/runtime/engine.py``, ``save_checkpoint``).
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ NUMBERED = (
 
 
 def rest_of(model: ModelState) -> dict[str, object]:
-    """Return what model states hold besides the model; no optimizer where it is elsewhere."""
+    """Return the entries of model states other than the model, without an empty optimizer."""
     rest = {key: value for key, value in model.content.items() if key not in INDEX}
     if rest.get(OPTIMIZER, model) is None:
         del rest[OPTIMIZER]
@@ -46,7 +46,7 @@ def rest_of(model: ModelState) -> dict[str, object]:
 def add_other_ranks(
     found: Leaves, models: Sequence[ModelState], model: ModelState, files: SourceFiles
 ) -> None:
-    """Add leaves of other ranks that are not what *found* has, under names of their own."""
+    """Add leaves of other ranks that differ from those in *found*, under new names."""
     differing: list[str] = []
     for rank, other in enumerate(models):
         if other is model or other.absent:
@@ -75,9 +75,9 @@ def add_other_ranks(
 
 
 def _other_steps(found: Leaves, files: SourceFiles) -> Iterator[str]:
-    """Yield a note where the optimizer has done another number of steps than the model's file says.
+    """Yield a note if the step counts of the optimizer and the model file differ.
 
-    That is one save's file beside another's, or an optimizer that was started anew.
+    Either the files belong to different saves, or the optimizer was reset.
     """
     values = {name: blob.value for name, blob in found.blobs.items()}
     done, skipped = values.get("global_steps"), values.get("skipped_steps")
@@ -101,7 +101,7 @@ def _other_steps(found: Leaves, files: SourceFiles) -> Iterator[str]:
 def _named_optimizer(
     optimizer: Mapping[str, object], groups: Sequence[Shapes] | None, module: Mapping[str, object]
 ) -> dict[str, object] | None:
-    """Return the optimizer with names in place of numbers; None where nothing says them."""
+    """Replace parameter numbers in an optimizer state by names, or return None if unknown."""
     inner = optimizer.get(INNER, optimizer)
     state = inner.get("state") if isinstance(inner, dict) else None
     settings = inner.get("param_groups") if isinstance(inner, dict) else None
@@ -129,7 +129,7 @@ def _named_optimizer(
 def _names(
     settings: Sequence[object], groups: Sequence[Shapes] | None
 ) -> Iterator[tuple[object, str]]:
-    """Yield number and name of every parameter that has both."""
+    """Yield number and name of each parameter that has both."""
     known = groups if groups is not None and len(groups) == len(settings) else [{}] * len(settings)
     for group, shapes in zip(settings, known, strict=True):
         numbers = group.get("params") if isinstance(group, dict) else None
@@ -141,7 +141,7 @@ def _names(
 
 
 def _fits(state: object, parameter: object) -> bool:
-    """Whether moments have the shape of the parameter; counters have none."""
+    """Return whether all moments have the shape of the parameter, except 0-d counters."""
     if not isinstance(state, dict) or not isinstance(parameter, StoredTensor):
         return False
     moments = (v for k, v in state.items() if isinstance(v, StoredTensor) and k != "step")
@@ -149,7 +149,7 @@ def _fits(state: object, parameter: object) -> bool:
 
 
 def surroundings(save: Save, files: SourceFiles) -> Leaves:
-    """Return everything outside the model; of what all ranks have the first one's."""
+    """Return all leaves other than the model; of those that all ranks have, the first rank's."""
     found = Leaves()
     model, root = save.model, files.root
     rest = rest_of(model)
@@ -180,7 +180,7 @@ def plain_settings(
     named = [_named(group, members) for group in groups if isinstance(group, dict)]
     plain = dict(rest)
     for key, value in rest.items():
-        # A loss scaler as the numbers in it; loading it as an object would need DeepSpeed.
+        # Replace a loss scaler by its attributes, since loading the object requires DeepSpeed.
         if isinstance(value, Inert) and value.module.startswith("deepspeed."):
             plain[key] = value.state if isinstance(value.state, dict) else value
     return {**({"param_groups": named} if named else {}), **plain}
@@ -259,9 +259,9 @@ def _add_moments(save: Save, key: str, having: set[int], found: Leaves) -> None:
 
 
 def _moment_strips(save: Save, key: str, owners: Sequence[int]) -> Sequence[Strip]:
-    """Return moments as flat vectors like those of the parameters; none where they are not such.
+    """Return moments as flat vectors parallel to the parameters, or none if they are not.
 
-    Groups without this moment have another group's in their place.
+    Groups without this moment get another group's as a placeholder.
     """
     by_rank = [list(_segments(optim, owners, key)) for optim in save.optims]
     ranked, groups = save.stage == 3, len(save.optims[0].partitions)
@@ -277,7 +277,7 @@ def _moment_strips(save: Save, key: str, owners: Sequence[int]) -> Sequence[Stri
 
 
 def _segments(optim: OptimState, owners: Sequence[int], key: str) -> Iterator[Segment]:
-    """Yield a rank's flat moments: as long as its partitions, before padding was stripped."""
+    """Yield a rank's flat moments, which are as long as its partitions with padding."""
     for owner in owners:
         value, partition = optim.states[owner].get(key), optim.partitions[owner]
         if is_flat(value):

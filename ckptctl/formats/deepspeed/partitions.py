@@ -1,4 +1,4 @@
-"""Parameters in ZeRO's flat vectors: which run of which rank's partition holds which elements.
+"""Map parameters to ranges of ZeRO's flat vectors, which are partitioned among ranks.
 
 Source: ``deepspeed/utils/zero_to_fp32.py`` (``_zero2_merge_trainable_params``, ``GatheredTensor``),
 and ZeRO (https://arxiv.org/abs/1910.02054). The order of parameters is that of ``param_shapes``;
@@ -40,17 +40,17 @@ class Segment:
 
     @property
     def numel(self) -> int:
-        """Return the number of elements."""
+        """Number of elements."""
         return self.tensor.shape[0]
 
     @property
     def recorded(self) -> Checksum | None:
-        """Return the checksum of the record that holds it."""
+        """Checksum of the record that contains it, or None."""
         return extent_of(self.tensor, self.file).recorded
 
 
 class Strip:
-    """Segments that lie end to end: at least one, all of one dtype."""
+    """Segments placed end to end, at least one, all of one dtype."""
 
     def __init__(self, segments: Sequence[Segment]) -> None:
         self.segments = segments
@@ -59,17 +59,17 @@ class Strip:
 
     @property
     def numel(self) -> int:
-        """Return the number of elements."""
+        """Number of elements."""
         return self.starts[-1]
 
     def segment_at(self, position: int) -> int:
-        """Return the index of the segment that holds the element at *position*."""
+        """Return the index of the segment with the element at *position*."""
         return bisect_right(self.starts, position) - 1
 
     def runs(self, low: int, high: int) -> Iterator[tuple[str, int, int, Checksum | None]]:
         """Yield ``(file, byte offset, elements, checksum)`` of the elements from *low* to *high*.
 
-        The checksum is that of the record which the elements are a part, or all, of.
+        The checksum is that of the record that contains the elements.
         """
         item = dtypes.itemsize(self.dtype)
         while low < high:
@@ -83,7 +83,7 @@ class Strip:
 
 @dataclass(frozen=True, slots=True)
 class FlatPart:
-    """Where a parameter lies.
+    """Place of a parameter in flat vectors.
 
     Attributes:
         shape: Its shape.
@@ -100,12 +100,12 @@ FlatParts = dict[str, FlatPart]
 
 
 def is_flat(value: object) -> TypeGuard[StoredTensor]:
-    """Return whether *value* is a tensor of one dimension without gaps."""
+    """Return whether *value* is a contiguous one-dimensional tensor."""
     return isinstance(value, StoredTensor) and len(value.shape) == 1 and value.strides is None
 
 
 def extents(part: FlatPart, strips: Sequence[Strip]) -> tuple[Extent, ...]:
-    """Return the boxes of a parameter, or of a moment of it, in *strips*."""
+    """Return the extents of a parameter, or of a moment of it, in *strips*."""
     found: list[Extent] = []
     done = 0
     for number, low, high in part.spans:
@@ -126,10 +126,10 @@ def extents(part: FlatPart, strips: Sequence[Strip]) -> tuple[Extent, ...]:
 def partition_numels(
     shapes: Shapes, paddings: Sequence[int], world: int
 ) -> tuple[tuple[int, int], ...]:
-    """Return for each rank the fewest and the most elements of its partition of a group.
+    """Return the smallest and largest length of each rank's partition of a group.
 
-    They differ by padding after the last parameter, which some kinds of ranks strip. *paddings*
-    are the elements after each parameter, if any.
+    They differ by the padding after the last parameter, which some versions strip. *paddings* are
+    the numbers of padding elements after each parameter, if any.
     """
     data = sum(map(math.prod, shapes.values())) + sum(paddings[:-1])
     full = _aligned(data + sum(paddings[-1:]), world) // world
@@ -143,10 +143,10 @@ def in_groups(
     world: int,
     where: str,
 ) -> FlatParts:
-    """Return where parameters lie at stages 1 and 2: group after group, divided anywhere.
+    """Locate parameters for stages 1 and 2, where groups are partitioned at any element.
 
-    *groups* are in the order of the flat vectors, of which *strips* has one for each group;
-    *paddings* are the elements after each parameter, if any.
+    *groups* are in the order of the flat vectors; *strips* has one for each group. *paddings* are
+    the numbers of padding elements after each parameter, if any.
     """
     parts: FlatParts = {}
     for number, (shapes, strip) in enumerate(zip(groups, strips, strict=True)):
@@ -182,12 +182,12 @@ def in_groups(
 
 
 def _aligned(numel: int, world: int) -> int:
-    """Ranks align to twice their number, and some of them strip what that adds."""
+    """Round up to a multiple of twice the world size, as ranks do; some strip this padding."""
     return -(-numel // (2 * world)) * (2 * world)
 
 
 def in_ranks(shapes: Shapes, strips: Sequence[Strip], where: str) -> FlatParts:
-    """Return where parameters lie at stage 3: each divided evenly among all ranks."""
+    """Locate parameters for stage 3, where each is divided evenly among all ranks."""
     parts: FlatParts = {}
     world, start = len(strips), 0
     for name, shape in shapes.items():
@@ -216,7 +216,7 @@ def product_boxes(lo: int, hi: int, sizes: Shape) -> list[tuple[Shape, Shape]]:
     """Return the product boxes whose union is ``[lo, hi)`` of the flattened axes *sizes*.
 
     Returns:
-        ``(first indices, counts)`` in ascending order; at most ``2 * len(sizes) - 1`` of them.
+        ``(first indices, counts)`` in ascending order, at most ``2 * len(sizes) - 1`` boxes.
     """
     if lo >= hi:
         return []

@@ -1,4 +1,4 @@
-"""What the model and optimizer states of one DeepSpeed rank say, checked and named.
+"""Parse and check the model and optimizer states of one DeepSpeed rank.
 
 Source: ``deepspeed/runtime/engine.py`` (``_common_checkpoint_state``), ``zero/stage_1_and_2.py``,
 ``zero/stage3.py``, ``bf16_optimizer.py`` (``state_dict`` of each). Nothing of DeepSpeed is
@@ -49,7 +49,7 @@ Names = dict[str, object]
 
 @dataclass(frozen=True, slots=True)
 class _ModelFile(Schema):
-    """The content of a file of model states."""
+    """Content of a file of model states."""
 
     module: Names | None
     param_shapes: Annotated[tuple[Shapes, ...], FILLED] | Shapes | None = None
@@ -60,21 +60,21 @@ class _ModelFile(Schema):
 
 @dataclass(frozen=True, slots=True)
 class _Parallelism(Schema):
-    """What it says of the parallelism, which universal checkpoints undo."""
+    """Parallelism of model states, which universal checkpoints undo."""
 
     mp_world_size: Natural = 1
 
 
 @dataclass(frozen=True, slots=True)
 class _OptimFile(Schema):
-    """The content of a file of optimizer states."""
+    """Content of a file of optimizer states."""
 
     optimizer_state_dict: Names
 
 
 @dataclass(frozen=True, slots=True)
 class _ZeroState(Schema):
-    """The state of a ZeRO optimizer."""
+    """State of a ZeRO optimizer."""
 
     partition_count: Natural | Annotated[tuple[Natural, ...], FILLED]
     zero_stage: int | Inert = 1
@@ -84,7 +84,7 @@ class _ZeroState(Schema):
 
 
 def _groups_of(shapes: tuple[Shapes, ...] | Shapes | None) -> tuple[Shapes, ...] | None:
-    """Return a dict per group; versions before 0.6 wrote the only group without a list."""
+    """Return a dict per group; versions before 0.6 wrote a single group without a list."""
     groups = (shapes,) if isinstance(shapes, dict) else shapes
     names = [name for group in groups or () for name in group]
     if len(set(names)) < len(names):
@@ -93,7 +93,7 @@ def _groups_of(shapes: tuple[Shapes, ...] | Shapes | None) -> tuple[Shapes, ...]
 
 
 def _stage_of(recorded: int | Inert) -> int:
-    """Return the number in a ``ZeroStageEnum``, which is a record here."""
+    """Return the number in a ``ZeroStageEnum``, which is read as an inert record."""
     stage = recorded.args[0] if isinstance(recorded, Inert) and recorded.args else recorded
     if not isinstance(stage, int) or stage not in (1, 2):
         raise MismatchError("1 or 2", stage, "zero_stage")
@@ -101,7 +101,7 @@ def _stage_of(recorded: int | Inert) -> int:
 
 
 def _world_of(partition_count: int | tuple[int, ...], where: str) -> int:
-    """Return the number of ranks, which all groups must have in common."""
+    """Return the number of ranks, which must be the same for all groups."""
     counts = {*partition_count} if isinstance(partition_count, tuple) else {partition_count}
     if len(counts) > 1:
         raise FormatError(
@@ -115,7 +115,7 @@ def _world_of(partition_count: int | tuple[int, ...], where: str) -> int:
 
 
 def _mappings_of(value: object) -> tuple[Mapping[str, tuple[object, object]], ...] | None:
-    """Return ``(start, numel)`` of every ``fragment_address``; None: they are not recorded."""
+    """Return ``(start, numel)`` of every ``fragment_address``, or None if not recorded."""
     if not isinstance(value, list):
         return None
     return tuple(
@@ -132,7 +132,7 @@ def _mappings_of(value: object) -> tuple[Mapping[str, tuple[object, object]], ..
 def _base_of(value: object, count: int) -> tuple[tuple[Names, ...], Sequence[object]]:
     """Return the inner optimizer's states by partition, and its settings.
 
-    Elastic checkpoints have a list of states; files that a script has made smaller have none.
+    Elastic checkpoints have a list of states; files stripped by a script have none.
     """
     base = {"state": dict(enumerate(value))} if isinstance(value, list) else value
     held = {} if base is None else read_as(Names, base, "the inner optimizer's state")
@@ -143,18 +143,18 @@ def _base_of(value: object, count: int) -> tuple[tuple[Names, ...], Sequence[obj
 
 @dataclass(frozen=True, slots=True)
 class ModelState:
-    """The model states of one rank.
+    """Model states of one rank.
 
     Attributes:
         file: Relative to the checkpoint's root.
-        content: All of it.
+        content: The complete content.
         module: The module's state dict.
-        groups: Names and shapes in the optimizer's flat vectors; None: no ZeRO (stage 0).
+        groups: Names and shapes in the optimizer's flat vectors; None without ZeRO (stage 0).
         frozen: Names and shapes of parameters that are not optimized.
-        fragments: Those parameters, or at stage 3 this rank's share of each.
-        shared: Names that have no data of their own, each with the one that has.
+        fragments: These parameters, or for stage 3 this rank's share of each.
+        shared: Names of shared parameters, each with the name of the one that has the data.
         checksums: Whether the file has checksums.
-        absent: Whether this stands for a rank whose file cannot be used.
+        absent: Whether this is a placeholder for a rank with an unusable file.
     """
 
     file: str
@@ -169,26 +169,26 @@ class ModelState:
 
     @property
     def shapes(self) -> dict[str, Shape]:
-        """Return the optimized parameters in the order of the flat vectors."""
+        """Optimized parameters in the order of the flat vectors."""
         return {name: shape for group in self.groups or () for name, shape in group.items()}
 
 
 @dataclass(frozen=True, slots=True)
 class OptimState:
-    """The optimizer states of one rank.
+    """Optimizer states of one rank.
 
     Attributes:
         file: Relative to the checkpoint's root.
         stage: 1, 2 or 3; ``BF16_Optimizer`` counts as 1.
-        world: The number of ranks that the partitions were made for.
-        partitions: The rank's part of each group, or at stage 3 of each sub-group.
-        paddings: Elements after each parameter of each group; None: none.
-        mappings: For each group the first element and the number of elements that the rank holds
-            of each parameter, as far as round robin did not change them; None: not recorded.
+        world: World size of the partitioning.
+        partitions: The rank's part of each group, or for stage 3 of each sub-group.
+        paddings: Padding elements after each parameter of each group; None if there are none.
+        mappings: First element and number of elements of each parameter in the rank's partition of
+            each group, which are wrong after round robin; None if not recorded.
         states: The inner optimizer's state for each partition.
         settings: The inner optimizer's ``param_groups``.
-        rest: Everything else: loss scaler, gradient clipping, ...
-        absent: Whether this stands for a rank whose file cannot be used.
+        rest: All other entries, such as loss scaler and gradient clipping.
+        absent: Whether this is a placeholder for a rank with an unusable file.
     """
 
     file: str
@@ -267,7 +267,7 @@ def read_optim(files: SourceFiles, name: str) -> OptimState:
 
 
 def _archive(files: SourceFiles, name: str) -> TorchArchive:
-    """Read a file that must not be another rank's: torch names a zip after its file."""
+    """Read a file, and raise if it is another rank's; torch names a zip after its file."""
     archive = read_archive(files, name, unknown="inert")
     here = PurePosixPath(name).name
     was = saved_name(f"{archive.folder}.pt")

@@ -1,7 +1,7 @@
-"""What a universal checkpoint of DeepSpeed holds: whole parameters, each in a folder of its own.
+"""Read a universal DeepSpeed checkpoint, with one folder per complete parameter.
 
-Source: ``deepspeed/checkpoint/ds_to_universal.py``. Stage 3 leaves tensors flat. The converter
-makes all buffers float32, so they come from the model states.
+Source: ``deepspeed/checkpoint/ds_to_universal.py``. Tensors of stage 3 stay flat. The converter
+casts all buffers to float32, so they are read from the model states.
 """
 
 from __future__ import annotations
@@ -59,16 +59,16 @@ FolderValues = Mapping[str, Mapping[str, object]]
 
 @dataclass(frozen=True, slots=True)
 class UniversalSave:
-    """One universal checkpoint.
+    """A universal checkpoint.
 
     Attributes:
         source: The checkpoint's files.
-        prefix: Of all names: the tag's folder.
-        models: Model states: of tensor-parallel ranks, or of all ranks at stage 3.
-        partitioned: Whether it was made from stage 3.
-        values: By parameter and key (``fp32``, ``exp_avg``, ...) what that file holds.
-        shapes: The optimized parameters that the model states name.
-        faults: What cannot be used.
+        prefix: Folder of the tag, which all names start with.
+        models: Model states of tensor-parallel ranks, or for stage 3 of all ranks.
+        partitioned: Whether it was converted from stage 3.
+        values: Content of the files by parameter and key (``fp32``, ``exp_avg``, ...).
+        shapes: Optimized parameters that the model states list.
+        faults: Collector of problems.
     """
 
     source: SourceFiles
@@ -81,7 +81,7 @@ class UniversalSave:
 
     @classmethod
     def of(cls, source: SourceFiles, prefix: str, partial: bool = False) -> UniversalSave:
-        """Read everything, or as much as there is."""
+        """Read all files, or as many as possible if *partial*."""
         faults = Faults(source.root, partial)
         names = model_files(source.root, prefix.rstrip("/"), faults)
         finished = is_there(source.root / prefix / ZERO / SETTINGS)
@@ -102,11 +102,11 @@ class UniversalSave:
 
     @property
     def model(self) -> ModelState:
-        """Return the model states of the first rank that has any."""
+        """Model states of the first rank with usable ones."""
         return next(model for model in self.models if not model.absent)
 
     def files(self) -> list[str]:
-        """Return the names of all files that are part of it."""
+        """Return the names of all files of the checkpoint, except unusable ones."""
         inner = (self.file(name, key) for name in self.values for key in self.values[name])
         found = [*(model.file for model in self.models), *inner, f"{self.prefix}{ZERO}/{SETTINGS}"]
         return [name for name in found if name not in self.faults.files]
@@ -116,7 +116,7 @@ class UniversalSave:
         return f"{self.prefix}{ZERO}/{name}/{key}.pt"
 
     def notes(self) -> Iterator[str]:
-        """Yield what a reader should know."""
+        """Yield notes for the user."""
         if not self.model.checksums:
             yield NO_CHECKSUMS
         if self.model.content["module"] is None:
@@ -127,12 +127,12 @@ class UniversalSave:
 
     @property
     def divided(self) -> bool:
-        """Return whether tensor or pipeline parallelism divided the model states."""
+        """Whether tensor or pipeline parallelism divided the model states."""
         first = self.model.content
         return first.get("mp_world_size", 1) != 1 or first["module"] is None
 
     def weights(self, asked: ReadOptions) -> Leaves:
-        """Return the model as asked for."""
+        """Return the requested weights of the model."""
         root = self.source.root
         if asked.weights == "module":
             if self.partitioned or self.divided:
@@ -164,7 +164,7 @@ class UniversalSave:
         return self._undivided(root)
 
     def _undivided(self, root: TreePath) -> Leaves:
-        """The model where no model states have whole tensors, except for buffers."""
+        """Return the model if the model states have only parts of its tensors, except buffers."""
         first = self.model
         kept = set(find(list[str], first.content, "buffer_names") or ())
         module = {name: item for name, item in first.module.items() if name in kept}
@@ -185,7 +185,7 @@ class UniversalSave:
         return MasterWeights((model,), found, False, self.faults).leaves()
 
     def _parameters(self, others: Set[str]) -> dict[str, TensorEntry]:
-        """The tensors under ``zero`` that are parameters, and not *others*."""
+        """Return the tensors under ``zero`` that are parameters, and not in *others*."""
         found = {
             name: self.parameter(name, FP32)
             for name in natural(self.values)
@@ -195,7 +195,7 @@ class UniversalSave:
         return {**found, **{name: entry for name, entry in gone if entry is not None}}
 
     def missing(self, name: str, key: str, like: object) -> TensorEntry | None:
-        """Return what a missing file would hold; None where nothing says so."""
+        """Return a placeholder for a value in a missing file, or None if its shape is unknown."""
         file, shape = self.file(name, key), self._known_shape(name)
         if file not in self.faults.files:
             self.faults.missing(file, f"`{key}` of the parameter `{name}`")
@@ -211,7 +211,10 @@ class UniversalSave:
         return entry_of(name, other.dtype, shape, (Extent(Box.whole(shape), file, 0, 0),))
 
     def _known_shape(self, name: str) -> Shape | None:
-        """The shape of a parameter by what else there is of it; vocabularies are cut or padded."""
+        """Return the shape of a parameter, if known from its other values or the model states.
+
+        Vocabularies may be truncated or padded, so other values take precedence.
+        """
         for key, value in self.values.get(name, {}).items():
             tensor = tensor_in(value)
             if key != "step" and tensor is not None and tensor.shape:
@@ -219,7 +222,7 @@ class UniversalSave:
         return None if self.divided else self.shapes[name]
 
     def parameter(self, name: str, key: str) -> TensorEntry:
-        """Return one value of a parameter, in its shape; stage 3 leaves it flat."""
+        """Return one value of a parameter in its shape; tensors of stage 3 are stored flat."""
         value = self.values[name][key]
         tensor = tensor_in(value)
         where = str(self.source.root / self.file(name, key))
@@ -241,7 +244,7 @@ class UniversalSave:
         return entry_of(name, tensor.dtype, shape, boxes)
 
     def _shape(self, name: str, tensor: StoredTensor, cut: bool) -> Shape | None:
-        """The parameter's shape; None where the tensor cannot have it."""
+        """Return the parameter's shape, or None if the tensor does not match it."""
         shape = self.shapes.get(name)
         if shape is None or self.divided or shape == tensor.shape:
             return tensor.shape
@@ -251,7 +254,7 @@ class UniversalSave:
 
 
 def surroundings(save: UniversalSave) -> Leaves:
-    """Return everything outside the model."""
+    """Return all leaves other than the model."""
     found = Leaves()
     model, where = save.model, str(save.source.root / save.model.file)
     found.add(rest_of(model), (), model.file, where)
@@ -287,7 +290,7 @@ def _add_state(save: UniversalSave, name: str, key: str, found: Leaves) -> None:
 
 
 def _add_settings(save: UniversalSave, found: Leaves) -> None:
-    """Add what all parameters have in common, and at stage 3 the counters of each."""
+    """Add the settings of all parameters, and for stage 3 the counters of each."""
     file = f"{save.prefix}{ZERO}/{SETTINGS}"
     where = str(save.source.root / file)
     read = partial(read_archive, save.source, unknown="inert")
@@ -309,7 +312,7 @@ def _add_settings(save: UniversalSave, found: Leaves) -> None:
 
 
 def read_folders(source: SourceFiles, folder: str, faults: Faults) -> FolderValues:
-    """Return by parameter and key (``fp32``, ``exp_avg``, ...) what that file holds."""
+    """Read the files of all parameters by parameter and key (``fp32``, ``exp_avg``, ...)."""
     values: dict[str, dict[str, object]] = {}
     homes = sorted(item for item in (source.root / folder).iterdir() if item.is_dir())
     for home in homes:
@@ -335,15 +338,15 @@ def _value(source: SourceFiles, name: str) -> object:
 
 
 def tensor_in(value: object) -> StoredTensor | None:
-    """Return the tensor that a file of a parameter holds, plain or as ``param``."""
+    """Return the tensor in a parameter's file, which may be below ``param``, or None."""
     tensor = value.get("param") if isinstance(value, dict) else value
     return tensor if isinstance(tensor, StoredTensor) else None
 
 
 def lacking(values: FolderValues, groups: Iterable[Sequence[str]]) -> dict[tuple[str, str], object]:
-    """Return what parameters lack that others of their group have.
+    """Find values that parameters lack, but others of their group have.
 
-    That is for each ``(parameter, key)`` what that file holds for another parameter.
+    Returns the value of another parameter for each missing ``(parameter, key)``.
     """
     found: dict[tuple[str, str], object] = {}
     for names in groups:

@@ -1,8 +1,8 @@
-"""The ranks of a ZeRO checkpoint put together: which partition holds what, at every stage.
+"""Combine the ranks of a ZeRO checkpoint, and locate parameters in partitions of all stages.
 
-Source: ``deepspeed/utils/zero_to_fp32.py``. What is done otherwise: ``BF16_Optimizer`` is read as
-stage 1, frozen parameters of stage 1 come from the model states, and files that are those of other
-ranks or of another save are refused.
+Source: ``deepspeed/utils/zero_to_fp32.py``. In contrast to it, ``BF16_Optimizer`` is read as stage
+1, frozen parameters of stage 1 are read from the model states, and files of other ranks or other
+saves are rejected.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ _State = TypeVar("_State", ModelState, OptimState)
 
 @dataclass(frozen=True, slots=True)
 class Save:
-    """One save: what its ranks say, and where its parameters lie in their partitions.
+    """The states of all ranks of one save, and the places of parameters in their partitions.
 
     Attributes:
-        models: Model states: one at stages 0 to 2, one per rank at stage 3.
-        optims: Optimizer states, one per rank; none at stage 0.
-        strips: The flat fp32 vectors: of groups, or at stage 3 of ranks.
-        parts: Where in *strips* each optimized parameter lies.
+        models: Model states, one for stages 0 to 2, one per rank for stage 3.
+        optims: Optimizer states, one per rank; none for stage 0.
+        strips: Flat fp32 vectors of groups, or for stage 3 of ranks.
+        parts: Place of each optimized parameter in *strips*.
         partitioned: Whether the model's parameters are divided among ranks (stage 3).
     """
 
@@ -59,33 +59,33 @@ class Save:
 
     @property
     def files(self) -> list[str]:
-        """Return the files that could be read."""
+        """Files that could be read."""
         models = [model.file for model in self.models if not model.absent]
         return [*models, *(optim.file for optim in self.optims if not optim.absent)]
 
     @property
     def stage(self) -> int:
-        """Return ZeRO's stage; 0: no ZeRO."""
+        """ZeRO stage; 0 without ZeRO."""
         return self.optims[0].stage if self.optims else 0
 
     @property
     def model(self) -> ModelState:
-        """Return the model states of the first rank that has any."""
+        """Model states of the first rank with usable ones."""
         return next(model for model in self.models if not model.absent)
 
     @property
     def optim(self) -> OptimState:
-        """Return the optimizer states of the first rank that has any."""
+        """Optimizer states of the first rank with usable ones."""
         return next(optim for optim in self.optims if not optim.absent)
 
 
 def read_save(files: SourceFiles, found: SaveFiles, partitions: bool, faults: Faults) -> Save:
-    """Read the states of all ranks; others stand for those that cannot be read."""
+    """Read the states of all ranks, with placeholders for unreadable ones."""
     models = _states(files, found.models, read_model, faults)
     optims = _states(files, found.optims, read_optim, faults)
     model = next((model for model in models if model is not None), None)
     optim = next((optim for optim in optims if optim is not None), None)
-    if model is None:  # without them nothing has a name
+    if model is None:  # no other file has the parameter names
         missing = DamagedError(
             "all model states are missing", where=str(faults.root / found.models[0])
         )
@@ -148,7 +148,7 @@ def _padded(found: list[_State | None], names: Sequence[str]) -> list[_State | N
 def _differences(
     models: Sequence[ModelState], optims: Sequence[OptimState], partitioned: bool
 ) -> Iterator[tuple[str, str, str]]:
-    """Yield two files of ranks that contradict each other, and in what they differ."""
+    """Yield pairs of rank files that contradict each other, and the difference."""
     model, optim = models[0], optims[0]
     for other in optims[1:]:
         if (other.stage, other.world) != (optim.stage, optim.world):
@@ -197,12 +197,12 @@ def _located(models: tuple[ModelState, ...], optims: tuple[OptimState, ...], whe
 
 
 def strips_of(by_rank: Sequence[Sequence[Segment]], *, ranked: bool) -> tuple[Strip, ...]:
-    """Return flat vectors: each rank's segments end to end, or each group's over all ranks."""
+    """Return flat vectors, each of one rank's segments, or of one group's segments on all ranks."""
     return tuple(map(Strip, by_rank if ranked else zip(*by_rank, strict=True)))
 
 
 def _require_order(strips: Sequence[Strip], where: str) -> None:
-    """Padding is stripped at the end of a group's vector: where one is short, nothing follows."""
+    """Raise if a short partition is not the last; padding is only stripped at the end."""
     for strip in strips:
         full = max(segment.numel for segment in strip.segments)
         for one, after in pairwise(strip.segments):
@@ -217,9 +217,10 @@ def _require_order(strips: Sequence[Strip], where: str) -> None:
 
 
 def _require_own(optims: Sequence[OptimState], parts: FlatParts, where: str) -> None:
-    """Refuse a partition that says of itself that it is another rank's.
+    """Raise if the recorded mappings of a partition are those of another rank.
 
-    Round robin leaves ``param_slice_mappings`` wrong, so only a perfect fit elsewhere counts.
+    Since ``param_slice_mappings`` are wrong after round robin, only an exact match with another
+    rank counts.
     """
     expected = [_held(optims, parts, rank) for rank in range(len(optims))]
     for rank, optim in enumerate(optims):
@@ -237,7 +238,7 @@ def _require_own(optims: Sequence[OptimState], parts: FlatParts, where: str) -> 
 def _held(
     optims: Sequence[OptimState], parts: FlatParts, rank: int
 ) -> tuple[Mapping[str, tuple[object, object]], ...]:
-    """What ``param_slice_mappings`` of a rank says when nothing is shuffled."""
+    """Return the ``param_slice_mappings`` of a rank without round robin."""
     groups: list[dict[str, tuple[int, int]]] = [{} for _ in optims[0].partitions]
     for name, part in parts.items():
         _, low, high = part.spans[0]
@@ -252,7 +253,7 @@ def _held(
 def complete_models(
     found: Sequence[ModelState | None], names: Sequence[str]
 ) -> tuple[ModelState, ...]:
-    """Return the model states of all ranks."""
+    """Add placeholders for ranks without model states."""
     like = next(model for model in found if model is not None)
     return tuple(
         model or replace(like, file=name, absent=True)
@@ -265,7 +266,7 @@ def complete_optims(
     names: Sequence[str],
     groups: Sequence[Mapping[str, Shape]],
 ) -> tuple[OptimState, ...]:
-    """Return the optimizer states of all ranks."""
+    """Add placeholders for ranks without optimizer states."""
     like = next(optim for optim in found if optim is not None)
     gaps: Sequence[Sequence[int]] = like.paddings or [()] * len(groups)
     if like.stage < 3 and not len(gaps) == len(groups) == len(like.partitions):
@@ -292,7 +293,7 @@ def _column(
     shapes: Mapping[str, Shape],
     gaps: Sequence[int],
 ) -> list[int]:
-    """The length of each rank's partition of a group, stripped if those that are there are."""
+    """Return the length of each rank's partition of a group, stripped if all known ones are."""
     limits = partition_numels(shapes, gaps, len(found))
     stripped = True
     for optim, (least, most) in zip(found, limits, strict=True):

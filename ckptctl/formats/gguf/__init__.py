@@ -1,8 +1,8 @@
-"""GGUF: what llama.cpp runs, one file or several, metadata and tensors together.
+"""GGUF, llama.cpp's format of metadata and tensors in one or several files.
 
-A tensor whose elements are quantized has the name that it has in the file, a dot and its type, as
-in ``blk.0.attn_q.weight.Q4_K``, and the bytes of its blocks as elements; ``--dequantize`` computes
-the plain one. config.json is made of the metadata where none lies beside the file.
+The name of a quantized tensor is its name in the file, a dot and its type, as in
+``blk.0.attn_q.weight.Q4_K``. Its elements are the bytes of its blocks; ``--dequantize`` computes
+the unquantized tensor. config.json is derived from the metadata if the folder has none.
 
 Sources: ``docs/gguf.md`` of ggml, ``gguf-split`` of llama.cpp for the names of several files.
 """
@@ -22,13 +22,13 @@ _PART = re.compile(r"(.*)-([0-9]{5})-of-([0-9]{5})\.gguf", re.DOTALL)
 
 
 def models(folder: TreePath) -> list[str]:
-    """Return the GGUF files in a folder that hold a language model, not what sees pictures."""
+    """Return the GGUF files of language models in a folder, without vision projectors."""
     found = (item for item in folder.iterdir() if item.name.endswith(SUFFIX))
     return sorted(i.name for i in found if not i.name.startswith("mmproj") and is_gguf(i))
 
 
 def is_gguf(path: TreePath) -> bool:
-    """Return whether a file begins as one of this format."""
+    """Return whether a file starts with GGUF's magic number."""
     if not path.is_file():
         return False
     with path.open("rb") as file:
@@ -36,7 +36,7 @@ def is_gguf(path: TreePath) -> bool:
 
 
 def parts_of(root: TreePath, path: TreePath) -> list[str]:
-    """Return the names of the files of one model."""
+    """Return the names of all files of one model."""
     names = [path.name] if path != root else models(root)
     parts = [_PART.fullmatch(name) for name in names]
     first = parts[0] if parts else None
@@ -63,7 +63,7 @@ def parts_of(root: TreePath, path: TreePath) -> list[str]:
 
 
 class GgufFormat(Format):
-    """Metadata and tensors in one file, or in several that are numbered."""
+    """Metadata and tensors in one file, or in several numbered files."""
 
     name = "gguf"
     title = "GGUF: llama.cpp's format, quantized or unquantized"

@@ -1,8 +1,8 @@
-"""What GGUF files hold: the tensors of their headers, and what their metadata says of the model.
+"""Read tensors and model metadata from the headers of GGUF files.
 
-A header is metadata, then where each tensor lies. All of it is a claim of the file: counts and
-lengths are compared with its size before anything is read, arrays are counted and not kept, and
-what nests is refused.
+A header contains metadata and the place of each tensor, none of which is trusted: counts and
+lengths are compared with the file size before anything is read, long arrays are skipped, and nested
+arrays are rejected.
 
 Sources: ``docs/gguf.md`` of ggml; ``gguf/constants.py`` and ``gguf_reader.py`` (0.19).
 """
@@ -31,14 +31,14 @@ MAX_FACTORS = 1 << 12
 VERSIONS = (2, 3)
 ALIGNMENT = "general.alignment"
 MAX_HEADER = 400_000_000
-"""Most bytes of a header; the longest are vocabularies of tokenizers."""
+"""Maximum length of a header in bytes; tokenizer vocabularies take most of it."""
 MAX_COUNT = 1 << 20
-"""Most tensors, and most keys of metadata."""
+"""Maximum number of tensors, and of metadata keys."""
 MAX_TEXT = 1 << 24
 MAX_NAME = 1 << 12
 MAX_DIMS = 4
 KEPT = 4096
-"""Most numbers of an array that are kept."""
+"""Maximum length of a numeric array whose values are kept."""
 CHUNK = 1 << 20
 SCALARS = {
     0: "<B",
@@ -56,11 +56,11 @@ SCALARS = {
 TEXT, ARRAY = 8, 9
 _LENGTH = struct.Struct("<Q")
 _CLAIMS = tuple(struct.Struct(f"<{rank}QIQ") for rank in range(MAX_DIMS + 1))
-"""What follows the name and the rank of a tensor: its dimensions, type and offset."""
+"""Fields after the name and rank of a tensor: dimensions, type and offset."""
 
 
 def read(path: TreePath, names: Sequence[str], name: str) -> Catalog:
-    """Return the catalog of the model in the file or folder *path* that has files of *names*."""
+    """Read the catalog of the model *path*, which has the files *names*."""
     root = path if path.is_dir() else path.parent
     with source_files(root) as files:
         headers = {file: read_header(files, file) for file in names}
@@ -87,7 +87,7 @@ def read(path: TreePath, names: Sequence[str], name: str) -> Catalog:
 
 
 def _require_all(root: TreePath, headers: Mapping[str, Header]) -> None:
-    """Refuse files that are not the parts of one model, or not all of its tensors."""
+    """Raise if the files do not belong to one model, or tensors are missing."""
     first, *_ = headers.values()
     total = first.metadata.get("split.tensors.count")
     found = sum(len(header.tensors) for header in headers.values())
@@ -132,7 +132,7 @@ def _tensors(root: TreePath, headers: Mapping[str, Header]) -> dict[str, TensorE
 
 
 def _factors(files: SourceFiles, tensors: Mapping[str, TensorEntry]) -> Sequence[float] | None:
-    """Return what the rotary frequencies are divided by; None: nothing is said."""
+    """Return the divisors of the rotary frequencies, or None if there are none."""
     entry = tensors.get(FACTORS)
     if entry is None:
         return None
@@ -146,10 +146,10 @@ def _factors(files: SourceFiles, tensors: Mapping[str, TensorEntry]) -> Sequence
 
 @dataclass(frozen=True, slots=True)
 class Many:
-    """An array of metadata that is not kept.
+    """Placeholder for a metadata array whose values are not kept.
 
     Attributes:
-        count: How many values it has.
+        count: Number of values.
     """
 
     count: int
@@ -157,14 +157,14 @@ class Many:
 
 @dataclass(frozen=True, slots=True)
 class GgufTensor:
-    """A tensor of a file.
+    """A tensor in a file.
 
     Attributes:
-        name: As in the file.
-        shape: Its dimensions, the outermost first.
-        kind: The number of its type.
+        name: Name in the file.
+        shape: Dimensions, outermost first.
+        kind: GGML type number.
         offset: First byte in the file.
-        nbytes: Number of bytes from there.
+        nbytes: Length in bytes.
     """
 
     name: str
@@ -176,11 +176,11 @@ class GgufTensor:
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """What the header of one file says.
+    """Content of one file's header.
 
     Attributes:
-        metadata: Its values by key; arrays that are long, or not of numbers, as :class:`Many`.
-        tensors: In the file's order.
+        metadata: Values by key; arrays that are long or not numeric are :class:`Many`.
+        tensors: Tensors in the order of the file.
     """
 
     metadata: Mapping[str, object]
@@ -188,11 +188,11 @@ class Header:
 
 
 def read_header(files: SourceFiles, name: str) -> Header:
-    """Return the header of the file *name*.
+    """Read the header of the file *name*.
 
     Raises:
-        DamagedError: The file is cut off, or tensors do not lie in it as they should.
-        UnsupportedError: It is of another version, or something in it is not understood.
+        DamagedError: The file is truncated, or tensors are misplaced.
+        UnsupportedError: The version or a value type is not supported.
     """
     cursor = _Cursor(files, name)
     with malformed("unsupported GGUF file", cursor.where):
@@ -221,7 +221,7 @@ def read_header(files: SourceFiles, name: str) -> Header:
 
 
 class _Cursor:
-    """Reads a header from its beginning on, and never past the end of the file."""
+    """Sequential reader of a header that never reads past the end of the file."""
 
     def __init__(self, files: SourceFiles, name: str) -> None:
         self._files, self._name = files, name
@@ -231,15 +231,15 @@ class _Cursor:
 
     @property
     def where(self) -> str:
-        """Return the path of the file."""
+        """Path of the file."""
         return str(self._files.root / self._name)
 
     def torn(self, why: str) -> DamagedError:
-        """Return the error that the file is damaged."""
+        """Make the error for a damaged file."""
         return DamagedError("damaged GGUF file", where=self.where, why=why)
 
     def require(self, nbytes: int) -> None:
-        """Refuse that *nbytes* more are read than there are."""
+        """Raise if fewer than *nbytes* bytes remain."""
         if self.at + nbytes > self.size:
             why = f"the header extends past the end of the file at byte {self.size:,}"
             raise DamagedError("truncated GGUF file", where=self.where, why=why)
@@ -247,7 +247,7 @@ class _Cursor:
             raise MalformedError(f"the header is longer than {MAX_HEADER:,} bytes")
 
     def take(self, nbytes: int) -> bytes:
-        """Return the next bytes."""
+        """Read the next *nbytes* bytes."""
         self.require(nbytes)
         start = self.at - self._begin
         if start + nbytes > len(self._chunk):
@@ -258,12 +258,12 @@ class _Cursor:
         return self._chunk[start : start + nbytes]
 
     def skip(self, nbytes: int) -> None:
-        """Pass over bytes."""
+        """Skip *nbytes* bytes."""
         self.require(nbytes)
         self.at += nbytes
 
     def skip_texts(self, count: int) -> None:
-        """Pass over as many texts; a vocabulary has some hundred thousand."""
+        """Skip *count* strings; a vocabulary has several hundred thousand."""
         read, done = struct.Struct("<Q").unpack_from, 0
         while done < count:
             self.skip(self.length(MAX_TEXT))
@@ -276,12 +276,12 @@ class _Cursor:
         self.require(0)
 
     def number(self, code: str) -> Any:
-        """Return the next number."""
+        """Read the next number."""
         (found,) = struct.unpack(code, self.take(struct.calcsize(code)))
         return found
 
     def count(self, code: str, least: int) -> int:
-        """Return how many entries follow, each of which has at *least* so many bytes."""
+        """Read the number of following entries, each of at least *least* bytes."""
         found: int = self.number(code)
         if found > MAX_COUNT:
             raise MalformedError(f"the header declares {counted(found, 'entry', 'entries')}")
@@ -289,7 +289,7 @@ class _Cursor:
         return found
 
     def length(self, most: int) -> int:
-        """Return the length of a text."""
+        """Read the length of a string."""
         found: int = _LENGTH.unpack(self.take(8))[0]
         self.require(found)
         if found > most:
@@ -297,7 +297,7 @@ class _Cursor:
         return found
 
     def text(self, most: int = MAX_TEXT) -> str:
-        """Return the next text."""
+        """Read the next string."""
         raw = self.take(self.length(most))
         try:
             return raw.decode()
@@ -332,7 +332,7 @@ def _array(cursor: _Cursor) -> object:
 
 
 def _claim(cursor: _Cursor) -> tuple[str, tuple[int, ...], int, int]:
-    """Return the name, shape, type and relative offset of the next tensor."""
+    """Read the name, shape, type and relative offset of the next tensor."""
     name, rank = cursor.text(MAX_NAME), cursor.number("<I")
     if rank > MAX_DIMS:
         raise MalformedError(f"`{name}` has {counted(rank, 'dimension')}")
@@ -344,7 +344,7 @@ def _claim(cursor: _Cursor) -> tuple[str, tuple[int, ...], int, int]:
 def _placed(
     cursor: _Cursor, claims: list[tuple[str, tuple[int, ...], int, int]], alignment: int
 ) -> tuple[GgufTensor, ...]:
-    """Return the tensors, which lie in the file, aligned, and apart from each other."""
+    """Check that tensors are aligned, inside the file and do not overlap, and return them."""
     data = -(-cursor.at // alignment) * alignment
     found: dict[str, GgufTensor] = {}
     for name, shape, kind, offset in claims:

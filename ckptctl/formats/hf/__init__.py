@@ -1,4 +1,4 @@
-"""Hugging Face directories: safetensors, one file or shards with an index, and older ``.bin``.
+"""Hugging Face directories of safetensors, in one file or indexed shards, and older ``.bin``.
 
 Sources: the safetensors format specification; ``huggingface_hub/serialization`` for the index and
 the names of shards; ``transformers/utils/__init__.py`` for the names of weight files.
@@ -61,11 +61,11 @@ from ckptctl.tree import TreePath
 from ckptctl.units import counted
 
 PT = "pt"
-"""What headers say is their ``format``, but those of layout ``mlx``."""
+"""The ``format`` in headers, except for layout ``mlx``."""
 
 
 class HfFormat(WritableFormat):
-    """Safetensors with ``config.json`` beside them."""
+    """Safetensors with ``config.json``."""
 
     name = "hf"
     title = "Hugging Face: safetensors (or pytorch_model*.bin, read only) with config.json"
@@ -134,7 +134,7 @@ class HfFormat(WritableFormat):
         faults = Faults(files.root, partial)
         known: dict[str, ReadShard] = {}
         index: object = None
-        if not partial and files.digest(main):  # by which the shards may prove what it says
+        if not partial and files.digest(main):  # the index can be derived from the shards
             known = shards_of(files, main)
             index = proven(files, main, known)
         index = index or read_json(files, main)
@@ -166,7 +166,7 @@ class HfFormat(WritableFormat):
     ) -> Catalog:
         root = files.root
         used = {*names, index} if index else set(names)
-        # Tensors that a writer dropped as shared, and recorded as ``{dropped: kept}``.
+        # Tensors that a writer skipped as shared are recorded as ``{skipped: kept}``.
         aliases = {
             dropped: replace(tensors[kept], name=dropped, path=(dropped,), alias_of=kept)
             for dropped, kept in metadata.items()
@@ -221,10 +221,10 @@ class HfFormat(WritableFormat):
 
 
 class SafetensorsWriter:
-    """Collects files, records and boxes.
+    """Builder of files, records and boxes.
 
-    *aliases* has for each tensor that is left out as shared the one that is kept; *mark* says
-    whose tensors they are.
+    *aliases* maps each tensor that is skipped as shared to the kept one. *mark* is the ``format``
+    of the headers.
     """
 
     def __init__(
@@ -239,7 +239,7 @@ class SafetensorsWriter:
         self.boxes: dict[str, tuple[TensorPlace, ...]] = {}
 
     def add(self, file: str, tensors: Sequence[OutputTensor]) -> None:
-        """Lay out one file with *tensors*, in their order where that aligns each of them."""
+        """Lay out one file with *tensors*, in their order if all are aligned in it."""
         tensors = _aligned(tensors)
         header, offsets = encode_header(
             [(tensor.name, tensor.dtype, tensor.shape) for tensor in tensors], self.metadata
@@ -253,11 +253,11 @@ class SafetensorsWriter:
 
 
 def _aligned(tensors: Sequence[OutputTensor]) -> Sequence[OutputTensor]:
-    """Return *tensors* so that each begins at a multiple of its dtype's size.
+    """Order *tensors* so that each starts at a multiple of its dtype's size.
 
-    Stock writers sort by that size first, the largest first (``prepare`` in safetensors'
-    ``tensor.rs``); so do we where the given order, in which a source is read from its beginning to
-    its end, would not do.
+    The given order, in which the source can be read sequentially, is kept if possible. Otherwise,
+    tensors are sorted by descending size of the dtype, as in stock writers (``prepare`` in
+    safetensors' ``tensor.rs``).
     """
     position = 0
     for tensor in tensors:

@@ -1,4 +1,4 @@
-"""Which files of a directory are a Hugging Face model, and whether all its shards are there."""
+"""Find the files of a Hugging Face model in a directory, and check that no shard is missing."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ _PART = re.compile(r"(.+)-(\d+)-of-(\d+)\.(safetensors|bin)")
 RANK = re.compile(r"model(\d+)-mp(\d+)\.safetensors")
 SHARD = re.compile(r"shard-(\d{5,})-model-(\d{5,})-of-(\d{5,})\.safetensors")
 OF_RANK = re.compile(f"{RANK.pattern}|{SHARD.pattern}")
-"""Names of files that hold what one rank has of a model."""
+"""Names of files with the shards of one rank."""
 _OTHER = ("adapter_model", "consolidated", "optimizer", "model.sharded")
 
 
 def main_files(listing: Listing) -> list[str]:
-    """Return the files that describe a whole model; more than one is a contradiction."""
+    """Return the index, or the weight files; several may be ambiguous."""
     path, names = listing.path, listing.files
     indices = [n for n in names if n.endswith(INDEX) and not n.startswith(_OTHER)]
     singles = [n for n in names if n.endswith(".safetensors") and not n.startswith(_OTHER)]
@@ -52,7 +52,7 @@ def _unlisted(path: TreePath, name: str) -> bool:
 
 
 def files_to_read(path: TreePath) -> list[str]:
-    """Return the names of the files to read: weights, all shards of a set, or an index."""
+    """Return the names of the weight file, all shards of a set, or the index."""
     if path.is_file():
         if path.suffix == ".json" and not path.name.endswith("index.json"):
             raise FormatError("this is not a weight file", where=str(path), why=_EXPECTED)
@@ -82,7 +82,7 @@ def files_to_read(path: TreePath) -> list[str]:
 
 
 def require_whole(path: TreePath, names: Sequence[str], hint: str) -> None:
-    """Refuse some shards of a set; they are told by their names."""
+    """Raise if *names* are some, but not all, numbered shards of a set."""
     matches = [match for name in names if (match := _PART.fullmatch(name))]
     kinds = {(match[1], match[3], match[4]) for match in matches}
     if len(matches) < len(names) or len(kinds) != 1:
@@ -103,7 +103,7 @@ def require_whole(path: TreePath, names: Sequence[str], hint: str) -> None:
 
 
 def _complete_set(names: Sequence[str]) -> bool:
-    """Whether *names* are all of ``stem-00001-of-0000N.safetensors``."""
+    """Return whether *names* are all of ``stem-00001-of-0000N.safetensors``."""
     stems = {name.rsplit("-", 3)[0] for name in names}
     expected = {
         f"{stem}-{i + 1:05d}-of-{len(names):05d}.safetensors"
@@ -114,7 +114,7 @@ def _complete_set(names: Sequence[str]) -> bool:
 
 
 def torch_consolidated(root: TreePath) -> tuple[str, ...]:
-    """Return a note where the shards of ranks lie beside what torch has made of them.
+    """Return a note if torch consolidated the model from shards in ``sharded``.
 
     Torch 2.13's ``consolidate_safetensors_files`` writes zeros for 0-d tensors.
     """
@@ -129,7 +129,7 @@ def torch_consolidated(root: TreePath) -> tuple[str, ...]:
 
 
 def shards_of(files: SourceFiles, main: str) -> dict[str, ReadShard]:
-    """Return the set of shards next to an index, or nothing if they cannot be read."""
+    """Read all shards next to an index, or return an empty dict if they cannot be read."""
     stem = main.removesuffix(INDEX)
     matches = (_PART.fullmatch(item.name) for item in files.root.iterdir())
     names = sorted(m[0] for m in matches if m and (m[1], m[4]) == (stem, "safetensors"))
@@ -138,11 +138,11 @@ def shards_of(files: SourceFiles, main: str) -> dict[str, ReadShard]:
     try:
         return {name: read_shard(files, name) for name in heads_ahead(files, names)}
     except CkptError:
-        return {}  # whoever reads what the index names is told again
+        return {}  # the error is raised again when the shards in the index are read
 
 
 def proven(files: SourceFiles, main: str, shards: Mapping[str, ReadShard]) -> ReadIndex | None:
-    """Return what the index *main* says; None: it has to be read."""
+    """Derive the content of the index *main* from its digest, or return None."""
     digest, size = files.digest(main), files.size(main)
     if digest is None or not shards:
         return None
@@ -153,7 +153,7 @@ def proven(files: SourceFiles, main: str, shards: Mapping[str, ReadShard]) -> Re
 
 
 def _candidates(shards: Mapping[str, ReadShard]) -> Iterator[tuple[ReadIndex, bytes]]:
-    """Yield every index that a usual writer would have made of these shards, and its text."""
+    """Yield each index that common writers would create for these shards, with its text."""
     weight_map: dict[str, object] = {key: name for name, one in shards.items() for key in one[0]}
     tensors = [entry for one in shards.values() for entry in one[0].values()]
     size: dict[str, object] = {"total_size": sum(entry.nbytes for entry in tensors)}

@@ -1,4 +1,4 @@
-"""The shards of a Hugging Face model: what each holds, and whether the index tells the truth."""
+"""Read the shards of a Hugging Face model, and compare them with the index."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class _Index(Schema):
-    """The content of ``model.safetensors.index.json``."""
+    """Content of ``model.safetensors.index.json``."""
 
     weight_map: Annotated[dict[str, str], FILLED]
 
@@ -34,7 +34,7 @@ ReadShard = tuple[dict[str, TensorEntry], Mapping[str, str]]
 
 
 def read_shard(files: SourceFiles, name: str) -> ReadShard:
-    """Return the tensors of one safetensors file, and its metadata."""
+    """Read the tensors and metadata of one safetensors file."""
     header = read_header(files, name, unread=True)
     tensors: dict[str, TensorEntry] = {}
     for key, (dtype, shape, begin, end) in header.tensors.items():
@@ -49,7 +49,7 @@ def read_shard(files: SourceFiles, name: str) -> ReadShard:
 def agreed_strings(
     found: Iterable[Mapping[str, str]],
 ) -> tuple[dict[str, str], tuple[str, ...]]:
-    """Return the metadata that no two files of one model contradict, and a note on the rest."""
+    """Merge metadata without the keys that differ between files, and return a note on these."""
     agreed: dict[str, str] = {}
     apart: dict[str, None] = {}
     for strings in found:
@@ -62,7 +62,7 @@ def agreed_strings(
 
 
 def read_bin(files: SourceFiles, name: str) -> Leaves:
-    """Return what a ``torch.save`` file holds, which has to be tensors only."""
+    """Read a ``torch.save`` file; raise if it contains anything but tensors."""
     from ckptctl.formats.shared.stored_leaves import read_leaves
 
     found = read_leaves(files, name)
@@ -77,7 +77,7 @@ def read_bin(files: SourceFiles, name: str) -> Leaves:
 
 
 def merge(tensors: dict[str, TensorEntry], found: Mapping[str, TensorEntry], name: str) -> None:
-    """Add to *tensors* what was *found* in the shard called *name*."""
+    """Add the tensors *found* in the shard *name* to *tensors*; raise on duplicates."""
     twice = [key for key in found if key in tensors]
     if twice:
         other = tensors[twice[0]].extents[0].file
@@ -88,7 +88,7 @@ def merge(tensors: dict[str, TensorEntry], found: Mapping[str, TensorEntry], nam
 
 
 def checked_index(index: object, where: str) -> tuple[dict[str, str], dict[str, str]]:
-    """Return the file of each tensor by an index, and the strings of its metadata."""
+    """Parse an index into the file of each tensor and the strings of its metadata."""
     with malformed("malformed index", where):
         weight_map = read_as(_Index, index).weight_map
     for file in dict.fromkeys(weight_map.values()):
@@ -100,7 +100,7 @@ def checked_index(index: object, where: str) -> tuple[dict[str, str], dict[str, 
 def _unnamed(
     weight_map: Mapping[str, str], found: Mapping[str, TensorEntry], name: str, where: str
 ) -> dict[str, TensorEntry]:
-    """Return the tensors of a shard that its index does not name."""
+    """Return the tensors of a shard that its index does not list; raise on contradictions."""
     missing = sorted(key for key, file in weight_map.items() if file == name and key not in found)
     if missing:
         raise DamagedError(
@@ -121,13 +121,13 @@ def _unnamed(
 
 
 class IndexedShards(NamedTuple):
-    """What the shards of an index hold.
+    """Content of the shards of an index.
 
     Attributes:
-        tensors: The tensors of readable shards, as far as the index places them there.
-        metadata: The strings of the index and of the shards' headers.
-        sizes: The shards that are there, with their sizes in bytes.
-        notes: What a reader should know.
+        tensors: Tensors of readable shards.
+        metadata: Strings of the index and of the shards' headers.
+        sizes: Sizes in bytes of the existing shards.
+        notes: Messages for the user.
     """
 
     tensors: dict[str, TensorEntry]
@@ -144,7 +144,7 @@ def read_shards(
     known: Mapping[str, ReadShard],
     faults: Faults,
 ) -> IndexedShards:
-    """Read one shard after the other."""
+    """Read all shards and compare them with the index."""
     tensors: dict[str, TensorEntry] = {}
     sizes: dict[str, int] = {}
     found, notes = [strings], dict[str, None]()

@@ -1,4 +1,4 @@
-"""Megatron-Core's distributed checkpoints: a DCP directory whose tensors have several spellings.
+"""Megatron-Core's distributed checkpoints, which are DCP with several naming conventions.
 
 Megatron-LM, Megatron-Bridge, NeMo 2, verl, slime and ms-swift write them.
 """
@@ -27,11 +27,11 @@ from ckptctl.formats.shared.tags import is_run
 from ckptctl.tree import TreePath
 
 FUSED = ".linear_fc1.weight"
-"""What Megatron-Core calls a layer of which Megatron-FSDP saves parts."""
+"""Megatron-Core's name of a layer that Megatron-FSDP saves in parts."""
 
 
 class McoreFormat(ItemFormat, WritableFormat):
-    """A folder of one save, the run above it, or the folder that a trainer keeps it in."""
+    """The folder of one save, the run above it, or the trainer's folder around it."""
 
     name = "mcore"
     title = "Megatron-Core's distributed checkpoint (torch_dist): iter_NNNNNNN"
@@ -91,10 +91,10 @@ class McoreFormat(ItemFormat, WritableFormat):
         return read(path, asked, self.name)
 
     def refine(self, catalog: Catalog, asked: ReadOptions) -> Catalog:
-        """Join the tensors that Megatron-FSDP saved in parts, which is plain DCP."""
+        """Join the tensors that Megatron-FSDP saves in parts, in regular DCP checkpoints."""
         if not any(FUSED in name for name in catalog.tensors):
             return catalog
-        from ckptctl.formats.mcore.joining import canonical  # which few need
+        from ckptctl.formats.mcore.joining import canonical  # few checkpoints need this
         from ckptctl.formats.mcore.spelling import is_of_fsdp
 
         if not is_of_fsdp(catalog.tensors):
@@ -111,7 +111,7 @@ class McoreFormat(ItemFormat, WritableFormat):
 
     def lay_out(self, request: OutputRequest) -> OutputLayout:
         """See :meth:`WritableFormat.lay_out`."""
-        from ckptctl.formats.mcore.mcore_writing import lay_out  # which only those that write need
+        from ckptctl.formats.mcore.mcore_writing import lay_out  # only for writing
 
         return lay_out(request)
 

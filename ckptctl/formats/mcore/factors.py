@@ -1,9 +1,9 @@
-"""Rows of an adapter's factors that Megatron-Bridge saves out of order.
+"""Row order of adapter factors that Megatron-Bridge saves out of order.
 
-Of the factors of a gated layer each tensor-parallel rank has a part ``[gate; up]``, whose halves
-are saved behind those of the other ranks. Of CanonicalLoRA, Bridge does the same with the gate's
-own factors, and with those of up, each of which has no halves: rank r's rows come to lie in two
-places. Ranks as many as those that saved load them as they were; others exchange rows. Source:
+Each tensor-parallel rank has a part ``[gate; up]`` of the factors of a gated layer, and its halves
+are saved after those of the other ranks. For CanonicalLoRA, Bridge also splits the separate factors
+of gate and up, which have no halves, so the rows of rank r are saved in two places. They are only
+loaded correctly with the same number of ranks; otherwise, ranks exchange rows. Source:
 ``ParallelLinearAdapter.sharded_state_dict`` in ``megatron/bridge/peft/utils.py``.
 """
 
@@ -23,16 +23,16 @@ _HALVED = re.compile(r".*\.linear_fc1\.adapter\.adapter_(?:up|gate)\.linear_out\
 
 
 def halved(names: Collection[str]) -> list[str]:
-    """Return those of *names* whose rows several tensor-parallel ranks exchange."""
+    """Return the *names* of factors whose rows tensor-parallel ranks exchange."""
     return [name for name in names if _HALVED.fullmatch(name)]
 
 
 def in_order(catalog: Catalog, records: Mapping[str, Json]) -> Catalog:
-    """Return *catalog* with the rows of factors in the order of the layer's.
+    """Restore the row order of factors in *catalog*.
 
     Args:
-        catalog: Each layer by itself.
-        records: What the trainer recorded, by file.
+        catalog: Catalog with separate layers.
+        records: Records of the trainer by file.
     """
     found = halved(catalog.tensors)
     ranks = merged(records.values()).get("tensor_model_parallel_size") if found else None

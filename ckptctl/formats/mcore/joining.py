@@ -1,7 +1,8 @@
-"""The tensors of :mod:`ckptctl.formats.mcore.spelling`, out of those of other spellings.
+"""Convert tensors of other naming conventions to :mod:`ckptctl.formats.mcore.spelling`'s.
 
-A box of a stack is cut where a layer ends; those of halves and of experts are moved. No byte is
-read: what an item holds of a tensor is noted with its place, and found when it is resolved.
+Boxes of stacked layers are split at layer boundaries; boxes of gate halves and of experts are
+moved. No data is read. The part of each item is recorded with its place, and located when it is
+resolved.
 """
 
 from __future__ import annotations
@@ -27,12 +28,12 @@ from ckptctl.formats.shared.joined_tensors import ONE_SAVE
 
 IN_TWO_WAYS = "the items are stored in two different ways"
 MAX_TENSORS, MAX_PARTS = 1 << 22, 1 << 24
-"""As many rows of stacks, and of one stack's chunks, are taken apart."""
+"""Limits for the rows of all stacks, and for the rows of one stack's chunks."""
 _Shape = tuple[int, ...]
 
 
 class _Piece(NamedTuple):
-    """A tensor as it was saved, or one row of it, that is part of a canonical one."""
+    """A tensor as it was saved, or one row of it, that is part of a canonical tensor."""
 
     entry: TensorEntry
     spelling: Spelling
@@ -44,7 +45,7 @@ class _Piece(NamedTuple):
 
 
 class _Rows(NamedTuple):
-    """What items hold: which of the extents, their boxes, and which part of the item it is."""
+    """Selection of extents by index, with their boxes and the part of each item."""
 
     at: Sequence[int] | None
     boxes: BoxColumns
@@ -52,11 +53,11 @@ class _Rows(NamedTuple):
 
 
 def canonical(catalog: Catalog, faults: Faults, arguments: Mapping[str, object]) -> Catalog:
-    """Return *catalog* with canonical tensors; *arguments* are what the trainer was told.
+    """Join the tensors of *catalog* into canonical ones; *arguments* are those of the trainer.
 
     Raises:
         CoverageError: A layer, an expert or a half is missing.
-        UnsupportedError: The number of layers is not clear, or two tensors spell the same.
+        UnsupportedError: The number of layers is ambiguous, or two tensors have one canonical name.
     """
     found = spellings(catalog.tensors)
     require_layers(catalog.tensors, found, arguments, faults)
@@ -88,7 +89,7 @@ def _pieces(
 
 @dataclass(slots=True)
 class _Joiner:
-    """Puts canonical tensors together; tensors that are cut alike have their boxes in common."""
+    """Builder of canonical tensors; tensors with equal boxes share them."""
 
     faults: Faults
     experts: Mapping[tuple[str, str], int]
@@ -121,7 +122,7 @@ class _Joiner:
         return replace(entry, name=name, shape=shape, extents=extents, path=(name,))
 
     def lost_of(self, pieces: Sequence[_Piece]) -> tuple[tuple[Box, str], ...]:
-        """Return the boxes of a canonical tensor that are lost, and the files they lie in."""
+        """Return the lost boxes of a canonical tensor, with their files."""
         found: list[tuple[Box, str]] = []
         for piece in pieces:
             gone = self.lost.get(piece.entry.name)
@@ -134,7 +135,7 @@ class _Joiner:
         return tuple(found)
 
     def _require_parts(self, name: str, pieces: Sequence[_Piece]) -> None:
-        """Refuse parts that are not those of one tensor; note, or refuse, that some are missing."""
+        """Raise if the parts do not fit together; raise, or add a finding, if some are missing."""
         first = pieces[0]
         kind = first.entry.dtype, first.shape
         other = next((one for one in pieces if (one.entry.dtype, one.shape) != kind), None)
@@ -185,7 +186,7 @@ class _Joiner:
         )
 
     def _rows(self, piece: _Piece, boxes: BoxColumns) -> _Rows:
-        """Return the boxes of *piece* in the tensor, or in the layer, that was saved."""
+        """Return the boxes of *piece* in the saved tensor or layer."""
         if piece.row is None:
             return _Rows(None, boxes, None)
         key = id(boxes), piece.entry.shape
@@ -194,7 +195,7 @@ class _Joiner:
         return self.stacks[key][1][piece.row]
 
     def _moved(self, piece: _Piece, rows: _Rows) -> _Rows:
-        """Return *rows* where they lie in the canonical tensor."""
+        """Move *rows* to their place in the canonical tensor."""
         one, boxes, parts = piece.spelling, rows.boxes, rows.parts
         offsets, sizes = boxes.offsets, boxes.sizes
         if one.half and piece.shape:
@@ -216,7 +217,7 @@ def _called(expert: int | None, half: int | None, count: int) -> str:
 
 
 def _columns(entry: TensorEntry) -> ExtentColumns | None:
-    """Return the extents of a tensor as columns; None: they have not all one codec."""
+    """Return the extents of a tensor as columns, or None if their codecs differ."""
     extents = entry.extents
     if isinstance(extents, ExtentColumns):
         return extents
@@ -229,7 +230,7 @@ def _columns(entry: TensorEntry) -> ExtentColumns | None:
 
 
 def _cut(entry: TensorEntry, boxes: BoxColumns, where: str) -> Sequence[_Rows]:
-    """Return the boxes of a stack in each of its layers."""
+    """Split the boxes of stacked layers by layer."""
     rank, layers = len(entry.shape), entry.shape[0]
     if sum(vector[0] for vector in boxes.sizes if vector) > MAX_PARTS:
         raise UnsupportedError(f"`{entry.name}` has too many chunks", where=where)
@@ -260,7 +261,7 @@ def _cut(entry: TensorEntry, boxes: BoxColumns, where: str) -> Sequence[_Rows]:
 
 
 def _taken(columns: ExtentColumns, rows: _Rows, piece: _Piece) -> ExtentColumns:
-    """Return those of *columns* that *rows* are."""
+    """Select *rows* of *columns*."""
     at = rows.at if rows.at is not None else range(len(columns))
     files = [columns.files[n] for n in at]
     starts = [columns.starts[n] for n in at]

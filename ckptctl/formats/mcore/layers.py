@@ -1,10 +1,10 @@
-"""Transformer layers, each by itself or all of them stacked along a first dimension.
+"""Transformer layers, stored separately or stacked along a new first dimension.
 
-Megatron-Core calls a model *homogeneous* where it saves ``decoder.layers.mlp.linear_fc2.weight``
-of shape ``[L, ...]`` for all ``L`` layers; else ``decoder.layers.3.mlp.linear_fc2.weight`` is a
-tensor of its own. The elements of one layer are one chunk of the stacked tensor. Source:
-``TransformerBlock.sharded_state_dict`` in ``megatron/core/transformer/transformer_block.py``; the
-layers that predict further tokens, ``mtp.layers.N``, are never stacked.
+Megatron-Core calls a model *homogeneous* if it saves ``decoder.layers.mlp.linear_fc2.weight`` of
+shape ``[L, ...]`` for all ``L`` layers. Otherwise, ``decoder.layers.3.mlp.linear_fc2.weight`` is a
+separate tensor. The elements of one layer are one chunk of the stacked tensor. Source:
+``TransformerBlock.sharded_state_dict`` in ``megatron/core/transformer/transformer_block.py``; MTP
+layers, ``mtp.layers.N``, are never stacked.
 """
 
 from __future__ import annotations
@@ -22,24 +22,24 @@ _LAYER = re.compile(r"((?:optimizer\.state\.\w+\.)?decoder\.layers)\.([0-9]+)\.(
 
 @dataclass(frozen=True, slots=True)
 class Layers:
-    """How layers are stored.
+    """Storage of layers, stacked or separate.
 
     Attributes:
-        count: How many are stacked; 0: each is stored by itself.
+        count: Number of stacked layers; 0 if layers are stored separately.
     """
 
     count: int = 0
 
     def place(self, name: str) -> tuple[str, int | None]:
-        """Return under which name a leaf is stored, and at which place of its first dimension.
+        """Return the stored name of a leaf, and its index along the stacked dimension.
 
-        None as the place: it is stored as it is.
+        The index is None if the leaf is not stacked.
         """
         found = _LAYER.fullmatch(name) if self.count else None
         return (f"{found[1]}.{found[3]}", int(found[2])) if found else (name, None)
 
     def stored(self, tensor: OutputTensor) -> OutputTensor:
-        """Return the tensor that *tensor* is stored in."""
+        """Return the tensor that contains *tensor* in storage."""
         name, place = self.place(tensor.name)
         if place is None:
             return replace(tensor, path=(name,))
@@ -47,10 +47,10 @@ class Layers:
 
 
 def stacked(tensors: Iterable[OutputTensor]) -> Layers:
-    """Return that the layers of a model are stacked.
+    """Check that all layers of a model are alike, and return that they are stacked.
 
     Raises:
-        RefusedError: They are not alike, or there is none.
+        RefusedError: Layers differ, or there are none.
     """
     layers: dict[int, dict[str, tuple[str, tuple[int, ...]]]] = defaultdict(dict)
     for tensor in tensors:

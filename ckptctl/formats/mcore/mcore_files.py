@@ -1,7 +1,7 @@
-"""Which files are a checkpoint of ``megatron.core.dist_checkpointing``, and where it lies.
+"""Find checkpoints of ``megatron.core.dist_checkpointing`` in the folders of trainers.
 
-``.metadata`` and ``__R_N.distcp`` as in any DCP directory, beside ``common.pt`` (what is not
-sharded) and, written after everything else, ``metadata.json`` (the backend)::
+``.metadata`` and ``__R_N.distcp`` as in any DCP directory, with ``common.pt`` (unsharded values)
+and ``metadata.json`` (the backend), which is written last::
 
     run/latest_checkpointed_iteration.txt     Megatron-LM, Megatron-Bridge, slime, ms-swift
     run/iter_0000010/.metadata, ...
@@ -30,17 +30,17 @@ from ckptctl.tree import TreePath
 
 METADATA, COMMON, MARK = ".metadata", "common.pt", "metadata.json"
 COMMON_STATE = "common_state"
-"""The object of a save without ``common.pt`` that holds what it would: Megatron-Core 0.19."""
+"""Object with the unsharded values of saves without ``common.pt`` (Megatron-Core 0.19)."""
 RUN_CONFIG = "run_config.yaml"
-"""What Megatron-Bridge builds the model by."""
+"""Megatron-Bridge's model configuration."""
 MAX_MARK = 1 << 16
 TORCH_DIST = "torch_dist"
 RELEASE = "release"
-"""What the tracker file says, and how the folder is called, of weights that no run saved.
+"""Content of the tracker file and name of the folder for weights that no training run saved.
 
-Megatron-LM and Megatron-Bridge load such a folder as iteration 0, and look for no optimizer and no
-random state in it. ``0`` would not do: Megatron-LM goes on to look for these, and Bridge 0.3 takes
-it for a damaged file. Source: ``read_metadata`` and ``load_checkpoint`` of both.
+Megatron-LM and Megatron-Bridge load such a folder as iteration 0, without optimizer and random
+state. ``0`` is not possible: Megatron-LM would require these, and Bridge 0.3 would report a damaged
+file. Source: ``read_metadata`` and ``load_checkpoint`` of both.
 """
 ACTOR, CRITIC = "actor", "critic"
 INSIDE = (
@@ -50,13 +50,13 @@ INSIDE = (
     f"{ACTOR}/dist_ckpt",
     f"{ACTOR}/model/dist_ckpt",
 )
-"""Where NeMo 2 and verl keep the checkpoint in the folder of a step."""
+"""Paths of the checkpoint in a step's folder of NeMo 2 and verl."""
 _WEIGHTS = re.compile(r".*\.safetensors|pytorch_model.*\.bin|\.metadata", re.DOTALL)
-"""Matches files of a folder that is a checkpoint itself, and not a trainer's around one."""
+"""Files that show that a folder is a checkpoint itself, not a trainer's wrapper folder."""
 
 
 def evidence(folder: TreePath) -> str | None:
-    """Return what tells that *folder* itself is one save, or None."""
+    """Return evidence that *folder* itself is one save, or None."""
     if not folder.is_dir():
         return None
     common, finished = is_there(folder / COMMON), is_there(folder / MARK)
@@ -70,9 +70,9 @@ def evidence(folder: TreePath) -> str | None:
 
 
 def only_save(path: TreePath) -> TreePath | None:
-    """Return the save in a folder that holds what a conversion wrote there, and nothing else.
+    """Return the save in a folder with only the output of a conversion, or None.
 
-    An iteration is a run's, which goes on there.
+    A folder of an iteration belongs to a training run, which will add more saves.
     """
     run = is_run(path, POINTER, evidence)
     if not run or {item.name for item in path.iterdir()} != {POINTER, RELEASE}:
@@ -81,27 +81,27 @@ def only_save(path: TreePath) -> TreePath | None:
 
 
 def inside(path: TreePath) -> str | None:
-    """Return where in *path* a trainer's folder has the checkpoint; None: it is no such folder."""
+    """Return the subpath of the checkpoint in a trainer's folder *path*, or None."""
     found = next((name for name in INSIDE if evidence(path / name)), None)
     own = found and any(_WEIGHTS.fullmatch(item.name) for item in path.iterdir())
     return None if own else found
 
 
 def passed_over(path: TreePath, folder: TreePath) -> str | None:
-    """Return the folder of verl's critic in *path*, where *folder* of its actor is read."""
+    """Return the folder of verl's critic in *path* if *folder*, of its actor, is read, or None."""
     both = folder.is_relative_to(path / ACTOR) and inside(path / CRITIC)
     return CRITIC if both else None
 
 
 def save_folder(path: TreePath, tag: str | None) -> TreePath:
-    """Return the folder of the save that *path* means: itself, or one inside of it."""
+    """Return the folder of the save for *path*, which is itself or inside it."""
     if tag is None and (within := inside(path)):
         return path / within
     return path / tag_folder(path, tag, POINTER, evidence, folder_named)
 
 
 def require_finished(files: SourceFiles) -> None:
-    """Refuse a save that was interrupted, and one of a backend that is not read."""
+    """Raise if a save was interrupted, or if its backend is not supported."""
     where = str(files.root)
     if not is_there(files.root / MARK):
         raise DamagedError(
@@ -132,7 +132,7 @@ def require_finished(files: SourceFiles) -> None:
 
 
 def names_common(files: SourceFiles) -> bool:
-    """Return whether ``metadata.json`` says that there is a ``common.pt``."""
+    """Return whether ``metadata.json`` states that ``common.pt`` was written."""
     return find(str, _said(files), "common_backend") == "torch"
 
 

@@ -1,6 +1,6 @@
-"""What a checkpoint of Megatron-Core holds: the DCP directory, spelled in one way, and the rest.
+"""Read a Megatron-Core checkpoint, with canonical tensor names and the records of the trainer.
 
-Trainers record the model beside it::
+Trainers record the model configuration next to it::
 
     iter_0000010/run_config.yaml              Megatron-Bridge
     iter_0000010/args.json, or above it       ms-swift
@@ -15,8 +15,8 @@ NeMo 2's ``io.json`` is Fiddle's JSON of a ``TrainerContext``, read as data::
         "items": [["Attr(name='num_layers')", {"type": "leaf", "value": 2}], ...],
         "metadata": {"type": "ref", "key": "buildable_traverser_metadata_1"}}, ...}}
 
-What a configuration builds is the ``fn_or_cls`` of its metadata. Only arguments that were given are
-there. Nothing is imported or called.
+The class that a configuration builds is the ``fn_or_cls`` of its metadata. Only arguments that were
+passed explicitly are recorded. Nothing is imported or called.
 
 Sources: ``megatron/bridge/training/utils/checkpoint_utils.py``; ``nemo/lightning/io/mixin.py``
 (``io_dump``); ``fiddle/_src/experimental/serialization.py`` (0.3.1);
@@ -73,11 +73,11 @@ ARGUMENTS = "args"
 CONFIGURATION = "huggingface"
 OWN = (COMMON, MARK, RUN_CONFIG, ADAPTER)
 MAX_VALUES = 1 << 19
-"""What is not sharded has some thousand values, in a pickle of less than a megabyte."""
+"""Limit for unsharded values; usually, these are a few thousand in less than a megabyte."""
 
 
 def read(path: TreePath, asked: ReadOptions, name: str) -> Catalog:
-    """Return the catalog of the folder *path*; see :meth:`Format.read`."""
+    """Read the catalog of the folder *path*; see :meth:`Format.read`."""
     folder = save_folder(path, asked.tag)
     with source_files(folder) as files:
         require_finished(files)
@@ -121,9 +121,10 @@ def read(path: TreePath, asked: ReadOptions, name: str) -> Catalog:
 def _other_findings(
     folder: TreePath, path: TreePath, other: str, asked: ReadOptions, name: str
 ) -> Iterator[Finding]:
-    """Refuse, or note, what is wrong with the *other* model of the step *path*.
+    """Raise, or yield findings, for problems of the *other* model of the step *path*.
 
-    A step is whole where both models are; *folder*, whose tensors are read, may be used alone.
+    A step is complete only if both models are. The tensors are read from *folder*, which can be
+    used separately.
     """
     home = save_folder(path / other, None)
     try:
@@ -140,7 +141,7 @@ def _other_findings(
 
 
 def _common(files: SourceFiles, faults: Faults) -> Leaves:
-    """Return what is not sharded; of objects of Megatron's own classes inert records."""
+    """Read the unsharded values; objects of Megatron's classes become inert records."""
     if not is_there(files.root / COMMON):
         if names_common(files):
             why = f"{MARK} states that Megatron wrote it"
@@ -151,7 +152,7 @@ def _common(files: SourceFiles, faults: Faults) -> Leaves:
 
 
 def _common_state(files: SourceFiles, blob: Blob, faults: Faults) -> Leaves:
-    """Return what is not sharded of a save that has it among its objects, as a list of one."""
+    """Read the unsharded values from an object, which is a list of one dictionary."""
     try:
         return _leaves(files, (blob.file or "", blob.offset, blob.nbytes), blob.name)
     except UNUSABLE as error:
@@ -162,10 +163,10 @@ def _common_state(files: SourceFiles, blob: Blob, faults: Faults) -> Leaves:
 def _leaves(
     files: SourceFiles, at: tuple[str, int, int | None], listed: str | None = None
 ) -> Leaves:
-    """Return what the dictionary at a place holds; *listed* is the name of one in a list.
+    """Read the dictionary at a place; *listed* is the name of an object that is a list of one.
 
     Raises:
-        UnsupportedError: It is none, larger than any of Megatron's, or of another kind of file.
+        UnsupportedError: It is not a dictionary, or it is too large to be Megatron's.
     """
     where = str(files.root / at[0])
     archive = read_archive(files, *at, unknown="inert", table=KEEPING_TABLE, most=MAX_VALUES)
@@ -179,7 +180,7 @@ def _leaves(
 
 
 def trainer_arguments(blobs: Mapping[str, Blob]) -> dict[str, object]:
-    """Return the trainer's arguments among the leaves of ``common.pt``, by their own names."""
+    """Return Megatron's training arguments in ``common.pt``."""
     record = blobs[ARGUMENTS].value if ARGUMENTS in blobs else None
     state = record.state if isinstance(record, Inert) else record
     if isinstance(state, dict):
@@ -191,7 +192,7 @@ def trainer_arguments(blobs: Mapping[str, Blob]) -> dict[str, object]:
 
 ABOVE, IO = "../", "io.json"
 LARGEST_JSON = 4 << 20
-"""So many bytes of JSON are read: ``io.json`` has each object that NeMo made."""
+"""Limit in bytes for JSON files; ``io.json`` contains every object that NeMo created."""
 FILES = (
     RUN_CONFIG,
     "args.json",
@@ -200,9 +201,9 @@ FILES = (
     f"{ABOVE}context/model.yaml",
     f"{ABOVE}context/{IO}",
 )
-"""As seen from the checkpoint; the last one says less than the one before it."""
+"""Paths relative to the checkpoint; the last is only read without the one before it."""
 DEEPEST, MOST = 64, 100_000
-"""Levels and values of a model's configuration; references may repeat values, or go round."""
+"""Limits for nested levels and values, as references can repeat values or form cycles."""
 _STEP = re.compile(r"(?:Attr\(name|Key\(key)='(.*)'\)", re.DOTALL)
 _ITSELF = "fn_or_cls"
 
@@ -210,9 +211,9 @@ _ITSELF = "fn_or_cls"
 def records(
     folder: TreePath, arguments: Mapping[str, Mapping[str, object]], faults: Faults
 ) -> dict[str, Mapping[str, object]]:
-    """Return what is recorded of the model whose checkpoint is *folder*, by file.
+    """Read the trainer's records of the model in *folder*, by file.
 
-    *arguments* are the trainer's, likewise.
+    *arguments* are those of the trainer, also by file.
     """
     found = {name: told for name, told in arguments.items() if told}
     for name in FILES:
@@ -246,10 +247,10 @@ def _reader(home: TreePath) -> Callable[[str], Mapping[str, object]]:
 
 
 def model_in(document: Mapping[str, object], where: str) -> dict[str, object]:
-    """Return the configuration of the model, as ``model.yaml`` has it; empty: there is none.
+    """Return the model configuration in NeMo 2's ``io.json``, or an empty dict.
 
     Raises:
-        UnsupportedError: It is no configuration.
+        UnsupportedError: The document is not a configuration.
     """
     reader = _Reader(find(dict[str, object], document, "objects") or {})
     try:
@@ -263,24 +264,24 @@ def model_in(document: Mapping[str, object], where: str) -> dict[str, object]:
 
 
 class _Reader:
-    """Makes plain values of what the document says of objects."""
+    """Converter of serialized objects to plain values."""
 
     def __init__(self, objects: Mapping[str, object]) -> None:
         self._objects, self._seen = objects, 0
 
     def followed(self, node: object) -> object:
-        """Return what *node* refers to, or itself."""
+        """Resolve *node* if it is a reference."""
         refers = isinstance(node, dict) and node.get("type") == "ref"
         return self._objects[str(node["key"])] if refers else node  # type: ignore[index]
 
     def items(self, node: object) -> Iterator[tuple[str, object]]:
-        """Yield the parts of an object by their names; those of a list by their places."""
+        """Yield the children of an object by name, or by position for a list."""
         for step, part in find(list[Any], node, "items") or ():
             named = _STEP.fullmatch(str(step))
             yield (named[1] if named else str(step)), part
 
     def value(self, node: object, depth: int) -> object:
-        """Return what *node* is."""
+        """Convert *node* to a plain value."""
         self._seen += 1
         if depth > DEEPEST or self._seen > MOST:
             raise ValueError("it contains more than a model configuration, or refers to itself")
@@ -300,5 +301,5 @@ class _Reader:
 
 
 def _named(node: object) -> str:
-    """Return the name of a class or function."""
+    """Return the qualified name of a class or function."""
     return f"{node.get('module')}.{node.get('name')}" if isinstance(node, dict) else ""

@@ -1,35 +1,34 @@
-"""Laying out what ``megatron.core.dist_checkpointing`` loads.
+"""Lay out checkpoints that ``megatron.core.dist_checkpointing`` loads.
 
 ::
 
     out/
-      latest_checkpointed_iteration.txt   says `release`, or 10
-      release/                            or iter_0000010/, which a run goes on from
-        .metadata  __0_0.distcp ...       as in format dcp, under Megatron-Core's names
+      latest_checkpointed_iteration.txt   contains `release`, or 10
+      release/                            or iter_0000010/, to resume a run from
+        .metadata  __0_0.distcp ...       as in format dcp, with Megatron-Core's names
         common.pt  metadata.json  run_config.yaml
-        config.json  tokenizer.json ...   what travels with the model, and the manifest
+        config.json  tokenizer.json ...   sidecar files and the manifest
 
-All but the tracker file lies in the inner folder, which is a checkpoint by itself: loaders that
-know no tracker files are given that one.
+Everything except the tracker file is in the inner folder, which is a complete checkpoint for
+loaders that do not read tracker files.
 
-``common.pt`` is what all ranks have in common: the arguments of the run, as an
-``argparse.Namespace``, and what a loader needs to know to ask for the right names. It is a
-``torch.save`` zip, which Megatron-Core reads with torch's own limits on what may be in it
-(``megatron/core/dist_checkpointing/strategies/common.py``). ``metadata.json`` says how the rest was
-written (``dist_checkpointing/core.py``), and the tracker file above the folder which save is the
-newest (``megatron/training/checkpointing.py``).
+``common.pt`` contains the values that all ranks share: the arguments of the run, as an
+``argparse.Namespace``, and the settings that determine the tensor names of a loader. It is a
+``torch.save`` zip, which Megatron-Core loads with torch's restricted unpickler
+(``megatron/core/dist_checkpointing/strategies/common.py``). ``metadata.json`` names the backend of
+the other files (``dist_checkpointing/core.py``), and the tracker file above the folder names the
+latest save (``megatron/training/checkpointing.py``).
 
-The arguments of Megatron-LM and Bridge's YAML are made of config.json. Where there is none, or
-Megatron-Core has no words for it, the tensors are written all the same: the programs take what they
-are told on their own command lines.
+The arguments of Megatron-LM and Bridge's YAML are derived from config.json. If it is missing, or
+cannot be expressed in Megatron-Core's options, the tensors are still written, and the user passes
+the options on the command line.
 
-A run goes on from the optimizer's state, and what goes with it. Megatron-Core asks for the tensors
-by their parameters' names, ``optimizer.state.exp_avg.NAME``, where its optimizer is saved in the
-form that any number of ranks loads (``fully_reshardable``; the other forms have the ranges of
-elements that ranks had). The optimizer's settings, the schedule and the counters are in
-``common.pt``. It looks for none of it in a folder called ``release``. Sources:
-``megatron/core/optimizer/distrib_optimizer.py`` (``sharded_state_dict``) and ``load_checkpoint`` of
-Megatron-LM and Megatron-Bridge.
+A run resumes from the optimizer state and related values. Megatron-Core names these tensors after
+the parameters, ``optimizer.state.exp_avg.NAME``, if its optimizer is saved in the form that any
+number of ranks can load (``fully_reshardable``; the other forms store ranges of elements per rank).
+The optimizer's settings, the schedule and the counters are in ``common.pt``. None of this is loaded
+from a folder called ``release``. Sources: ``megatron/core/optimizer/distrib_optimizer.py``
+(``sharded_state_dict``) and ``load_checkpoint`` of Megatron-LM and Megatron-Bridge.
 """
 
 from __future__ import annotations
@@ -84,20 +83,20 @@ MARK_FILE = json.dumps(
         "common_backend_version": 1,
     }
 ).encode()
-"""The content of ``metadata.json``; Megatron-Core takes a folder without it for something else."""
+"""Content of ``metadata.json``, without which Megatron-Core does not recognize a folder."""
 CONTENT, APART = "content_metadata", "non_homogeneous_layers"
-"""What Megatron-Core hands to ``sharded_state_dict`` of a model that is to be loaded."""
+"""Keys of the arguments that Megatron-Core passes to ``sharded_state_dict`` for loading."""
 NOTHING: Mapping[str, object] = {}
 VERSION = 3.0
-"""The order of queries, keys and values in one tensor: by groups since 2.0."""
+"""Checkpoint version; since 2.0, queries, keys and values are grouped in one tensor."""
 
 
 def lay_out(request: OutputRequest) -> OutputLayout:
-    """Say where everything of a model goes, whose tensors have the names of layout ``mcore``."""
+    """Lay out a model whose tensors have the names of layout ``mcore``."""
     run = training(request.tensors, request.blobs, request.notes)
     request = replace(request, tensors=[t for t in request.tensors if t not in run.tensors])
     layers = stacked(request.tensors) if request.stack_layers else Layers()
-    # The objects that Megatron-Core asks for: those of the source, else empty ones.
+    # Megatron-Core requires these objects; those that the source does not have are empty.
     model = [tensor for tensor in request.tensors if tensor.shape and not is_state(tensor.name)]
     held = (stored_object(blob, layers) for blob in run.objects)
     objects = [*{blob.name: blob for blob in (*extra_states(model, layers), *held)}.values()]
@@ -145,7 +144,7 @@ def _with_tensors(
     records: list[Record],
     places: dict[str, list[TensorPlace]],
 ) -> OutputFile:
-    """Return ``common.pt`` with *tensors* in it; adds where they lie."""
+    """Lay out ``common.pt`` with *tensors*; extends *records* and *places*."""
     first = len(records)
     for tensor, offset in zip(tensors, common.data_offsets, strict=True):
         places[tensor.name] = [TensorPlace(Box.whole(tensor.shape), len(records))]
@@ -154,14 +153,14 @@ def _with_tensors(
 
 
 class Described(NamedTuple):
-    """What ``common.pt`` holds, and the other files without tensors."""
+    """Content of ``common.pt`` and of the other files without tensors."""
 
     common: Mapping[str, object]
     contents: Mapping[str, bytes]
 
 
 def describe(request: OutputRequest, around: Mapping[str, object]) -> Described:
-    """Return what describes the model of a request, and what is *around* it in ``common.pt``."""
+    """Return the files that describe a model; *around* is the training state for ``common.pt``."""
     if request.adapter is not None:
         return _adapter(request, request.adapter)
     arguments = None
@@ -184,7 +183,7 @@ def describe(request: OutputRequest, around: Mapping[str, object]) -> Described:
 
 
 def _adapter(request: OutputRequest, stated: Mapping[str, object]) -> Described:
-    """Return what describes low-rank factors, and the model that they change where it is known."""
+    """Return the files that describe an adapter, and its base model if known."""
     what = f"the model section of {RUN_CONFIG} (Megatron-Bridge reads the model from elsewhere)"
     yaml = _told(request, run_config, carried.run_config, RUN_CONFIG, what)
     yaml = yaml or container(ONE_RANK)
@@ -210,7 +209,7 @@ def _told(
     file: str,
     what: str,
 ) -> dict[str, object] | None:
-    """Return what *make* makes, else what *carry* takes over of the source's *file*."""
+    """Make a configuration with *make*, or else copy the source's *file* with *carry*."""
     made, why_not = _made(request, make)
     if made is not None:
         return made
@@ -229,7 +228,7 @@ def _told(
 def _made(
     request: OutputRequest, make: Callable[..., dict[str, object]]
 ) -> tuple[dict[str, object] | None, str]:
-    """Return what *make* makes of the configuration, or None and the reason why it cannot."""
+    """Make a configuration with *make*, or return None and the reason for the failure."""
     if request.config is None or request.family is None:
         if request.family is None:
             return None, f"the model type is unknown (set {spell_option('--model-type')})"
@@ -246,13 +245,13 @@ def _made(
 
 
 def _rows(request: OutputRequest) -> int | None:
-    """Return the rows of the vocabulary, with padding."""
+    """Return the padded size of the vocabulary, or None."""
     found = (tensor.shape[0] for tensor in request.tensors if tensor.name == EMBEDDING)
     return next(found, None)
 
 
 def _dtype(request: OutputRequest) -> str | None:
-    """Return the dtype that most bytes of the model are of."""
+    """Return the dtype of most bytes of the model, or None."""
     total: dict[str, int] = {}
     for tensor in request.tensors:
         if not is_state(tensor.name):
@@ -263,12 +262,12 @@ def _dtype(request: OutputRequest) -> str | None:
 def common_content(
     arguments: Mapping[str, object] | None, *, stacked: bool, around: Mapping[str, object] = NOTHING
 ) -> dict[str, object]:
-    """Return what is in ``common.pt``.
+    """Build the content of ``common.pt``.
 
     Args:
-        arguments: Those of Megatron-LM, by name; None: nobody knows them.
+        arguments: Arguments of Megatron-LM by name, or None if unknown.
         stacked: Whether layers are stacked.
-        around: What else of a run there is; its arguments are those that the run was given.
+        around: Training state of a run; its arguments take precedence.
     """
     saved = around.get(CONTENT)
     handed: dict[str, object] = {
@@ -288,7 +287,7 @@ def common_content(
 def common_file(
     content: Mapping[str, object], tensors: Sequence[OutputTensor] = ()
 ) -> zip_writer.ZipLayout:
-    """Return how ``common.pt`` lies that holds *content*, in which *tensors* are."""
+    """Lay out ``common.pt`` with *content*, in which *tensors* are stored."""
     storages = [(str(position), tensor.nbytes) for position, tensor in enumerate(tensors)]
     return zip_writer.lay_out(dumps(content), storages, folder="common")
 
@@ -299,12 +298,12 @@ MAX_ITERATION = 10**12
 
 
 class Training(NamedTuple):
-    """What travels beside the model.
+    """Training state and objects that are written with the model.
 
     Attributes:
         objects: Items of the DCP directory.
-        tensors: What of the tensors is in ``common.pt``; the others are in the DCP directory.
-        common: What ``common.pt`` holds; empty: no run goes on from here.
+        tensors: Tensors in ``common.pt``; all others are in the DCP directory.
+        common: Content of ``common.pt``; empty if no run can resume from it.
     """
 
     objects: tuple[Blob, ...]
@@ -313,20 +312,20 @@ class Training(NamedTuple):
 
     @property
     def folder(self) -> str:
-        """Return the name of the save."""
+        """Folder name of the save."""
         return f"iter_{self.common[ITERATION]:07d}" if self.common else RELEASE
 
     @property
     def pointer(self) -> str:
-        """Return what the tracker file says of it."""
+        """Content of the tracker file."""
         return str(self.common[ITERATION]) if self.common else RELEASE
 
 
 def training(tensors: Sequence[OutputTensor], blobs: Iterable[Blob], notes: Notes) -> Training:
-    """Return what travels beside the model of *tensors*, among which are the optimizer's.
+    """Separate training state and objects from the model in *tensors* and *blobs*.
 
     Raises:
-        RefusedError: There is an optimizer that Megatron-Core cannot load.
+        RefusedError: Megatron-Core cannot load the optimizer state.
     """
     objects, leaves = list[Blob](), list[Blob]()
     for blob in blobs:
@@ -352,14 +351,14 @@ def training(tensors: Sequence[OutputTensor], blobs: Iterable[Blob], notes: Note
 
 
 def is_state(name: str) -> bool:
-    """Return whether a tensor is the optimizer's."""
+    """Return whether a tensor belongs to the optimizer."""
     return name.startswith(f"{OPTIMIZER}.")
 
 
 def _is_common(tensor: OutputTensor) -> bool:
-    """Return whether a tensor is a leaf of ``common.pt``, as the scale of a loss is.
+    """Return whether a tensor belongs into ``common.pt``, such as a loss scale.
 
-    It lies in dictionaries, whereas those of a model and its moments have whole names as keys.
+    Such tensors are in nested dictionaries, whereas weights and moments have full names as keys.
     """
     plain = not any("." in str(key) for key in tensor.path)
     return len(tensor.path) > 1 and plain and not STATE.fullmatch(tensor.name)
@@ -383,7 +382,7 @@ def _common(leaves: Sequence[Blob], tensors: Sequence[OutputTensor]) -> Mapping[
 
 
 def _numbered(path: Path) -> Path:
-    """Return *path* with the number of one of several optimizers, which DCP makes a string."""
+    """Convert an optimizer's number in *path* back to an integer; DCP makes it a string."""
     head, *rest = path
     if head == OPTIMIZER and rest and str(rest[0]).isdecimal() and not isinstance(rest[0], Index):
         return (head, int(rest[0]), *rest[1:])

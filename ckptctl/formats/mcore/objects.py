@@ -1,16 +1,16 @@
-"""Objects that ranks divide among them as they do tensors: ``KEY/shard_3_32``.
+"""Objects that ranks shard like tensors, called ``KEY/shard_3_32``.
 
-Behind the slash stands the place of one object among all of its key, and how many there are, both
-by dimension. They are spelled as the tensors beside them are: a stack's layer is a place of the
-first dimension, an expert one of the last (:mod:`ckptctl.formats.mcore.spelling`). Sources:
-``ShardedObject`` in ``megatron/core/dist_checkpointing/mapping.py``.
+After the slash are the offset of an object in the grid of its key and the global shape of that
+grid. The naming follows that of tensors: the layer of a stack is an index of the first dimension,
+an expert one of the last (:mod:`ckptctl.formats.mcore.spelling`). Sources: ``ShardedObject`` in
+``megatron/core/dist_checkpointing/mapping.py``.
 
-Megatron-Core asks for some when it loads: ``_extra_state``. Each module of Transformer Engine has
-one, for the scales of FP8; Megatron-Core's own linear layers have one that is None. A load that
-misses one fails with ``Missing key in checkpoint state_dict``, whereas one that nobody asks for is
-left alone, unless ``strict`` is ``raise_all``. So all that a model of Transformer Engine or of the
-local specification asks for are written, each as Megatron-Core writes one of a model without FP8:
-the list ``[None]``, which every version of Transformer Engine takes for "no scales". Sources:
+Megatron-Core requires ``_extra_state`` objects when it loads. Each Transformer Engine module has
+one, for FP8 scales; Megatron-Core's own linear layers have one that is None. If one is missing,
+loading fails with ``Missing key in checkpoint state_dict``. Additional objects are ignored, unless
+``strict`` is ``raise_all``. Therefore, all objects that a model of Transformer Engine or of the
+local specification requires are written, in the form for models without FP8: the list ``[None]``,
+which all versions of Transformer Engine read as "no scales". Sources:
 ``megatron/core/transformer/utils.py`` (``make_sharded_object_for_checkpoint``),
 ``dist_checkpointing/strategies/torch.py`` (``mcore_to_pyt_state_dict``).
 """
@@ -36,27 +36,26 @@ ATTENTION = "self_attention"
 CORE = "core_attention"
 _WITHOUT = frozenset({"output_layer", "router", "self_attention", "shared_experts"})
 _CONVOLUTIONS = frozenset({"conv1d", "in_proj"})
-"""Modules whose parameters are theirs alone: lookups, gates and sinks are not Transformer Engine's.
+"""Modules without extra state.
 
-Nor are convolutions; what is stored in parts is no module.
-
-Of the output layer, ``GPTModel.sharded_state_dict`` takes it out.
+Routers, gates and convolutions are not Transformer Engine modules, and fused parts are not modules
+at all. ``GPTModel.sharded_state_dict`` removes the extra state of the output layer.
 """
 _EXPERTS = ".mlp.experts.experts."
 
 
 def is_object(name: str) -> bool:
-    """Return whether a leaf is one that ranks divide."""
+    """Return whether a leaf is a sharded object."""
     return _OBJECT.fullmatch(name) is not None
 
 
 def object_name(key: str, at: Sequence[int], of: Sequence[int]) -> str:
-    """Return the name of the object at the place *at* among *of*; empty: it is the only one."""
+    """Return the name of the object at offset *at* in a grid of shape *of*, or of a single one."""
     return f"{key}/shard_{_joined(at or [0])}_{_joined(of or [1])}"
 
 
 def canonical_objects(blobs: Mapping[str, Blob]) -> dict[str, Blob]:
-    """Return *blobs* under the names that go with those of canonical tensors."""
+    """Rename the objects in *blobs* to match canonical tensors."""
     found = {name: spelling_of(match[1]) for name in blobs if (match := _OBJECT.fullmatch(name))}
     experts: Counter[tuple[str, str]] = Counter()
     for one in found.values():
@@ -69,7 +68,7 @@ def canonical_objects(blobs: Mapping[str, Blob]) -> dict[str, Blob]:
 
 
 def stored_object(blob: Blob, layers: Layers) -> Blob:
-    """Return *blob*, whose name is canonical, as it is called where *layers* are stored."""
+    """Rename *blob* from its canonical name to the one for the storage of *layers*."""
     match = _OBJECT.fullmatch(blob.name)
     stored, layer = layers.place(match[1]) if match else (blob.name, None)
     if match is None or layer is None:
@@ -92,7 +91,7 @@ def _canonical(name: str, one: Spelling, experts: int) -> str:
 
 
 def _places(match: re.Match[str]) -> tuple[list[int], list[int]]:
-    """Return the place of an object, and the number of all; empty where it is the only one."""
+    """Return the offset of an object and the grid shape, both empty for a single object."""
     at, of = ([int(number) for number in match[group].split(".")] for group in (2, 3))
     return ([], []) if of == [1] else (at, of)
 
@@ -106,11 +105,11 @@ def _joined(numbers: Sequence[int]) -> str:
 
 
 def extra_states(tensors: Iterable[OutputTensor], layers: Layers) -> Iterator[Blob]:
-    """Yield the objects of the modules that *tensors* are parameters of.
+    """Yield the extra-state objects of the modules whose parameters are *tensors*.
 
     Args:
-        tensors: The tensors of a model, by their names with each layer by itself.
-        layers: How its layers are stored.
+        tensors: Tensors of a model with separate layers.
+        layers: Storage of the layers.
     """
     seen: set[str] = set()
     for tensor in tensors:
@@ -122,19 +121,19 @@ def extra_states(tensors: Iterable[OutputTensor], layers: Layers) -> Iterator[Bl
 
 
 def _modules(name: str) -> Iterator[str]:
-    """Yield the modules that a parameter tells of: its own, and the attention around it."""
+    """Yield the modules that a parameter implies, which are its own and the attention around it."""
     own = name.rpartition(".")[0]
     parts = own.split(".")
     convolution = parts[-1] == "weight" and not _CONVOLUTIONS.isdisjoint(parts[-2:-1])
     if own and "embedding" not in parts and parts[-1] not in _WITHOUT and not convolution:
         yield own
     attention, found, _ = name.partition(f".{ATTENTION}.linear_")
-    if found and not is_factor(name):  # gated delta nets have no such layers
+    if found and not is_factor(name):  # gated delta nets do not have such layers
         yield f"{attention}.{ATTENTION}.{CORE}"
 
 
 def _objects(module: str, experts: int, layers: Layers) -> Iterator[Blob]:
-    """Yield the object of a module, or that of each of its experts."""
+    """Yield the extra-state object of a module, or of each of its experts."""
     stored, place = layers.place(f"{module}.{EXTRA_STATE}")
     offset, total = ([place], [layers.count]) if place is not None else ([], [])
     for expert in range(experts) if experts else [None]:

@@ -1,4 +1,4 @@
-"""One spelling of the tensors of Megatron-Core, which writes the same model in several.
+"""Canonical names of Megatron-Core's tensors, which have several naming conventions.
 
 ============= ================================= =============================== ===================
 what          here                              or, by other options            then
@@ -10,13 +10,13 @@ the same      ``experts.experts.x`` ``[E, …]``  ``experts.x5``, Megatron-FSDP 
 the same      ``experts.experts.x`` ``[E, …]``  ``experts.local_experts.5.x``   a row of it each
 ============= ================================= =============================== ===================
 
-They are the same bytes under other boxes: :mod:`ckptctl.formats.mcore.joining` moves these. The
-same holds of the optimizer's state, whose names have the parameter's behind
-``optimizer.state.exp_avg.``.
+The bytes are the same with different boxes, which :mod:`ckptctl.formats.mcore.joining` converts.
+The same applies to the optimizer state, whose names are ``optimizer.state.exp_avg.`` and a
+parameter name.
 
 Source: ``megatron/core/transformer/`` (``transformer_block.py``, ``mlp.py``, ``moe/experts.py``)
 and ``optimizer/optimizer.py`` (``chained_0.``), ``fsdp_dtensor_checkpoint.py`` (Megatron-FSDP);
-NeMo's models lie below ``module.``.
+NeMo's names start with ``module.``.
 """
 
 from __future__ import annotations
@@ -41,21 +41,21 @@ _OF_PART = re.compile(r"(.*\.linear_fc[12]\.(?:weight|bias)(?:\d+|\d*_[wv]))\..+
 _LAYERS, HALVES = ".layers.", "wv"
 DECODER = "decoder.layers"
 MAX_LAYERS = MAX_EXPERTS = 1 << 14
-"""More are not believed."""
+"""Limits for the numbers in names and arguments."""
 _UNEVEN = ("heterogeneous_layers_config_path", "heterogeneous_block_specs")
-"""What is given for models that may have layers without any tensor."""
+"""Arguments of models that may have layers without any tensors."""
 
 
 class Spelling(NamedTuple):
-    """What the name of a tensor says.
+    """Parts of a tensor name.
 
     Attributes:
-        before: The canonical name up to the number of the layer, or all of it.
-        after: The rest of it.
-        stack: What has the layers, as in ``decoder.layers``; empty: it is in none.
-        layer: Which one; None: the tensor is a stack of all.
-        expert: Which one; None: all of them, or none.
-        half: 0: the gate, 1: what it is multiplied with; None: both, or neither.
+        before: Canonical name up to the layer number, or the full name.
+        after: Rest of the name.
+        stack: Container of the layers, such as ``decoder.layers``; empty outside of layers.
+        layer: Layer number; None if all layers are stacked.
+        expert: Expert number; None for all experts, or none.
+        half: 0 for gate, 1 for up; None for both, or neither.
     """
 
     before: str
@@ -67,12 +67,12 @@ class Spelling(NamedTuple):
 
     @property
     def stacked(self) -> bool:
-        """Return whether the tensor has all layers along dimension 0."""
+        """Whether the tensor contains all layers along dimension 0."""
         return bool(self.stack) and self.layer is None
 
     @property
     def family(self) -> tuple[str, str]:
-        """Return what is said of this tensor in every layer: its stack, and its name in it."""
+        """Key of this tensor in all layers, which is the stack and the name within a layer."""
         return self.stack, self.after if self.stack else self.before
 
     def name(self, layer: int | None = None) -> str:
@@ -82,7 +82,7 @@ class Spelling(NamedTuple):
 
 
 def spelling_of(name: str) -> Spelling:
-    """Return what *name* says."""
+    """Parse a tensor name."""
     found = _PREFIX.match(name)
     before = (found[1] or "") if found else ""
     rest = name[found.end() :] if found else name
@@ -102,19 +102,19 @@ def spelling_of(name: str) -> Spelling:
 
 
 def is_of_fsdp(names: Iterable[str]) -> bool:
-    """Return whether *names* are those that Megatron-FSDP gives the parts of a model."""
+    """Return whether *names* are parts of tensors as Megatron-FSDP saves them."""
     parts = (name.rpartition(".linear_fc1.weight") for name in names)
     return any(".mlp." in f"{head}." and _PART_OF_FSDP.fullmatch(tail) for head, _, tail in parts)
 
 
 def whole_of(name: str) -> str | None:
-    """Return the canonical name in that of state of a part of a parameter; None: it is of none."""
+    """Return the canonical parameter name in the name of a part's state, or None."""
     found = _OF_PART.fullmatch(name)
     return spelling_of(found[1]).name() if found else None
 
 
 def spellings(tensors: Mapping[str, TensorEntry]) -> dict[str, Spelling]:
-    """Return what the names of *tensors* say; a number is no stack of layers."""
+    """Parse the names of *tensors*; 0-d tensors are never stacked layers."""
     found = {name: spelling_of(name) for name in tensors}
     alone = (name for name, one in found.items() if one.stacked and not tensors[name].shape)
     return {**found, **{name: Spelling(name) for name in alone}}
@@ -126,7 +126,7 @@ def require_layers(
     arguments: Mapping[str, object],
     faults: Faults,
 ) -> None:
-    """Compare what names, shapes and the trainer's *arguments* say of the number of layers."""
+    """Compare the numbers of layers in names, shapes and the trainer's *arguments*."""
     by_stack: dict[str, dict[str, Spelling]] = {}
     for name, one in found.items():
         if one.stack:
@@ -159,7 +159,7 @@ def _require_one(
     told: int | None,
     where: str,
 ) -> None:
-    """Refuse a stack of which there are two numbers of layers, or one that nobody has."""
+    """Raise if the number of layers of a stack is ambiguous, or too large."""
     said = {count: f"`{name}` has {count:,}" for count, name in stacked.items()}
     high = max(layers, default=-1) + 1
     if high and (high > (told or high) or any(high > count for count in stacked)):
@@ -180,7 +180,7 @@ def _require_one(
 
 
 def _told(arguments: Mapping[str, object]) -> int | None:
-    """Return how many layers the trainer was told of; T5 has others in its encoder."""
+    """Return the number of layers in the arguments, or None; T5's encoder has a separate one."""
     given = (arguments.get(name) for name in ("decoder_num_layers", "num_layers"))
     return next((count for count in given if type(count) is int and 0 < count <= MAX_LAYERS), None)
 
@@ -188,7 +188,7 @@ def _told(arguments: Mapping[str, object]) -> int | None:
 def expert_counts(
     found: Iterable[Spelling], arguments: Mapping[str, object], where: str
 ) -> dict[tuple[str, str], int]:
-    """Return how many experts there are, by :attr:`Spelling.family`, where each lies by itself."""
+    """Count the experts of each :attr:`Spelling.family` with separate experts."""
     counts: dict[tuple[str, str], int] = {}
     given = (arguments.get(name) for name in ("num_experts", "num_moe_experts"))
     told = next((count for count in given if type(count) is int and count <= MAX_EXPERTS), 0)

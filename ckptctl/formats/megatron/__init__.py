@@ -1,7 +1,7 @@
-"""Megatron's legacy checkpoints: ``mp_rank_TT[_PPP][_EEE]/model_optim_rng.pt`` of every rank.
+"""Megatron's legacy checkpoints, ``mp_rank_TT[_PPP][_EEE]/model_optim_rng.pt`` of every rank.
 
-Source: ``megatron/training/checkpointing.py``. How ranks divide a tensor is written nowhere in
-them; a rules file says so (:mod:`ckptctl.formats.megatron.rules`).
+Source: ``megatron/training/checkpointing.py``. The files do not record how ranks divide tensors; a
+rules file defines it (:mod:`ckptctl.formats.megatron.rules`).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from ckptctl.tree import TreePath
 
 
 class MegatronFormat(Format):
-    """A folder of one save, or the folder above it with ``latest_checkpointed_iteration.txt``."""
+    """A folder of one save, or its parent with ``latest_checkpointed_iteration.txt``."""
 
     name = "megatron"
     title = "Megatron-LM (legacy): mp_rank_XX/model_optim_rng.pt of every rank"

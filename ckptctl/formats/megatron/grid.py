@@ -1,6 +1,6 @@
-"""The files of all ranks of one Megatron save: each is there, and where it belongs.
+"""The files of all ranks of one Megatron save, checked for missing and swapped files.
 
-The numbers of the processes that wrote them rise as the places do.
+The numbers of the writing processes ascend in the order of the grid positions.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _SIZES = (
 
 
 class GridPosition(NamedTuple):
-    """A rank's place, or the size of the grid; places sort as ranks count.
+    """A rank's position, or the size of the grid; positions sort in rank order.
 
     Attributes:
         pipeline: The pipeline stage.
@@ -48,7 +48,7 @@ class GridPosition(NamedTuple):
 def sizes_of(
     named: Mapping[Numbers, str], states: Mapping[Numbers, RankState], where: str
 ) -> GridPosition:
-    """Return the grid's sizes: as the arguments say, or, without them, the folders' names."""
+    """Return the size of the grid from the arguments, or else from the folder names."""
     said: dict[GridPosition, str] = {}
     for state in states.values():
         known = _said(state)
@@ -114,17 +114,17 @@ def _file_of(place: GridPosition, sizes: GridPosition) -> str:
 
 
 def _shown(sizes: GridPosition) -> str:
-    """Return sizes as people write them: tensor x pipeline x expert."""
+    """Format grid sizes as tensor x pipeline x expert."""
     return f"{sizes.tensor} x {sizes.pipeline} x {sizes.expert} (tensor x pipeline x expert)"
 
 
 class Grid(NamedTuple):
-    """What the ranks of one save wrote.
+    """Content of all ranks' files of one save.
 
     Attributes:
-        sizes: Ranks along each kind of parallelism.
-        states: Those that could be read, by place and in order.
-        files: The files of all ranks by place, also of those that could not be read.
+        sizes: Number of ranks along each kind of parallelism.
+        states: Readable states by position, in order.
+        files: Files of all ranks by position, including unreadable ones.
     """
 
     sizes: GridPosition
@@ -133,11 +133,11 @@ class Grid(NamedTuple):
 
     @property
     def first(self) -> RankState:
-        """Return the first state that could be read."""
+        """First readable state."""
         return next(iter(self.states.values()))
 
     def held(self, chunk: tuple[int, int], key: str) -> dict[GridPosition, LocalTensor | None]:
-        """Return what each rank of a pipeline stage has under a name; None: its file is lost."""
+        """Return each rank's tensor called *key* in a pipeline stage, or None if it has none."""
         virtual, stage = chunk
         found: dict[GridPosition, LocalTensor | None] = {}
         for place in self.files:
@@ -148,7 +148,7 @@ class Grid(NamedTuple):
 
 
 def read_grid(files: SourceFiles, folder: str, faults: Faults) -> Grid:
-    """Return what all ranks of one save wrote."""
+    """Read the files of all ranks of one save."""
     where = str(files.root / folder)
     prefix = f"{folder}/" if folder else ""
     named = {
@@ -197,7 +197,7 @@ def read_grid(files: SourceFiles, folder: str, faults: Faults) -> Grid:
 
 
 def _require_order(grid: Grid, where: str) -> None:
-    """Refuse files of two saves, and files that have changed places."""
+    """Raise if files belong to two saves or are swapped."""
     first = grid.first
     for state in grid.states.values():
         if state.iteration != first.iteration:
@@ -208,7 +208,7 @@ def _require_order(grid: Grid, where: str) -> None:
             )
     found = ((state.argument("rank"), state.file) for state in grid.states.values())
     writers = [(rank, file) for rank, file in found if rank is not None]
-    # Tools that convert checkpoints write one rank into all files.
+    # Conversion tools write the same rank to all files.
     distinct = len({rank for rank, _ in writers}) == len(grid.states)
     for (before, one), (after, other) in pairwise(writers):
         if distinct and after < before:

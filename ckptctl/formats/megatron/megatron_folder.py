@@ -1,11 +1,11 @@
-"""Which files of a legacy Megatron checkpoint are one save, and what the rank of each wrote.
+"""Find the files of a legacy Megatron save, and read the file of one rank.
 
 Source: ``megatron/training/checkpointing.py`` (``get_checkpoint_name``, ``read_metadata``):
-``iter_0000100/mp_rank_TT[_PPP][_EEE]/model_optim_rng.pt`` with the numbers of the tensor, pipeline
-and expert-parallel rank, the latter two only where there are several. In each
-(``generate_state_dict``): ``args`` (an ``argparse.Namespace``), ``iteration``, ``model`` or, with
-virtual pipeline stages, ``model0``, ``model1``, ... Nothing of Megatron is imported: its classes
-become inert records.
+``iter_0000100/mp_rank_TT[_PPP][_EEE]/model_optim_rng.pt`` has the numbers of the tensor-, pipeline-
+and expert-parallel rank, the latter two only if there are several. Each file contains
+(``generate_state_dict``) ``args`` (an ``argparse.Namespace``), ``iteration``, and ``model`` or,
+with virtual pipeline stages, ``model0``, ``model1``, ... Nothing of Megatron is imported; its
+classes become inert records.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ MODEL, OPTIMIZER = "model_optim_rng.pt", "distrib_optim.pt"
 _RANK = re.compile(r"mp_rank_(\d{2,7})((?:_\d{3,7}){0,2})", re.ASCII)
 _ITERATION = re.compile(r"\d{1,15}", re.ASCII)
 Numbers = tuple[int, ...]
-"""What a folder's name says: the tensor-parallel rank, and up to two more numbers."""
+"""Numbers in a folder's name: the tensor-parallel rank and up to two more."""
 
 
 def evidence(folder: TreePath) -> str | None:
-    """Return what tells that *folder* is one save, or None."""
+    """Return evidence that *folder* is one save, or None."""
     if not folder.is_dir():
         return None
     found = [i for i in folder.iterdir() if numbers(i.name) is not None and (i / MODEL).is_file()]
@@ -47,7 +47,7 @@ def evidence(folder: TreePath) -> str | None:
 
 
 def numbers(name: str) -> Numbers | None:
-    """Return the numbers in a folder's name, or None when it is no rank's folder."""
+    """Parse the numbers in a rank folder's name, or return None for another folder."""
     found = _RANK.fullmatch(name)
     if found is None:
         return None
@@ -55,12 +55,12 @@ def numbers(name: str) -> Numbers | None:
 
 
 def folder_named(text: str) -> str:
-    """Return the folder that the pointer's text means: a number, or ``release``."""
+    """Return the folder for the pointer's text, which is a number or ``release``."""
     return f"iter_{int(text):07d}" if _ITERATION.fullmatch(text) else text
 
 
 def rank_folders(root: TreePath, folder: str) -> dict[Numbers, str]:
-    """Return the folders of the ranks by their numbers, whether or not their file is there."""
+    """Return the folders of the ranks by their numbers, even if their file is missing."""
     found: dict[Numbers, str] = {}
     items = ((item.name, numbers(item.name), item) for item in (root / folder).iterdir())
     named = [(name, own) for name, own, item in items if own is not None and item.is_dir()]
@@ -89,15 +89,15 @@ class LocalTensor:
 
 @dataclass(frozen=True, slots=True)
 class RankState:
-    """The file of one rank.
+    """Content of one rank's file.
 
     Attributes:
         file: Relative to the checkpoint's root.
-        arguments: What the training was started with; empty where that is not recorded.
+        arguments: Training arguments; empty if not recorded.
         iteration: As recorded.
-        chunks: The tensors of each virtual pipeline stage, by name; of one without such.
-        extra: Whether layers have kept state of their own, which is not read.
-        content: All of it.
+        chunks: Tensors of each virtual pipeline stage by name; a single stage without such.
+        extra: Whether layers have extra state, which is not read.
+        content: The complete content.
         checksums: Whether the file has checksums.
     """
 
@@ -110,14 +110,14 @@ class RankState:
     checksums: bool
 
     def argument(self, name: str) -> int | None:
-        """Return an argument that is a number, None where there is none of that name."""
+        """Return an integer argument, or None if it is missing or not an integer."""
         value = self.arguments.get(name)
         return value if type(value) is int else None
 
 
 def read_state(files: SourceFiles, name: str) -> RankState:
-    """Return what one rank's file says."""
-    from ckptctl.storage.zips.zip_reader import read_archive  # which only those that read need
+    """Read one rank's file."""
+    from ckptctl.storage.zips.zip_reader import read_archive  # not for detection
 
     archive = read_archive(files, name, unknown="inert")
     where = str(files.root / name)
@@ -155,12 +155,12 @@ def _models(content: Mapping[str, object], where: str) -> tuple[str, ...]:
 
 
 def is_model(key: str) -> bool:
-    """Return whether a file's key is that of the model or of a part of it."""
+    """Return whether *key* is that of the model or a part of it."""
     return key == MODEL_KEY or (key.startswith(MODEL_KEY) and key[len(MODEL_KEY) :].isdecimal())
 
 
 def _tensors(model: object, where: str) -> tuple[dict[str, LocalTensor], bool]:
-    """Return the tensors of a state dict, and whether there is extra state as well."""
+    """Return the tensors of a state dict, and whether it also has extra state."""
     from ckptctl.formats.shared.stored_leaves import is_stored, refuse_hidden_tensors
     from ckptctl.storage.zips.zip_reader import StoredTensor
 
@@ -175,7 +175,7 @@ def _tensors(model: object, where: str) -> tuple[dict[str, LocalTensor], bool]:
                 raise UnsupportedError(f"two values have the name `{name}`", where=where)
         else:
             refuse_hidden_tensors(leaf, name, where)
-            # None stands for a tensor that a layer does without.
+            # None is a placeholder for an absent optional tensor.
             if leaf is not None and leaf != {}:
                 raise UnsupportedError(
                     f"`{name}` is part of the model but is not a tensor",

@@ -1,12 +1,13 @@
-"""What a checkpoint of Megatron-LM's legacy form holds: whole tensors, as rules say.
+"""Read Megatron-LM's legacy checkpoints, joining tensors according to rules.
 
-Nothing is believed that the files can contradict: what every rank is to have has to be the same,
-shapes have to agree, and what ranks divide has to add up to the size that an argument states.
+The rules are checked against the files: replicated tensors must be equal on all ranks, shapes must
+agree, and the sizes of divided dimensions must add up to those in the arguments.
 
-Ranks count layers and experts from 0 for themselves; names count those of the whole model.
-Source: ``get_transformer_layer_offset`` in ``megatron/core/transformer/transformer_layer.py``: the
-first parts of all pipeline stages come first, then the second parts, ... (virtual stages); a part's
-first layer follows the last one of the part before it.
+Each rank numbers its layers and experts from 0; joined names have the numbers in the complete
+model. Source: ``get_transformer_layer_offset`` in
+``megatron/core/transformer/transformer_layer.py``. The first virtual stages of all pipeline stages
+come first, then the second ones, and so on. The first layer of a virtual stage follows the last one
+of the stage before it.
 """
 
 from __future__ import annotations
@@ -76,7 +77,7 @@ _LEFT_OUT = {
 
 
 def read(path: TreePath, asked: ReadOptions, name: str) -> Catalog:
-    """Return the catalog of the folder *path*; see :meth:`Format.read`."""
+    """Read the catalog of the folder *path*; see :meth:`Format.read`."""
     folder = tag_folder(path, asked.tag, POINTER, evidence, folder_named)
     rules = load(asked.rules) if asked.rules else None
     faults = Faults(path, asked.partial)
@@ -127,7 +128,7 @@ def _notes(grid: Grid, model: JoinedModel, root: TreePath) -> Iterator[str]:
 
 
 def _facts(arguments: Mapping[str, object]) -> Iterator[tuple[str, object]]:
-    """Yield the facts that *arguments* state, under each of the names that config.json may use."""
+    """Yield the model facts in *arguments*, by their names in config.json."""
     rotary = arguments.get("position_embedding_type") == _ROTARY
     called = {field: name for name, field in ARGUMENTS.items()}
     for fact in ARGUED:
@@ -146,11 +147,11 @@ _WHOLE = DivisionRule((), None)
 
 
 class JoinedModel:
-    """The whole model; without *rules* one rank has all of it.
+    """The complete model; without *rules*, a single rank has all of it.
 
     Attributes:
-        joined: The tensors by name; with holes where a rank's file could not be read.
-        compared: What is known of copies.
+        joined: Tensors by name, with holes if a rank's file is unreadable.
+        compared: Comparison of copies.
     """
 
     def __init__(self, files: SourceFiles, grid: Grid, rules: Rules | None, where: str) -> None:
@@ -161,8 +162,8 @@ class JoinedModel:
         self.compared = CopyComparison(files)
         self.joined: dict[str, JoinedTensor] = {}
         self._lost: dict[str, dict[Box, str]] = {}
-        # Checksums of what a rank alone has: parts of tensors, and its experts. Of parts those of
-        # the first expert-parallel ranks, as the others have the same.
+        # Checksums of data that only one rank has: its parts of tensors and its experts. Parts are
+        # those of the first expert-parallel ranks, as the others have the same.
         self._divided: dict[GridPosition, list[int | None]] = {}
         self._experts: dict[GridPosition, list[int | None]] = {}
         for chunk, keys in self.names.chunks.items():
@@ -171,7 +172,7 @@ class JoinedModel:
         self._refuse_copied_files()
 
     def _add(self, chunk: VirtualStage, key: str) -> None:
-        """Add a tensor, or that of each expert-parallel rank."""
+        """Add a tensor, or one tensor for each expert-parallel rank."""
         held = self.grid.held(chunk, key)
         like = self._require_alike(key, held)
         for rank in range(self.grid.sizes.expert):
@@ -194,7 +195,7 @@ class JoinedModel:
     def _require_alike(
         self, key: str, held: Mapping[GridPosition, LocalTensor | None]
     ) -> LocalTensor:
-        """Return one rank's tensor; all that could be read have one of its dtype and shape."""
+        """Return one rank's tensor; raise if another has a different dtype or shape, or none."""
         place, like = next((p, one) for p, one in held.items() if one is not None)
         file, known = self.grid.files[place], like.tensor
         for other in (other for other in held if other in self.grid.states):
@@ -263,10 +264,10 @@ class JoinedModel:
     def _require_same(
         self, name: str, dtype: str, one: Extent, other: Extent, *, claimed: bool
     ) -> None:
-        """Refuse two extents that have different values.
+        """Raise if two extents have different values.
 
-        Copies that a rule alone has *claimed* are always read. Of others the recorded checksums are
-        compared, and those that have none are read if they are small.
+        If only a rule *claimed* that they are copies, they are always read. Otherwise, recorded
+        checksums are compared, and copies without any are read if they are small.
         """
         first, second = (separate_entry(name, dtype, extent) for extent in (one, other))
         same = (
@@ -284,7 +285,7 @@ class JoinedModel:
             )
 
     def _refuse_copied_files(self) -> None:
-        """Refuse two files with the same parts of everything: one was copied over the other."""
+        """Raise if the parts in two files are all equal, so one file is a copy."""
         for held in (self._divided, self._experts):
             seen: dict[tuple[int | None, ...], GridPosition] = {}
             for place, checksums in held.items():
@@ -300,7 +301,7 @@ class JoinedModel:
 
     @property
     def lost(self) -> dict[str, tuple[tuple[Box, str], ...]]:
-        """Return for each tensor the boxes that are only in files that could not be read."""
+        """Boxes of each tensor that are only in unreadable files."""
         lost = {
             name: tuple(pair for pair in boxes.items() if pair[0] not in self.joined[name].extents)
             for name, boxes in self._lost.items()
@@ -319,14 +320,14 @@ class JoinedModel:
 _ADVICE = "write a rules file (see docs/how-to/megatron.md)"
 SHOWN = 20
 VirtualStage = tuple[int, int]
-"""A virtual stage and a pipeline stage; chunks sort as the model computes them."""
+"""Numbers of a virtual stage and a pipeline stage, which sort in the order of the model."""
 
 
 class Names:
-    """Knows the names that ranks' tensors have in the whole model.
+    """Mapping of the ranks' tensor names to those of the complete model.
 
     Attributes:
-        chunks: The names of each chunk's tensors on its ranks, in the order of the model.
+        chunks: Local tensor names of each virtual stage, in the order of the model.
     """
 
     def __init__(self, grid: Grid, rules: Rules, where: str) -> None:
@@ -423,7 +424,7 @@ class Names:
             )
 
     def whole(self, chunk: VirtualStage, name: str, expert_rank: int) -> tuple[str, bool]:
-        """Return a tensor's name in the whole model, and whether an expert's number is in it."""
+        """Return a tensor's name in the complete model, and whether an expert number is in it."""
         match = self.rules.expert(name)
         if match:
             before, after = name[: match.start(1)], name[match.end(1) :]
@@ -454,7 +455,7 @@ def _number(digits: str) -> int:
 
 
 def require_rules(grid: Grid, rules: Rules | None, where: str) -> None:
-    """Refuse to join the files of several ranks without a rule for every tensor."""
+    """Raise unless there is a rule for every tensor, to join the files of several ranks."""
     if rules is None:
         try:
             fits = not _without(grid, built_in(), where)
@@ -484,7 +485,7 @@ def require_rules(grid: Grid, rules: Rules | None, where: str) -> None:
 
 
 def _without(grid: Grid, rules: Rules, where: str) -> dict[str, object]:
-    """Return the tensors without a rule, each with its shape on one rank."""
+    """Return the tensors without a rule, with their shapes on one rank."""
     names = Names(grid, rules, where)
     found: dict[str, object] = {}
     for chunk, keys in names.chunks.items():

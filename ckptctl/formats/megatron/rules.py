@@ -1,8 +1,8 @@
-"""Rules files: how the ranks of Megatron divide tensors, which their files do not say.
+"""Rules files, which define how Megatron's ranks divide tensors.
 
-A rules file is TOML. ``[[rule]]`` tables say of tensors along which dimension ranks divide them;
-``[layers]`` which lists of layers pipeline stages divide, ``[experts]`` which names have the number
-of an expert in them. ``core.toml`` beside this module is one.
+A rules file is TOML. ``[[rule]]`` tables contain the dimension along which ranks divide tensors,
+``[layers]`` the lists of layers that pipeline stages divide, and ``[experts]`` the names that
+contain an expert number. ``core.toml`` next to this module is an example.
 """
 
 from __future__ import annotations
@@ -47,15 +47,15 @@ RowParts = (
 
 @dataclass(frozen=True, slots=True)
 class DivisionRule(ClosedSchema):
-    """How tensors are divided among tensor-parallel ranks: a ``[[rule]]`` table.
+    """Division of tensors among tensor-parallel ranks, as defined by a ``[[rule]]`` table.
 
     Attributes:
         names: Globs; ``*`` matches any characters.
-        dim: The dimension that ranks divide; None: every rank has all of it.
-        parts: Fused parts along *dim*, each divided by itself: how many equal ones, or the length
-            of each on one rank; ``gated``: two where the layer is gated, else one.
-        size: The argument that says how long *dim* is, all ranks together.
-        replicated: Whether the table says that ranks divide no dimension.
+        dim: Dimension that ranks divide; None if every rank has the full tensor.
+        parts: Fused parts along *dim*, which are divided separately, as a number of equal parts or
+            as the length of each on one rank; ``gated`` for two in gated layers, else one.
+        size: Argument with the global size of *dim*.
+        replicated: Whether the table states that no dimension is divided.
     """
 
     names: Annotated[tuple[str, ...], FILLED]
@@ -67,7 +67,7 @@ class DivisionRule(ClosedSchema):
 
 @dataclass(frozen=True, slots=True)
 class _Experts(ClosedSchema):
-    """The ``[experts]`` table: names with ``#`` for a number, and the argument with the count."""
+    """The ``[experts]`` table, names with ``#`` for a number and the argument with the count."""
 
     names: tuple[str, ...] = ()
     count: str | None = None
@@ -75,7 +75,7 @@ class _Experts(ClosedSchema):
 
 @dataclass(frozen=True, slots=True)
 class _RulesFile(ClosedSchema):
-    """The whole file."""
+    """Content of a rules file."""
 
     rule: tuple[DivisionRule, ...] = ()
     layers: Mapping[str, str] = field(default_factory=dict)
@@ -84,15 +84,15 @@ class _RulesFile(ClosedSchema):
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """A rules file.
+    """A parsed rules file.
 
     Attributes:
         where: The file.
-        rules: In order.
-        layers: Lists of layers that pipeline stages divide, each with the argument that says how
-            long it is; an empty name: no argument does.
-        experts: Find the number of an expert in a name; the number is group 1.
-        experts_count: The argument that says how many experts a layer has.
+        rules: Rules in order.
+        layers: Lists of layers that pipeline stages divide, each with the argument for its length,
+            or an empty string if there is none.
+        experts: Patterns for names with an expert number, which is group 1.
+        experts_count: Argument with the number of experts in a layer.
     """
 
     where: str
@@ -102,16 +102,16 @@ class Rules:
     experts_count: str | None = None
 
     def find(self, name: str) -> DivisionRule | None:
-        """Return the first rule for a tensor."""
+        """Return the first rule that matches a tensor, or None."""
         return next((r for r in self.rules if any(fnmatchcase(name, n) for n in r.names)), None)
 
     def expert(self, name: str) -> re.Match[str] | None:
-        """Return where *name* has the number of an expert, if it has one."""
+        """Return the match of the expert number in *name*, or None."""
         return next((found for one in self.experts if (found := one.search(name))), None)
 
 
 def load(path: TreePath) -> Rules:
-    """Return the rules in a file, or the built-in ones of that name."""
+    """Read a rules file, or return the built-in rules for their name."""
     if not path.is_file():
         if path.name != BUILT_IN:
             raise SourceNotFoundError(
@@ -124,7 +124,7 @@ def load(path: TreePath) -> Rules:
 
 
 def built_in() -> Rules:
-    """Return the rules for the GPT models of Megatron-Core."""
+    """Return the rules for GPT models of Megatron-Core."""
     return _parsed(Path(__file__).with_name("core.toml"), BUILT_IN)
 
 
@@ -151,13 +151,13 @@ def _number(name: str) -> re.Pattern[str]:
 
 
 class Division(NamedTuple):
-    """How a tensor is divided.
+    """Division of one tensor among ranks.
 
     Attributes:
         local: Shape on one rank.
-        dim: The dimension that ranks divide; None: each has all of it.
+        dim: Dimension that ranks divide; None if each has the full tensor.
         parts: Lengths of the fused parts along *dim* on one rank.
-        ranks: How many there are.
+        ranks: Number of ranks.
     """
 
     local: Shape
@@ -167,13 +167,13 @@ class Division(NamedTuple):
 
     @property
     def shape(self) -> Shape:
-        """Return the whole shape."""
+        """Global shape."""
         return tuple(
             size * (self.ranks if at == self.dim else 1) for at, size in enumerate(self.local)
         )
 
     def pieces(self, rank: int) -> Iterator[tuple[Box, Shape]]:
-        """Yield the boxes of the whole tensor that *rank* has, and where in its own they begin."""
+        """Yield the boxes of *rank* in the global tensor, with their start in the local one."""
         if self.dim is None or self.local == self.shape:
             yield Box.whole(self.local), (0,) * len(self.local)
             return
@@ -189,14 +189,14 @@ class Division(NamedTuple):
 
 
 def partner_of(key: str) -> str:
-    """Return the weight whose columns tell whether a layer is gated."""
+    """Return the weight whose number of columns shows whether a layer is gated."""
     return key.replace(FIRST, SECOND).replace(".bias", ".weight")
 
 
 def divide(
     key: str, local: Shape, rule: DivisionRule, ranks: int, second: Shape | None, *, swiglu: bool
 ) -> Division:
-    """Return how a tensor is divided.
+    """Apply a rule to a tensor of shape *local*.
 
     Raises:
         MalformedError: The rule does not match the tensor.
@@ -218,7 +218,7 @@ def divide(
 
 
 def _halves(key: str, rows: int, second: Sequence[int] | None, swiglu: bool) -> int:
-    """Return 2 where the first layer is twice as wide as the second takes, else 1."""
+    """Return 2 if the first layer has twice the rows that the second has columns, else 1."""
     if second is None or len(second) != 2 or FIRST not in key:
         raise MalformedError(
             f"`{partner_of(key)}`, which shows whether the layer is gated, is missing"

@@ -1,1 +1,1 @@
-"""What several formats are read with."""
+"""Helpers that several formats share."""

@@ -1,4 +1,4 @@
-"""What is wrong with a checkpoint: refused, or noted where a part of it was asked for."""
+"""Problems of a checkpoint, which are raised, or collected as findings in a partial read."""
 
 from __future__ import annotations
 
@@ -28,21 +28,20 @@ from ckptctl.verdict import Basis, Severity
 
 T = TypeVar("T")
 UNUSABLE = (DamagedError, SourceNotFoundError, StorageError, UnsupportedError)
-"""What is raised about one file among others: it is damaged, gone, not understood, or may not be
-read."""
+"""Errors about a single file: it is damaged, missing, unsupported or unreadable."""
 
 Lost = dict[str, tuple[tuple[Box, str], ...]]
-"""As :attr:`ckptctl.catalog.Catalog.lost`."""
+"""See :attr:`ckptctl.catalog.Catalog.lost`."""
 
 NO_TENSOR = "a tensor is missing"
-"""What is said of one of which nothing but its name is known."""
+"""Message about a tensor of which only the name is known."""
 MAX_MISSING = 1024
-"""So many missing files of ranks are named; of more none is."""
+"""Limit for listed missing files of ranks; if there are more, an error is raised instead."""
 _AT_BYTE = re.compile(r"at byte [0-9,]+")
 
 
 def _place(where: str) -> tuple[str, str]:
-    """Return the file that *where* names, and the byte or what else is named in it."""
+    """Split *where* into the file and the byte offset or other place in it."""
     for mark in (", at byte ", ", `"):
         at = where.rfind(mark, 0, len(where) - 1)
         inside = where[at + 2 :]
@@ -52,17 +51,17 @@ def _place(where: str) -> tuple[str, str]:
 
 
 def severity_of(error: CkptError) -> Severity:
-    """Return whether *error* is evidence of damage.
+    """Return ``error`` if *error* is evidence of damage, else ``unknown``.
 
-    What cannot be interpreted is none, nor is a disk that fails.
+    Unsupported content and failing disks are not evidence of damage.
     """
     return "error" if isinstance(error, DamagedError | SourceNotFoundError) else "unknown"
 
 
 def basis_of(error: CkptError) -> Basis:
-    """Return where the evidence of *error* comes from.
+    """Return the source of the evidence for *error*.
 
-    Chunks that do not tile a tensor are evidence from the index: no file is known to be torn.
+    If chunks do not tile a tensor, the evidence is the index; no file is known to be damaged.
     """
     if isinstance(error, MissingTensorsError):
         return "model"
@@ -76,9 +75,9 @@ def of_error(
     *,
     file: str | None = None,
 ) -> Finding:
-    """Return what *error* says as a finding, its paths relative to *root*.
+    """Convert *error* to a finding, with paths relative to *root*.
 
-    *file* is the one that was being looked at; None: the error names it.
+    *file* is the file that was being read; None to take it from the error.
     """
     named = error.where.replace(f"{root}/", "") if error.where else None
     why, inside = error.why, ""
@@ -92,11 +91,11 @@ def of_error(
 
 
 def weighed(findings: Iterable[Finding]) -> tuple[Finding, ...]:
-    """Return *findings*, those about a tensor no surer than those about the file it lies in.
+    """Downgrade findings about a tensor whose file has only ``unknown`` findings.
 
-    A tensor that is missing because its file cannot be interpreted is no evidence of damage.
-    Elements that are missing and that no file is named for are evidence from the index alone,
-    unless some file is damaged; where a file cannot be interpreted, they may be in that.
+    A tensor missing because its file is unsupported is not evidence of damage. Missing elements
+    without a file are evidence from the index only, unless a file is damaged. If a file is
+    unsupported, it may contain them.
     """
     findings = tuple(findings)
     files: dict[str | None, Severity] = {}
@@ -119,7 +118,7 @@ def weighed(findings: Iterable[Finding]) -> tuple[Finding, ...]:
 
 
 def mixed_saves(where: TreePath | str, why: str) -> UnsupportedError:
-    """Return the error for files that are not of one save."""
+    """Make the error for files of different saves."""
     return UnsupportedError(
         "the folder contains files of several saves",
         where=str(where),
@@ -136,15 +135,15 @@ def missing_error(
     what: str,
     hint: str | None = None,
 ) -> DamagedError | None:
-    """Return the error for files of ranks that are missing, or None if all are there.
+    """Make the error for missing files of ranks, or return None if none is missing.
 
     Args:
         where: The checkpoint.
-        present: The numbers of those that are there.
-        wanted: Those of all; a range may be as long as a file name can claim.
-        named: Returns the name of the file of a number.
-        what: What they are, in the plural.
-        hint: What to do about it.
+        present: Numbers of the existing files.
+        wanted: Numbers of all files; a range may be as long as a file name can claim.
+        named: Function that returns the name of a file by its number.
+        what: Plural noun for the files.
+        hint: Suggested action.
     """
     few = [named(number) for number in islice((n for n in wanted if n not in present), SHOWN)]
     if not few:
@@ -158,15 +157,14 @@ def missing_error(
 
 @dataclass(slots=True)
 class Faults:
-    """What is wrong with a checkpoint: refused, or noted where a part of it was asked for.
+    """Collector of problems, which are raised, or become findings in a partial read.
 
     Attributes:
         root: The checkpoint's folder.
-        partial: Whether a part was asked for.
-        findings: What is wrong.
-        files: The files that cannot be used, relative to *root*, and what was raised about those
-            that are there.
-        lost: For each tensor the boxes in files that cannot be used, and those files.
+        partial: Whether to collect findings instead of raising errors.
+        findings: The problems so far.
+        files: Unusable files relative to *root*, with the error, or None for a missing file.
+        lost: Boxes of each tensor in unusable files, with these files.
     """
 
     root: TreePath
@@ -178,7 +176,7 @@ class Faults:
     def missing(
         self, file: str, why: str | None = None, what: str = "a file of the checkpoint is missing"
     ) -> None:
-        """Note a file that is not there."""
+        """Add a finding for a missing file."""
         self.files[file] = None
         self.findings.append(Finding(what, why, file=file))
 
@@ -189,7 +187,7 @@ class Faults:
         named: Callable[[int], str],
         of: str = "",
     ) -> list[int]:
-        """Refuse that ranks' files are missing, or note it and return those ranks."""
+        """Raise for missing files of ranks, or add findings and return these ranks."""
         missing = list(islice((rank for rank in wanted if rank not in present), MAX_MISSING + 1))
         hint = "copy the files from the nodes of their ranks (each rank writes a separate file)"
         error = missing_error(self.root, present, wanted, named, f"ranks' files{of}", hint)
@@ -208,16 +206,16 @@ class Faults:
         what: str,
         hint: str | None = None,
     ) -> None:
-        """Refuse, or note, that files of ranks are missing; see :func:`missing_error`."""
+        """Raise, or add a finding, for missing files of ranks; see :func:`missing_error`."""
         if error := missing_error(self.root, present, wanted, named, what, hint):
             self.unreadable(error, named(next(n for n in wanted if n not in present)))
 
     def unreadable(
         self, error: CkptError, file: str | None = None, *, tensor: str | None = None
     ) -> None:
-        """Note what *error* says of a file, or raise it: where all was asked for, or it is unsafe.
+        """Add a finding for *error*, or raise it if it is unsafe or the read is not partial.
 
-        *file* is the one that cannot be used; None: it is about a *tensor*, or names its file.
+        *file* is the unusable file; None if the error is about a *tensor*, or names its file.
         """
         if not self.partial or isinstance(error, UnsafePickleError):
             raise error
@@ -231,9 +229,9 @@ class Faults:
         reader: Callable[[str], T],
         refused: tuple[type[CkptError], ...] = UNUSABLE,
     ) -> T | None:
-        """Return what *reader* makes of a file; None: it cannot be used, which is noted.
+        """Call *reader* on a file, or return None and add a finding if the file is unusable.
 
-        Only errors of the *refused* classes are about this file among others.
+        Errors of other classes than *refused* do not concern only this file and propagate.
         """
         if file in self.files:
             return None
@@ -244,22 +242,22 @@ class Faults:
             return None
 
     def require_kind(self, names: Sequence[str]) -> None:
-        """Raise the error about *names* if all of them are of a kind that is not read."""
+        """Raise the first error about *names* if all of these files are in unsupported formats."""
         errors = [error for name in names if (error := self.files.get(name)) is not None]
         if errors and all(isinstance(error, FormatError) for error in errors):
             raise errors[0]
 
     def nowhere(self, name: str, why: str, file: str | None = None) -> None:
-        """Note a tensor of which nothing but its name is known.
+        """Add a finding for a missing tensor of which only the name is known.
 
-        That is evidence of damage where *file* is the file that should hold it; of files that
-        are all there it may be in a place that is not known.
+        This is evidence of damage if *file*, which should contain it, is given. Otherwise, all
+        files exist, and the tensor may be in an unknown place.
         """
         severity: Severity = "error" if file else "unknown"
         self.findings.append(Finding(NO_TENSOR, why, severity, file, name))
 
     def usable(self, tensors: Mapping[str, TensorEntry]) -> dict[str, TensorEntry]:
-        """Return *tensors* without the boxes in files that cannot be used, which are lost."""
+        """Remove the boxes in unusable files from *tensors*, and record them as lost."""
         found: dict[str, TensorEntry] = {}
         for name, entry in tensors.items():
             gone = tuple((e.box, e.file) for e in entry.extents if e.file in self.files)
@@ -271,7 +269,7 @@ class Faults:
         return found
 
     def sizes(self, files: SourceFiles, names: Iterable[str]) -> dict[str, int]:
-        """Return the sizes of files in bytes, but for those that cannot be used nor opened."""
+        """Return the sizes of files in bytes, except for unusable files that cannot be opened."""
         found: dict[str, int] = {}
         for name in names:
             try:

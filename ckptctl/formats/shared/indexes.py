@@ -1,4 +1,4 @@
-"""Indexes of foreign formats: their fields, and the data files that they name."""
+"""Indexes of foreign formats, with checks of their fields and data files."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class ByteRange(NamedTuple):
 
 
 def read_whole(files: SourceFiles, name: str, limit: int) -> bytes:
-    """Return the content of a file of metadata."""
+    """Read a metadata file of at most *limit* bytes."""
     size = files.size(name)
     if size > limit:
         raise UnsupportedError(
@@ -39,7 +39,7 @@ def read_whole(files: SourceFiles, name: str, limit: int) -> bytes:
 def sizes_of(
     files: SourceFiles, names: Collection[str], what: str, where: str, hint: str
 ) -> dict[str, int]:
-    """Return the sizes in bytes of files that have to be there, by name, in order."""
+    """Return the sizes in bytes of required files by sorted name; raise if any is missing."""
     sizes: dict[str, int] = {}
     for name in sorted(names):
         with suppress(SourceNotFoundError):
@@ -54,7 +54,7 @@ def sizes_of(
 
 
 def require_tiled(ranges: Iterable[ByteRange], sizes: Mapping[str, int], where: str) -> None:
-    """Check that *ranges* lie in their files one after the other, from first byte to last."""
+    """Require that *ranges* cover their files from first to last byte without gaps."""
     ends = dict.fromkeys(sizes, 0)
     named = {(one.file, one.offset, one.nbytes): one.name for one in ranges}
     for (file, offset, nbytes), name in sorted(named.items()):
@@ -79,7 +79,7 @@ def require_tiled(ranges: Iterable[ByteRange], sizes: Mapping[str, int], where: 
 
 
 def integers(value: object) -> Integers:
-    """Return a short sequence of numbers from 0 on; as :mod:`~.schema` does it, but faster."""
+    """Check a short sequence of non-negative integers; faster than :mod:`~.schema`."""
     if not isinstance(value, tuple | list) or len(value) > MAX_RANK:
         raise MismatchError(f"a list of at most {MAX_RANK} integers", value)
     for item in value:

@@ -1,4 +1,4 @@
-"""Tensors whose boxes lie in the files of several ranks."""
+"""Tensors with boxes in the files of several ranks."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ ONE_SAVE = "restore the files of one save (these belong to different saves)"
 
 @dataclass(slots=True)
 class JoinedTensor:
-    """A tensor that is joined of the boxes that ranks have.
+    """A tensor joined from the boxes of several ranks.
 
     Attributes:
         dtype: torch's name.
         shape: Global shape.
         path: Keys from the root of the saved object down to it.
-        file: The first file that has a box of it.
+        file: First file with a box of it.
         requires_grad: As recorded.
-        extents: The first extent of each box.
+        extents: First extent of each box.
         copies: Further extents of these boxes.
     """
 
@@ -40,7 +40,7 @@ class JoinedTensor:
     copies: list[Extent] = field(default_factory=list)
 
     def add(self, extent: Extent) -> Extent | None:
-        """Add an extent, and return the one that has its box already, or None if none has."""
+        """Add an extent, and return the earlier extent of the same box, or None."""
         first = self.extents.setdefault(extent.box, extent)
         if first is extent:
             return None
@@ -50,7 +50,7 @@ class JoinedTensor:
 
 
 def tensor_entries(joined: Mapping[str, JoinedTensor]) -> dict[str, TensorEntry]:
-    """Return all tensors by name; those with the same bytes become aliases of the first."""
+    """Return all tensors by name; later ones with the same bytes become aliases."""
     entries: dict[str, TensorEntry] = {}
     first: dict[object, str] = {}
     for name, tensor in joined.items():
@@ -70,13 +70,13 @@ def tensor_entries(joined: Mapping[str, JoinedTensor]) -> dict[str, TensorEntry]
 
 
 def separate_entry(name: str, dtype: str, extent: Extent) -> TensorEntry:
-    """Return the elements of an extent as a tensor of its own."""
+    """Make a standalone tensor of an extent's elements."""
     box = Box.whole(extent.box.sizes)
     return TensorEntry(name, dtype, box.sizes, (replace(extent, box=box),), (name,))
 
 
 def part_extent(extent: Extent, dtype: str, shape: Integers, start: Integers, box: Box) -> Extent:
-    """Return the extent of *box* in that of a local tensor of *shape*, where it has its *start*."""
+    """Return the extent of *box*, which begins at *start* in a local tensor of *shape*."""
     if box.sizes == shape:
         return extent if extent.box is box else replace(extent, box=box)
     strides, item = extent.strides or row_major(shape), dtypes.itemsize(dtype)
@@ -92,6 +92,6 @@ def part_extent(extent: Extent, dtype: str, shape: Integers, start: Integers, bo
 
 
 def ranks_disagree_error(name: str, where: TreePath | str, why: str) -> UnsupportedError:
-    """Return the error for a tensor that two ranks describe differently."""
+    """Make the error for a tensor that two ranks describe differently."""
     what = f"two ranks disagree on `{name}`"
     return UnsupportedError(what, where=str(where), why=why, hint=ONE_SAVE)

@@ -1,11 +1,11 @@
-"""Nested objects, their flat form (``{"model": {"w": t}}`` and ``model.w``), and their leaves.
+"""Nested objects and their flat form, ``{"model": {"w": t}}`` and ``model.w``.
 
-Dictionaries are always entered; lists where tensors or dictionaries are in them, at any depth of
-lists and tuples; tuples where tensors are in them, at any depth; everything else is a leaf. Of
-dictionaries and lists that is what ``torch.distributed.checkpoint._traverse`` does.
+Dictionaries are always flattened. Lists are flattened if they contain tensors or dictionaries at
+any depth of lists and tuples, and tuples if they contain tensors at any depth. Everything else is a
+leaf. For dictionaries and lists, ``torch.distributed.checkpoint._traverse`` does the same.
 
-A leaf may be anything that a trainer put there. Nothing of it is run to read it; but to write an
-object of an unknown class would hand it to a reader that runs it.
+A leaf may be any object of a trainer. Reading it executes nothing, but an object of an unknown
+class must not be written, because loading the output would execute it.
 """
 
 from __future__ import annotations
@@ -37,21 +37,22 @@ RUNNERS = frozenset(
         *("importlib", "runpy", "code", "codeop", "webbrowser", "multiprocessing"),
     }
 )
-"""Modules that act on the machine instead of describing data."""
+"""Modules with functions that act on the machine."""
 RUNNING = frozenset({"eval", "exec", "compile", "open", "input", "breakpoint", "__import__"})
-"""The same among ``builtins``."""
+"""Functions of ``builtins`` that act on the machine."""
 FREE_NAMES = 1 << 23
 LONGEST_NAMES = 512
-"""Characters that the names of leaves may have on average, and all of them beyond those."""
+"""Average limit for the characters in names of leaves, and the total allowed beyond it."""
 
 
 def flatten(
     root: object, is_tensor: Callable[[object], bool], path: Path = (), *, where: str
 ) -> Iterator[tuple[Path, object]]:
-    """Yield ``(path, leaf)`` of a nested object, in the file *where*.
+    """Yield the ``(path, leaf)`` pairs of a nested object in the file *where*.
 
     Raises:
-        UnsupportedError: Its names are too long, all together: each leaf below a key repeats it.
+        UnsupportedError: The names are too long in total, since each leaf repeats the keys above
+            it.
     """
     entered = _Entered(is_tensor)
     leaves, length = 0, 0
@@ -79,7 +80,7 @@ def flatten(
 
 
 class _Entered:
-    """Tells the lists and tuples that are entered; looks at each once, as they all stay alive."""
+    """Predicate for lists and tuples to flatten; caches results by id, as objects stay alive."""
 
     def __init__(self, is_tensor: Callable[[object], bool]) -> None:
         self._is_tensor = is_tensor
@@ -89,7 +90,7 @@ class _Entered:
         return self._look(node)[1]
 
     def _look(self, node: object) -> tuple[bool, bool]:
-        """Return whether tensors are in *node*, and whether it is entered."""
+        """Return whether *node* contains tensors, and whether to flatten it."""
         if isinstance(node, dict):
             return any(self._look(value)[0] for value in node.values()), True
         if not isinstance(node, list | tuple):
@@ -105,7 +106,7 @@ class _Entered:
 
 
 def nest(leaves: Iterable[tuple[Path, object]]) -> object:
-    """Build the nested object that :func:`flatten` yields *leaves* from."""
+    """Build the nested object that :func:`flatten` turned into *leaves*."""
     root: dict[object, object] = {}
     for path, leaf in leaves:
         if not path:
@@ -123,7 +124,7 @@ def nest(leaves: Iterable[tuple[Path, object]]) -> object:
 
 
 def join(path: Path) -> str:
-    """Return the fully qualified name of *path*."""
+    """Join *path* into a fully qualified name."""
     return ".".join(map(str, path))
 
 
@@ -149,12 +150,12 @@ def _finished(level: Mapping[object, object]) -> object:
 
 
 def below_rank(rank: int, path: Path) -> Path:
-    """Return where what *rank* has at *path* lies."""
+    """Return *path* below the prefix ``rank_N`` of *rank*."""
     return (f"rank_{rank}", *path)
 
 
 def kept_apart(names: Iterable[str]) -> tuple[str, ...]:
-    """Return a note on the values called *names*, if there are any."""
+    """Return a note on the values in *names* that differ between ranks, if there are any."""
     found = list(dict.fromkeys(names))
     if not found:
         return ()
@@ -162,7 +163,7 @@ def kept_apart(names: Iterable[str]) -> tuple[str, ...]:
 
 
 def _unknown_class(value: object) -> str | None:
-    """Return the first class or function in *value* that plain torch does not load."""
+    """Return the first class or function in *value* that stock torch does not load, or None."""
     for node in walk(value):
         if isinstance(node, Inert | Global) and (node.module, node.name) not in TORCH_TABLE:
             return f"{node.module}.{node.name}"
@@ -170,7 +171,7 @@ def _unknown_class(value: object) -> str | None:
 
 
 def require_harmless(blobs: Iterable[Blob], where: str) -> None:
-    """Refuse leaves that ask for what runs code: no state of a run does."""
+    """Raise if a leaf refers to code-executing functions, which no training state needs."""
     for blob in blobs:
         for node in walk(blob.value):
             if not isinstance(node, Inert | Global):
@@ -186,7 +187,7 @@ def require_harmless(blobs: Iterable[Blob], where: str) -> None:
 
 
 def unknown_notes(blobs: Iterable[Blob]) -> Iterator[str]:
-    """Yield which of *blobs* cannot be written."""
+    """Yield a note on the *blobs* that cannot be written."""
     found = {blob.name: name for blob in blobs if (name := _unknown_class(blob.value))}
     if found:
         names = listed([f"{leaf}: {name}" for leaf, name in found.items()])
@@ -194,7 +195,7 @@ def unknown_notes(blobs: Iterable[Blob]) -> Iterator[str]:
 
 
 def require_known(blobs: Iterable[Blob], *, verbatim: bool = False) -> None:
-    """Refuse to write what plain torch does not load."""
+    """Raise if a leaf contains classes that stock torch does not load, or hidden tensors."""
     from ckptctl.storage.zips.zip_reader import StoredTensor
 
     inside: list[str] = []
@@ -219,14 +220,14 @@ def require_known(blobs: Iterable[Blob], *, verbatim: bool = False) -> None:
 
 
 def value_bytes(files: SourceFiles, blob: Blob, budget: MemoryBudget) -> bytes:
-    """Return the zip that ``torch.load`` reads *blob* from; *budget* is for what is compressed."""
+    """Return the ``torch.save`` zip of *blob*; *budget* limits decompression."""
     if blob.extension and blob.file is not None:
         from ckptctl.storage.zstd import whole_value
 
         return whole_value(files, blob.file, blob.offset, blob.nbytes, blob.extension, budget)
     if blob.file is not None:
         return files.read(blob.file, blob.offset, blob.nbytes)
-    # Most commands only read, and are over before these would be imported.
+    # Only writing needs these modules.
     from ckptctl.storage.pickles.pickle_writer import dumps
     from ckptctl.storage.zips.zip_writer import lay_out
 

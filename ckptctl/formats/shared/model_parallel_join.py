@@ -1,7 +1,7 @@
-"""Formats with one file per model-parallel rank: joining the shards.
+"""Join shards of formats with one file per model-parallel rank.
 
-How ranks divide a tensor is the family's knowledge (:mod:`ckptctl.planner.model_parallel`), not
-the file's; what every rank has a copy of is proven to be the same.
+The files do not record the division of tensors; the family defines it
+(:mod:`ckptctl.planner.model_parallel`). Replicated tensors are compared between all ranks.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def joined_catalog(
     shards: Mapping[str, RankTensors],
     asked: ReadOptions,
 ) -> Catalog:
-    """Return the catalog of the tensors that the files of all ranks make, by file and in order."""
+    """Return the catalog of the tensors joined from *shards*, which are by file in rank order."""
     names = list(shards)
     around = beside(files.root, names)
     described = asked.documents or around.documents
@@ -63,11 +63,11 @@ def joined_catalog(
 
 
 class JoinedShards:
-    """Shards, and what the family says about joining them.
+    """Shards of all ranks, joined according to the model family.
 
     Attributes:
-        documents: Those it is *described* by; params as they hold for the joined tensors.
-        notes: What a reader should know.
+        documents: The *described* ones, with params.json adjusted to the joined tensors.
+        notes: Messages for the user.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class JoinedShards:
         self._require_same_keys()
 
     def tensors(self, files: SourceFiles) -> dict[str, TensorEntry]:
-        """Return the whole tensors."""
+        """Return the global tensors."""
         self.notes += tuple(self._copies_of_files())
         if self.ranks == 1:
             joined = dict(self.shards[0])
@@ -102,7 +102,7 @@ class JoinedShards:
         return joined
 
     def _copies_of_files(self) -> Iterator[str]:
-        """Say which files hold the same as another by all their recorded checksums."""
+        """Yield a note for each file whose recorded checksums equal those of another."""
         seen: dict[tuple[int | None, ...], str] = {}
         for shard, name in zip(self.shards, self.names, strict=True):
             crcs = tuple(entry.extents[0].crc32 for entry in shard.values())
@@ -115,7 +115,7 @@ class JoinedShards:
 
     @property
     def family(self) -> Family:
-        """The family that says how to join the shards."""
+        """Family that defines how to join the shards."""
         known = self.known[0] if self.known else None
         if known and any(self._has(known, key) for key in self.order):
             return known
@@ -140,7 +140,7 @@ class JoinedShards:
 
     @cached_property
     def stored(self) -> Sizes:
-        """Axis sizes, heads counted as often as they are stored."""
+        """Axis sizes; heads are counted as often as they are stored."""
         shapes = {key: self.first[key].shape for key in self.order}
         try:
             return stored_sizes(self.family, self.layout, shapes, self.ranks, self._configured)
@@ -149,7 +149,7 @@ class JoinedShards:
 
     @property
     def _configured(self) -> dict[str, int]:
-        """Axis sizes as the configuration states them for what is stored."""
+        """Axis sizes of the stored tensors according to the configuration."""
         params, config = self.documents.get("params.json"), self.documents.get("config.json")
         if params is not None or config is None:
             return read_sizes(self.family, params=params)
@@ -158,7 +158,7 @@ class JoinedShards:
         return {axis: size for axis, size in sizes.items() if axis not in repeated}
 
     def _known(self, model_type: str | None) -> tuple[Family, ...]:
-        """The families that the shards may be of; all of them divide tensors alike."""
+        """Return the families that match the shards; all of them divide tensors alike."""
         if model_type:
             return (families.family(model_type),)
         shapes = {key: self.first[key].shape for key in self.order}
@@ -188,7 +188,7 @@ class JoinedShards:
         return str([(cut.dim, len(cut.before)) for cut in cuts(family, self.layout, key)])
 
     def _require_alike(self) -> None:
-        """Ranks that have a tensor have it in one dtype and shape; all or one of them have it."""
+        """Require that all ranks with a tensor have it in one dtype and shape."""
         for shard, name in zip(self.shards, self.names, strict=True):
             for key, entry in shard.items():
                 first = self.first[key]
@@ -201,7 +201,7 @@ class JoinedShards:
                     )
 
     def _require_same_keys(self) -> None:
-        """Refuse ranks that lack a tensor, unless it is one of those that ranks share out."""
+        """Raise if a rank is missing a tensor that is not distributed among ranks."""
         if all(len(shard) == len(self.order) for shard in self.shards):
             return
         copied = [key for key in self.order if not self._shared_out(key)]
@@ -220,10 +220,10 @@ class JoinedShards:
         return owned(self.known[0], self.layout, key) is not None
 
     def _repeats(self, files: SourceFiles) -> int:
-        """How many neighboring ranks hold the same key/value head.
+        """Return the number of neighboring ranks with the same key/value head.
 
-        config.json says it where there is one; else the bytes do. When all of them are equal
-        (zeros, say) they say nothing.
+        It is taken from config.json, or else found by comparing the bytes. If all heads are equal,
+        for example zeros, the bytes do not determine it.
         """
         params, config = self.documents.get("params.json"), self.documents.get("config.json")
         heads = read_sizes(self.family, params=params) if params else self.stored.axes
@@ -264,7 +264,7 @@ class JoinedShards:
         return repeats
 
     def _copies(self, files: SourceFiles, key: str, repeats: int) -> bool:
-        """Whether neighbors hold the same in the parts that are repeated."""
+        """Return whether neighboring ranks have equal data in the repeated parts."""
         shares = self._shares(key, self.stored, 1)
         for rank, share in enumerate(shares):
             kept = rank - rank % repeats
@@ -302,7 +302,7 @@ class JoinedShards:
             for piece in share.pieces if share else ():
                 extent = _piece_extent(self.shards[rank][key], piece)
                 before = joined.add(extent)
-                # Pieces of a divided axis are compared elsewhere.
+                # Pieces of a divided axis are compared in `_repeats`.
                 if before and piece.axis is None and not self._is_same(files, key, before, extent):
                     self._disagree(key, rank)
         extents = tuple(joined.extents.values())
@@ -315,7 +315,7 @@ class JoinedShards:
         return same_elements(files, *entries, of_any_size=True) is True
 
     def _disagree(self, key: str, rank: int) -> None:
-        """Refuse copies that differ; of what carries no information one is as good as another."""
+        """Raise if copies differ, or add a note for tensors without any divided axis."""
         if cuts(self.family, self.layout, key):
             raise UnsupportedError(
                 f"the ranks disagree on `{key}`",
@@ -325,7 +325,7 @@ class JoinedShards:
         self.notes += (f"`{key}` differs between ranks; the value of the first rank is used",)
 
     def _check(self, joined: RankTensors) -> None:
-        """Compare the joined shapes with the configuration: a missing shard shows here."""
+        """Compare the joined shapes with the configuration, which reveals missing shards."""
         params = self.documents.get("params.json")
         shapes = {key: entry.shape for key, entry in joined.items()}
         known = self._configured if params is None else read_sizes(self.family, params=params)
@@ -346,5 +346,5 @@ class JoinedShards:
 
 
 def _piece_extent(entry: TensorEntry, piece: ShardPiece) -> Extent:
-    """Return where a piece of a rank's tensor lies."""
+    """Return the extent of a piece of a rank's tensor."""
     return part_extent(entry.extents[0], entry.dtype, entry.shape, piece.offsets, piece.box)

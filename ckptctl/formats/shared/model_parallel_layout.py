@@ -1,4 +1,4 @@
-"""Formats with one file per model-parallel rank: what each file holds, and where."""
+"""Lay out formats with one file per model-parallel rank."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def lay_out(
     one_rank: Callable[[int, Sequence[OutputTensor]], OutputLayout],
     reason: str,
 ) -> OutputLayout:
-    """Return the layout of one file per rank."""
+    """Combine the layouts of all ranks' files, made by *one_rank*."""
     from ckptctl.planner.model_parallel import RankShard
 
     files: list[OutputFile] = []
@@ -59,5 +59,5 @@ def _places(share: RankShard, record: int) -> Iterator[TensorPlace]:
 
 
 def _shifted(frame: Frame, by: int, crc_of: CrcOf) -> Iterator[tuple[int, bytes]]:
-    """Yield what *frame* does, whose records are counted from *by*."""
+    """Yield the bytes of *frame*, with its record numbers shifted by *by*."""
     return frame(lambda record: crc_of(record + by))

@@ -1,10 +1,10 @@
-"""One rank's ``torch.save`` file: plain tensors, shards of larger ones, and other leaves.
+"""One rank's ``torch.save`` file, with regular tensors, shards and non-tensor values.
 
-Shards are DTensors, of which ``torch.save`` leaves a local tensor, a mesh and placements
+Shards are DTensors, which ``torch.save`` stores as a local tensor, a mesh and placements
 (``torch/distributed/tensor/_api.py``, ``_dtensor_spec.py``, ``torch/_tensor.py``; field names are
 those of torch 2.13), and ShardedTensors, FSDP1's sharded state dict
-(``torch/distributed/_shard/sharded_tensor/api.py``, ``metadata.py``). torch itself needs a process
-group to read them; nothing is built here.
+(``torch/distributed/_shard/sharded_tensor/api.py``, ``metadata.py``). torch needs a process group
+to load them; here, no such object is created.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from ckptctl.storage.zips.zip_reader import StoredTensor, read_archive
 from ckptctl.units import counted
 
 Axis = tuple[tuple[int, int], ...]
-"""Sizes and strides of what makes up one dimension of a mesh, the slowest first."""
+"""Sizes and strides of the axes that form one dimension of a mesh, slowest first."""
 _HOMES = ("torch.distributed.tensor", "torch.distributed._tensor")
 _SUBMODULES = ("", ".api", "._api", ".placement_types", "._dtensor_spec", ".device_mesh")
 _DTENSOR = (
@@ -56,7 +56,7 @@ _CLASSES: Mapping[str, tuple[str, ...]] = {
     f"{_SHARD}.sharding_spec.api": ("EnumerableShardingSpec",),
     "torch.distributed.remote_device": ("_remote_device",),
 }
-"""What a pickle of DTensors and ShardedTensors names besides plain tensors."""
+"""Classes in pickles of DTensors and ShardedTensors, in addition to those of regular tensors."""
 _TABLE: Table = {
     **TORCH_TABLE,
     **{(home, name): Global(home, name) for home, names in _CLASSES.items() for name in names},
@@ -71,15 +71,15 @@ _REASONS = {
 
 
 class Mesh:
-    """A device mesh as one rank sees it.
+    """A device mesh as recorded by one rank.
 
-    *order* has the numbers of all ranks, as the strides of *axes* count them.
+    *order* contains the numbers of all ranks in the order of the strides of *axes*.
 
     Attributes:
         sizes: Ranks along each dimension.
-        coordinate: This rank's place; None: it is not part of the mesh.
+        coordinate: This rank's coordinate; None if it is not part of the mesh.
         rank: This rank's number, if recorded.
-        ranks: The numbers of all ranks, if recorded.
+        ranks: Numbers of all ranks, if recorded.
     """
 
     def __init__(
@@ -90,13 +90,13 @@ class Mesh:
         self._axes, self._order = axes, order
 
     def place(self, rank: int) -> Integers | None:
-        """Return the coordinate of another rank; None: the file does not tell."""
+        """Return the coordinate of another rank, or None if it is not recorded."""
         at = self._positions.get(rank)
         return None if at is None else _coordinate(self._axes, at)
 
     @cached_property
     def _positions(self) -> Mapping[int, int]:
-        """Where each rank is in the list; nothing if that would contradict *coordinate*."""
+        """Index of each rank in the mesh; empty if this would contradict *coordinate*."""
         found = {rank: at for at, rank in enumerate(self._order)}
         own = None if self.rank is None else found.get(self.rank)
         if own is None or _coordinate(self._axes, own) != self.coordinate:
@@ -105,7 +105,7 @@ class Mesh:
 
 
 def _coordinate(axes: tuple[Axis, ...], at: int) -> Integers:
-    """Return where in a mesh the rank lies that is at that place of its list."""
+    """Return the mesh coordinate of the rank at index *at* of the rank list."""
     found = [0] * len(axes)
     for number, axis in enumerate(axes):
         for size, stride in axis:
@@ -114,13 +114,13 @@ def _coordinate(axes: tuple[Axis, ...], at: int) -> Integers:
 
 
 class Meshes:
-    """Reads the device meshes of one file, each once: thousands of tensors share one."""
+    """Reader for the device meshes of one file; caches them, as thousands of tensors share one."""
 
     def __init__(self) -> None:
         self._known: dict[int, Mesh] = {}
 
     def read(self, record: object) -> Mesh:
-        """Return the mesh that *record* describes; the file's objects must stay alive."""
+        """Read the mesh in *record*; the file's objects must stay alive."""
         found = self._known.get(id(record))
         if found is None:
             found = self._known[id(record)] = _mesh(attributes(record))
@@ -146,7 +146,7 @@ def _mesh(state: Mapping[str, object]) -> Mesh:
 
 
 def _require_inside(mesh: Mesh) -> None:
-    """Refuse a rank that has a place in a mesh and is none of its ranks."""
+    """Raise if a rank has a coordinate outside its mesh, or is not one of the mesh's ranks."""
     at, who = mesh.coordinate, "a rank" if mesh.rank is None else f"rank {mesh.rank}"
     if at is None:
         return
@@ -184,22 +184,22 @@ def _items(value: object) -> tuple[object, ...]:
 
 
 def _axis(shape: object, stride: object) -> Axis:
-    """Return one mesh dimension, which torch may describe as several."""
+    """Return one mesh dimension, which torch may split into several."""
     return tuple(zip(integers(_items(shape)), integers(_items(stride)), strict=True))
 
 
 def nothing_known(_: int) -> tuple[Box, ...]:
-    """Return no box: what another rank holds is not told."""
+    """Return no boxes; used if those of other ranks are not recorded."""
     return ()
 
 
 class LocalShard(NamedTuple):
-    """A box of a global tensor and where a file of one rank holds it.
+    """A box of a global tensor and its place in the file of one rank.
 
     Attributes:
-        box: The part of the global tensor.
-        tensor: The local tensor.
-        start: The box's first index in the local tensor.
+        box: Index range in the global tensor.
+        tensor: The local tensor that contains the box.
+        start: First index of the box in the local tensor.
     """
 
     box: Box
@@ -209,16 +209,16 @@ class LocalShard(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Sharded:
-    """What one rank's file says about a tensor that several ranks hold.
+    """A sharded tensor as recorded in one rank's file.
 
     Attributes:
         dtype: torch's name.
         shape: Global shape.
-        pieces: What this rank holds.
+        pieces: Boxes of this rank.
         requires_grad: As recorded.
-        rank: The rank that wrote it, if it says so.
-        ranks: All ranks that it knows of.
-        held_by: Returns the boxes that another rank holds, as far as this one tells.
+        rank: Rank that wrote it, if recorded.
+        ranks: All ranks that it refers to.
+        held_by: Function that returns the boxes of another rank, as far as they are recorded.
     """
 
     dtype: str
@@ -231,7 +231,7 @@ class Sharded:
 
 
 class Wrapped(NamedTuple):
-    """The arguments of ``_rebuild_wrapper_subclass`` that matter."""
+    """The relevant arguments of ``_rebuild_wrapper_subclass``."""
 
     dtype: str
     shape: Integers
@@ -239,14 +239,14 @@ class Wrapped(NamedTuple):
 
 
 def wrapped(args: object) -> Wrapped:
-    """Return what ``(class, dtype, size, stride, offset, layout, device, requires_grad)`` says."""
+    """Parse ``(class, dtype, size, stride, offset, layout, device, requires_grad)``."""
     if not isinstance(args, tuple) or len(args) < 8 or not isinstance(args[1], Global):
         raise TypeError("the arguments of a tensor subclass differ from those that torch writes")
     return Wrapped(args[1].name, integers(args[2]), args[7] is True)
 
 
 def read_dtensor(args: object, state: object, meshes: Meshes) -> Sharded:
-    """Return what one rank holds of a DTensor."""
+    """Read one rank's part of a DTensor."""
     whole, fields = wrapped(args), attributes(state)
     spec, stored = attributes(fields["_spec"]), fields["_local_tensor"]
     if not isinstance(stored, StoredTensor):
@@ -290,7 +290,7 @@ def _local(
     placements: tuple[Shard | None, ...],
     order: tuple[tuple[int, Integers], ...] | None,
 ) -> Local:
-    """Return :func:`local_part`, remembered: the layers of a model have the same shapes."""
+    """Compute :func:`local_part`, cached because the layers of a model have the same shapes."""
     return local_part(shape, mesh, coordinate, placements, dict(order) if order else None)
 
 
@@ -337,7 +337,7 @@ def _order(entries: object) -> tuple[tuple[int, Integers], ...] | None:
 
 
 def _read_sharded_tensor(args: object, state: object) -> Sharded:
-    """Return what one rank holds of a ShardedTensor."""
+    """Read one rank's part of a ShardedTensor."""
     whole = wrapped(args)
     if not isinstance(state, tuple) or not isinstance(state[0], list):
         raise TypeError("the state is not that of a ShardedTensor")
@@ -356,7 +356,7 @@ def _read_sharded_tensor(args: object, state: object) -> Sharded:
 
 
 def _listed_boxes(shards: object, rank: int) -> tuple[Box, ...]:
-    """Return the boxes of another rank; every rank's file lists those of all."""
+    """Return the boxes of another rank; every rank's file lists the boxes of all."""
     if not isinstance(shards, list):
         return ()
     found = (attributes(shard) for shard in shards)
@@ -405,7 +405,7 @@ def _is_tensor(node: object) -> bool:
 
 
 def _is_sharded(node: object) -> bool:
-    """Whether *node* is ``_rebuild_from_type_v2(_rebuild_wrapper_subclass, class, ...)``."""
+    """Return whether *node* is ``_rebuild_from_type_v2(_rebuild_wrapper_subclass, ...)``."""
     if not isinstance(node, Inert) or node.name != "_rebuild_from_type_v2":
         return False
     return len(node.args) == 4 and node.args[0] == _WRAPPED

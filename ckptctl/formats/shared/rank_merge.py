@@ -1,9 +1,9 @@
-"""Joining what every rank wrote for itself into one checkpoint.
+"""Merge the separate files of all ranks into one checkpoint.
 
-Shards are boxes of one tensor and must agree on its dtype and shape; equal boxes are replicas and
-must hold the same bytes where the files' checksums tell. A leaf that is no shard and is not the
-same everywhere (a random-number state) is kept once for each rank: the lowest rank's under its
-name, another one's below ``rank_N.`` if it differs from that.
+Shards are boxes of one tensor and must have the same dtype and shape. Equal boxes are replicas, and
+their checksums must match if recorded. A leaf that is not sharded and differs between ranks, such
+as a random-number state, is kept per rank. The lowest rank's value keeps the name; values of other
+ranks that differ from it get the prefix ``rank_N.``.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _NEXT = "per-rank values are taken from the lowest rank that can be read"
 
 
 class Gap(NamedTuple):
-    """A file of a rank that cannot be used, and where what it holds lies in the checkpoint."""
+    """An unusable file of a rank, with the prefix of its leaves."""
 
     rank: int
     head: Path
@@ -48,12 +48,12 @@ class _RankTensor(JoinedTensor):
 
 
 class RankMerger:
-    """Takes leaves rank by rank, the lowest rank first.
+    """Merger of leaves, which takes ranks in ascending order.
 
     Attributes:
-        faults: What is wrong with the checkpoint.
-        gaps: The files of ranks that cannot be used.
-        ranks: All ranks that took part, as far as the files tell.
+        faults: Problems of the checkpoint.
+        gaps: Unusable files of ranks.
+        ranks: All ranks that took part in the save, as far as recorded.
     """
 
     def __init__(self, files: SourceFiles, faults: Faults, *, listed: bool = False) -> None:
@@ -69,7 +69,7 @@ class RankMerger:
 
     @property
     def replicas(self) -> dict[str, tuple[Extent, ...]]:
-        """Return for each tensor the further copies of its boxes, if they are to be listed."""
+        """Further copies of each tensor's boxes, if these are to be listed."""
         tensors = self._tensors.items() if self._listed else ()
         return {key: tuple(tensor.copies) for key, tensor in tensors if tensor.copies}
 
@@ -81,12 +81,12 @@ class RankMerger:
         named: Callable[[int], str],
         of: str = "",
     ) -> None:
-        """Refuse, or note, that ranks' files are missing."""
+        """Raise, or add findings, for missing files of ranks."""
         for rank in self.faults.require_ranks(present, wanted, named, of):
             self._add_gap(Gap(rank, head, named(rank)))
 
     def take(self, rank: int, head: Path, file: str, leaves: Iterable[tuple[Path, object]]) -> None:
-        """Take the leaves of one file of *rank*, all of them below *head*, if it can be read."""
+        """Add the leaves of one file of *rank* below *head*, or record a gap if it is unusable."""
         if self.faults.partial:
             held = self.faults.read(file, lambda _: list(leaves))
             if held is None:
@@ -104,7 +104,7 @@ class RankMerger:
             findings[at] = replace(findings[at], why=why)
 
     def add(self, rank: int, file: str, leaves: Iterable[tuple[Path, object]]) -> None:
-        """Take leaves of one file of *rank*."""
+        """Add leaves of one file of *rank*."""
         for path, leaf in leaves:
             if isinstance(leaf, Sharded):
                 self._check_rank(rank, file, leaf)
@@ -191,7 +191,7 @@ class RankMerger:
             self._blobs[join(own)] = Blob(join(own), own, value=value)
 
     def refuse_unrelated(self, where: str) -> None:
-        """Refuse files that share no tensor and no shard: each is a checkpoint of its own."""
+        """Raise if the files share no tensor and are not sharded, so each is a checkpoint."""
         clash = any(key in self._tensors for key in self._copies.differing)
         if clash and not self._agreed and not any(t.sharded for t in self._tensors.values()):
             raise FormatError(
@@ -207,7 +207,7 @@ class RankMerger:
         return {known.path[0] for known in self._tensors.values() if known.path}
 
     def finish(self) -> Leaves:
-        """Return everything that was taken; whether shards tile their tensors is not checked."""
+        """Return everything that was added; does not check that shards tile their tensors."""
         notes = [
             *kept_apart(self._copies.differing),
             *unknown_notes(self._blobs.values()),
@@ -217,7 +217,7 @@ class RankMerger:
         return Leaves(tensor_entries(self._tensors), self._blobs, notes)
 
     def _lost(self) -> Lost:
-        """Return for each tensor the boxes that are only in files that cannot be used."""
+        """Return the boxes of each tensor that are only in unusable files."""
         found: Lost = {}
         for key, known in self._tensors.items():
             for gap in self.gaps:
@@ -233,7 +233,7 @@ class RankMerger:
 
 
 def same_value(one: object, other: object) -> bool:
-    """Return whether two leaves are equal; what cannot be compared is not."""
+    """Return whether two leaves are equal; False if they cannot be compared."""
     try:
         return type(one) is type(other) and bool(one == other)
     except DamagedError:

@@ -1,4 +1,4 @@
-"""What several ranks have under one name: compared by recorded checksums, or else read."""
+"""Comparison of the values of several ranks, by recorded checksums or by content."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from ckptctl.storage.files import SourceFiles
 
 @dataclass(slots=True)
 class CopyComparison:
-    """Compares copies, and remembers what a reader should know of those that were not read.
+    """Comparison of copies that records notes on copies that are not read.
 
     Attributes:
         files: The checkpoint's files.
-        deferred: Whether whoever asked for a list of the copies compares them.
-        differing: Names of which ranks have different values, as often as one differs.
-        recorded: Names of tensors of which only the recorded checksums were compared.
-        uncompared: Names of tensors of which copies are too large to be compared here.
+        deferred: Whether the caller lists the copies and compares them later.
+        differing: Names whose values differ between ranks, once per differing value.
+        recorded: Names of tensors with only their recorded checksums compared.
+        uncompared: Names of tensors with copies too large to compare here.
     """
 
     files: SourceFiles
@@ -32,10 +32,10 @@ class CopyComparison:
     def is_same(
         self, first: TensorEntry, other: TensorEntry, name: str, *, of_any_size: bool = False
     ) -> bool:
-        """Return whether a rank has what *first* has, for all that is known.
+        """Return whether *other* equals *first*, as far as known.
 
-        Equal recorded checksums are enough, and what is too large to be read here counts as the
-        same, unless it may be *of_any_size*.
+        Equal recorded checksums are sufficient. Copies too large to read here count as equal,
+        unless *of_any_size* is set.
         """
         one, two = first.extents[0], other.extents[0]
         alike = (first.dtype, first.shape) == (other.dtype, other.shape)
@@ -50,12 +50,12 @@ class CopyComparison:
         return same is not False
 
     def leave(self, name: str, one: Extent, other: Extent) -> None:
-        """Note a copy that is not read."""
+        """Record a copy that is not read."""
         if not self.deferred and other.nbytes:
             (self.recorded if has_same_checksum(one, other) else self.uncompared).append(name)
 
     def notes(self) -> Iterator[str]:
-        """Yield notes on what was not read."""
+        """Yield notes on copies that were not read."""
         if self.uncompared:
             names = listed([*dict.fromkeys(self.uncompared)])
             yield f"values are not compared between ranks; the lowest rank's is used: {names}"

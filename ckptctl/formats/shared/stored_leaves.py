@@ -1,4 +1,4 @@
-"""The tensors and other leaves of what ``torch.save`` wrote."""
+"""Tensors and non-tensor values in ``torch.save`` files."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ NO_CHECKSUMS = "written without checksums"
 
 @dataclass(slots=True)
 class Leaves:
-    """The tensors and other leaves of a file or of a part of one, or those of all ranks."""
+    """Tensors and non-tensor values of a file, a part of a file, or all ranks."""
 
     tensors: dict[str, TensorEntry] = field(default_factory=dict)
     blobs: dict[str, Blob] = field(default_factory=dict)
@@ -39,7 +39,7 @@ class Leaves:
     computed: dict[str, Computed] = field(default_factory=dict)
 
     def add(self, value: object, path: KeyPath, file: str, where: str) -> None:
-        """Add all leaves of *value*, none of which may be there already."""
+        """Flatten *value* and add its leaves; raise if a name already exists."""
         for place, leaf in flatten(value, is_stored, path, where=where):
             name = join(place)
             if name in self.tensors or name in self.blobs:
@@ -50,7 +50,7 @@ class Leaves:
                 self.blobs[name] = Blob(name, place, value=leaf)
 
     def put(self, leaf: TensorEntry | Blob) -> None:
-        """Add one leaf as it is."""
+        """Add one leaf, replacing an existing one."""
         if isinstance(leaf, Blob):
             self.blobs[leaf.name] = leaf
         else:
@@ -60,7 +60,7 @@ class Leaves:
 def read_leaves(
     files: SourceFiles, name: str, unknown: Unknown = "refuse", *, computed: bool = False
 ) -> Leaves:
-    """Return the tensors and other leaves of one ``torch.save`` file."""
+    """Read the tensors and non-tensor values of one ``torch.save`` file."""
     archive = read_archive(files, name, unknown=unknown, table=KEEPING_TABLE)
     found = leaves_in(archive.root, name, home=files.root if computed else None)
     found.notes[:0] = () if archive.checksums else (NO_CHECKSUMS,)
@@ -68,9 +68,9 @@ def read_leaves(
 
 
 def leaves_in(root: object, name: str, path: KeyPath = (), home: TreePath | None = None) -> Leaves:
-    """Return the tensors and other leaves of *root*, an object in the file *name*, below *path*.
+    """Flatten *root*, an object in the file *name*, into leaves below *path*.
 
-    Without *home*, the checkpoint's root, views that have to be computed are not read.
+    Without *home*, the checkpoint's root, conjugate and negative views are not read.
     """
     tensors: dict[str, TensorEntry] = {}
     blobs: dict[str, Blob] = {}
@@ -120,7 +120,7 @@ def leaves_in(root: object, name: str, path: KeyPath = (), home: TreePath | None
 def _mirrored(
     key: str, place: KeyPath, leaf: StoredTensor, stored: TensorEntry, root: TreePath
 ) -> tuple[TensorEntry, Computed]:
-    """Return a conjugate or negative view, and the virtual file that its elements lie in."""
+    """Return a conjugate or negative view, and the virtual file of its elements."""
     flags, inputs = tuple(sorted(leaf.flags)), (Input(root, stored),)
     computed = Computed("mirrored", leaf.dtype, leaf.shape, inputs, flags)
     extents = (computed.extent(computed_name(key)),)
@@ -129,7 +129,7 @@ def _mirrored(
 
 
 def extent_of(stored: StoredTensor, file: str, box: Box | None = None) -> Extent:
-    """Return the extent of a tensor found in a ``torch.save`` zip."""
+    """Return the extent of a tensor in a ``torch.save`` zip."""
     return Extent(
         box or Box.whole(stored.shape),
         file,
@@ -147,7 +147,7 @@ def is_stored(node: object) -> bool:
 
 
 def refuse_hidden_tensors(leaf: object, key: str, where: str) -> None:
-    """Refuse a leaf with tensors inside something that cannot be flattened (a set, an object)."""
+    """Raise if a leaf contains tensors inside an object that cannot be flattened, such as a set."""
     if any(is_stored(node) for node in walk(leaf)):
         raise UnsupportedError(
             f"`{key}` contains tensors inside an object that cannot be decomposed",
@@ -157,7 +157,7 @@ def refuse_hidden_tensors(leaf: object, key: str, where: str) -> None:
 
 
 def stored_leaf(tensor: OutputTensor, key: str) -> StorageTensor:
-    """Return what is pickled of a tensor whose elements are the record *key* of the same zip."""
+    """Make the pickle record of a tensor with its elements in the storage *key* of the same zip."""
     return StorageTensor(
         storage_key=key,
         storage_nbytes=tensor.nbytes,
@@ -170,6 +170,6 @@ def stored_leaf(tensor: OutputTensor, key: str) -> StorageTensor:
 
 
 def stored_entry(path: KeyPath, tensor: StoredTensor, file: str) -> TensorEntry:
-    """Return the entry of a tensor that lies whole in one file."""
+    """Return the catalog entry of a tensor stored in full in one file."""
     boxes = (extent_of(tensor, file),)
     return TensorEntry(join(path), tensor.dtype, tensor.shape, boxes, path)

@@ -1,7 +1,7 @@
-"""Which of several DeepSpeed saves in one folder is meant: tags and the file that points at one.
+"""Selection of one of several DeepSpeed saves in a folder, by tag or pointer file.
 
-Source: ``deepspeed/runtime/engine.py`` (``save_checkpoint``): ``latest`` is written by rank 0,
-neither atomically nor after all ranks have finished.
+Source: ``deepspeed/runtime/engine.py`` (``save_checkpoint``). Rank 0 writes ``latest``, neither
+atomically nor after all ranks have finished.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def tags(root: TreePath, evidence: Evidence) -> list[str]:
 
 
 def is_run(root: TreePath, pointer: str, evidence: Evidence) -> bool:
-    """Return whether *root* is a folder of saves with the file that names the latest."""
+    """Return whether *root* is a folder of saves with a pointer file."""
     return root.is_dir() and (root / pointer).is_file() and bool(tags(root, evidence))
 
 
@@ -37,10 +37,10 @@ def tag_folder(
     evidence: Evidence,
     meant: Callable[[str], str] = str,
 ) -> str:
-    """Return the folder to read, relative to *root*; ``""`` where *root* is it.
+    """Return the folder to read, relative to *root*; ``""`` for *root* itself.
 
-    It is *tag*, or else what the file *pointer* says, whose text *meant* turns into a folder.
-    *evidence* says what tells that a folder is a save.
+    This is *tag*, or else the folder that *meant* derives from the text of the file *pointer*.
+    *evidence* returns the evidence that a folder is a save, or None.
     """
     found = tags(root, evidence)
     if tag is not None:
@@ -74,9 +74,9 @@ def _asked(root: TreePath, tag: str, found: list[str], evidence: Evidence) -> st
 
 
 def pointer_content(root: TreePath, pointer: str, most: int = MAX_TAG) -> tuple[bytes, bool]:
-    """Return what a pointer holds, and whether that is all of it.
+    """Read the start of a pointer file, and return whether that is all of it.
 
-    What a link out of *root* leads to is not read, so that no message quotes it.
+    A link that leads out of *root* is not followed, so that no message quotes its target.
     """
     with source_files(root) as files:
         size = files.size(pointer)
@@ -87,7 +87,7 @@ def _pointed_at(root: TreePath, pointer: str, found: list[str], meant: Callable[
     content, whole = pointer_content(root, pointer)
     named = content.decode(errors="replace").strip()
     where = str(root / pointer)
-    # Of a run's own saves rather than what it began with.
+    # Prefer the run's own saves to the one that it was initialized from.
     own = [one for one in found if any(map(str.isdigit, one))] or found
     hint = f"select a save, for example {spell_option(f'--tag {own[-1]}')}" if found else None
     if not named or not whole or not named.isprintable() or "\ufffd" in named:

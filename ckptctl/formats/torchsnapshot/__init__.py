@@ -1,7 +1,7 @@
-"""torchsnapshot directories: ``.snapshot_metadata`` and files of plain elements.
+"""torchsnapshot directories, with ``.snapshot_metadata`` and files of raw elements.
 
 Source: torchsnapshot 0.1.0, ``manifest.py`` (entries), ``flatten.py`` (paths), ``batcher.py``
-(files of many tensors). An entry belongs to the rank that its path begins with, unless it is
+(files of many tensors). An entry belongs to the rank at the start of its path, unless it is
 replicated or sharded.
 """
 

@@ -1,7 +1,7 @@
-"""Reads a snapshot: its manifest, and what that says of the objects of all ranks.
+"""Read a snapshot's manifest and the objects of all ranks.
 
-The manifest has ``rank/path/of/the/leaf`` and where each leaf lies. Source: torchsnapshot 0.1.0,
-``manifest.py``, ``flatten.py``. Newer versions write JSON; the YAML of older ones is refused.
+The manifest maps ``rank/path/of/the/leaf`` to the place of each leaf. Source: torchsnapshot 0.1.0,
+``manifest.py``, ``flatten.py``. The YAML of older versions is not supported.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ from ckptctl.units import counted
 
 METADATA = ".snapshot_metadata"
 _Sizes = Mapping[str, int]
-"""Sizes of the files that entries lie in."""
+"""Sizes of the data files in bytes."""
 _SHARDED = ("ShardedTensor", "DTensor")
 SHARDED = (*_SHARDED, "ChunkedTensor")
 MAX_METADATA = 1 << 30
@@ -64,7 +64,7 @@ Sizes = Annotated[tuple[Natural, ...], sized(0, MAX_RANK)]
 
 
 def read(path: TreePath, asked: ReadOptions, name: str) -> Catalog:
-    """Return the catalog of the snapshot in the folder *path*."""
+    """Read the catalog of the snapshot in the folder *path*."""
     where = str(path / METADATA)
     with source_files(path) as files:
         merger = RankMerger(files, faults := Faults(path, asked.partial))
@@ -158,7 +158,7 @@ def _tensor(
 
 @dataclass(frozen=True, slots=True)
 class _Manifest(Schema):
-    """The whole file."""
+    """Content of the manifest file."""
 
     world_size: Natural
     manifest: dict[str, dict[str, object]]
@@ -166,7 +166,7 @@ class _Manifest(Schema):
 
 @dataclass(frozen=True, slots=True)
 class _Shard(Schema):
-    """A box of a tensor, and its place."""
+    """A box of a tensor and its place."""
 
     offsets: Sizes
     sizes: Sizes
@@ -174,15 +174,15 @@ class _Shard(Schema):
 
 
 class ManifestEntry(NamedTuple):
-    """One leaf.
+    """One leaf of the manifest.
 
     Attributes:
-        rank: The rank that has it, or the lowest where several share it.
+        rank: Rank of the leaf, or the lowest of several.
         path: Keys from the root of that rank's state.
-        kind: Its type, or ``empty`` for a dictionary or list that nothing is in.
-        fields: What the manifest says of it.
-        parts: The boxes of a tensor, those of all ranks, or the whole of an object.
-        shape: Of all of a tensor.
+        kind: Type, or ``empty`` for an empty dictionary or list.
+        fields: Fields in the manifest.
+        parts: Boxes of a tensor on all ranks, or the object.
+        shape: Global shape of a tensor.
     """
 
     rank: int
@@ -194,14 +194,14 @@ class ManifestEntry(NamedTuple):
 
 
 class StoredRange(NamedTuple):
-    """Where a tensor or an object lies.
+    """Place of a tensor or an object.
 
     Attributes:
         file: The file.
-        span: First byte and the one after the last; None: the whole file.
-        serializer: How it was written.
+        span: First byte and end; None for the whole file.
+        serializer: Name of the serializer.
         dtype: torch's name; empty for objects.
-        shape: Sizes.
+        shape: Shape of the tensor or shard.
     """
 
     file: str
@@ -212,7 +212,7 @@ class StoredRange(NamedTuple):
 
 
 def read_manifest(files: SourceFiles) -> list[ManifestEntry]:
-    """Return the leaves of all ranks, those of the lowest rank first."""
+    """Read the leaves of all ranks, in rank order."""
     where = str(files.root / METADATA)
     if _YAML.match(files.read(METADATA, 0, min(files.size(METADATA), 64))):
         raise FormatError(
@@ -253,7 +253,7 @@ def read_manifest(files: SourceFiles) -> list[ManifestEntry]:
 
 
 def _with_shape(entry: ManifestEntry) -> ManifestEntry:
-    """Return *entry* with its shape, which reaches to the end of the last shard if not recorded."""
+    """Set the global shape, which reaches to the end of the last shard if not recorded."""
     if entry.kind not in SHARDED:
         return entry
     if not entry.parts:
@@ -273,7 +273,7 @@ def _rank(path: str, world: int) -> int:
 
 
 def _children(entries: Mapping[str, Fields]) -> dict[str, set[str]]:
-    """Return the last parts of the paths below each path, of all ranks together for keys."""
+    """Return the last path components below each path; without rank, those of all ranks."""
     found: dict[str, set[str]] = {}
     for path in entries:
         head, _, last = path.rpartition("/")
@@ -311,7 +311,7 @@ def _path(path: str, entries: Mapping[str, Fields]) -> KeyPath:
 
 
 def _located(kind: str, fields: Fields) -> StoredRange:
-    """Return where a ``Tensor`` or an ``object`` lies."""
+    """Parse the place of a ``Tensor`` or an ``object``."""
     location = fields.get("location")
     if not isinstance(location, str):
         raise MismatchError("a string", location, "location")
@@ -332,7 +332,7 @@ def _located(kind: str, fields: Fields) -> StoredRange:
 
 
 def primitive(fields: Fields) -> object:
-    """Return the value of an ``int``, ``str``, ``bool``, ``bytes`` or ``float``."""
+    """Parse the value of an ``int``, ``str``, ``bool``, ``bytes`` or ``float``."""
     kind, text = fields["type"], str(fields["serialized_value"])
     if kind == "int":
         return int(text)
@@ -352,7 +352,7 @@ def primitive(fields: Fields) -> object:
 def sizes_of(
     files: SourceFiles, entries: Sequence[ManifestEntry], where: str, faults: Faults
 ) -> dict[str, int]:
-    """Return the sizes of the files, which have to be what the manifest says."""
+    """Return the sizes of the data files, after comparing them with the manifest."""
     sizes: dict[str, int] = {}
     ranges: dict[str, list[ByteRange]] = {}
     beyond: dict[str, tuple[int, str]] = {}
