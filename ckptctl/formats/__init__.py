@@ -86,18 +86,18 @@ def package_of(name: str) -> str | None:
 
 
 def added() -> dict[str, Format]:
-    """Load the formats of installed packages, by name; built-in names take precedence."""
+    """Load the formats of installed packages, by name. Built-in names take precedence."""
     known = builtin()
     return {n: load_added(n) for n in sorted(entry_points()) if n not in known}
 
 
 def registered() -> dict[str, Format]:
-    """Return all formats by name, those of installed packages last; see :func:`added`."""
+    """Return all formats by name, those of installed packages last (see :func:`added`)."""
     return {**builtin(), **added()}
 
 
 def names() -> tuple[str, ...]:
-    """Return the names of the built-in formats, all of which can be read."""
+    """Return the names of the built-in formats, which are all readable."""
     return tuple(builtin())
 
 

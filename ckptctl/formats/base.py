@@ -53,11 +53,11 @@ class Listing:
 
     @cached_property
     def files(self) -> list[str]:
-        """Sorted names of the files directly in the folder; empty for a file."""
+        """Sorted names of the files directly in the folder, or an empty list for a file."""
         return [name for name in sorted(self.items) if self.items[name].is_file()]
 
     def has(self, name: str) -> bool:
-        """Return whether the folder has a file called *name*; see :func:`is_there`."""
+        """Return whether the folder has a file called *name* (see :func:`is_there`)."""
         return name in self.items and is_there(self.items[name])
 
 
@@ -210,7 +210,7 @@ AS_IT_IS = ReadOptions()
 
 
 class Format(ABC):
-    """A checkpoint format; formats are discovered in the modules and packages here.
+    """A checkpoint format, discovered in the modules and packages here.
 
     Attributes:
         name: Name for ``--from`` and ``--to``.
@@ -330,7 +330,7 @@ class WritableFormat(Format):
 
     @abstractmethod
     def lay_out(self, request: OutputRequest) -> OutputLayout:
-        """Decide the place of each tensor; does no I/O."""
+        """Decide the place of each tensor, without I/O."""
 
     def holds(self, dtype: str) -> bool:
         """Return whether the format can store elements of *dtype*."""
@@ -338,7 +338,7 @@ class WritableFormat(Format):
 
     @property
     def cut_by(self) -> tuple[str, ...]:
-        """Options that control the split into files; empty for single-file formats."""
+        """Options that control the split into files, or none for single-file formats."""
         if self.parallel:
             return ("--mp", "--like")
         return ("--max-shard-size", "--like") if self.sharded else ()

@@ -146,7 +146,7 @@ def rank_files(path: TreePath) -> list[str]:
 
 
 def _ranks(files: SourceFiles, faults: Faults) -> list[int]:
-    """Return all rank numbers from 0 on; raise, or add findings, for missing ones."""
+    """Return all rank numbers from 0 on, or raise, or add findings, for missing ones."""
     path = files.root
     names = [item.name for item in path.iterdir()]
     ranks = _numbers(names, _RANK)

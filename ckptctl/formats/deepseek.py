@@ -93,7 +93,7 @@ def _named(root: TreePath) -> list[str]:
 
 
 def _ranks(root: TreePath) -> list[str]:
-    """Return the names of all shards in rank order; raise if one is missing."""
+    """Return the names of all shards in rank order, or raise if one is missing."""
     found: dict[int, str] = {}
     totals: set[int] = set()
     for name in _named(root):

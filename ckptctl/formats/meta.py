@@ -100,7 +100,7 @@ def count(root: TreePath) -> int:
 
 
 def _shards(root: TreePath) -> list[str]:
-    """Return the names of all shards in rank order; raise if one is missing."""
+    """Return the names of all shards in rank order, or raise if one is missing."""
     found: dict[int, str] = {}
     for name in sorted(item.name for item in root.iterdir()):
         match = _SHARD.fullmatch(name)

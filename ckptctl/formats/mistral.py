@@ -148,7 +148,7 @@ class MistralFormat(hf.HfFormat):
 
 
 def _weights(listing: Listing) -> list[str]:
-    """Return the weight files, or their index, of only one kind; newer kinds take precedence."""
+    """Return the weight files, or their index, of the newest kind that exists."""
     names = listing.files
     if INDEX in names:
         return [INDEX]

@@ -134,7 +134,7 @@ class TorchFormat(WritableFormat):
 
 
 def _one_of_many(error: UnsafePickleError) -> UnsafePickleError | FormatError:
-    """Explain an error about DTensors or ShardedTensors; return others unchanged."""
+    """Explain an error about DTensors or ShardedTensors, or return it unchanged."""
     if "`torch.distributed." not in error.what:
         return error
     return FormatError(

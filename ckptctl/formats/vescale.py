@@ -15,7 +15,7 @@ from ckptctl.catalog import Path as KeyPath
 from ckptctl.errors import CkptError, UnsupportedError
 from ckptctl.formats import dcp
 from ckptctl.formats.base import AS_IT_IS, Listing, ReadOptions
-from ckptctl.formats.dcp import METADATA, THROUGH, ItemFormat
+from ckptctl.formats.dcp import METADATA, ItemFormat
 from ckptctl.formats.shared.findings import Faults
 from ckptctl.formats.shared.leaves import join
 from ckptctl.formats.sidecar_files import beside
@@ -95,6 +95,8 @@ class _Joined:
         try:
             found = dcp.FORMAT.read(self.faults.root / folder, self.asked)
             if found.computed:
+                from ckptctl.formats.dcp.dcp_reader import THROUGH
+
                 raise UnsupportedError(THROUGH, where=found.path)
         except CkptError as error:
             self.faults.unreadable(error)

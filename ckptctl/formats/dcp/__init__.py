@@ -29,7 +29,6 @@ from ckptctl.units import counted
 
 METADATA = ".metadata"
 DATA = ".distcp"
-THROUGH = "the items were written with an extension"
 
 
 class ItemFormat(Format):

@@ -33,7 +33,7 @@ _Views = Mapping[tuple[str, tuple[int, ...]], TensorView]
 
 @dataclass(frozen=True, slots=True)
 class _RankMetadata(ObjectSchema):
-    """Attributes of ByteCheckpoint's ``Metadata``; only tensors have a header."""
+    """Attributes of ByteCheckpoint's ``Metadata``, with a header for each tensor."""
 
     all_tensor_metadata: dict[object, bytes | None]
     user_defined_dict: object = None

@@ -40,7 +40,6 @@ from ckptctl.errors import (
     listed,
 )
 from ckptctl.formats.base import ReadOptions
-from ckptctl.formats.dcp import THROUGH
 from ckptctl.formats.dcp.locating import located, resolved_extent
 from ckptctl.formats.dcp.metadata import MAX_METADATA, Decoded, MetadataLeaf, decode
 from ckptctl.formats.shared.findings import Faults, of_error
@@ -60,6 +59,7 @@ from ckptctl.units import counted
 
 COMPANION = "meta.pt"
 COMPRESSED = "the checkpoint is compressed; each item is decompressed into a temporary file"
+THROUGH = "the items were written with an extension"
 IN_SAFETENSORS = "the data files are safetensors, which stock `dcp.load` does not read"
 MOST_TIMES = 1 << 15
 """Maximum compression ratio: a block of four bytes can expand to 128 KiB."""
@@ -211,7 +211,7 @@ def _has_bare_length(leaf: MetadataLeaf) -> bool:
 def _data_files(
     files: SourceFiles, leaves: Mapping[str, MetadataLeaf], copies: Mapping[str, int]
 ) -> dict[str, int]:
-    """Return the sizes of the files with items; raise if one is missing or truncated."""
+    """Return the sizes of the files with items, or raise if one is missing or truncated."""
     ends = _last_items(leaves, copies)
     sizes = sizes_of(
         files,
@@ -329,7 +329,7 @@ def with_leaves(files: SourceFiles, catalog: Catalog, name: str, found: Leaves) 
 def unpacked(
     root: TreePath, leaf: MetadataLeaf, entry: TensorEntry, computed: dict[str, Computed]
 ) -> TensorEntry:
-    """Return a tensor whose elements are computed from compressed items; extends *computed*."""
+    """Return a tensor whose elements are computed from compressed items, and extend *computed*."""
     if entry.unsupported:
         return entry
     if not is_zstd(leaf.extension):

@@ -144,12 +144,12 @@ class _Metadata(ObjectSchema):
 
 
 class _IndexRecord(Inert):
-    """A ``MetadataIndex``; like torch's, equal if name and offsets are equal."""
+    """A ``MetadataIndex``, which like torch's is equal if name and offsets are equal."""
 
     __slots__ = ()
 
     def key(self) -> tuple[object, ...]:
-        """See :meth:`Inert.key`; with a shortcut, since half a million of them are read."""
+        """See :meth:`Inert.key`, with a shortcut, since half a million of them are read."""
         if self._key is None:
             state = self.state if isinstance(self.state, dict) else {}
             name, offset = state.get("fqn"), state.get("offset")
@@ -200,7 +200,7 @@ def _decode(raw: bytes, where: str, scanner: Scanner | None = None) -> Decoded:
 
 
 def origin_of(root: object) -> Origin:
-    """Return the origin of an unpickled ``.metadata``; torch has a field for the save id."""
+    """Return the origin of an unpickled ``.metadata``."""
     metadata = _fields(root)
     save_id = _fields(metadata.get("storage_meta")).get("save_id")
     own = metadata.get(OWN)
@@ -291,7 +291,7 @@ def _tensor(
 
 
 def _properties(properties: object) -> tuple[str, bool]:
-    """Return dtype and requires_grad; the state is a tuple, or a dict in old versions."""
+    """Return dtype and requires_grad from a state tuple, or from a dict in old versions."""
     state = properties.state if isinstance(properties, Inert) else None
     values = tuple(state.values()) if isinstance(state, dict) else state
     if not isinstance(values, tuple) or len(values) < 3:
@@ -383,7 +383,7 @@ def located(name: str, boxes: BoxColumns, stored: StoredItem | None, where: str)
 def stored_items(
     data: Mapping[object, object], where: str, used: list[Chunks | Places]
 ) -> dict[str, StoredItem]:
-    """Return the items of each leaf in ``storage_data``; appends its runs to *used*."""
+    """Return the items of each leaf in ``storage_data``, and append its runs to *used*."""
     stored: dict[str, StoredItem] = {}
     checked: dict[str, str] = {}
     whole: list[str] = []

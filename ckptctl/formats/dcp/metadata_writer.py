@@ -344,7 +344,7 @@ _KEYS = (
 
 
 def _memos(values: tuple[int, ...]) -> int:
-    """Return the number of memo entries of a ``torch.Size``; an empty tuple is not memoized."""
+    """Return the number of memo entries of a ``torch.Size`` (an empty tuple takes none)."""
     return 3 if values else 2
 
 

@@ -158,7 +158,7 @@ def _complete(
     world: int | None,
     faults: Faults,
 ) -> tuple[str, ...]:
-    """Return the files of all ranks below *world* in order; raise if one is missing.
+    """Return the files of all ranks below *world* in order, or raise if one is missing.
 
     In a partial read, missing files become findings, and their names are included.
     """
@@ -193,7 +193,7 @@ def _complete(
 def require_world(
     root: TreePath, names: tuple[str, ...], world: int, kind: str, faults: Faults
 ) -> tuple[str, ...]:
-    """Return the names of all ranks' files; raise if files are missing or from a larger world.
+    """Return the files of all ranks, or raise if some are missing or from a larger world.
 
     In a partial read, the names of missing files are included.
     """
@@ -208,7 +208,7 @@ def _like(found: Mapping[int, str], rank: int) -> str:
 
 
 def _elsewhere(root: TreePath, folder: str, name: str, here: Collection[str]) -> str:
-    """Find another folder with file *name*; ranks may have saved into folders named by a metric."""
+    """Mention another folder with file *name*, since metric-based names differ between ranks."""
     for sibling in sorted(root.parent.iterdir()):
         other = sibling / folder if folder else sibling
         has = sibling != root and other.is_dir() and (other / name).is_file()

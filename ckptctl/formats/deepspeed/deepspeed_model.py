@@ -79,7 +79,7 @@ class MasterWeights:
         return Leaves({entry.name: entry for entry in entries}, self.saved.blobs)
 
     def usable(self, name: str) -> TensorEntry | None:
-        """Return the tensor called *name*; None, with a finding, if its data is missing."""
+        """Return the tensor *name*, or None, with a finding, if its data is missing."""
         try:
             return self.entry(name)
         except _NowhereError as error:
@@ -142,7 +142,7 @@ class MasterWeights:
             )
 
     def _frozen(self, name: str, shape: Shape) -> TensorEntry | None:
-        """Join the ranks' shares of a frozen parameter; ranks may also have full copies."""
+        """Join the ranks' shares, or take a full copy, of a frozen parameter."""
         found = [(model.file, model.fragments.get(name)) for model in self.models]
         shares = [(file, item) for file, item in found if isinstance(item, StoredTensor)]
         if len(shares) < len(found):

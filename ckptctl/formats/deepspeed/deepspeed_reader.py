@@ -101,7 +101,7 @@ def _of_counters(save: Save) -> Iterator[Copy]:
 
 
 def read(path: TreePath, asked: ReadOptions, name: str) -> Catalog:
-    """Read the catalog of the folder *path*; see :meth:`Format.read`."""
+    """Read the catalog of the folder *path* (see :meth:`Format.read`)."""
     folder = tag_folder(path, asked.tag, LATEST, evidence)
     faults = Faults(path, asked.partial)
     found = rank_files(path, folder, faults)

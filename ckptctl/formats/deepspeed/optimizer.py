@@ -149,7 +149,7 @@ def _fits(state: object, parameter: object) -> bool:
 
 
 def surroundings(save: Save, files: SourceFiles) -> Leaves:
-    """Return all leaves other than the model; of those that all ranks have, the first rank's."""
+    """Return all leaves other than the model, preferring those of the first rank."""
     found = Leaves()
     model, root = save.model, files.root
     rest = rest_of(model)

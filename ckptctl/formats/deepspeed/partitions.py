@@ -182,7 +182,7 @@ def in_groups(
 
 
 def _aligned(numel: int, world: int) -> int:
-    """Round up to a multiple of twice the world size, as ranks do; some strip this padding."""
+    """Round up to a multiple of twice the world size, DeepSpeed's alignment of partitions."""
     return -(-numel // (2 * world)) * (2 * world)
 
 

@@ -84,7 +84,7 @@ class _ZeroState(Schema):
 
 
 def _groups_of(shapes: tuple[Shapes, ...] | Shapes | None) -> tuple[Shapes, ...] | None:
-    """Return a dict per group; versions before 0.6 wrote a single group without a list."""
+    """Return a dict per group (versions before 0.6 wrote a single group without a list)."""
     groups = (shapes,) if isinstance(shapes, dict) else shapes
     names = [name for group in groups or () for name in group]
     if len(set(names)) < len(names):
@@ -267,7 +267,7 @@ def read_optim(files: SourceFiles, name: str) -> OptimState:
 
 
 def _archive(files: SourceFiles, name: str) -> TorchArchive:
-    """Read a file, and raise if it is another rank's; torch names a zip after its file."""
+    """Read a file, and raise if it is another rank's (torch names a zip after its file)."""
     archive = read_archive(files, name, unknown="inert")
     here = PurePosixPath(name).name
     was = saved_name(f"{archive.folder}.pt")

@@ -222,7 +222,7 @@ class UniversalSave:
         return None if self.divided else self.shapes[name]
 
     def parameter(self, name: str, key: str) -> TensorEntry:
-        """Return one value of a parameter in its shape; tensors of stage 3 are stored flat."""
+        """Return one value of a parameter in its shape (tensors of stage 3 are stored flat)."""
         value = self.values[name][key]
         tensor = tensor_in(value)
         where = str(self.source.root / self.file(name, key))

@@ -65,7 +65,7 @@ class Save:
 
     @property
     def stage(self) -> int:
-        """ZeRO stage; 0 without ZeRO."""
+        """ZeRO stage, or 0 without ZeRO."""
         return self.optims[0].stage if self.optims else 0
 
     @property
@@ -202,7 +202,7 @@ def strips_of(by_rank: Sequence[Sequence[Segment]], *, ranked: bool) -> tuple[St
 
 
 def _require_order(strips: Sequence[Strip], where: str) -> None:
-    """Raise if a short partition is not the last; padding is only stripped at the end."""
+    """Raise if a short partition is not the last, as padding is only stripped at the end."""
     for strip in strips:
         full = max(segment.numel for segment in strip.segments)
         for one, after in pairwise(strip.segments):

@@ -263,7 +263,7 @@ class _Cursor:
         self.at += nbytes
 
     def skip_texts(self, count: int) -> None:
-        """Skip *count* strings; a vocabulary has several hundred thousand."""
+        """Skip *count* strings, several hundred thousand in a vocabulary."""
         read, done = struct.Struct("<Q").unpack_from, 0
         while done < count:
             self.skip(self.length(MAX_TEXT))

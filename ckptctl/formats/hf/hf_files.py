@@ -31,7 +31,7 @@ _OTHER = ("adapter_model", "consolidated", "optimizer", "model.sharded")
 
 
 def main_files(listing: Listing) -> list[str]:
-    """Return the index, or the weight files; several may be ambiguous."""
+    """Return the index, or else the weight files (if there are several, it is ambiguous)."""
     path, names = listing.path, listing.files
     indices = [n for n in names if n.endswith(INDEX) and not n.startswith(_OTHER)]
     singles = [n for n in names if n.endswith(".safetensors") and not n.startswith(_OTHER)]

@@ -62,7 +62,7 @@ def agreed_strings(
 
 
 def read_bin(files: SourceFiles, name: str) -> Leaves:
-    """Read a ``torch.save`` file; raise if it contains anything but tensors."""
+    """Read a ``torch.save`` file, or raise if it contains anything but tensors."""
     from ckptctl.formats.shared.stored_leaves import read_leaves
 
     found = read_leaves(files, name)
@@ -77,7 +77,7 @@ def read_bin(files: SourceFiles, name: str) -> Leaves:
 
 
 def merge(tensors: dict[str, TensorEntry], found: Mapping[str, TensorEntry], name: str) -> None:
-    """Add the tensors *found* in the shard *name* to *tensors*; raise on duplicates."""
+    """Add the tensors *found* in the shard *name* to *tensors*, or raise on duplicates."""
     twice = [key for key in found if key in tensors]
     if twice:
         other = tensors[twice[0]].extents[0].file
@@ -100,7 +100,7 @@ def checked_index(index: object, where: str) -> tuple[dict[str, str], dict[str, 
 def _unnamed(
     weight_map: Mapping[str, str], found: Mapping[str, TensorEntry], name: str, where: str
 ) -> dict[str, TensorEntry]:
-    """Return the tensors of a shard that its index does not list; raise on contradictions."""
+    """Return the tensors of a shard that its index does not list, or raise on contradictions."""
     missing = sorted(key for key, file in weight_map.items() if file == name and key not in found)
     if missing:
         raise DamagedError(

@@ -53,7 +53,7 @@ class _Rows(NamedTuple):
 
 
 def canonical(catalog: Catalog, faults: Faults, arguments: Mapping[str, object]) -> Catalog:
-    """Join the tensors of *catalog* into canonical ones; *arguments* are those of the trainer.
+    """Join the tensors of *catalog* into canonical ones, using the trainer's *arguments*.
 
     Raises:
         CoverageError: A layer, an expert or a half is missing.
@@ -89,7 +89,7 @@ def _pieces(
 
 @dataclass(slots=True)
 class _Joiner:
-    """Builder of canonical tensors; tensors with equal boxes share them."""
+    """Builder of canonical tensors that share equal boxes."""
 
     faults: Faults
     experts: Mapping[tuple[str, str], int]
@@ -135,7 +135,7 @@ class _Joiner:
         return tuple(found)
 
     def _require_parts(self, name: str, pieces: Sequence[_Piece]) -> None:
-        """Raise if the parts do not fit together; raise, or add a finding, if some are missing."""
+        """Raise if parts do not fit together, and raise or add a finding if some are missing."""
         first = pieces[0]
         kind = first.entry.dtype, first.shape
         other = next((one for one in pieces if (one.entry.dtype, one.shape) != kind), None)

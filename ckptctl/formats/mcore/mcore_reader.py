@@ -77,7 +77,7 @@ MAX_VALUES = 1 << 19
 
 
 def read(path: TreePath, asked: ReadOptions, name: str) -> Catalog:
-    """Read the catalog of the folder *path*; see :meth:`Format.read`."""
+    """Read the catalog of the folder *path* (see :meth:`Format.read`)."""
     folder = save_folder(path, asked.tag)
     with source_files(folder) as files:
         require_finished(files)
@@ -141,7 +141,7 @@ def _other_findings(
 
 
 def _common(files: SourceFiles, faults: Faults) -> Leaves:
-    """Read the unsharded values; objects of Megatron's classes become inert records."""
+    """Read the unsharded values, with inert records for objects of Megatron's classes."""
     if not is_there(files.root / COMMON):
         if names_common(files):
             why = f"{MARK} states that Megatron wrote it"
@@ -163,7 +163,7 @@ def _common_state(files: SourceFiles, blob: Blob, faults: Faults) -> Leaves:
 def _leaves(
     files: SourceFiles, at: tuple[str, int, int | None], listed: str | None = None
 ) -> Leaves:
-    """Read the dictionary at a place; *listed* is the name of an object that is a list of one.
+    """Read the dictionary at a place, or the list of one called *listed* that contains it.
 
     Raises:
         UnsupportedError: It is not a dictionary, or it is too large to be Megatron's.

@@ -144,7 +144,7 @@ def _with_tensors(
     records: list[Record],
     places: dict[str, list[TensorPlace]],
 ) -> OutputFile:
-    """Lay out ``common.pt`` with *tensors*; extends *records* and *places*."""
+    """Lay out ``common.pt`` with *tensors*, and extend *records* and *places*."""
     first = len(records)
     for tensor, offset in zip(tensors, common.data_offsets, strict=True):
         places[tensor.name] = [TensorPlace(Box.whole(tensor.shape), len(records))]
@@ -160,7 +160,7 @@ class Described(NamedTuple):
 
 
 def describe(request: OutputRequest, around: Mapping[str, object]) -> Described:
-    """Return the files that describe a model; *around* is the training state for ``common.pt``."""
+    """Return the files that describe a model, with *around* as the training state."""
     if request.adapter is not None:
         return _adapter(request, request.adapter)
     arguments = None
@@ -382,7 +382,7 @@ def _common(leaves: Sequence[Blob], tensors: Sequence[OutputTensor]) -> Mapping[
 
 
 def _numbered(path: Path) -> Path:
-    """Convert an optimizer's number in *path* back to an integer; DCP makes it a string."""
+    """Convert an optimizer's number in *path*, which DCP makes a string, back to an integer."""
     head, *rest = path
     if head == OPTIMIZER and rest and str(rest[0]).isdecimal() and not isinstance(rest[0], Index):
         return (head, int(rest[0]), *rest[1:])

@@ -114,7 +114,7 @@ def whole_of(name: str) -> str | None:
 
 
 def spellings(tensors: Mapping[str, TensorEntry]) -> dict[str, Spelling]:
-    """Parse the names of *tensors*; 0-d tensors are never stacked layers."""
+    """Parse the names of *tensors*, treating 0-d tensors as unstacked."""
     found = {name: spelling_of(name) for name in tensors}
     alone = (name for name, one in found.items() if one.stacked and not tensors[name].shape)
     return {**found, **{name: Spelling(name) for name in alone}}
@@ -180,7 +180,7 @@ def _require_one(
 
 
 def _told(arguments: Mapping[str, object]) -> int | None:
-    """Return the number of layers in the arguments, or None; T5's encoder has a separate one."""
+    """Return the number of layers in the arguments, or None (not of T5's encoder)."""
     given = (arguments.get(name) for name in ("decoder_num_layers", "num_layers"))
     return next((count for count in given if type(count) is int and 0 < count <= MAX_LAYERS), None)
 

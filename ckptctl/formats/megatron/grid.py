@@ -32,7 +32,7 @@ _SIZES = (
 
 
 class GridPosition(NamedTuple):
-    """A rank's position, or the size of the grid; positions sort in rank order.
+    """A rank's position, or the size of the grid, sorted in rank order.
 
     Attributes:
         pipeline: The pipeline stage.

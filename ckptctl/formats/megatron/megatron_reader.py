@@ -77,7 +77,7 @@ _LEFT_OUT = {
 
 
 def read(path: TreePath, asked: ReadOptions, name: str) -> Catalog:
-    """Read the catalog of the folder *path*; see :meth:`Format.read`."""
+    """Read the catalog of the folder *path* (see :meth:`Format.read`)."""
     folder = tag_folder(path, asked.tag, POINTER, evidence, folder_named)
     rules = load(asked.rules) if asked.rules else None
     faults = Faults(path, asked.partial)
@@ -147,7 +147,7 @@ _WHOLE = DivisionRule((), None)
 
 
 class JoinedModel:
-    """The complete model; without *rules*, a single rank has all of it.
+    """The complete model, for which several ranks need *rules*.
 
     Attributes:
         joined: Tensors by name, with holes if a rank's file is unreadable.
@@ -195,7 +195,7 @@ class JoinedModel:
     def _require_alike(
         self, key: str, held: Mapping[GridPosition, LocalTensor | None]
     ) -> LocalTensor:
-        """Return one rank's tensor; raise if another has a different dtype or shape, or none."""
+        """Return one rank's tensor, or raise if another rank's is missing or different."""
         place, like = next((p, one) for p, one in held.items() if one is not None)
         file, known = self.grid.files[place], like.tensor
         for other in (other for other in held if other in self.grid.states):

@@ -206,7 +206,7 @@ class Faults:
         what: str,
         hint: str | None = None,
     ) -> None:
-        """Raise, or add a finding, for missing files of ranks; see :func:`missing_error`."""
+        """Raise, or add a finding, for missing files of ranks (see :func:`missing_error`)."""
         if error := missing_error(self.root, present, wanted, named, what, hint):
             self.unreadable(error, named(next(n for n in wanted if n not in present)))
 
@@ -248,7 +248,7 @@ class Faults:
             raise errors[0]
 
     def nowhere(self, name: str, why: str, file: str | None = None) -> None:
-        """Add a finding for a missing tensor of which only the name is known.
+        """Add a finding for a missing tensor whose dtype and shape are unknown.
 
         This is evidence of damage if *file*, which should contain it, is given. Otherwise, all
         files exist, and the tensor may be in an unknown place.

@@ -39,7 +39,7 @@ def read_whole(files: SourceFiles, name: str, limit: int) -> bytes:
 def sizes_of(
     files: SourceFiles, names: Collection[str], what: str, where: str, hint: str
 ) -> dict[str, int]:
-    """Return the sizes in bytes of required files by sorted name; raise if any is missing."""
+    """Return the sizes in bytes of required files by sorted name, or raise if any is missing."""
     sizes: dict[str, int] = {}
     for name in sorted(names):
         with suppress(SourceNotFoundError):
@@ -79,7 +79,7 @@ def require_tiled(ranges: Iterable[ByteRange], sizes: Mapping[str, int], where: 
 
 
 def integers(value: object) -> Integers:
-    """Check a short sequence of non-negative integers; faster than :mod:`~.schema`."""
+    """Check a short sequence of non-negative integers, faster than :mod:`~.schema`."""
     if not isinstance(value, tuple | list) or len(value) > MAX_RANK:
         raise MismatchError(f"a list of at most {MAX_RANK} integers", value)
     for item in value:

@@ -50,7 +50,7 @@ class JoinedTensor:
 
 
 def tensor_entries(joined: Mapping[str, JoinedTensor]) -> dict[str, TensorEntry]:
-    """Return all tensors by name; later ones with the same bytes become aliases."""
+    """Return all tensors by name, and make later ones with the same bytes aliases."""
     entries: dict[str, TensorEntry] = {}
     first: dict[object, str] = {}
     for name, tensor in joined.items():

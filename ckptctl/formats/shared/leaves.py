@@ -80,7 +80,7 @@ def flatten(
 
 
 class _Entered:
-    """Predicate for lists and tuples to flatten; caches results by id, as objects stay alive."""
+    """Predicate for lists and tuples to flatten, cached by id, as objects stay alive."""
 
     def __init__(self, is_tensor: Callable[[object], bool]) -> None:
         self._is_tensor = is_tensor
@@ -220,7 +220,7 @@ def require_known(blobs: Iterable[Blob], *, verbatim: bool = False) -> None:
 
 
 def value_bytes(files: SourceFiles, blob: Blob, budget: MemoryBudget) -> bytes:
-    """Return the ``torch.save`` zip of *blob*; *budget* limits decompression."""
+    """Return the ``torch.save`` zip of *blob*, with *budget* as the limit for decompression."""
     if blob.extension and blob.file is not None:
         from ckptctl.storage.zstd import whole_value
 

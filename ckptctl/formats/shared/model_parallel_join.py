@@ -140,7 +140,7 @@ class JoinedShards:
 
     @cached_property
     def stored(self) -> Sizes:
-        """Axis sizes; heads are counted as often as they are stored."""
+        """Axis sizes, with heads counted as often as they are stored."""
         shapes = {key: self.first[key].shape for key in self.order}
         try:
             return stored_sizes(self.family, self.layout, shapes, self.ranks, self._configured)
@@ -158,7 +158,7 @@ class JoinedShards:
         return {axis: size for axis, size in sizes.items() if axis not in repeated}
 
     def _known(self, model_type: str | None) -> tuple[Family, ...]:
-        """Return the families that match the shards; all of them divide tensors alike."""
+        """Return the families that match the shards and divide tensors alike."""
         if model_type:
             return (families.family(model_type),)
         shapes = {key: self.first[key].shape for key in self.order}

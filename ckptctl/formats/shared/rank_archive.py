@@ -96,7 +96,7 @@ class Mesh:
 
     @cached_property
     def _positions(self) -> Mapping[int, int]:
-        """Index of each rank in the mesh; empty if this would contradict *coordinate*."""
+        """Index of each rank in the mesh, or empty if this would contradict *coordinate*."""
         found = {rank: at for at, rank in enumerate(self._order)}
         own = None if self.rank is None else found.get(self.rank)
         if own is None or _coordinate(self._axes, own) != self.coordinate:
@@ -114,13 +114,13 @@ def _coordinate(axes: tuple[Axis, ...], at: int) -> Integers:
 
 
 class Meshes:
-    """Reader for the device meshes of one file; caches them, as thousands of tensors share one."""
+    """Reader for the device meshes of one file, cached because thousands of tensors share one."""
 
     def __init__(self) -> None:
         self._known: dict[int, Mesh] = {}
 
     def read(self, record: object) -> Mesh:
-        """Read the mesh in *record*; the file's objects must stay alive."""
+        """Read the mesh in *record*, an object that must stay alive."""
         found = self._known.get(id(record))
         if found is None:
             found = self._known[id(record)] = _mesh(attributes(record))
@@ -189,7 +189,7 @@ def _axis(shape: object, stride: object) -> Axis:
 
 
 def nothing_known(_: int) -> tuple[Box, ...]:
-    """Return no boxes; used if those of other ranks are not recorded."""
+    """Return no boxes, for formats that do not record those of other ranks."""
     return ()
 
 
@@ -356,7 +356,7 @@ def _read_sharded_tensor(args: object, state: object) -> Sharded:
 
 
 def _listed_boxes(shards: object, rank: int) -> tuple[Box, ...]:
-    """Return the boxes of another rank; every rank's file lists the boxes of all."""
+    """Return the boxes of another rank (every rank's file lists the boxes of all)."""
     if not isinstance(shards, list):
         return ()
     found = (attributes(shard) for shard in shards)

@@ -207,7 +207,7 @@ class RankMerger:
         return {known.path[0] for known in self._tensors.values() if known.path}
 
     def finish(self) -> Leaves:
-        """Return everything that was added; does not check that shards tile their tensors."""
+        """Return everything that was added, without checking that shards tile their tensors."""
         notes = [
             *kept_apart(self._copies.differing),
             *unknown_notes(self._blobs.values()),
@@ -233,7 +233,7 @@ class RankMerger:
 
 
 def same_value(one: object, other: object) -> bool:
-    """Return whether two leaves are equal; False if they cannot be compared."""
+    """Return whether two leaves are equal, or False if they cannot be compared."""
     try:
         return type(one) is type(other) and bool(one == other)
     except DamagedError:

@@ -39,7 +39,7 @@ class Leaves:
     computed: dict[str, Computed] = field(default_factory=dict)
 
     def add(self, value: object, path: KeyPath, file: str, where: str) -> None:
-        """Flatten *value* and add its leaves; raise if a name already exists."""
+        """Flatten *value* and add its leaves, or raise if a name already exists."""
         for place, leaf in flatten(value, is_stored, path, where=where):
             name = join(place)
             if name in self.tensors or name in self.blobs:

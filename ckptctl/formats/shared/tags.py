@@ -37,7 +37,7 @@ def tag_folder(
     evidence: Evidence,
     meant: Callable[[str], str] = str,
 ) -> str:
-    """Return the folder to read, relative to *root*; ``""`` for *root* itself.
+    """Return the folder to read, relative to *root*, or ``""`` for *root* itself.
 
     This is *tag*, or else the folder that *meant* derives from the text of the file *pointer*.
     *evidence* returns the evidence that a folder is a save, or None.

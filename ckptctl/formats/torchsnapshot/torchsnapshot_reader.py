@@ -273,7 +273,7 @@ def _rank(path: str, world: int) -> int:
 
 
 def _children(entries: Mapping[str, Fields]) -> dict[str, set[str]]:
-    """Return the last path components below each path; without rank, those of all ranks."""
+    """Return the last path components below each path, and below paths without the rank."""
     found: dict[str, set[str]] = {}
     for path in entries:
         head, _, last = path.rpartition("/")
