@@ -107,9 +107,9 @@ def _require_extensions(catalog: Catalog) -> None:
     """Raise if items are compressed and no Zstandard module is installed."""
     needed = any(is_zstd(blob.extension) for blob in catalog.blobs.values())
     if catalog.computed and not needed:  # which may also be merged or dequantized tensors
-        extents = (one.file for entry in catalog.tensors.values() for one in entry.extents)
-        made = reached(catalog.computed, extents).values()
-        needed = any(one.kind == "unpacked" for one in made)
+        extents = (e.file for entry in catalog.tensors.values() for e in entry.extents)
+        sources = reached(catalog.computed, extents).values()
+        needed = any(source.kind == "unpacked" for source in sources)
     if needed:
         require_zstd(catalog.path)
 

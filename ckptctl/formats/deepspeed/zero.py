@@ -110,13 +110,14 @@ def read_save(files: SourceFiles, found: SaveFiles, partitions: bool, faults: Fa
     if found.partitioned:
         held = require_world(files.root, found.models, optim.world, "model", faults)
         all_models = complete_models(_padded(models, held), held)
-    left = [one for one in optims if one is not None]
-    readable = [one for one in models if one is not None]
-    for one, other, what in _differences(readable, left, found.partitioned):
+    readable_optims = [optim for optim in optims if optim is not None]
+    readable_models = [model for model in models if model is not None]
+    differences = _differences(readable_models, readable_optims, found.partitioned)
+    for first_file, second_file, subject in differences:
         raise UnsupportedError(
             "the ranks do not belong to one save",
-            where=str(files.root / other),
-            why=f"`{one}` and `{other}` have different {what}",
+            where=str(files.root / second_file),
+            why=f"`{first_file}` and `{second_file}` have different {subject}",
             hint="check for a file of an earlier save under the same tag",
         )
     if model.groups is None:

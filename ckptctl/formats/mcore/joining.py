@@ -138,7 +138,7 @@ class _Joiner:
         """Raise if parts do not fit together, and raise or add a finding if some are missing."""
         first = pieces[0]
         kind = first.entry.dtype, first.shape
-        other = next((one for one in pieces if (one.entry.dtype, one.shape) != kind), None)
+        other = next((piece for piece in pieces if (piece.entry.dtype, piece.shape) != kind), None)
         held = {(piece.spelling.expert, piece.spelling.half): piece for piece in pieces}
         experts, halves = {e for e, _ in held}, {h for _, h in held}
         mixed = any(None in kinds and len(kinds) > 1 for kinds in (experts, halves))
@@ -147,7 +147,7 @@ class _Joiner:
             raise UnsupportedError(
                 f"two tensors cannot be joined as `{name}`",
                 where=str(self.faults.root),
-                why=" and ".join(f"`{one.name}` is {one.dtype} {list(one.shape)}" for one in both),
+                why=" and ".join(f"`{e.name}` is {e.dtype} {list(e.shape)}" for e in both),
                 hint=ONE_SAVE,
             )
         count = self.experts[first.spelling.family] if None not in experts else 0

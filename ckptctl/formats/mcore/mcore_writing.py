@@ -365,9 +365,10 @@ def _is_common(tensor: OutputTensor) -> bool:
 
 
 def _common(leaves: Sequence[Blob], tensors: Sequence[OutputTensor]) -> Mapping[str, object]:
-    stored = ((one.path, stored_leaf(one, str(key))) for key, one in enumerate(tensors))
-    found = (*((one.path, one.value) for one in leaves), *stored)
-    content = cast("dict[str, object]", nest((_numbered(path), leaf) for path, leaf in found))
+    stored = ((t.path, stored_leaf(t, str(key))) for key, t in enumerate(tensors))
+    values = ((blob.path, blob.value) for blob in leaves)
+    pairs = ((_numbered(path), leaf) for path, leaf in (*values, *stored))
+    content = cast("dict[str, object]", nest(pairs))
     held = [blob.name for blob in leaves if SETTINGS in blob.path]
     iteration = content.get(ITERATION)
     if not held or type(iteration) is not int or not 0 < iteration < MAX_ITERATION:
