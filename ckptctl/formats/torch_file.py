@@ -89,7 +89,14 @@ class TorchFormat(WritableFormat):
             try:
                 found = read_leaves(files, path.name, computed=True)
             except UnsafePickleError as error:
-                raise _one_of_many(error) from error
+                if "`torch.distributed." not in error.what:
+                    raise
+                raise FormatError(
+                    "this file contains the shards of a single rank",
+                    where=error.where,
+                    why=error.what,
+                    hint="pass the directory with the files of all ranks",
+                ) from error
             except ForeignFileError as error:  # the only file
                 said = {"where": error.where, "why": error.why, "hint": error.hint}
                 raise FormatError(error.what, **said) from error
@@ -131,18 +138,6 @@ class TorchFormat(WritableFormat):
         }
         file = OutputFile(request.name, layout.size, ZipFrame([(layout, 0, len(records))]))
         return OutputLayout((file,), tuple(records), boxes)
-
-
-def _one_of_many(error: UnsafePickleError) -> UnsafePickleError | FormatError:
-    """Explain an error about DTensors or ShardedTensors, or return it unchanged."""
-    if "`torch.distributed." not in error.what:
-        return error
-    return FormatError(
-        "this file contains the shards of a single rank",
-        where=error.where,
-        why=error.what,
-        hint="pass the directory with the files of all ranks",
-    )
 
 
 class ZipFrame:
