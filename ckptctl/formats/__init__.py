@@ -92,7 +92,7 @@ def added() -> dict[str, Format]:
 
 
 def registered() -> dict[str, Format]:
-    """Return all formats by name, those of installed packages last (see :func:`added`)."""
+    """Return all formats by name, with built-in ones first."""
     return {**builtin(), **added()}
 
 

@@ -165,7 +165,7 @@ class OutputLayout:
         folder: Subfolder of the output for all of these files and for the sidecar files; empty for
             the output itself.
         above: Content of files next to that subfolder.
-        own: Names at the root that this format always writes itself, even if the source has them.
+        own: Root-level names that this format always writes itself.
     """
 
     files: tuple[OutputFile, ...]
@@ -304,7 +304,7 @@ class WritableFormat(Format):
         verbatim: Whether values in a separate ``torch.save`` zip are copied unchanged.
         parallel: Whether it has one file per model-parallel rank.
         sharded: Whether tensors are split into files by size.
-        one_file: Largest number of tensor bytes for which users expect a single file; 0 if never.
+        one_file: Maximum tensor bytes for which users expect a single file; 0 if never.
         described: Whether ``params.json`` describes the model.
         ties: Human-readable handling of tensors that share memory.
         keeps_metadata: Whether it can store free-form strings.

@@ -70,8 +70,8 @@ class PeftFormat(HfFormat):
         notes = found.notes
         if own:
             notes += (
-                f"found torchtune's own {listed(own)}; convert it instead, because torchtune's "
-                "PEFT export is wrong for Qwen and DoRA",
+                f"found torchtune's own {listed(own)}; "
+                "convert it instead, because torchtune's PEFT export is wrong for Qwen and DoRA",
             )
         documents = {**found.documents, **adapter_config(root)}
         return replace(found, path=path, documents=documents, notes=notes)

@@ -133,9 +133,8 @@ def beside(
 
     Args:
         root: The checkpoint's folder.
-        own: Names of files and folders with weights or their index; None to recognize them by
-            suffix.
-        alone: Whether the user named one weight file instead of the folder. If the folder has no
+        own: Names of files and folders with weights or an index; None to recognize them.
+        alone: Whether the user named a weight file, not the folder. If the folder has no
             configuration, it is not a model folder, and nothing in it is copied.
         documented: Whether to read the documents.
 

@@ -268,7 +268,7 @@ class Scanner:
         return last.end()
 
     def _took(self, run: Chunks | Places, pos: int, numbers: int, held: int) -> None:
-        """Record a run that used *numbers* indices of the memo, which had *held* entries before."""
+        """Record a run that used *numbers* memo indices after *held* existing entries."""
         count = len(run.offsets)
         self._made.append(run)
         self._runs.append((held + self.taken, pos, count, type(run) is Chunks))

@@ -43,8 +43,8 @@ class Replicas:
     Attributes:
         tensors: Tensors of the catalog by name.
         compared: Comparison of their copies.
-        found: Replicas, if *asked* for: copies with an equal recorded checksum, with equal bytes,
-            or too large to compare here.
+        found: Copies, if *asked*, with an equal recorded checksum, with equal bytes, or
+            too large to compare here.
         apart: Differing values under new names.
     """
 

@@ -50,7 +50,7 @@ def is_object(name: str) -> bool:
 
 
 def object_name(key: str, at: Sequence[int], of: Sequence[int]) -> str:
-    """Return the name of the object at offset *at* in a grid of shape *of*, or of a single one."""
+    """Return the name of the object at *at* in a grid of shape *of*, or of a single one."""
     return f"{key}/shard_{_joined(at or [0])}_{_joined(of or [1])}"
 
 

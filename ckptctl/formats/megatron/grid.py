@@ -56,8 +56,10 @@ def sizes_of(
             said.setdefault(known, state.file)
     if len(said) > 1:
         (one, first), (other, second) = list(said.items())[:2]
-        why = f"`{first}` belongs to {_shown(one)} ranks, `{second}` to {_shown(other)}"
-        raise mixed_saves(where, why)
+        raise mixed_saves(
+            where,
+            f"`{first}` belongs to {_shown(one)} ranks, `{second}` to {_shown(other)}",
+        )
     lengths = {len(key) for key in named}
     if said:
         sizes = next(iter(said))

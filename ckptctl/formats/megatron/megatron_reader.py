@@ -280,7 +280,8 @@ class JoinedModel:
                 f"the copies of `{name}` differ",
                 where=self.where,
                 why=("according to the rules, every rank has a copy; " if claimed else "")
-                + f"{one.box} differs between `{one.file}` and `{other.file}`",
+                + f"{one.box} differs between `{one.file}` "
+                f"and `{other.file}`",
                 hint="check for files of different saves, a damaged file, or a wrong rule",
             )
 
