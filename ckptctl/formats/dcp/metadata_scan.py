@@ -150,7 +150,10 @@ class Scanner:
         within = type(outer[-1][-1])
         while True:
             if within is list:
-                after = self._take_chunks(pos, stack)
+                boxes, after = self._read_chunks(pos)
+                if boxes:
+                    stack.append(run := _columns(boxes))
+                    self._took(run, pos, 8 * len(boxes), len(self.memo))
             elif within is not dict or len(stack) % 2:
                 return pos
             elif data[pos] == _SHORT_TEXT:
@@ -195,13 +198,6 @@ class Scanner:
         self.entries += len(boxes)
         stack += (name, Scanned(*facts, integers(shape), _columns(boxes)))
         return at + 3
-
-    def _take_chunks(self, pos: int, stack: list[object]) -> int:
-        boxes, end = self._read_chunks(pos)
-        if boxes:
-            stack.append(run := _columns(boxes))
-            self._took(run, pos, 8 * len(boxes), len(self.memo))
-        return end
 
     def _read_chunks(
         self, pos: int, most: int | None = None

@@ -121,28 +121,25 @@ class Meshes:
 
     def read(self, record: object) -> Mesh:
         """Read the mesh in *record*, an object that must stay alive."""
-        found = self._known.get(id(record))
-        if found is None:
-            found = self._known[id(record)] = _mesh(attributes(record))
-            _require_inside(found)
-        return found
-
-
-def _mesh(state: Mapping[str, object]) -> Mesh:
-    if "_coordinate_on_dim" not in state:
-        raise FormatError(
-            "a device mesh does not contain the position of its rank",
-            hint="save it with torch 2.2 or later",
+        if id(record) in self._known:
+            return self._known[id(record)]
+        state = attributes(record)
+        if "_coordinate_on_dim" not in state:
+            raise FormatError(
+                "a device mesh does not contain the position of its rank",
+                hint="save it with torch 2.2 or later",
+            )
+        coordinate = state["_coordinate_on_dim"]
+        ranks = state.get("_flatten_rank_map", state.get("_flatten_mesh_list")) or ()
+        rank = state.get("_rank")
+        mesh = self._known[id(record)] = Mesh(
+            _axes(state),
+            None if coordinate is None else integers(coordinate),
+            rank if type(rank) is int else None,
+            tuple(item for item in ranks if type(item) is int),  # type: ignore[attr-defined]
         )
-    coordinate = state["_coordinate_on_dim"]
-    ranks = state.get("_flatten_rank_map", state.get("_flatten_mesh_list")) or ()
-    rank = state.get("_rank")
-    return Mesh(
-        _axes(state),
-        None if coordinate is None else integers(coordinate),
-        rank if type(rank) is int else None,
-        tuple(item for item in ranks if type(item) is int),  # type: ignore[attr-defined]
-    )
+        _require_inside(mesh)
+        return mesh
 
 
 def _require_inside(mesh: Mesh) -> None:

@@ -107,24 +107,21 @@ class RankMerger:
         """Add leaves of one file of *rank*."""
         for path, leaf in leaves:
             if isinstance(leaf, Sharded):
-                self._check_rank(rank, file, leaf)
+                if leaf.rank is not None and leaf.rank != rank:
+                    raise UnsupportedError(
+                        f"`{file}` is not the file of rank {rank}",
+                        where=str(self._files.root / file),
+                        why=f"its content was written by rank {leaf.rank}",
+                        hint="restore the original file names (files were renamed or overwritten)",
+                    )
+                if id(leaf.ranks) not in self._seen:
+                    self._seen[id(leaf.ranks)] = leaf.ranks
+                    self.ranks |= leaf.ranks
                 self._add_sharded(path, leaf, file)
             elif isinstance(leaf, StoredTensor):
                 self._add_plain(rank, path, leaf, file)
             else:
                 self._add_blob(rank, path, leaf)
-
-    def _check_rank(self, rank: int, file: str, leaf: Sharded) -> None:
-        if leaf.rank is not None and leaf.rank != rank:
-            raise UnsupportedError(
-                f"`{file}` is not the file of rank {rank}",
-                where=str(self._files.root / file),
-                why=f"its content was written by rank {leaf.rank}",
-                hint="restore the original file names (files were renamed or overwritten)",
-            )
-        if id(leaf.ranks) not in self._seen:
-            self._seen[id(leaf.ranks)] = leaf.ranks
-            self.ranks |= leaf.ranks
 
     def _add_sharded(self, path: Path, leaf: Sharded, file: str) -> None:
         key = join(path)
