@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, pairwise, product
 from operator import add
 
 from ckptctl.catalog import Box, TensorEntry
@@ -269,23 +269,13 @@ def _paint(region: Spans, boxes: Sequence[Spans]) -> Iterator[tuple[str, Spans]]
     painted = bytearray(math.prod(shape))
     for spans in boxes:
         ranges = [range(index[d][lo], index[d][hi]) for d, (lo, hi) in enumerate(spans)]
-        for cell in _cells(ranges, shape):
+        cells = [0]
+        for span, size in zip(ranges, shape, strict=True):
+            cells = [cell * size + position for cell in cells for position in span]
+        for cell in cells:
             painted[cell] = min(painted[cell] + 1, 2)
-    for cell, count in enumerate(painted):
+    # Cells are numbered row-major, as `product` counts them.
+    grid = product(*map(pairwise, edges))
+    for region, count in zip(grid, painted, strict=True):
         if count != 1:
-            yield ("overlap" if count else "hole"), _cell_spans(cell, shape, edges)
-
-
-def _cells(ranges: Iterable[range], shape: Sequence[int]) -> Iterator[int]:
-    cells: Iterable[int] = (0,)
-    for span, size in zip(ranges, shape, strict=True):
-        cells = [cell * size + position for cell in cells for position in span]
-    return iter(cells)
-
-
-def _cell_spans(cell: int, shape: Sequence[int], edges: Sequence[Sequence[int]]) -> Spans:
-    spans: list[Span] = []
-    for size, line in zip(reversed(shape), reversed(edges), strict=True):
-        cell, position = divmod(cell, size)
-        spans.append((line[position], line[position + 1]))
-    return tuple(reversed(spans))
+            yield ("overlap" if count else "hole"), region

@@ -366,7 +366,8 @@ class Family:
         leaves = {t.name: t.leaves[column] for t in self.tensors.values() if column in t.leaves}
         drops = [(Template.parse(d.key), d) for d in self.drops if d.layout == column]
         if column != name:
-            leaves = {n: self._unwrapped(leaf) for n, leaf in leaves.items()}
+            keys = {n: leaf.key.text.removeprefix(self.wrapper) for n, leaf in leaves.items()}
+            leaves = {n: replace(leaves[n], key=Template.parse(key)) for n, key in keys.items()}
             drops = [(Template.parse(t.text.removeprefix(self.wrapper)), d) for t, d in drops]
         together: dict[object, list[tuple[Tensor, Leaf]]] = {}
         for logical, leaf in leaves.items():
@@ -392,9 +393,6 @@ class Family:
         else:
             hint = LIST_LAYOUTS
         return UsageError(f"model type `{self.name}` has no layout `{name}`", why=why, hint=hint)
-
-    def _unwrapped(self, leaf: Leaf) -> Leaf:
-        return replace(leaf, key=Template.parse(leaf.key.text.removeprefix(self.wrapper)))
 
     def expand(self, axes: tuple[str, ...]) -> tuple[str, ...]:
         """Return *axes* with composite ones replaced by what they are made of."""

@@ -444,24 +444,15 @@ def _not_counted(one: C, policy: Policy, now: float, others: bool) -> Decision[C
     stays = (*([one.aside] if one.aside else ()), *named)
     if one.exempt or one.writing or not one.torn or not policy.incomplete:
         return Decision(one, "skip", (*problem, *stays))
-    stays += tuple(_staying(one, policy, now, others))
-    return Decision(one, "skip" if stays else "remove", (*problem, *stays))
-
-
-def _staying(one: Retainable, policy: Policy, now: float, others: bool) -> Iterator[str]:
-    """Yield the reasons to keep a damaged checkpoint although damaged ones are to go."""
-    yield from (f"matches `{p}`" for p in policy.patterns if fnmatchcase(one.name, p))
+    reasons = [*stays, *(f"matches `{p}`" for p in policy.patterns if fnmatchcase(one.name, p))]
     if not others:
-        yield "no other checkpoint of its series is complete"
+        reasons.append("no other checkpoint of its series is complete")
     if one.time > now - policy.min_age:
-        age, least = _whole_units(now - one.time), exact_units(policy.min_age)
-        yield f"changed {age} ago, which is within {spell_option(f'--min-age {least}')}"
-
-
-def _whole_units(seconds: float) -> str:
-    """Return a duration in the largest unit of which it has one, the rest cut off."""
-    unit, length = next(((u, n) for u, n in UNITS if seconds >= n), UNITS[-1])
-    return f"{max(0, int(seconds / length))} {unit}"
+        age = now - one.time
+        unit, seconds = next(((u, n) for u, n in UNITS if age >= n), UNITS[-1])
+        option = spell_option(f"--min-age {exact_units(policy.min_age)}")
+        reasons.append(f"changed {max(0, int(age / seconds))} {unit} ago, which is within {option}")
+    return Decision(one, "skip" if reasons else "remove", (*problem, *reasons))
 
 
 def exact_units(seconds: float) -> str:

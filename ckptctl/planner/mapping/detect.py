@@ -13,6 +13,7 @@ from ckptctl.planner.families.templates import KeyKind, key_kinds
 from ckptctl.planner.layouts import LIKE, Family, is_base
 from ckptctl.planner.mapping.completeness import Expected, torn
 from ckptctl.planner.mapping.matching import Matched, match, tied_away
+from ckptctl.planner.model_parallel import ranks_fit
 from ckptctl.units import counted
 
 ENOUGH = 0.5
@@ -101,7 +102,11 @@ def detect(
     # Layouts may have the same keys for tensors whose axes are in another order; to find that out
     # takes every key.
     if len({one.layout for one in best}) > 1:
-        fitting = [one for one in best if _ranks_fit(families[one.family], one.layout, asked)]
+        fitting = [
+            one
+            for one in best
+            if ranks_fit(families[one.family], one.layout, asked.shapes, asked.ranks)
+        ]
         best = fitting or best
     best = _originals(best)
     if named:
@@ -192,7 +197,7 @@ def _layouts(
         if share < least or not matched.groups:
             continue
         candidate = _candidate(family, name, matched, asked, tied, share, evidence)
-        if asked.ranks == 1 or _ranks_fit(family, name, asked):
+        if asked.ranks == 1 or ranks_fit(family, name, asked.shapes, asked.ranks):
             # Alike is what understands the same and lacks as many, whatever these are called: of
             # what is there nothing tells them apart.
             for place, old in enumerate(found):
@@ -251,12 +256,6 @@ def _originals(candidates: Sequence[Candidate]) -> list[Candidate]:
     published = (LIKE.get(one.layout, "") for one in candidates)
     others = (fitting.get(layout, set()) for layout in published)
     return [one for one, names in zip(candidates, others, strict=True) if names <= {one.family}]
-
-
-def _ranks_fit(family: Family, layout: str, asked: _Question) -> bool:
-    from ckptctl.planner.model_parallel import ranks_fit  # which one rank does without
-
-    return ranks_fit(family, layout, asked.shapes, asked.ranks)
 
 
 def _shown(candidates: list[Candidate], families: Mapping[str, Family]) -> list[Candidate]:

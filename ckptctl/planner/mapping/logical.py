@@ -172,28 +172,26 @@ def rearrange(
         [source.read(one, lead, shared) for one, lead in zip(stored, entries, strict=True)]
     )
     if target.resize:
-        apart = [own for group in before for own in _split_at(group, target.resize)]
+        apart = [
+            dim
+            for group in before
+            for dim in ([group] if target.resize.keys().isdisjoint(group) else zip(group))
+        ]
         logical = logical.regrouped(before, apart, source.size)
         before = apart
     for axis, size in target.resize.items():
-        if (axis,) in before:
-            logical = _resized(logical, before.index((axis,)), size, len(stored))
+        if (axis,) not in before:
+            continue
+        dim = before.index((axis,))
+        shape = logical.shape
+        added = size - shape[dim]
+        if added > 0:  # zeros, which have the number after those of the stored tensors
+            zeros = stand_in(len(stored), (*shape[:dim], added, *shape[dim + 1 :]))
+            logical = concat([logical, zeros], dim)
+        else:
+            logical = logical.narrow(dim, 0, size)
     logical = logical.regrouped(before, after, source.size)
     return [target.write(logical, lead) for lead in leads]
-
-
-def _split_at(group: Axes, axes: Collection[str]) -> list[Axes]:
-    """Return a dimension as one for each of its axes if some of *axes* are among them."""
-    return [group] if {*axes}.isdisjoint(group) else [(axis,) for axis in group]
-
-
-def _resized(tensor: Strided, dim: int, size: int, number: int) -> Strided:
-    """Return a tensor with a dimension cut, or filled up with what stand-in *number* stands for."""
-    added = size - tensor.shape[dim]
-    if added <= 0:
-        return tensor.narrow(dim, 0, size)
-    zeros = stand_in(number, (*tensor.shape[:dim], added, *tensor.shape[dim + 1 :]))
-    return concat([tensor, zeros], dim)
 
 
 def stand_in(number: int, shape: Ints) -> Strided:
