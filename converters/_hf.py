@@ -1,4 +1,4 @@
-"""What most models in transformers call their embeddings, their last norm and their output."""
+"""Tables of embeddings, final norm and output for most models in transformers."""
 
 BEFORE = """
 logical  axes  hf

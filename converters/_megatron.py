@@ -1,4 +1,4 @@
-"""How Megatron-Core describes the models of each family: a style each, shared words above.
+"""Megatron-Core styles of each family, with shared facts and fields first.
 
 Sources: Megatron-Core's ``transformer_config.py`` (0.16) and ``moe_utils.py``, the bridges and
 providers of Megatron-Bridge 0.3, slime's ``scripts/models``, transformers' configuration classes.
@@ -22,13 +22,13 @@ EPSILON, THETA, TIED = facts_called("rms_norm_eps", "rope_theta", "tie_word_embe
 WINDOW, PARTIAL = facts_called("sliding_window", "partial_rotary_factor")
 DENSE = (*SIZES, EPSILON, THETA, TIED)
 
-# Megatron-Core's softmax over the chosen experts alone is transformers' renormalization.
+# Megatron-Core's softmax over only the chosen experts is transformers' renormalization.
 TOP, EXPERTS, EXPERT_FFN, RENORMED = facts_called(
     *("num_experts_per_tok", "num_experts", "moe_intermediate_size", "norm_topk_prob")
 )
 LOCAL_EXPERTS = FACTS["num_local_experts"]
 ONLY_FFN = replace(EXPERT_FFN, config="intermediate_size")
-# No layer is dense: what the dense ones would have is the same.
+# No layer is dense, so the size of dense layers is a copy.
 COPIED_FFN = {"ffn_hidden_size": "moe_ffn_hidden_size"}
 
 ROUTED = facts_called(
@@ -129,7 +129,7 @@ QWEN3_NEXT = MegatronStyle(
         *(TOP, EXPERTS, EXPERT_FFN, replace(RENORMED, default=True)),
         replace(PARTIAL, default=0.25),
         SHARED_FFN,
-        # No published config.json states them.
+        # Missing in all published config.json files.
         replace(FURTHER, default=NEEDED),
         *LINEAR,
     ),
@@ -139,7 +139,7 @@ QWEN3_NEXT = MegatronStyle(
         "layernorm_zero_centered_gamma": (True,),
         "attention_output_gate": (True,),
         "moe_shared_expert_gate": (True,),
-        # slime's layers are a plug-in of its own.
+        # slime implements these layers as a separate plug-in.
         "experimental_attention_variant": ("gated_delta_net", None),
     },
     config={**UNBIASED, **ALL_SPARSE},
@@ -212,7 +212,7 @@ GEMMA1 = MegatronStyle(
     ),
     model_type="gemma",
     fields=GEMMA,
-    # Its first files say "gelu" and mean the approximation.
+    # The first published files contain "gelu" for the approximation.
     config={"hidden_act": ("gelu_pytorch_tanh", "gelu"), "attention_bias": (False,)},
     provider=f"{MODELS}gemma.gemma_provider.GemmaModelProvider",
     named=("GemmaModelProvider", "GemmaConfig", "CodeGemma"),
@@ -247,7 +247,7 @@ GEMMA3_TEXT = MegatronStyle(
         Fact("query_pre_attn_scalar", "", "root", 256, megatron="softmax_scale"),
     ),
     model_type="gemma3_text",
-    # Its layers have these norms whatever the field says.
+    # Layers have these norms regardless of the field.
     fields={**GEMMA, "qk_layernorm": (False, True), "interleaved_attn_pattern": ((5, 1),)},
     config={
         **GEMMA_CONFIG,

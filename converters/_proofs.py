@@ -1,4 +1,4 @@
-"""The programs with which the layouts of families were compared, in the versions of the tests."""
+"""Programs whose logits validate the layouts of families, with the versions of the tests."""
 
 TRANSFORMERS = "transformers 5.23"
 MLX_VLM = "mlx-vlm 0.7.10"
@@ -24,5 +24,5 @@ _PROGRAMS = {
 
 
 def proven(*layouts: str, **others: str) -> dict[str, str]:
-    """Return with what each of *layouts* was compared; *others* name a program of their own."""
+    """Map *layouts* to the programs that validate them. *others* override the default program."""
     return {layout: others.get(layout, _PROGRAMS.get(layout, "")) for layout in layouts}

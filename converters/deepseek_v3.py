@@ -5,7 +5,7 @@ Sources: transformers' ``modeling_deepseek_v3.py``, DeepSeek's ``inference/conve
 0.3), Megatron-Core's ``multi_latent_attention.py`` and ``multi_token_prediction.py`` (``mcore``).
 All of them rotate neighboring pairs: no axis moves. mlx-lm's ``deepseek_v3.py`` splits what makes
 keys and values of the latent, and transposes the first. Only ``hf``, ``torchtitan@0.3`` and
-``mcore`` keep the layers that predict further tokens; in ``hf`` those repeat the embedding and the
+``mcore`` keep the MTP layers; in ``hf`` those repeat the embedding and the
 head.
 ``eh_proj`` takes the embedding, then the hidden state, in all of them.
 """

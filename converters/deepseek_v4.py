@@ -4,7 +4,7 @@
 layout    where it is found
 ========  ======================================================================================
 hf        on the Hub, under the names of DeepSeek's own code; transformers 5 reads it
-hf-v5     what transformers 5 holds in memory, without the layers that predict further tokens
+hf-v5     what transformers 5 holds in memory, without the MTP layers
 hf-fresh  what transformers 5 saves: it reads that as well, nobody else does
 ========  ======================================================================================
 

@@ -1,4 +1,4 @@
-"""GLM-4.5, 4.5-Air, 4.6: experts, with layers that predict further tokens.
+"""GLM-4.5, 4.5-Air, 4.6: experts, with MTP layers.
 
 Sources: transformers' ``modeling_glm4_moe.py`` and ``conversion_mapping.py`` (``hf-v5``: what
 transformers 5 holds in memory: it leaves those layers out), Megatron-Bridge's ``glm45_bridge.py``

@@ -5,7 +5,7 @@
 stand each beside the gate of its head, in Megatron-Core beside those of its group. The norm of a
 gated delta net multiplies with its weight, that of Megatron-Core with one more; mlx-lm has the one
 added to the weights of all other norms. transformers
-ignores the layers that predict further tokens (``mtp``), and so do its models in memory: ``hf-v5``
+ignores the MTP layers (``mtp``), and so do its models in memory: ``hf-v5``
 has no place for them.
 
 Sources: transformers' ``modeling_qwen3_next.py`` and ``conversion_mapping.py``; for ``mtp`` vLLM's

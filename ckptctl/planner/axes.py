@@ -15,7 +15,7 @@ Axes = tuple[str, ...]
 
 
 def unbroken_runs(before: Sequence[Axes], after: Sequence[Axes]) -> list[Axes]:
-    """Return the axes of *before* in order, those together that follow each other in both."""
+    """Group the axes of *before* into runs that stay neighbors in *after*, in their order."""
     follows = {pair for group in after for pair in pairwise(group)}
     found: list[Axes] = []
     for group in before:
@@ -38,7 +38,7 @@ class Observation:
     shape: tuple[int, ...]
 
     def equations(self, family: Family) -> Iterator[tuple[int, tuple[Axes, ...], int]]:
-        """Yield ``(dimension, terms, size)``: the terms are products of axes and add up to it."""
+        """Yield ``(dimension, terms, size)``, where terms are products that add up to *size*."""
         leaves = self.stored.leaves
         joined = leaves[0].part is not None
         for dim, size in enumerate(self.shape):
@@ -51,17 +51,18 @@ class Observation:
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """What is known of the sizes of axes.
+    """Known sizes of axes.
 
     Attributes:
-        products: Size of groups of axes of which the single sizes are not known.
+        axes: Size of each axis that is known.
+        products: Sizes of groups of axes whose individual sizes are unknown.
     """
 
     axes: Mapping[str, int]
     products: Mapping[Axes, int]
 
     def of(self, group: Axes) -> int | None:
-        """Return the size of a group of atomic axes; None: it is not known."""
+        """Return the size of a group of atomic axes, or None if it is unknown."""
         unknown = tuple(axis for axis in group if axis not in self.axes)
         rest = self.products.get(unknown) if unknown else 1
         if rest is None:
@@ -70,7 +71,7 @@ class Sizes:
 
 
 class _Solver:
-    """Solves products of axes for the one factor that is unknown, until nothing is left to do."""
+    """Solver of ``product(axes) == size`` equations, each for its one unknown factor."""
 
     def __init__(self, family: Family, known: Mapping[str, int]) -> None:
         self.family = family
@@ -82,7 +83,7 @@ class _Solver:
         self._compose()
 
     def _compose(self) -> None:
-        """Use the sizes that were stated of axes that are made of others."""
+        """Use the configured sizes of composite axes."""
         for axis, parts in self.family.composite.items():
             size = self.stated.get(axis)
             if size is not None and self.settle(parts, size) is False:
@@ -95,7 +96,7 @@ class _Solver:
                 )
 
     def _known(self, axes: Axes) -> tuple[int, Axes]:
-        """Return the product of those *axes* that are known, alone or together, and the others."""
+        """Return the product of the known *axes* or groups of them, and the unknown axes."""
         product = math.prod(self.sizes[axis] for axis in axes if axis in self.sizes)
         unknown = tuple(axis for axis in axes if axis not in self.sizes)
         for parts in self.family.composite.values():
@@ -106,7 +107,12 @@ class _Solver:
         return product, unknown
 
     def settle(self, axes: Axes, value: int, key: str = "") -> bool | None:
-        """Use ``product(axes) == value``: True: used up; False: impossible; None: not yet."""
+        """Use ``product(axes) == value``.
+
+        Returns:
+            True if the equation is used up, False if it is impossible, None if axes are still
+            unknown.
+        """
         product, unknown = self._known(axes)
         if not unknown:
             return product == value
@@ -124,7 +130,7 @@ class _Solver:
         return True
 
     def add_up(self, terms: tuple[Axes, ...], value: int, key: str = "") -> bool | None:
-        """Use ``sum of products == value``; returns what :meth:`settle` does."""
+        """Use ``sum of products == value``, with the return values of :meth:`settle`."""
         known = Sizes(self.sizes, self.products)
         sizes = [known.of(term) for term in terms]
         rest = value - sum(size for size in sizes if size is not None)
@@ -137,7 +143,11 @@ class _Solver:
         return False if odd or share < 0 else self.settle(open_terms[0], share, key)
 
     def run(self, seen: Iterable[Observation]) -> None:
-        """Use every shape."""
+        """Solve the equations of all observed shapes.
+
+        Raises:
+            MappingError: An equation is impossible.
+        """
         equations = {
             (terms, size): (item, dim)
             for item in seen
@@ -175,7 +185,7 @@ class _Solver:
         )
 
     def _origin(self, axis: str) -> str:
-        """Return the tensor or the configuration that shows the size of *axis*, if it is known."""
+        """Return the tensor or config field that determines *axis*, or an empty string."""
         if axis in self.origin:
             return self.origin[axis]
         if axis in self.stated:
@@ -191,10 +201,16 @@ def solve(
     known: Mapping[str, int],
     by_keys: Collection[str] = (),
 ) -> Sizes:
-    """Return the size of every axis that follows from shapes and configuration.
+    """Solve for the size of every axis that shapes and configuration determine.
+
+    Args:
+        family: The model type.
+        observations: Stored tensors and their shapes.
+        known: Axis sizes from the configuration.
+        by_keys: Axes among *known* that were counted from keys, for error messages.
 
     Raises:
-        MappingError: A tensor has another number of dimensions than its layout says, or shapes
+        MappingError: A tensor has a different number of dimensions than in its layout, or shapes
             and configuration contradict each other.
     """
     items = list(observations)

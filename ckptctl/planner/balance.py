@@ -1,9 +1,10 @@
-"""Which rank, process or file gets how much: by bytes, in a deterministic order.
+"""Deterministic distribution of work among ranks, processes and files, balanced by bytes.
 
-Chunks in the memory of ranks are dealt out whole. What a plan copies from file to file is one line
-of bytes, file after file in the order of the output, cut into stretches of equal length: bytes of
-files can be cut anywhere and be read by anybody, so that shares differ by less than a tile, at most
-one file for each cut has two writers, and every process reads and writes in sequence.
+Chunks in the memory of ranks are assigned as units. The copies of a plan from file to file form one
+line of bytes, file after file in the order of the output, which is divided into stretches of equal
+length. Bytes of files can be divided anywhere and read by any process. Shares therefore differ by
+less than a tile, each cut gives at most one file two writers, and every process reads and writes
+sequentially.
 """
 
 from __future__ import annotations
@@ -26,13 +27,13 @@ PIECES_PER_RANK = 32
 FINE_PIECE = 16 << 10
 FINE_PIECES, FINE_PIECES_PER_RANK = 4096, 64
 EVEN = 1.01
-"""Where a rank writes more than so many times a fair share, replicated chunks are cut finer."""
+"""Multiple of a rank's fair share above which replicated chunks are split into smaller pieces."""
 LEAST_FILE = 128 << 20
-"""Bytes below which a file is not worth a thread of its own."""
+"""Bytes below which a file is not worth a dedicated thread."""
 SHARDS = 16
 LEAST_SHARD, LARGEST_SHARD = 256_000_000, 5_000_000_000
 FINER = 64
-"""By which part a limit grows until there are no more files than threads."""
+"""Fraction (1 / FINER) by which a shard limit grows until there are enough large files."""
 
 
 def assign(
@@ -41,13 +42,13 @@ def assign(
     small: int = SMALL,
     load: Sequence[int] = (),
 ) -> list[int]:
-    """Return for each chunk the rank that writes it.
+    """Assign each chunk to one of the ranks that hold it, and return the rank of each.
 
     Args:
-        chunks: Bytes of each, and the ranks that hold it, in order.
-        ranks: How many there are.
-        small: Chunks below so many bytes stay together.
-        load: Bytes that each rank has to write anyway; empty: none.
+        chunks: Size of each chunk in bytes, and the ranks that hold it, in order.
+        ranks: Number of ranks.
+        small: Size in bytes below which chunks of the same ranks stay together.
+        load: Bytes that each rank has to write anyway, or empty for none.
     """
     loads = list(load) or [0] * ranks
     chosen = [-1] * len(chunks)
@@ -74,7 +75,7 @@ def assign(
 
 
 class _Candidates:
-    """The ranks that hold the same chunks; others add to their loads, too, which only grow."""
+    """Ranks that hold the same chunks, by load. Loads are shared with other sets and only grow."""
 
     def __init__(self, ranks: tuple[int, ...], loads: list[int]) -> None:
         self._ranks = sorted(ranks)
@@ -84,7 +85,7 @@ class _Candidates:
         heapify(self._heap)
 
     def least(self) -> int:
-        """Return the rank with the least to do, the lowest of several."""
+        """Return the least loaded rank, the lowest number of several."""
         heap, loads = self._heap, self._loads
         while heap[0][0] != loads[heap[0][1]]:
             rank = heap[0][1]
@@ -92,7 +93,7 @@ class _Candidates:
         return heap[0][1]
 
     def first(self, nbytes: int, fair: int) -> int:
-        """Return the first rank that stays within *fair*; the one with the least if none does."""
+        """Return the first rank that stays within *fair* bytes, or the least loaded rank."""
         while self._full < len(self._ranks):
             rank = self._ranks[self._full]
             if self._loads[rank] + nbytes <= fair:
@@ -102,19 +103,19 @@ class _Candidates:
 
 
 def piece_limit(nbytes: int, ranks: int) -> int:
-    """Return above how many bytes a replicated chunk is cut so that ranks can share it."""
+    """Return the size in bytes above which a replicated chunk is split among ranks."""
     return max(LEAST_PIECE, nbytes // max(ranks, 1) // PIECES_PER_RANK)
 
 
 def fine_limit(nbytes: int, ranks: int) -> int:
-    """Return the same where pieces of :func:`piece_limit` leave the ranks uneven."""
+    """Return a smaller :func:`piece_limit` for plans in which that one leaves ranks uneven."""
     least = max(FINE_PIECE, nbytes // FINE_PIECES)
     fine = max(least, nbytes // max(ranks, 1) // FINE_PIECES_PER_RANK)
     return min(piece_limit(nbytes, ranks), fine)
 
 
 def cut(box: Box, nbytes: int, limit: int) -> list[Box]:
-    """Return *box* in pieces of about *limit* bytes, cut where it lies contiguously."""
+    """Split *box* into contiguous boxes of about *limit* bytes, along the outermost dimensions."""
     dim = next((dim for dim, size in enumerate(box.sizes) if size > 1), None)
     count = -(-nbytes // limit)
     if dim is None or count < 2:
@@ -137,20 +138,19 @@ def cut(box: Box, nbytes: int, limit: int) -> list[Box]:
 
 
 def file_count(nbytes: int, threads: int) -> int:
-    """Return among how many files *nbytes* are dealt: one a thread, none of them small."""
+    """Return the number of output files for *nbytes*, one per thread and none of them small."""
     return max(1, min(threads, nbytes // LEAST_FILE))
 
 
 def shard_limit(sizes: Sequence[tuple[str, int]], one_file: int) -> int:
-    """Return how many bytes of tensors a file of a conversion holds where nobody says so.
+    """Return the default shard size of a conversion, in bytes.
 
-    It follows from sizes alone, not from cores: equal inputs give equal bytes on every machine.
-    With sixteen files as many threads write without waiting for each other; a seventeenth would be
-    written when they have done.
+    It depends only on sizes, not on cores, so that equal inputs give equal bytes on every machine.
+    Sixteen files keep sixteen threads busy. A seventeenth file would be written after them.
 
     Args:
         sizes: Name and bytes of each tensor.
-        one_file: Up to so many bytes people expect one file.
+        one_file: Total size in bytes up to which one file is expected.
     """
     nbytes = sum(size for _, size in sizes)
     if 0 < nbytes <= one_file:
@@ -165,8 +165,8 @@ def shard_limit(sizes: Sequence[tuple[str, int]], one_file: int) -> int:
 def fill(sizes: Iterable[tuple[str, int]], limit: int) -> list[list[str]]:
     """Group names into shards of at most *limit* bytes, in order.
 
-    The rule of ``huggingface_hub.split_torch_state_dict_into_shards``: a shard is closed by the
-    first tensor that does not fit; a tensor above the limit gets a shard of its own.
+    This follows ``huggingface_hub.split_torch_state_dict_into_shards``. The first tensor that does
+    not fit closes a shard, and a tensor above the limit gets a separate shard.
     """
     shards: list[list[str]] = []
     current: list[str] = []
@@ -186,7 +186,7 @@ def fill(sizes: Iterable[tuple[str, int]], limit: int) -> list[list[str]]:
 
 
 def grouped(names: Iterable[str], file_of: Mapping[str, int], files: int) -> list[list[str]]:
-    """Group *names* by the file index that *file_of* gives, keeping their order."""
+    """Group *names* by their file index in *file_of*, keeping their order."""
     shards: list[list[str]] = [[] for _ in range(files)]
     for name in names:
         shards[file_of[name]].append(name)
@@ -195,37 +195,43 @@ def grouped(names: Iterable[str], file_of: Mapping[str, int], files: int) -> lis
 
 @dataclass(frozen=True, slots=True)
 class Stretch:
-    """Bytes of one transfer, raw copy or check, as its buffers hold them."""
+    """A byte range of one transfer, raw copy or check, in buffer positions.
+
+    Attributes:
+        first: First byte.
+        end: End, exclusive.
+        whole: Size of the complete transfer, copy or check.
+    """
 
     first: int
     end: int
     whole: int
 
     def covers(self, position: int) -> bool:
-        """Return whether the tile that begins at *position* is in it.
+        """Return whether the tile that starts at byte *position* is in the stretch.
 
-        Tiles that read once more, for checksums, begin at 0 again.
+        Positions of tiles that read again, for checksums, start over after :attr:`whole`.
         """
         return self.first <= position % self.whole < self.end
 
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """What one process does.
+    """The work of one process.
 
     Attributes:
-        stretches: By number of the transfer, raw copy or check, as :class:`Plan` counts them.
+        stretches: Stretch by number of the transfer, raw copy or check, as in :class:`Plan`.
     """
 
     stretches: Mapping[int, Stretch]
 
     @property
     def nbytes(self) -> int:
-        """Return the bytes of all stretches."""
+        """Total bytes of all stretches."""
         return sum(one.end - one.first for one in self.stretches.values())
 
     def own(self, number: int, tiles: Iterable[Tile]) -> Iterator[tuple[int, Tile]]:
-        """Yield the tiles of *number* that are in the share, each with its index."""
+        """Yield the index and the tile of each of *tiles* that is in this share of *number*."""
         stretch = self.stretches.get(number)
         if stretch is None:
             return
@@ -237,7 +243,15 @@ class Share:
 
 
 def lanes(plan: Plan, checks: bool) -> list[list[int]]:
-    """Return the numbers of what is done to each file, in the order in which files are begun."""
+    """Group the transfers, copies and checks of a plan by file, in the order of files.
+
+    Args:
+        plan: The plan.
+        checks: Whether to include the ranges that are read only for checksums.
+
+    Returns:
+        For each file the numbers of its transfers, copies and checks, as in :class:`Plan`.
+    """
     found: dict[str, list[int]] = {}
     for index, transfer in enumerate(plan.transfers):
         if transfer.targets:
@@ -250,7 +264,7 @@ def lanes(plan: Plan, checks: bool) -> list[list[int]]:
 
 
 def share_of(plan: Plan, checks: bool, rank: int, ranks: int) -> Share:
-    """Return what *rank* does of *plan*; the shares of all ranks together are all of it."""
+    """Return the share of *rank* in *plan*. The shares of all ranks add up to the plan."""
     numbers = [number for lane in lanes(plan, checks) for number in lane]
     sizes = [nbytes_of(plan, number) for number in numbers]
     total = sum(sizes)
@@ -266,7 +280,7 @@ def share_of(plan: Plan, checks: bool, rank: int, ranks: int) -> Share:
 
 
 def nbytes_of(plan: Plan, number: int) -> int:
-    """Return the bytes that the tiles of *number* hold, those that only check apart."""
+    """Return the buffer bytes of transfer, copy or check *number*, without reads for checks."""
     if number < len(plan.transfers):
         return plan.transfers[number].nbytes
     if number < plan.first_check:

@@ -1,11 +1,11 @@
-"""Coverage: do the boxes of a tensor tile it exactly, and where not?
+"""Proof that the boxes of a tensor tile it exactly, or where they do not.
 
 The proof counts corners. Give each corner of a box a sign, minus where an odd number of its
 coordinates are upper ends: boxes add up to the whole tensor exactly if the signed corners of all
 boxes add up to those of the whole, because a function of finite support is zero where all its mixed
 differences are. That holds for any boxes and takes one sort.
 
-To say where they do not, boxes are split along every coordinate that no box crosses, dimension
+To locate holes and overlaps, boxes are split along every coordinate that no box crosses, dimension
 after dimension, until each part is filled by one box. What cannot be split that way (a pinwheel, an
 overlap) is small in practice and is painted on its compressed grid.
 """
@@ -31,12 +31,12 @@ Spans = tuple[Span, ...]
 
 @dataclass(frozen=True, slots=True)
 class Coverage:
-    """What is wrong with a set of boxes; nothing when all three are empty.
+    """Defects of a set of boxes, all empty if the boxes tile the tensor.
 
     Attributes:
         holes: Disjoint boxes that no box covers.
         overlaps: Boxes that are covered more than once.
-        outside: Boxes that leave the tensor, or have another rank.
+        outside: Boxes that exceed the tensor, or have a different number of dimensions.
     """
 
     holes: tuple[Box, ...] = ()
@@ -45,14 +45,14 @@ class Coverage:
 
     @property
     def exact(self) -> bool:
-        """Return whether the boxes tile the tensor exactly."""
+        """Whether the boxes tile the tensor exactly."""
         return not (self.holes or self.overlaps or self.outside)
 
 
 def coverage(shape: tuple[int, ...], boxes: Sequence[Box]) -> Coverage:
-    """Compare *boxes* with the whole of a tensor of *shape*.
+    """Find the holes, overlaps and out-of-bounds boxes of a tensor of *shape*.
 
-    Empty boxes cover nothing and disturb nothing. A 0-d tensor is covered by one box ``()``.
+    Empty boxes are ignored. A 0-d tensor is covered by one box ``()``.
     """
     whole = Box.whole(shape)
     columns = boxes if isinstance(boxes, BoxColumns) else BoxColumns(*vectors_of(boxes))
@@ -74,7 +74,12 @@ def coverage(shape: tuple[int, ...], boxes: Sequence[Box]) -> Coverage:
 
 
 def check_coverage(entry: TensorEntry) -> None:
-    """Prove that the extents of *entry* tile it."""
+    """Require that the extents of *entry* tile it.
+
+    Raises:
+        CoverageError: Elements are missing.
+        UnsupportedError: The tensor cannot be read, or chunks overlap or exceed it.
+    """
     where = f"tensor `{entry.name}`, shape {list(entry.shape)}"
     if entry.unsupported:
         raise UnsupportedError(
@@ -111,10 +116,10 @@ def check_coverage(entry: TensorEntry) -> None:
 
 
 def intersect(a: Box, b: Box) -> Box | None:
-    """Return the box common to *a* and *b*, or None when there is none (empty boxes included)."""
+    """Return the intersection of *a* and *b*, or None if it is empty."""
     offsets: list[int] = []
     sizes: list[int] = []
-    # Written out: of a save of a thousand ranks every chunk comes by here.
+    # Hot path: called for every chunk of a save of a thousand ranks.
     for begin, size, start, count in zip(a.offsets, a.sizes, b.offsets, b.sizes, strict=True):
         first = start if start > begin else begin
         end = begin + size if begin + size < start + count else start + count
@@ -127,7 +132,7 @@ def intersect(a: Box, b: Box) -> Box | None:
 
 
 def split_rows(shape: tuple[int, ...], pieces: int) -> Iterator[Box]:
-    """Yield *pieces* boxes, at most one a row, of nearly equal size along dimension 0."""
+    """Yield *pieces* boxes of nearly equal size along dimension 0 (at most one per row)."""
     rows, rest = divmod(shape[0], pieces)
     start = 0
     for index in range(pieces):
@@ -146,7 +151,7 @@ def _all_inside(boxes: BoxColumns, shape: tuple[int, ...]) -> bool:
 
 
 def _along(offsets: Iterable[Vector], sizes: Iterable[Vector]) -> list[tuple[Vector, Vector]]:
-    """Return for each dimension the offsets and the sizes of all boxes."""
+    """Transpose *offsets* and *sizes* of all boxes to one pair of vectors per dimension."""
     return list(zip(zip(*offsets, strict=True), zip(*sizes, strict=True), strict=True))
 
 
@@ -166,9 +171,9 @@ def _box(spans: Spans) -> Box:
 
 
 def _add_up(boxes: Sequence[tuple[Vector, Vector]]) -> bool:
-    """Whether all *boxes* but the last cover each element of that once and no other.
+    """Return whether all *boxes* but the last one tile the last one.
 
-    They are offsets and sizes, and none is empty.
+    Boxes are pairs of offsets and sizes. None of them is empty.
     """
     signed = _corners(boxes)
     if signed is None:
@@ -182,10 +187,10 @@ def _add_up(boxes: Sequence[tuple[Vector, Vector]]) -> bool:
 def _corners(
     boxes: Sequence[tuple[Vector, Vector]],
 ) -> tuple[list[list[int]], list[list[int]]] | None:
-    """Return the corners of *boxes*, those with a plus and those with a minus; None: too many.
+    """Return the positive and the negative corners of *boxes*, or None if there are too many.
 
-    A corner is one number, the coordinates its digits. Each list has one corner of every box; the
-    last box is the whole, and dimensions that every box spans from end to end are left out.
+    A corner is encoded as one number with the coordinates as digits. Each list has one corner of
+    every box. The last box is the whole tensor. Dimensions that every box spans are skipped.
     """
     columns = [
         (starts, sizes)
@@ -212,7 +217,7 @@ def _moved(corners: Sequence[Sequence[int]], by: Sequence[int]) -> Iterator[list
 
 
 def _compare(region: Spans, boxes: Sequence[Spans]) -> Iterator[tuple[str, Spans]]:
-    """Yield ``("hole" | "overlap", spans)`` of *region*."""
+    """Yield ``("hole" | "overlap", spans)`` for each defect of *boxes* in *region*."""
     # With each part: the dimension to split next, and how many were tried since the last split.
     # A spiral is as many splits deep as it has boxes, so this must not recurse.
     stack = [(region, boxes, 0, 0)]
@@ -234,7 +239,7 @@ def _compare(region: Spans, boxes: Sequence[Spans]) -> Iterator[tuple[str, Spans
 
 
 def _slabs(region: Span, boxes: Sequence[Spans], dim: int) -> Iterator[tuple[Span, list[Spans]]]:
-    """Cut along *dim* wherever no box crosses; parts without boxes are gaps."""
+    """Split *region* along *dim* at positions that no box crosses. Slabs without boxes are gaps."""
     position, end = region
     inside: list[Spans] = []
     reach = position

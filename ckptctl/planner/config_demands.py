@@ -1,4 +1,4 @@
-"""Which optional tensors a config.json demands: those of the parts and layers that it describes."""
+"""Optional tensors that a config.json requires because it describes their component or layer."""
 
 from __future__ import annotations
 
@@ -16,19 +16,22 @@ if TYPE_CHECKING:
 
 
 LAYER = "i"
-"""The index of the layers that config.json counts; those after them have another."""
+"""The index of the layers that config.json counts. MTP layers after them have another index."""
 
 
 def demanded(family: Family, config: Json | None, matched: Matched | None) -> frozenset[Slot]:
-    """Return the logical tensors, each with its indices, that *config* demands of a whole model.
+    """Find the optional tensors that *config* requires of a complete model.
 
     Args:
         family: The model type.
-        config: config.json; None: nothing demands anything.
-        matched: What is there, which counts the layers that *config* does not count.
+        config: config.json, or None if nothing is required.
+        matched: The keys of the model, for numbers of layers that *config* does not state.
+
+    Returns:
+        Logical tensors with the values of their indices.
 
     Raises:
-        MappingError: It states what is no number of layers.
+        MappingError: A number of layers in *config* is invalid.
     """
     if config is None or not family.demands:
         return frozenset()
@@ -46,7 +49,7 @@ def demanded(family: Family, config: Json | None, matched: Matched | None) -> fr
 def _places(
     demand: Demand, tensor: Tensor, values: Json, sizes: Mapping[str, int]
 ) -> Iterator[Values]:
-    """Yield the indices at which *tensor* has to be; the last one numbers the layers."""
+    """Yield the index values at which *demand* requires *tensor* (the last one is the layer)."""
     every = slots(tensor, sizes)
     if not demand.by_layer:
         yield from every
@@ -56,7 +59,7 @@ def _places(
 
 
 def _layers(demand: Demand, values: Json, total: int) -> frozenset[int]:
-    """Return the layers that have to have the tensors; what is not stated demands none."""
+    """Return the layers that need the tensors, or an empty set if *values* do not state them."""
     begin = _stated(values, demand.after, 0)
     end = _stated(values, demand.first, total)
     last = _stated(values, demand.but_last, 0) or 0
@@ -72,7 +75,7 @@ def _layers(demand: Demand, values: Json, total: int) -> frozenset[int]:
 
 
 def _stated(values: Json, name: str, usual: int) -> int | None:
-    """Return the number under *name*, or *usual* for no name; None: it is not stated."""
+    """Return the number under *name* (*usual* if *name* is empty), or None if it is missing."""
     if not name:
         return usual
     stated = looked_up(values, name)

@@ -1,6 +1,6 @@
-"""config.json and params.json: the axis sizes and other facts that they state.
+"""Axis sizes and other facts in config.json and params.json.
 
-Rotary frequencies have several spellings, which are read as one.
+All notations for rotary frequencies are normalized to one.
 
 Sources: transformers' configuration classes (4.x: ``rope_theta``, ``rope_scaling``; 5.x:
 ``rope_parameters``), Meta's ``ModelArgs`` in ``llama/model.py`` and ``llama_models/llama3``,
@@ -23,22 +23,30 @@ if TYPE_CHECKING:
 Json: TypeAlias = Mapping[str, object]
 
 MODULES = ("text_config", "vision_config")
-"""Objects of config.json that describe models inside of the model."""
+"""Objects of config.json that describe submodels."""
 HEADS = ("ForCausalLM", "ForConditionalGeneration", "LMHeadModel")
-"""How transformers' classes with a language model's head end."""
+"""Suffixes of transformers' classes with a language model head."""
 ROPE = ("rope_scaling", "rope_parameters")
-"""What says how rotary frequencies are scaled; null there means that they are not."""
+"""Objects of config.json that describe RoPE scaling. Null means no scaling."""
 FULL, LOCAL = "full_attention", "sliding_attention"
-"""Of rotary frequencies for each kind of layer those that others call the model's, and others."""
+"""Layer types with separate RoPE parameters. Those of full attention are the model's."""
 PLAIN = (None, "default")
-"""Kinds of frequencies that are not scaled."""
+"""RoPE types without scaling."""
 _HUGE = 1 << 48
 _WORD = re.compile(r"len\([\w.]+\)|[\w.]+|[-*/+]")
-"""What formulas of sizes are made of; ``len(name)`` is the number of entries of a list."""
+"""Operands and operators of size formulas. ``len(name)`` is the length of a list."""
 
 
 def count(value: object, name: str) -> int | None:
-    """Return the size that a configuration states under *name*; None: it is absent or -1."""
+    """Validate a size in a config, and return it, or None if it is absent or -1.
+
+    Args:
+        value: The value of the field.
+        name: Name of the field, for errors.
+
+    Raises:
+        MappingError: It is not a positive integer.
+    """
     if value is None or value == -1:
         return None
     if isinstance(value, bool) or not isinstance(value, int) or not 0 < value < _HUGE:
@@ -47,22 +55,23 @@ def count(value: object, name: str) -> int | None:
 
 
 def plain(file: Json) -> Json:
-    """Return the part of params.json that describes the model; some nest it under ``model``."""
+    """Return the object that describes the model, which some params.json nest under ``model``."""
     inner = file.get("model")
     return inner if isinstance(inner, Mapping) else file
 
 
 def is_tied(family: Family, config: Json | None, params: Json | None = None) -> bool:
-    """Return whether tied tensors are one: as the configuration says, else as the family does."""
+    """Return whether embeddings are tied, from the config or else the default of *family*."""
     said = tying(config, params)
     return family.tied if said is None else said
 
 
 def does_without(family: Family, config: Json | None, *, base: bool) -> frozenset[str]:
-    """Return the logical tensors that the class named in config.json does not have.
+    """Return the head tensors that the model class in config.json does not have.
 
-    What was saved without its language model's head, as ``LlamaModel`` is, has no output. Names
-    tell it as well (*base*): embedding models keep the class with a head in config.json.
+    Models that were saved without a language model head, such as ``LlamaModel``, have no output.
+    Embedding models keep the class with a head in config.json, but their tensor names show that
+    there is none (*base*).
     """
     heads = frozenset(tie.tensor for tie in family.ties)
     named = (config or {}).get("architectures")
@@ -76,7 +85,11 @@ def does_without(family: Family, config: Json | None, *, base: bool) -> frozense
 
 
 def tying(config: Json | None, params: Json | None = None) -> bool | None:
-    """Return whether a configuration says that the embeddings are tied; None: it does not say."""
+    """Read from the config whether embeddings are tied, or return None if it does not say.
+
+    Raises:
+        MappingError: The field is not a boolean.
+    """
     for place, file, name in (
         ("config.json", config, "tie_word_embeddings"),
         ("params.json", params, "tied_embeddings"),
@@ -99,13 +112,23 @@ def read_sizes(
     *,
     implied: bool = True,
 ) -> dict[str, int]:
-    """Return the axis sizes that a configuration states or implies.
+    """Read axis sizes from the configuration.
 
-    What a config.json does not state is what transformers takes for its model type; elsewhere the
-    number of key/value heads is that of the query heads, and the head dimension the hidden size
-    divided by the query heads. Unless *implied*, shapes have to show all of these. Of several
-    statements the last one is taken, of params.json, config.json and *given*:
-    :mod:`ckptctl.facts.contradictions` compares them.
+    If several sources state a size, *given* takes precedence over config.json, and config.json over
+    params.json. :mod:`ckptctl.facts.contradictions` compares them.
+
+    Args:
+        family: The model type.
+        config: config.json, or None.
+        params: params.json, or None.
+        given: Sizes set by the user, by the name of an axis or of a field.
+        implied: Whether to add sizes that are not stated: defaults of transformers for the model
+            type, as many key/value heads as query heads, and a head dimension of the hidden size
+            divided by the query heads.
+
+    Raises:
+        MappingError: A size is invalid, or the hidden size is not a multiple of the heads.
+        UsageError: A name in *given* is unknown or ambiguous.
     """
     sizes: dict[str, int] = {}
     for column, file in ((1, params), (0, config)):
@@ -135,11 +158,11 @@ def read_sizes(
 
 
 class Translated(dict[str, object]):
-    """A config.json made of another program's records: its silence is no default."""
+    """A config.json translated from records of another program. Missing fields have no default."""
 
 
 def defaults(family: Family, config: Json) -> dict[str, int]:
-    """Return what transformers takes for facts that *config* does not state, by their names."""
+    """Return transformers' defaults for the sizes that *config* does not state, by field name."""
     if isinstance(config, Translated):
         return {}
     named = (spellings(stated) for stated, _ in family.sizes.values() if stated)
@@ -155,7 +178,7 @@ def defaults(family: Family, config: Json) -> dict[str, int]:
 
 
 def default_of(config: Json, name: str) -> int | None:
-    """Return what transformers takes for a size that config.json does not state, if anything."""
+    """Return transformers' default for a size field of config.json, or None if it has none."""
     module, _, last = name.rpartition(".")
     holder = looked_up(config, module) if module else config
     kind = holder.get("model_type") if isinstance(holder, Mapping) else None
@@ -163,15 +186,18 @@ def default_of(config: Json, name: str) -> int | None:
 
 
 def fact_of(family: Family, axis: str) -> str:
-    """Return what config.json calls the size of *axis*, or what else names it."""
+    """Return the name of the size of *axis* in config.json, or in params.json, or the axis."""
     config, params = family.sizes.get(axis, ("", ""))
     return spellings(config)[0] or spellings(params)[0] or axis
 
 
 def axis_called(family: Family, name: str) -> str:
-    """Return the axis, or counted index, whose size is called *name*.
+    """Find the axis or counted index whose size is called *name*.
 
-    Of a nested name its last part is enough where no other axis has it.
+    The last part of a nested name suffices if it is unambiguous.
+
+    Raises:
+        UsageError: The name is unknown or ambiguous.
     """
     called: dict[str, set[str]] = {}
     for axis, names in family.sizes.items():
@@ -203,18 +229,18 @@ def _spellings(axis: str, family: Family) -> list[str]:
 
 
 def names_in(formula: str) -> tuple[str, ...]:
-    """Return the facts that *formula* is made of."""
+    """List the operands of *formula*, such as ``hidden_size`` and ``len(layer_types)``."""
     words = (word for word in _WORD.findall(formula) if word not in "-+*/" and not word.isdecimal())
     return tuple(dict.fromkeys(words))
 
 
 def facts_in(formula: str) -> tuple[str, ...]:
-    """Return the names in config.json that *formula* mentions."""
+    """List the fields of config.json that *formula* uses."""
     return tuple(name.removeprefix("len(").removesuffix(")") for name in names_in(formula))
 
 
 def value_of_formula(formula: str, values: Mapping[str, int]) -> int | None:
-    """Return what *formula* comes to; None: *values* do not say it."""
+    """Evaluate *formula*, or return None if an operand is missing or a quotient is not exact."""
     total = 0
     for term in formula.replace(" - ", " + -1 * ").split(" + "):
         product, operator = 1, "*"
@@ -231,7 +257,11 @@ def value_of_formula(formula: str, values: Mapping[str, int]) -> int | None:
 
 
 def read_lists(family: Family, config: Json | None) -> dict[str, list[int]]:
-    """Return the lists of layer numbers that the family's shifts look up in config.json."""
+    """Read the lists of layer numbers that the family's shifts need from config.json.
+
+    Raises:
+        MappingError: A field is not a list of layer numbers.
+    """
     found: dict[str, list[int]] = {}
     for name in {shift.place for shift in family.shifts} - {"after"}:
         value = looked_up(config or {}, name)
@@ -244,10 +274,10 @@ def read_lists(family: Family, config: Json | None) -> dict[str, list[int]]:
 
 
 def normalized(config: Json) -> dict[str, object]:
-    """Return *config* with ``rope_theta`` and ``rope`` wherever it describes rotary frequencies.
+    """Normalize all RoPE notations in *config* to ``rope_theta`` and ``rope``.
 
-    ``rope`` is what says how they are scaled, with its kind as ``rope_type``, and with those of
-    other layers than the ones that see the whole text as ``layers``.
+    ``rope`` contains the scaling parameters, their type as ``rope_type``, and the parameters of
+    layers without full attention as ``layers``. Objects that describe submodels are normalized too.
     """
     values = dict(config)
     for name in MODULES:
@@ -269,11 +299,11 @@ def normalized(config: Json) -> dict[str, object]:
 
 
 def rope(config: Json) -> tuple[object, Json | None]:
-    """Return ``rope_theta`` and the scaling of a config.json, in any spelling.
+    """Read ``rope_theta`` and the RoPE scaling of a config.json, in any notation.
 
     Returns:
-        The base, None where it is not stated; and the scaling with its kind as ``rope_type``,
-        None where the frequencies are not scaled.
+        The base, or None if it is missing, and the scaling with its type as ``rope_type``, or None
+        if frequencies are not scaled.
     """
     values = normalized({name: config.get(name) for name in ("rope_theta", *ROPE)})
     scaling = values.get("rope")
@@ -283,7 +313,7 @@ def rope(config: Json) -> tuple[object, Json | None]:
 
 
 def with_rope_type(file: Json) -> Json:
-    """Return a configuration with ``rope_theta`` and ``rope_type`` wherever it states them."""
+    """Return a config with normalized top-level ``rope_theta`` and ``rope_type``."""
     values = dict(plain(file))
     theta, scaling = rope(values)
     return values | {"rope_theta": theta, "rope_type": scaling and scaling["rope_type"]}

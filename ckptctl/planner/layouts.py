@@ -1,7 +1,7 @@
-"""Model families as data: which tensors a model has, and how each layout keeps them.
+"""Model families as data, with the tensors of a model and how each layout stores them.
 
-This is the only module that ``converters/`` imports. A family says nothing about any pair of
-layouts: conversions, their inverses and the model-parallel split all follow from its tables.
+This is the only module that ``converters/`` imports. A family does not describe pairs of layouts.
+Conversions, their inverses and the model-parallel split all follow from its tables.
 
 Axis names mean the same in every family:
 
@@ -85,23 +85,23 @@ __all__ = [
 ]
 
 HF, BASE = "hf", "hf-base"
-"""Transformers' names, and those without what classes with a head put before them.
+"""Transformers' names, and the same names without the prefix that classes with a head add.
 
-What is saved of ``LlamaModel`` has ``layers.0`` where ``LlamaForCausalLM`` has ``model.layers.0``.
-No family says so: it follows from the names in ``hf``, and likewise for what transformers 5 saves
-otherwise than it was published.
+A saved ``LlamaModel`` has ``layers.0`` instead of ``model.layers.0`` of ``LlamaForCausalLM``.
+Families do not declare these names, because they follow from those in ``hf`` and in the layouts in
+which transformers 5 saves models.
 """
 SAVED = (HF, "hf-v5", "hf-fresh")
-"""Layouts that transformers saves models in."""
+"""Layouts in which transformers saves models."""
 LIST_LAYOUTS = "run `ckptctl models` to list the layouts of each model type"
 _BASE = "-base"
 
 MLX = "mlx"
 LIKE: Mapping[str, str] = {MLX: HF}
-"""Layouts that keep another one's tensors in every family whose tables do not say otherwise.
+"""Layouts that inherit another one's tensors unless the tables of a family override them.
 
-mlx-lm takes over transformers' names and changes what its models want otherwise (``sanitize`` in
-``mlx_lm/models``): experts are stacked, the taps of convolutions stand before the channels.
+mlx-lm uses transformers' names with a few changes (``sanitize`` in ``mlx_lm/models``). For example,
+experts are stacked, and convolution taps precede the channels.
 """
 
 _WORD = re.compile(r"[^\s.,:#{}=|]+")
@@ -109,11 +109,12 @@ _WORD = re.compile(r"[^\s.,:#{}=|]+")
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """A tensor as a layout stores it: one logical tensor, or several.
+    """A stored tensor of a layout, which contains one or several logical tensors.
 
     Attributes:
         template: Its key.
-        parts: The logical tensors in it, in order; those of the same :attr:`Leaf.part` are one.
+        parts: The logical tensors in it, in order. Those with the same :attr:`Leaf.part` are the
+            same elements.
     """
 
     template: Template
@@ -121,16 +122,16 @@ class Stored:
 
     @property
     def leaves(self) -> tuple[Leaf, ...]:
-        """Return what is concatenated in it, in order; of rows that are the same part, one."""
+        """The concatenated leaves in order, one per part."""
         return tuple({leaf.part: leaf for _, leaf in self.parts}.values())
 
     @property
     def along(self) -> int:
-        """Return the dimension along which the parts are concatenated."""
+        """The dimension along which the parts are concatenated."""
         return self.parts[0][1].along
 
     def dim_of(self, axis: str) -> int | None:
-        """Return the dimension that *axis* has to itself, or None."""
+        """Find the dimension that consists only of *axis*, or return None."""
         dims = (leaf.dims.index((axis,)) for leaf in self.leaves if (axis,) in leaf.dims)
         return next(dims, None)
 
@@ -143,13 +144,13 @@ Meaning: TypeAlias = Stored | Drop
 
 @dataclass(frozen=True, eq=False)
 class Layout:
-    """One column of a family, ready to be matched.
+    """One column of a family's tables, ready for matching.
 
     Attributes:
-        name: As in ``torchtitan@0.3``.
-        leaves: By name of the logical tensor.
-        stored: What is stored, in natural order.
-        table: Finds what a key stands for.
+        name: Name such as ``torchtitan@0.3``.
+        leaves: Leaves by name of the logical tensor.
+        stored: The stored tensors in natural order.
+        table: Lookup table from keys to their meanings.
     """
 
     name: str
@@ -159,23 +160,23 @@ class Layout:
 
     @cached_property
     def holders(self) -> Mapping[str, Stored]:
-        """Return what is stored of each logical tensor, by its name."""
+        """The stored tensor of each logical tensor, by its name."""
         return {tensor.name: stored for stored in self.stored for tensor, _ in stored.parts}
 
     @cached_property
     def spread(self) -> frozenset[str]:
-        """Return the axes that it spreads over keys."""
+        """Axes that are indices of keys, with a stored tensor per entry."""
         return frozenset(axis for leaf in self.leaves.values() for axis in leaf.spread)
 
     def meanings(self, key: str) -> Iterator[tuple[Meaning, dict[str, int]]]:
-        """Yield everything that *key*, or a template with ``{i}``, may stand for, with indices."""
+        """Yield all meanings of *key* (or a template with ``{i}``) and its index values."""
         for stored in self.stored:
             if stored.template.text == key and stored.template.indices:
                 yield stored, {}
         yield from self.table.all(key)
 
     def same_as(self, other: Layout) -> bool:
-        """Return whether both keep every tensor under the same name in the same order."""
+        """Return whether both layouts store every tensor with the same key and axis order."""
         return self.leaves == other.leaves
 
 
@@ -185,56 +186,54 @@ class Family:
 
     Attributes:
         name: The model type, as in ``llama3``.
-        title: For people.
-        layouts: Names of its layouts; of two that are alike the first one is preferred.
+        title: Name for display.
+        layouts: Names of its layouts. Of two identical layouts, the first one is preferred.
         tables: See :mod:`ckptctl.planner.families.tables`.
-        like: For a layout the one that it equals wherever the tables do not say otherwise;
-            empty: none.
+        like: For a layout, the one whose cells it inherits unless the tables override them.
         architecture: Class name in config.json.
-        aliases: Other names a user may give.
+        aliases: Other names that users may specify.
         drops: Stored tensors without information.
-        ties: Tensors that may be one.
-        tied: Whether they are one unless a configuration says otherwise.
+        ties: Tensors that may be tied.
+        tied: Whether they are tied by default.
         constants: Axis sizes that never vary.
-        composite: Axes that are made of others.
-        sizes: For each axis, or index for its count, the names in config.json and params.json;
-            ``one|other``: it has had several, in other places, too: ``one|outer.one``.
-        formulas: Axes, and what config.json states of their size beside :attr:`sizes`: sums of
-            products and quotients of names there.
-        repeated: Axes of which whole entries are repeated where there are fewer than ranks.
+        composite: Axes that are products of other axes.
+        sizes: For each axis (or index, for its count) the names in config.json and params.json.
+            ``a|b`` lists several names, also in other objects, as in ``a|outer.a``.
+        formulas: Axes with formulas for their sizes, in addition to :attr:`sizes`. A formula is a
+            sum of products and quotients of fields of config.json.
+        repeated: Axes whose entries are repeated if there are more ranks than entries.
         pinned: Tensors that are never cast, by name without indices.
-        variants: Alternatives of which every layer (every index of a table that names one of
-            them) has exactly one: ``(("dense", "moe"),)``.
-        demands: Optional tensors that a configuration demands.
-        kinds: Which layers a configuration says are of which variant.
-        layer_sizes: What a configuration says of the sizes of free axes.
-        free: Axes whose size may differ from tensor to tensor, each a dimension of its own.
+        variants: Alternatives, such as ``(("dense", "moe"),)``. Every layer (every index of a
+            table that uses one of them) has exactly one of each group.
+        demands: Optional tensors that a config requires.
+        kinds: Rules that find the layers of each variant from a config.
+        layer_sizes: Sizes of free axes that a config states per layer.
+        free: Axes whose size may differ between tensors. Each is a separate dimension.
         shifts: Layers of different kinds that a layout numbers together.
-        tiles: Embeddings that layouts store in two ways.
-        companions: Kinds of scales that are stored beside weights.
-        quantized: Variants that hold quantized elements or their scales.
-        unquantized: Matrices of layers that programs never read quantized, by name without
-            indices; that of routers, gates and embeddings follows from their axes.
-        experts_apart: Whether no program reads quantized experts of it that are stacked.
-        proofs: For each layout whose logits were compared, with what.
-        sources: For layouts of programs that could not be run, whose sources their names and axes
-            are.
-        refines: The family that this one is a special case of.
-        shown_by: Where its other tensors are those of another family: tensors, by name without
-            indices or by the word of optional ones, that show which of the two it is. If none of
-            these are there, a configuration alone does; None: it needs no showing.
-        config_signs: Alternatives, one of which must hold of a config.json; ``rope_theta`` and
-            ``rope_type`` are found in either spelling of transformers.
+        tiles: Tile embeddings that layouts store in two ways.
+        companions: Scales that are stored next to weights.
+        quantized: Variants with quantized elements or their scales.
+        unquantized: Matrices of layers that no program reads quantized, by name without indices.
+            Routers, gates and embeddings are recognized by their axes.
+        experts_apart: Whether quantized experts must not be stacked, because no program reads them.
+        proofs: Programs with which logits were compared, by layout.
+        sources: For layouts of programs that could not be run, the origin of names and axes.
+        refines: The family of which this one is a special case.
+        shown_by: Tensors (by name without indices, or by the word of optional ones) that
+            distinguish it from another family with the same other tensors. Without any of these,
+            only a config identifies it. None if no distinction is needed.
+        config_signs: Alternatives, one of which must match config.json. ``rope_theta`` and
+            ``rope_type`` are normalized for all versions of transformers.
         params_signs: The same for params.json.
-        params: How its params.json is written.
-        earlier: What versions of transformers before 5 called rotary facts in this family alone.
-        presets: What config.json says beyond params.json: pairs of signs (of params.json) and
-            values; later ones win.
-        megatron: How Megatron-Core describes it; None: it does not.
+        params: Form of its params.json.
+        earlier: Names of RoPE fields that only this family had before transformers 5.
+        presets: Values of config.json that params.json does not have, as pairs of signs (of
+            params.json) and values. Later ones take precedence.
+        megatron: Its form in Megatron-Core's configuration, or None.
         tiny: Axis sizes of the smallest model that shows every axis.
-        rows: Logical tensors that are not written as tables but given as they are.
-        partial: Whether it holds any part of what the tables say, as an adapter does: nothing is
-            ever missing.
+        rows: Additional logical tensors that are not in the tables.
+        partial: Whether a checkpoint may have any subset of the tensors, as an adapter does, so
+            that no tensor is ever missing.
     """
 
     name: str
@@ -281,9 +280,9 @@ class Family:
 
     @cached_property
     def tensors(self) -> Mapping[str, Tensor]:
-        """Return the logical tensors by name, in their natural order.
+        """The logical tensors by name, in their natural order.
 
-        Tables of another family may have columns of layouts that this one does not have.
+        Shared tables may have columns for layouts that this family does not have.
         """
         found: dict[str, Tensor] = {}
         parsed = (*parse_tables(self.tables, {**LIKE, **self.like}), *self.rows)
@@ -295,7 +294,7 @@ class Family:
         return found
 
     def named(self, names: Iterable[str]) -> Iterator[Tensor]:
-        """Yield the tensors called one of *names*, without indices, or that share such a word."""
+        """Yield the tensors in *names*, by name without indices or by word of their group."""
         wanted = set(names)
         for tensor in self.tensors.values():
             if tensor.name.partition(".")[0] in wanted or tensor.together in wanted:
@@ -303,14 +302,14 @@ class Family:
 
     @cached_property
     def by_layer(self) -> frozenset[str]:
-        """Return the tensors that some layers have and others do without, by name."""
+        """Names of the tensors that only some of the layers have."""
         demands = (demand for demand in self.demands if demand.by_layer)
         named = (t for demand in demands for t in self.named(demand.tensors))
         return frozenset(t.name for t in named if t.optional)
 
     @cached_property
     def words(self) -> frozenset[str]:
-        """Return the parts that keys of any layout are made of, without parsing the tables."""
+        """Dot-separated parts of the keys of all layouts, found without parsing the tables."""
         endings = (scale for kind in self.companions for _, scale in kind.endings.values())
         keys = (leaf.key.text for row in self.rows for leaf in row.leaves.values())
         texts = (*self.tables, *(drop.key for drop in self.drops), *endings, *keys)
@@ -318,7 +317,7 @@ class Family:
 
     @cached_property
     def wrapper(self) -> str:
-        """Return what names in ``hf`` begin with, the head's apart, dot included; or nothing."""
+        """Prefix of the names in ``hf`` except for the head, with its dot, or an empty string."""
         if HF not in self.layouts or not self.ties or self.partial:
             return ""
         heads = {tie.tensor for tie in self.ties}
@@ -334,7 +333,7 @@ class Family:
 
     @cached_property
     def bases(self) -> tuple[str, ...]:
-        """Return the layouts of models without their head."""
+        """Layouts of models without a head."""
         heads = {tie.tensor for tie in self.ties}
         return tuple(
             name + _BASE
@@ -349,11 +348,11 @@ class Family:
         )
 
     def shifts_in(self, layout: str) -> list[Shift]:
-        """Return which layers *layout* numbers together."""
+        """List the shifts of *layout*."""
         return [shift for shift in self.shifts if shift.layout == layout.removesuffix(_BASE)]
 
     def layout(self, name: str) -> Layout:
-        """Return the layout called *name*.
+        """Get the layout *name*, with its lookup table.
 
         Raises:
             UsageError: The family has no such layout.
@@ -395,11 +394,11 @@ class Family:
         return UsageError(f"model type `{self.name}` has no layout `{name}`", why=why, hint=hint)
 
     def expand(self, axes: tuple[str, ...]) -> tuple[str, ...]:
-        """Return *axes* with composite ones replaced by what they are made of."""
+        """Replace composite axes in *axes* by their parts."""
         return tuple(part for axis in axes for part in self.composite.get(axis, (axis,)))
 
     def called(self, axis: str) -> str:
-        """Return how an error message names the size of *axis*."""
+        """Describe the size of *axis* for messages, by its field names."""
         whole = next((c for c, parts in self.composite.items() if axis in parts), axis)
         names = self.sizes.get(axis) or self.sizes.get(whole)
         if not names:
@@ -410,5 +409,5 @@ class Family:
 
 
 def is_base(layout: str | None) -> bool:
-    """Return whether a layout is that of a model without its head."""
+    """Return whether a layout is for models without a head."""
     return layout is not None and layout.endswith(_BASE)

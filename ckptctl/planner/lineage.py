@@ -1,8 +1,8 @@
-"""Which saves of a run build on which: what it left behind when it went on from an earlier one.
+"""Lineage of the saves of a run, which shows the saves that it abandoned by a resume.
 
-Saves into one folder are counted, whatever their steps and whatever clocks say. Where training goes
-on from save 2 although 3 is there, no later one builds on 3. Every save repeats what was left on
-its way, so that this is known when the checkpoints between are gone.
+Saves into one folder are numbered, independently of steps and clocks. If training resumes from
+save 2 although save 3 exists, no later save is based on 3. Every save repeats the resumes before
+it, so that the lineage is known even if checkpoints in between are deleted.
 """
 
 from __future__ import annotations
@@ -12,11 +12,12 @@ from typing import NamedTuple
 
 
 class Resume(NamedTuple):
-    """A run went on from a checkpoint.
+    """A resume from a checkpoint.
 
     Attributes:
-        save: Its number; 0: it has none.
-        newest: The highest number that there was then.
+        step: Step of the checkpoint.
+        save: Save number of the checkpoint, or 0 if it has none.
+        newest: The highest save number at that time.
     """
 
     step: int
@@ -25,17 +26,17 @@ class Resume(NamedTuple):
 
     @property
     def leaves(self) -> bool:
-        """Return whether there were later saves, on which what followed does not build."""
+        """Whether there were later saves, which the resume abandoned."""
         return 0 < self.save < self.newest
 
 
 class Lineage(NamedTuple):
-    """What a checkpoint says of those before it.
+    """The history that a checkpoint records.
 
     Attributes:
-        save: It is this one of the saves into its folder, from 1 on; 0: it does not say.
-        resumed: What its run went on from on the way, where something was left, and the last time.
-        left: The newest save there was when a run went on from this one and left others; 0: none.
+        save: Number of the save in its folder, from 1 on, or 0 if it is not recorded.
+        resumed: The resumes before it that abandoned saves, and the last resume.
+        left: The newest save when a run resumed from this one and abandoned others, or 0.
     """
 
     save: int = 0
@@ -43,7 +44,7 @@ class Lineage(NamedTuple):
     left: int = 0
 
     def going_on(self, step: int, newest: int) -> Lineage:
-        """Return the lineage of a run that goes on from this checkpoint."""
+        """Return the lineage of a run that resumes from this checkpoint."""
         before = tuple(one for one in self.resumed if one.leaves)
         return Lineage(newest, (*before, Resume(step, self.save, newest)))
 
@@ -56,16 +57,16 @@ UNKNOWN = Lineage()
 
 
 def went_on_unsaved(lineages: Mapping[str, Lineage]) -> list[str]:
-    """Return the checkpoints from which a run went on after the last save and saved nothing."""
+    """List the checkpoints from which a run resumed after the newest save, without a save since."""
     newest = max((one.save for one in lineages.values()), default=0)
     return [name for name, one in lineages.items() if 0 < newest <= one.left]
 
 
 def left_behind(lineages: Mapping[str, Lineage]) -> dict[str, int]:
-    """Return the checkpoints on which the newest save does not build.
+    """Find the abandoned checkpoints, on which the newest save is not based.
 
     Returns:
-        For each the step from which the run went on instead.
+        The step from which the run resumed instead, by checkpoint.
     """
     tip = max(lineages.values(), default=UNKNOWN)
     return {

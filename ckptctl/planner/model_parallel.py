@@ -1,8 +1,8 @@
-"""Model-parallel shards: from the whole model to the tensors of each rank, and back.
+"""Model-parallel sharding of complete tensors, and its inverse.
 
-A stored tensor is one part or several that are concatenated. Ranks divide each part on the axis
-that its table marks, and a rank's tensor is the concatenation of its own parts: of ``[q; k; v]``
-rank r has ``[q_r; k_r; v_r]``, of ``(x f) d`` with ``f`` divided its rows of every expert.
+A stored tensor is one part or several that are concatenated. Each part is split across ranks along
+the axis that its table marks, and a rank's tensor is the concatenation of its shards. Rank r has
+``[q_r; k_r; v_r]`` of ``[q; k; v]``, and its rows of every expert of ``(x f) d`` with ``f`` split.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from ckptctl.units import counted
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """Where ranks divide one part of a stored tensor.
+    """The split of one part of a stored tensor across ranks.
 
     Attributes:
         leaf: The part.
-        axis: The axis that is divided; None: every rank has all of it.
-        dim: The dimension with that axis; None: no dimension, but the keys are divided.
+        axis: The axis that is split, or None if the part is replicated.
+        dim: The dimension with that axis, or None if keys are distributed instead.
     """
 
     leaf: Leaf
@@ -37,7 +37,7 @@ class Cut:
 
     @property
     def before(self) -> tuple[str, ...]:
-        """Return the axes of the dimension that are outside the divided one."""
+        """The axes of the dimension that are outside the axis that is split."""
         if self.dim is None or self.axis is None:
             return ()
         group = self.leaf.dims[self.dim]
@@ -46,11 +46,12 @@ class Cut:
 
 @dataclass(frozen=True, slots=True)
 class ShardPiece:
-    """A box of a tensor inside what one rank holds of it.
+    """A box of a tensor in the shard of one rank.
 
     Attributes:
-        offsets: Where it begins in the rank's tensor.
-        axis: The axis that was divided to get it.
+        box: The box in the complete tensor.
+        offsets: Its first indices in the rank's tensor.
+        axis: The axis that was split to get it.
     """
 
     box: Box
@@ -60,7 +61,7 @@ class ShardPiece:
 
 @dataclass(frozen=True, slots=True)
 class RankShard:
-    """What one rank holds of a tensor.
+    """The shard of a tensor on one rank.
 
     Attributes:
         shape: Shape of the rank's tensor.
@@ -72,13 +73,17 @@ class RankShard:
 
     @classmethod
     def whole(cls, shape: tuple[int, ...]) -> RankShard:
-        """Return the share of a rank that holds all of a tensor."""
+        """Build the shard of a rank that has the complete tensor."""
         return cls(shape, (ShardPiece(Box.whole(shape), (0,) * len(shape)),))
 
 
 @lru_cache(maxsize=1 << 16)
 def cuts(family: Family, layout: str, key: str) -> tuple[Cut, ...]:
-    """Return how ranks divide each part of *key*; ``()``: a tensor without information."""
+    """List the split of each part of *key*, empty for a tensor without information.
+
+    Raises:
+        MappingError: The layout has no such key.
+    """
     found = family.layout(layout).table.find(key)
     if found is None:
         raise MappingError(
@@ -96,20 +101,24 @@ def cuts(family: Family, layout: str, key: str) -> tuple[Cut, ...]:
 
 
 def divided_dim(family: Family, layout: str, key: str) -> int | None:
-    """Return the dimension of *key* that ranks divide; None: every rank has all of it."""
+    """Return the dimension of *key* that is split across ranks, or None if there is none."""
     dims = {cut.dim for cut in cuts(family, layout, key)} - {None}
     return dims.pop() if len(dims) == 1 else None
 
 
 def owned(family: Family, layout: str, key: str) -> str | None:
-    """Return the axis of which one rank has this entry alone: an index in the key; None: none."""
+    """Return the index of *key* along which each rank has complete entries (experts), or None."""
     found = cuts(family, layout, key)
     axis = found[0].axis if found else None
     return axis if axis and axis in found[0].leaf.spread else None
 
 
 def sum_parts(family: Family, key: str, parts: Sequence[Cut], sizes: Sizes) -> list[int]:
-    """Return the lengths of concatenated parts by axis sizes alone."""
+    """Compute the lengths of concatenated parts from axis sizes.
+
+    Raises:
+        MappingError: A size is unknown.
+    """
     lengths: list[int] = []
     for cut in parts:
         group = cut.leaf.dims[cut.leaf.along]
@@ -121,7 +130,7 @@ def sum_parts(family: Family, key: str, parts: Sequence[Cut], sizes: Sizes) -> l
 
 
 def unknown(family: Family, key: str, axes: Sequence[str], ranks: int) -> MappingError:
-    """Return the error that says which sizes are needed to divide a tensor."""
+    """Build the error about unknown sizes that are needed to split a tensor."""
     names = " and ".join(dict.fromkeys(map(family.called, axes)))
     return MappingError(
         f"cannot split a tensor across {counted(ranks, 'rank')} without {names}",
@@ -140,17 +149,19 @@ def divide(
     ranks: int,
     repeats: int | None = None,
 ) -> tuple[RankShard | None, ...]:
-    """Return what each of *ranks* ranks keeps of a whole tensor; None: nothing.
+    """Split a tensor across *ranks* ranks, and return each rank's shard, or None if it has none.
 
     Args:
         family: The model type.
         layout: Layout of *key*.
         key: The tensor's name.
-        shape: Its whole shape.
-        sizes: Axis sizes, of which the numbers of heads are needed where there are several ranks.
+        shape: Shape of the complete tensor.
+        sizes: Axis sizes, which must include the numbers of heads for several ranks.
         ranks: Number of shards, at least 1.
-        repeats: How many neighboring ranks have the same key/value head, where that is known;
-            None: as few as the number of heads allows.
+        repeats: Number of neighboring ranks with the same key/value head, or None for the minimum.
+
+    Raises:
+        MappingError: A size is unknown or not divisible, or the layout cannot be split.
     """
     if ranks == 1:
         return (RankShard.whole(shape),)
@@ -172,7 +183,7 @@ def divide(
                 where=f"tensor `{key}`",
                 why=f"they repeat {family.called(turns)} times",
             )
-        parts = parts[:1]  # ranks divide what is repeated, and take all parts of their share
+        parts = parts[:1]  # the interleaving axis is split; ranks have all parts of their entries
     along = parts[0].leaf.along
     lengths = sum_parts(family, key, parts, sizes) if len(parts) > 1 else [shape[along]]
     if sum(lengths) != shape[along]:
@@ -189,12 +200,12 @@ def divide(
 
 
 class _Part(NamedTuple):
-    """One part of a stored tensor.
+    """A part of a stored tensor, with its division into blocks.
 
     Attributes:
-        outer: Blocks that it consists of along the divided dimension.
-        block: Rows of each, which the ranks share.
-        repeats: How many neighboring ranks have the same rows.
+        outer: Number of blocks along the dimension that is split.
+        block: Rows of each block, which are split across ranks.
+        repeats: Number of neighboring ranks with the same rows.
     """
 
     cut: Cut
@@ -213,7 +224,7 @@ def _blocks(
     ranks: int,
     repeats: int | None,
 ) -> tuple[int, int, int]:
-    """Return how many blocks a part has, rows of a block, and neighbors with the same rows."""
+    """Return the ``outer``, ``block`` and ``repeats`` of a part."""
     if cut.axis is None or cut.dim is None:
         return 1, 0, 1
     rows = shape[cut.dim]
@@ -237,7 +248,7 @@ def _blocks(
 
 
 def _shard(key: str, along: int, parts: Sequence[_Part], rank: int, ranks: int) -> RankShard:
-    """Return what one rank keeps of all parts."""
+    """Build the shard of one rank from all parts."""
     pieces: list[ShardPiece] = []
     shapes: list[tuple[int, ...]] = []
     nowhere = (0,) * len(parts[0].shape)
@@ -284,9 +295,9 @@ Shapes: TypeAlias = Mapping[str, tuple[int, ...]]
 
 
 def observed(family: Family, layout: str, shapes: Shapes, ranks: int) -> Iterator[Observation]:
-    """Yield one tensor of each kind as it would be if *ranks* such shards were put together.
+    """Yield one tensor of each kind with the shape that *ranks* such shards have together.
 
-    Heads that ranks repeat count as often as they are stored.
+    Repeated heads are counted as often as they are stored.
     """
     seen: set[str] = set()
     for key, shape in shapes.items():
@@ -308,7 +319,7 @@ def stored_sizes(
     ranks: int,
     known: Mapping[str, int],
 ) -> Sizes:
-    """Return the axis sizes of a whole model, heads counted as often as ranks store them."""
+    """Solve for the axis sizes of a complete model, with repeated heads counted for each rank."""
     counts: dict[str, int] = {}
     for key in shapes:
         found = family.layout(layout).table.find(key)
@@ -319,11 +330,11 @@ def stored_sizes(
 
 
 def ranks_fit(family: Family, layout: str, shapes: Shapes, ranks: int) -> bool:
-    """Return whether the shapes found on one rank are those of this family's division.
+    """Return whether the shapes on one of *ranks* ranks are consistent with this family's split.
 
-    Of one rank alone: whether they agree with each other in that layout.
-    Llama 2 divides the embedding by columns, Llama 3 by rows; with the undivided norms the hidden
-    size is known, and only one of the two agrees.
+    With one rank, the shapes only need to be consistent in that layout. Llama 2 splits the
+    embedding by columns, Llama 3 by rows. The replicated norms determine the hidden size, so that
+    only one of the two is consistent.
     """
     try:
         solve(family, observed(family, layout, shapes, ranks), {})
@@ -333,9 +344,9 @@ def ranks_fit(family: Family, layout: str, shapes: Shapes, ranks: int) -> bool:
 
 
 def possible_repeats(sizes: Mapping[str, int], ranks: int) -> tuple[int, ...]:
-    """Return how often each key/value head may be repeated in *ranks* shards, largest first.
+    """List the possible repetitions of each key/value head in *ranks* shards, largest first.
 
-    Only a head per rank can be a repeated one; which of the counts holds shows in the data.
+    Heads may be repeated only if there is one per rank. The data shows which count is right.
     """
     heads = sizes.get("k", 0)
     if heads != ranks or ranks < 2:
@@ -344,7 +355,7 @@ def possible_repeats(sizes: Mapping[str, int], ranks: int) -> tuple[int, ...]:
 
 
 def without_repeats(family: Family, sizes: Sizes, repeats: int) -> Sizes:
-    """Return *sizes* with each repeated entry counted once: what shares it is then more."""
+    """Count repeated entries in *sizes* once, and multiply the axes that share a composite."""
     once = set(family.repeated)
     wholes = family.composite.values()
     more = {axis for parts in wholes if once.intersection(parts) for axis in parts} - once
@@ -369,7 +380,7 @@ def whole_shape(
     ranks: int,
     repeats: int,
 ) -> tuple[int, ...]:
-    """Return the shape of a tensor of which each rank holds *shape*."""
+    """Return the shape of the complete tensor whose shards have *shape*."""
     parts, dim = cuts(family, layout, key), divided_dim(family, layout, key)
     if dim is None:
         return shape

@@ -1,9 +1,9 @@
-"""Which part of a global tensor one rank of a device mesh holds.
+"""Shards of a global tensor on the ranks of a device mesh.
 
-The rules are those of ``torch/distributed/tensor/placement_types.py``: ``Shard`` cuts like
-``torch.chunk``, so that the last ranks may hold less or nothing; ``_StridedShard`` first cuts into
-``split_factor`` pieces and then each of them among the ranks. Shards of one dimension over several
-mesh dimensions are applied one after the other, each to what the one before it left.
+The rules are those of ``torch/distributed/tensor/placement_types.py``. ``Shard`` splits like
+``torch.chunk``, so that the last ranks may have smaller or empty shards. ``_StridedShard`` first
+splits into ``split_factor`` pieces, and then each piece across the ranks. Shards of one dimension
+over several mesh dimensions are applied in order, each to the result of the previous one.
 """
 
 from __future__ import annotations
@@ -23,10 +23,13 @@ Run = tuple[int, int]
 
 
 class Shard(NamedTuple):
-    """That a mesh dimension cuts a tensor dimension; a mesh dimension that replicates has None.
+    """The placement of a mesh dimension that shards a tensor dimension.
+
+    A mesh dimension that replicates has None instead.
 
     Attributes:
-        split_factor: Pieces that are cut first; 1 for all but ``_StridedShard``.
+        dim: The tensor dimension.
+        split_factor: Number of pieces to split into first, 1 except for ``_StridedShard``.
     """
 
     dim: int
@@ -34,17 +37,23 @@ class Shard(NamedTuple):
 
 
 class LocalBox(NamedTuple):
-    """A box of the global tensor that lies in the local one in one piece."""
+    """A box of the global tensor that is one box of the local tensor.
+
+    Attributes:
+        box: The box in the global tensor.
+        start: Its first indices in the local tensor.
+    """
 
     box: Box
     start: Ints
 
 
 class Local(NamedTuple):
-    """What one rank holds.
+    """The local shard of one rank.
 
     Attributes:
-        parts: The boxes that tile it; one unless it is strided, none when it is empty.
+        shape: Shape of the local tensor.
+        parts: The boxes that tile it, one unless it is strided, none if it is empty.
     """
 
     shape: Ints
@@ -58,15 +67,19 @@ def local_part(
     placements: Sequence[Shard | None],
     order: Mapping[int, Ints] | None = None,
 ) -> Local:
-    """Return what the rank at *coordinate* holds of a tensor of *shape*.
+    """Compute the shard of a tensor of *shape* on the rank at *coordinate*.
 
     Args:
         shape: Global shape.
         mesh: Size of each mesh dimension.
         coordinate: The rank's index along each mesh dimension.
-        placements: One for each mesh dimension.
-        order: For a tensor dimension the mesh dimensions that cut it, the first first; those that
-            are not named are cut from left to right.
+        placements: A placement for each mesh dimension.
+        order: For a tensor dimension, the mesh dimensions that shard it, in order. The default is
+            from left to right.
+
+    Raises:
+        UnsupportedError: Placements do not fit the mesh or the tensor, or a shard has too many
+            parts.
     """
     _check(shape, mesh, coordinate, placements)
     spans: list[list[Run]] = []
@@ -84,7 +97,11 @@ def local_part(
 
 
 def shard(runs: Sequence[Run], split_factor: int, count: int, index: int) -> list[Run]:
-    """Return what rank *index* of *count* gets of the indices in *runs*."""
+    """Shard the indices in *runs*, and return those of rank *index* of *count*.
+
+    Raises:
+        UnsupportedError: There are more than :data:`MAX_PARTS` runs.
+    """
     total = sum(length for _, length in runs)
     pieces = _chunks(total, split_factor)
     if pieces * max(len(runs), 1) > MAX_PARTS:
@@ -101,13 +118,13 @@ def shard(runs: Sequence[Run], split_factor: int, count: int, index: int) -> lis
 
 
 def _chunks(total: int, count: int) -> int:
-    """Return how many chunks ``torch.chunk`` makes that are not empty."""
+    """Return the number of non-empty chunks of ``torch.chunk``."""
     width = -(-total // count)
     return -(-total // width) if width else 0
 
 
 def _extend(found: list[Run], runs: Sequence[Run], first: int, last: int) -> None:
-    """Append the local positions ``[first, last)`` of *runs*, joining what touches."""
+    """Append the local positions ``[first, last)`` of *runs*, merging adjacent runs."""
     at = 0
     for start, length in runs:
         low, high = max(first, at), min(last, at + length)

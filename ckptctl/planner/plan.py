@@ -1,8 +1,8 @@
-"""The plan: every output file, record and copy of a run, complete before a byte moves.
+"""Plans, which list every output file, record and copy before the first byte is written.
 
-A :class:`Transfer` says which elements of the source's stored tensors a tensor of the target
-consists of, and where boxes of it are written. Which bytes go where follows from the two, and is
-found while the tensor is written.
+A :class:`Transfer` describes the elements of stored tensors that form a tensor of the target, and
+the boxes of it that are written. Byte ranges follow from the two and are computed while the tensor
+is written.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ CrcOf = Callable[[int], int]
 
 
 class TargetBox(NamedTuple):
-    """A box of a tensor, and where its elements are written.
+    """A box of a tensor, and the position at which its elements are written.
 
     Attributes:
-        file: Relative to the output's root, or the name of memory.
+        file: Path relative to the output's root, or the name of a memory buffer.
         offset: Byte position of the first element.
         start: First index along each dimension.
         sizes: Elements along each dimension.
@@ -44,12 +44,12 @@ class TargetBox(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """A stored tensor of the target, on its way from the source.
+    """The copy of one stored tensor of the target.
 
     Attributes:
         name: The target's key, for messages.
         tensor: Its elements, and the dtype to which they are cast.
-        targets: The boxes that are written; ranks may repeat some of them.
+        targets: The boxes that are written. Some may be the same for several ranks.
     """
 
     name: str
@@ -58,33 +58,33 @@ class Transfer:
 
     @property
     def casts(self) -> bool:
-        """Return whether elements are cast."""
+        """Whether elements are cast."""
         return self.tensor.dtype != self.tensor.stored_dtype
 
     @property
     def nbytes(self) -> int:
-        """Return the bytes that are read for the boxes, each counted once."""
+        """Bytes to read for the boxes, each counted once."""
         boxes = {(target.start, target.sizes) for target in self.targets}
         return sum(math.prod(sizes) for _, sizes in boxes) * self.tensor.itemsize
 
     def files(self) -> set[str]:
-        """Return the files that stored tensors lie in, virtual ones and memory included."""
+        """List the files of the stored tensors, including virtual files and memory."""
         return {file for entry in self.stored_tensors() for file in files_of(entry.extents)}
 
     def stored_tensors(self) -> Iterator[TensorEntry]:
-        """Yield the stored tensors that are read, some of them repeatedly."""
+        """Yield the stored tensors to read, possibly with repetitions."""
         return (part.of for part in self.tensor.parts)
 
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """A byte range of an output file that holds one box of one tensor and has a checksum.
+    """A byte range of an output file with one box of one tensor and a checksum.
 
     Attributes:
         name: Fully qualified name of the tensor in the output.
         file: Output file, relative to the output's root.
         offset: First byte.
-        nbytes: Length; 0 for an empty tensor.
+        nbytes: Length in bytes, 0 for an empty tensor.
     """
 
     name: str
@@ -94,21 +94,21 @@ class Record:
 
 
 Frame = Callable[[CrcOf], Iterator[tuple[int, bytes]]]
-"""Yields ``(offset, bytes)`` of an output file that are not tensor data: headers, zip directories.
+"""Function that yields the ``(offset, bytes)`` of an output file that are not tensor data.
 
-Called once all records of the file are written; of a file without records, once those of all
-files are.
+Examples are headers and zip directories. It is called when all records of the file are written, or
+for a file without records when those of all files are.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class OutputFile:
-    """One file to be created at its full size and filled by position.
+    """An output file, which is created at its full size and filled by position.
 
     Attributes:
-        path: Relative to the output's root.
+        path: Path relative to the output's root.
         size: Final size in bytes.
-        frame: Yields everything in it that is not a record.
+        frame: Function that yields all bytes of it outside records.
     """
 
     path: str
@@ -118,15 +118,15 @@ class OutputFile:
 
 @dataclass(frozen=True, slots=True)
 class RawCopy:
-    """A byte range copied as it is: a side file, a DCP byte item.
+    """A byte range that is copied unchanged, such as a sidecar file or a DCP byte item.
 
     Attributes:
-        source: File relative to the root that it comes from.
+        source: Source file, relative to *root*.
         offset: First byte in it.
-        nbytes: How many bytes.
+        nbytes: Number of bytes.
         target: Output file.
-        target_offset: First byte there.
-        root: The directory that *source* is relative to; None: the source checkpoint's.
+        target_offset: First byte in the output file.
+        root: The directory that *source* is relative to, or None for the source checkpoint.
     """
 
     source: str
@@ -138,14 +138,14 @@ class RawCopy:
 
 
 class RecordedRange(NamedTuple):
-    """A range of a source file whose CRC-32 is recorded.
+    """A range of a source file with a recorded CRC-32.
 
     Attributes:
         file: Source file.
         offset: First byte.
         nbytes: Length, at least 1.
         crc32: CRC-32 of the range.
-        name: The stored tensor that has all of it, or empty where several may have parts of it.
+        name: The stored tensor that contains all of it, or empty if several tensors may share it.
     """
 
     file: str
@@ -156,13 +156,13 @@ class RecordedRange(NamedTuple):
 
 
 class CheckedRange(NamedTuple):
-    """A recorded range of which some bytes are read for the checksum alone.
+    """A recorded range that needs reads of additional bytes for its checksum.
 
     Attributes:
         root: The directory that its file is relative to.
         recorded: The range.
         name: A tensor in it, for messages.
-        gaps: What is read for the checksum alone, as ``(position, bytes)``.
+        gaps: The ranges that are read only for the checksum, as ``(position, bytes)``.
     """
 
     root: TreePath
@@ -173,26 +173,26 @@ class CheckedRange(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Everything the executor does, and nothing it has to decide.
+    """All operations of an executor, which makes no decisions of its own.
 
     Attributes:
         source_root: Directory that source files are relative to.
-        sources: The files that will be read, with their identity when the plan was made.
-        target: Absolute path that is published.
+        sources: The source files, with their identity at the time of planning.
+        target: Absolute path of the published output.
         single_file: Whether *target* is one file (the only output file) or a directory of them.
         files: Output files.
         records: Checksummed byte ranges of the output files.
         transfers: Tensor copies.
         raw_copies: Byte ranges copied unchanged.
-        digest: Hexadecimal SHA-256 of files, records, transfers, raw copies and checks; it says
-            nothing of what the source files hold.
-        computed: The virtual files that transfers read, and those that these are made of.
-        inputs: By ``(root, file)`` what virtual files are made of under other roots, as it was when
-            the plan was made.
-        checked: Transfers, by number, and the stored tensors that they read for their recorded
-            checksums on the way; no element is read twice for these.
-        checks: Recorded ranges of which other bytes have to be read.
-        opened: The path of the source, and its identity before anything of it was read.
+        digest: Hexadecimal SHA-256 of files, records, transfers, raw copies and checks, but not of
+            the contents of source files.
+        computed: The virtual files that transfers read, and the virtual files that they depend on.
+        inputs: Files under other roots that virtual files depend on, by ``(root, file)``, with
+            their identity at the time of planning.
+        checked: Pairs of a transfer, by number, and a stored tensor whose recorded checksums it
+            verifies inline, without reading elements twice.
+        checks: Recorded ranges of which additional bytes must be read.
+        opened: The path of the source, and its identity before the first read.
     """
 
     source_root: TreePath
@@ -212,21 +212,21 @@ class Plan:
 
     @property
     def nbytes(self) -> int:
-        """Return the bytes of the whole output."""
+        """Bytes of the complete output."""
         return sum(file.size for file in self.files)
 
     def checked_by(self, number: int) -> set[str]:
-        """Return the stored tensors that a transfer, by its number, reads for their checksums."""
+        """Return the names of the stored tensors whose checksums transfer *number* verifies."""
         parts = self.transfers[number].tensor.parts if self.checked else ()
         return {part.of.name for part in parts if (number, part.of.name) in self.checked}
 
     @property
     def first_check(self) -> int:
-        """Return the number of the first check, as transfers and raw copies are counted."""
+        """Number of the first check, counted after transfers and raw copies."""
         return len(self.transfers) + len(self.raw_copies)
 
     def root_of(self, number: int) -> TreePath:
-        """Return the directory of what a transfer or check reads, by its number."""
+        """Return the root of the files that transfer or check *number* reads."""
         if number >= self.first_check:
             return self.checks[number - self.first_check].root
         return self.source_root

@@ -1,7 +1,7 @@
-"""Which checkpoints of a run are kept, and why: decisions alone, no files and no clock.
+"""Decisions about the checkpoints of a run to keep, without access to files or a clock.
 
-Rules are joined by *or*: what one of them keeps is kept. Only complete checkpoints count and are
-removed; the newest complete one of a series always stays. The rules are those of
+Rules are joined by *or*. A checkpoint is kept if any rule keeps it. Only complete checkpoints count
+and are removed, and the newest complete one of a series is always kept. The rules are those of
 ``restic forget`` (``--keep-last``, ``--keep-within``) and of Orbax's preservation policies.
 """
 
@@ -21,15 +21,15 @@ from ckptctl.verdict import Verdict
 Action = Literal["keep", "remove", "skip"]
 
 WRITING, NOT_TORN = "being written", "no incomplete write"
-"""Why what is not complete is left alone: its state says so already."""
+"""Reasons to skip an incomplete checkpoint that its state already shows."""
 HOUR = 3600.0
 UNITS = (("d", 86_400.0), ("h", HOUR), ("min", 60.0), ("s", 1.0))
 CLOCK = 2.0
-"""Seconds by which times may differ for no reason: the coarsest clock of a file system (FAT)."""
+"""Tolerance for times in seconds, the resolution of the coarsest file system clock (FAT)."""
 
 
 def finite(metrics: Mapping[str, float]) -> dict[str, float | None]:
-    """Return metrics by name, with None for NaN and infinity, which JSON does not know."""
+    """Replace NaN and infinity in metrics by None for JSON, sorted by name."""
     return {n: value if math.isfinite(value) else None for n, value in sorted(metrics.items())}
 
 
@@ -38,15 +38,14 @@ class Retainable:
     """One checkpoint of a run.
 
     Attributes:
-        series: What its name has in common with those that it is counted with.
-        order: Sorts it among these: step, epoch, version.
-        time: When it was written, in seconds since the epoch.
-        pinned: What else names it, and so keeps it.
-        torn: Whether its files show that a write did not end; only that lets it be removed for
-            being damaged.
-        exempt: Why it is left alone whatever is asked, and does not count; empty: it is not. The
-            same as *state* where that says so.
-        lineage: Which save of its run it is, as far as it says so.
+        series: Common part of the names of checkpoints to which the rules apply together.
+        order: Sort key in the series, such as step, epoch and version.
+        time: Time of the write, in seconds since the epoch.
+        pinned: References to it, such as pointer files, which keep it.
+        torn: Whether its files show an interrupted write. Only then may it be removed as damaged.
+        exempt: Reason to skip it regardless of the policy, so that it does not count. Empty if it
+            is not exempt. Equal to the state if that is the reason.
+        lineage: Its save number and the resumes before it, if recorded.
     """
 
     name: str
@@ -79,22 +78,22 @@ class Retainable:
 
     @property
     def counts(self) -> bool:
-        """Return whether it is complete and rules apply to it."""
+        """Whether it is complete and rules apply to it."""
         return self.complete and not self.exempt
 
     @property
     def complete(self) -> bool:
-        """Return whether nothing is known to be missing."""
+        """Whether its verdict is complete."""
         return self.verdict is Verdict.COMPLETE
 
     @property
     def state(self) -> str:
-        """Return the verdict, and whether it is being written, as a table shows them."""
+        """The verdict and whether it is being written, for tables."""
         return f"{self.verdict}, being written" if self.writing else str(self.verdict)
 
     @property
     def aside(self) -> str:
-        """Return the reason to leave it alone, if its state does not say so already."""
+        """The reason to skip it, unless its state already shows the reason."""
         return "" if self.exempt in (WRITING, NOT_TORN) else self.exempt
 
     @property
@@ -108,7 +107,7 @@ class Retainable:
             name="protected_by",
         ),
     ]:
-        """Return the reasons that keep it, beside its state and the rules."""
+        """Reasons to keep it other than its state and the rules."""
         return (*self.pinned, *([self.aside] if self.aside else ()))
 
     @property
@@ -121,7 +120,7 @@ class Retainable:
             "the file states"
         ),
     ]:
-        """Return its step, or its epoch where there is no step."""
+        """Its step, or its epoch if there is no step."""
         return self.order[0]
 
 
@@ -134,7 +133,7 @@ LOW, HIGH = ("loss",), ("accuracy",)
 
 @dataclass(frozen=True, slots=True)
 class Best:
-    """A metric, which end of it is good, and how many of the best are meant."""
+    """A rule that keeps the best *count* checkpoints by a metric."""
 
     metric: str
     lowest: bool
@@ -142,7 +141,11 @@ class Best:
 
     @classmethod
     def parse(cls, text: str) -> Best:
-        """Parse ``METRIC[:min|max][:N]``."""
+        """Parse ``METRIC[:min|max][:N]``.
+
+        Raises:
+            UsageError: The count is 0, or it is unclear whether lower or higher is better.
+        """
         name, colon, number = text.rpartition(":")
         counted = bool(colon) and number.isascii() and number.isdecimal() and len(number) < 10
         name, count = (name, int(number)) if counted else (text, 1)
@@ -161,12 +164,16 @@ class Best:
 
     @property
     def said(self) -> str:
-        """Return what is kept, in words."""
+        """Description of the rule for messages."""
         end = "lowest" if self.lowest else "highest"
         return f"{end} {self.metric}" if self.count == 1 else f"{self.count} {end} {self.metric}"
 
     def resolve(self, known: Sequence[str]) -> Best:
-        """Return it with the name that *known* metrics of checkpoints have for its metric."""
+        """Return the rule with the full name of its metric among those of checkpoints.
+
+        Raises:
+            UsageError: No checkpoint has the metric.
+        """
         for name in (self.metric, f"eval_{self.metric}"):
             if name in known:
                 return replace(self, metric=name)
@@ -178,7 +185,7 @@ class Best:
         )
 
     def value(self, checkpoint: Retainable) -> float | None:
-        """Return the metric of *checkpoint*, negated if small is good; None: it has none."""
+        """Return the metric of *checkpoint*, negated if lower is better, or None if it has none."""
         found = checkpoint.metrics.get(self.metric)
         if found is None or math.isnan(found):
             return None
@@ -187,16 +194,19 @@ class Best:
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """What is to be kept.
+    """Rules that select the checkpoints to keep.
 
     Attributes:
-        last: The newest so many.
-        every: Those whose step is a multiple.
-        closest: Of each multiple the one whose step is the closest to it, of two the later.
-        within: Those at most so many seconds older than the newest.
-        interval: The oldest, and each that was written so many seconds after the last of these.
-        wanted: Says of a complete one whether it is kept.
-        min_age: How many seconds they have to be untouched for that.
+        last: Keep this number of the newest checkpoints.
+        every: Keep checkpoints whose step is a multiple of this.
+        closest: Keep the checkpoint closest to each multiple of this, the later of two.
+        within: Keep checkpoints at most this many seconds older than the newest.
+        interval: Keep the oldest, and each one written this many seconds after the last one kept.
+        best: Keep the best checkpoints by metrics.
+        patterns: Keep checkpoints whose names match a glob.
+        wanted: Predicate for complete checkpoints to keep.
+        incomplete: Whether to remove damaged checkpoints too.
+        min_age: Age in seconds from which damaged checkpoints may be removed.
     """
 
     last: int | None = None
@@ -212,17 +222,21 @@ class Policy:
 
     @property
     def counts(self) -> bool:
-        """Return whether it has a rule that goes by no name and no metric."""
+        """Whether it has a rule other than patterns and metrics."""
         rules = (self.last, self.every, self.closest, self.within, self.interval, self.wanted)
         return any(rule is not None for rule in rules)
 
     @property
     def empty(self) -> bool:
-        """Return whether it says nothing about complete checkpoints."""
+        """Whether it has no rule for complete checkpoints."""
         return not self.counts and not self.best and not self.patterns
 
     def require_rules(self) -> None:
-        """Refuse a policy that keeps nothing: it has no rule, or a count of zero."""
+        """Require that each rule can keep something, and that there is one.
+
+        Raises:
+            RefusedError: There is no rule, or a rule has a count of zero.
+        """
         if self.empty:
             raise RefusedError(
                 "no keep rule given",
@@ -242,9 +256,9 @@ class Policy:
             raise RefusedError(f"{spell_option('--keep-interval 0')} keeps every checkpoint")
 
     def resolve(self, checkpoints: Sequence[Retainable]) -> Policy:
-        """Return it with the names that *checkpoints* have for its metrics and patterns.
+        """Return the policy with metrics and patterns resolved to names of *checkpoints*.
 
-        A pattern may be a path as shells complete it: ``runs/a/step-2/``.
+        A pattern may be a path from shell completion, such as ``runs/a/step-2/``.
         """
         known = sorted({name for one in checkpoints if one.counts for name in one.metrics})
 
@@ -260,10 +274,16 @@ class Policy:
         )
 
     def require_match(self, checkpoints: Sequence[Retainable], *, growing: bool = False) -> None:
-        """Refuse it if one of its patterns matches nothing, or if no rule keeps anything.
+        """Require that every pattern matches, and that patterns and metrics keep something.
 
-        The latter is so where patterns and metrics alone are asked for and there is more than the
-        newest one. In a run that is *growing* there may be no name yet that a pattern means.
+        The latter applies if there are no other rules and more than one complete checkpoint.
+
+        Args:
+            checkpoints: The checkpoints of the run.
+            growing: Whether the run continues, so that patterns may match future names.
+
+        Raises:
+            RefusedError: A pattern matches no checkpoint, or nothing would be kept.
         """
         names = [one.name for one in checkpoints]
         complete = [one for one in checkpoints if one.counts]
@@ -289,10 +309,10 @@ class Policy:
 
 @dataclass(frozen=True, slots=True)
 class Decision(Generic[C]):
-    """What becomes of one checkpoint.
+    """The decision about one checkpoint.
 
     Attributes:
-        action: ``keep``, ``remove``, or ``skip``: it is left alone and does not count.
+        action: ``keep``, ``remove``, or ``skip`` if it is not touched and does not count.
     """
 
     checkpoint: C
@@ -308,10 +328,15 @@ def decide(
     replaced: bool = False,
     coming: int = 0,
 ) -> tuple[Decision[C], ...]:
-    """Decide on each checkpoint, series by series, in their order.
+    """Decide about each checkpoint, series by series, in their order.
 
-    Where something complete elsewhere *replaced* all of them, the newest is not kept for its own
-    sake. So many of the last are *coming*: they are about to be saved.
+    Args:
+        checkpoints: The checkpoints of a run.
+        policy: The rules.
+        now: Current time, in seconds since the epoch.
+        replaced: Whether a complete copy elsewhere replaces them, so that the newest is not kept
+            unconditionally.
+        coming: Number of pending saves, which count toward the last ones.
     """
     there = ordered(checkpoints)
     decisions: list[Decision[C]] = []
@@ -332,7 +357,7 @@ def decide(
 
 
 def left_in(checkpoints: Iterable[Retainable]) -> dict[str, int]:
-    """Return the names of what runs left behind, and the steps from which they went on instead."""
+    """Map each abandoned checkpoint to the step from which its run resumed instead."""
     series: dict[str, dict[str, Lineage]] = {}
     for one in checkpoints:
         series.setdefault(one.series, {})[one.name] = one.lineage
@@ -340,15 +365,18 @@ def left_in(checkpoints: Iterable[Retainable]) -> dict[str, int]:
 
 
 def ordered(checkpoints: Iterable[C]) -> list[C]:
-    """Return *checkpoints* by series, then by step, those of one step by time."""
+    """Sort *checkpoints* by series, step and time."""
     return sorted(checkpoints, key=lambda one: (one.series, one.order, one.time, one.name))
 
 
 def disorder(checkpoints: Iterable[C]) -> tuple[C, C] | None:
-    """Return two complete checkpoints of a series: the one that was saved later has a lower step.
+    """Find two complete checkpoints of a series whose steps and save times are out of order.
 
-    Two runs that were saved into one folder look like that: then the highest step is not the
-    newest checkpoint. None: there are none.
+    This happens if two runs save into one folder. Then the highest step is not the newest
+    checkpoint.
+
+    Returns:
+        The later save and the earlier one with a higher step, or None if all are in order.
     """
     newest: C | None = None
     for one in ordered(checkpoints):
@@ -364,7 +392,7 @@ def disorder(checkpoints: Iterable[C]) -> tuple[C, C] | None:
 
 
 def earlier(one: Retainable, other: Retainable) -> bool:
-    """Return whether *one* was saved before *other*: by their numbers, or else by the clock."""
+    """Return whether *one* was saved before *other*, by save numbers or else by time."""
     if one.lineage.save and other.lineage.save:
         return one.lineage.save < other.lineage.save
     return one.time < other.time - CLOCK
@@ -373,7 +401,7 @@ def earlier(one: Retainable, other: Retainable) -> bool:
 def _reasons(
     whole: Sequence[Retainable], policy: Policy, now: float, replaced: bool, coming: int
 ) -> Mapping[str, Sequence[str]]:
-    """Return the reasons to keep each complete checkpoint of a series that is kept."""
+    """Map each complete checkpoint of a series that is kept to the reasons."""
     kept: dict[str, list[str]] = {one.name: [] for one in whole}
     for one, reason in _kept(whole, policy, now, coming):
         kept[one.name].append(reason)
@@ -388,7 +416,7 @@ def _kept(
     last = max(0, (policy.last or 0) - coming)
     for number, one in enumerate(reversed(whole[-last:] if last else []), 1):
         yield one, f"last {last} ({number}/{last})"
-    # A clock that was wrong when the newest was written must not make the others old.
+    # A wrong clock at the time of the newest save must not make the others old.
     newest = max((one.time for one in whole if one.time <= now), default=now)
     limit = newest - (policy.within or 0.0)
     for one in whole:
@@ -417,12 +445,12 @@ def _closest(whole: Sequence[Retainable], every: int) -> Iterator[tuple[Retainab
         if known is None or abs(one.step - multiple) <= abs(known.step - multiple):
             nearest[multiple] = one
     for multiple, one in nearest.items():
-        if multiple or not one.step:  # the first of a run are close to no multiple but 0
+        if multiple or not one.step:  # the first ones of a run are only close to 0
             yield one, f"closest to {multiple:,}"
 
 
 def _apart(whole: Sequence[Retainable], interval: float) -> Iterator[Retainable]:
-    """Yield checkpoints so many seconds apart; a clock that was set back begins anew."""
+    """Yield checkpoints at least *interval* seconds apart, starting over if the clock was reset."""
     last: float | None = None
     for one in whole:
         if last is None or abs(one.time - last) >= interval:
@@ -431,14 +459,21 @@ def _apart(whole: Sequence[Retainable], interval: float) -> Iterator[Retainable]
 
 
 def _best(whole: Sequence[Retainable], best: Best) -> Iterator[tuple[Retainable, str]]:
-    """Yield the best ones; of equals the newest."""
+    """Yield the best checkpoints by a metric. Of equal ones, the newest comes first."""
     rated = [(value, n) for n, one in enumerate(whole) if (value := best.value(one)) is not None]
     for _, n in sorted(rated, reverse=True)[: best.count]:
         yield whole[n], f"{best.said} ({whole[n].metrics[best.metric]:g})"
 
 
 def _not_counted(one: C, policy: Policy, now: float, others: bool) -> Decision[C]:
-    """Decide on what is not complete, or exempt; *others*: its series has complete ones."""
+    """Decide about an incomplete or exempt checkpoint.
+
+    Args:
+        one: The checkpoint.
+        policy: The rules.
+        now: Current time, in seconds since the epoch.
+        others: Whether its series has complete checkpoints.
+    """
     problem = (f"{one.state}: {one.problem}",) if one.problem else ()
     named = (f"named by {pin}" for pin in one.pinned)
     stays = (*([one.aside] if one.aside else ()), *named)
@@ -456,6 +491,6 @@ def _not_counted(one: C, policy: Policy, now: float, others: bool) -> Decision[C
 
 
 def exact_units(seconds: float) -> str:
-    """Return a duration in the largest unit that divides it, as options have it."""
+    """Format a duration for options, in the largest unit that divides it."""
     unit, length = next(((u, n) for u, n in UNITS if seconds and seconds % n == 0), UNITS[-1])
     return f"{seconds / length:g}{unit[0]}"

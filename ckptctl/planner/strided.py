@@ -1,11 +1,11 @@
-"""Lazy views over stored tensors: operations only change which element lies where.
+"""Lazy views of stored tensors, whose operations only change the positions of elements.
 
-A part of a tensor is a box of indices with two affine maps. Index ``i`` of an axis lies at
+A part of a tensor is a box of indices with two affine maps. Index ``i`` of an axis is at
 ``origin[dim] + i * step`` in the tensor, and at ``begin[at] + i * stride`` in the stored tensor.
 Merging dimensions multiplies steps and never splits a part. Interleaved parts have steps above 1.
 
-The boxes in which a checkpoint stores a tensor are no part of this.
-:mod:`ckptctl.planner.copying.blocks` looks them up when elements are read.
+Parts are independent of the boxes in which a checkpoint stores a tensor.
+:mod:`ckptctl.planner.copying.blocks` looks up these boxes when elements are read.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from ckptctl.planner.axes import Axes, unbroken_runs
 
 Ints = tuple[int, ...]
 MAX_PARTS = 1 << 14
-"""Parts that a part may be split into."""
+"""Maximum number of parts into which a part may be split."""
 
 
 class Axis(NamedTuple):
@@ -49,7 +49,7 @@ _STEP, _STRIDE = attrgetter("step"), attrgetter("stride")
 
 
 class Part(NamedTuple):
-    """Elements of a stored tensor in a tensor.
+    """Elements of a tensor that come from one stored tensor.
 
     Attributes:
         of: The stored tensor.
@@ -65,13 +65,13 @@ class Part(NamedTuple):
     begin: Ints
 
     def within(self, dim: int, start: int, stop: int) -> Sequence[Part]:
-        """Return what lies between two positions along a dimension of the tensor."""
+        """Return the elements between two positions along a dimension of the tensor."""
         along = [axis for axis in self.axes if axis.dim == dim]
         first = self.origin[dim]
         return self._between(along, _STEP, start - first, stop - first)
 
     def stored_within(self, at: int, start: int, stop: int) -> Sequence[Part]:
-        """Return what lies between two positions along a dimension of the stored tensor."""
+        """Return the elements between two positions along a dimension of the stored tensor."""
         along = [axis for axis in self.axes if axis.at == at]
         first = self.begin[at]
         return self._between(along, _STRIDE, start - first, stop - first)
@@ -79,7 +79,7 @@ class Part(NamedTuple):
     def _between(
         self, axes: list[Axis], step_of: Callable[[Axis], int], start: int, stop: int
     ) -> Sequence[Part]:
-        """Return what lies between two positions along a dimension that *axes* move along."""
+        """Return the elements between two positions along the dimension of *axes*."""
         # Hot path: most dimensions have one axis or none.
         if not axes:
             return (self,) if start <= 0 < stop else ()
@@ -98,7 +98,7 @@ class Part(NamedTuple):
         return [self.select_indices(dict(zip(axes, ranges, strict=True))) for ranges in found]
 
     def select_indices(self, ranges: Mapping[Axis, range]) -> Part:
-        """Return the elements of the part in *ranges* of some axes."""
+        """Restrict some axes to ranges of their indices."""
         axes, origin, begin = [], list(self.origin), list(self.begin)
         for axis in self.axes:
             indices = ranges.get(axis)
@@ -111,11 +111,11 @@ class Part(NamedTuple):
         return Part(self.of, tuple(axes), tuple(origin), tuple(begin))
 
     def split_at_blocks(self, dim: int, block: int) -> Iterator[Part]:
-        """Yield parts of the part that can be seen as rows of blocks of a dimension.
+        """Split the part so that each piece consists of equal rows in blocks of a dimension.
 
-        Each axis along the dimension moves by multiples of the block, or stays inside of one block
-        together with the other axes that do. Elements 2 to 9 in blocks of 4 are three such parts:
-        2 and 3; 4 to 7; 8 and 9.
+        Each axis along the dimension then either moves by multiples of the block, or stays inside
+        one block together with the other axes that do. Elements 2 to 9 in blocks of 4 become three
+        parts (2 and 3, 4 to 7, 8 and 9).
 
         Args:
             dim: Dimension of the tensor.
@@ -139,13 +139,13 @@ class Part(NamedTuple):
             yield from part._replace(axes=axes).split_at_blocks(dim, block)
 
     def shift(self, dim: int, distance: int) -> Part:
-        """Return the part at another position along a dimension of the tensor."""
+        """Move the part along a dimension of the tensor."""
         return self._replace(origin=_replaced(self.origin, dim, self.origin[dim] + distance))
 
 
 @dataclass(frozen=True, slots=True)
 class Strided:
-    """A tensor that consists of elements of stored tensors.
+    """A lazy tensor that consists of elements of stored tensors.
 
     Attributes:
         stored_dtype: torch's name of the dtype in which its elements are stored.
@@ -158,18 +158,18 @@ class Strided:
     parts: tuple[Part, ...]
 
     def __repr__(self) -> str:
-        # Digests of plans are taken of this text: another one ends `--resume`.
+        # Plan digests hash this text: changing it breaks `--resume`.
         parts = [(part.of.name, *part[1:]) for part in self.parts]
         return f"Strided({self.stored_dtype}, {self.dtype}, {self.shape}, {parts})"
 
     @property
     def itemsize(self) -> int:
-        """Return the bytes of an element as it is stored."""
+        """Bytes of a stored element."""
         return dtypes.itemsize(self.stored_dtype)
 
     @classmethod
     def whole(cls, stored: TensorEntry) -> Strided:
-        """Return a stored tensor as it is."""
+        """Build a view of a complete stored tensor."""
         axes = (Axis(size, dim, 1, dim, 1) for dim, size in enumerate(stored.shape) if size > 1)
         zeros = (0,) * len(stored.shape)
         parts = (Part(stored, tuple(axes), zeros, zeros),) if stored.numel else ()
@@ -177,18 +177,18 @@ class Strided:
 
     @classmethod
     def filled(cls, dtype: str, shape: Ints, file: str) -> Strided:
-        """Return all elements of a virtual file as a tensor."""
+        """Build a tensor of all elements of a virtual file."""
         whole = Box.whole(shape)
         extent = Extent(whole, file, 0, whole.numel * dtypes.itemsize(dtype))
         return cls.whole(TensorEntry(file, dtype, shape, (extent,), (file,)))
 
     @property
     def covered(self) -> int:
-        """Return the number of elements that parts have: fewer than all while it is composed."""
+        """Number of elements in parts, which is less than all while a tensor is composed."""
         return sum(math.prod([axis.size for axis in part.axes]) for part in self.parts)
 
     def narrow(self, dim: int, start: int, size: int) -> Strided:
-        """Return a range of a dimension."""
+        """Return a range of a dimension, as ``torch.narrow`` does."""
         if not 0 <= start <= start + size <= self.shape[dim]:
             raise ValueError(f"{start}:{start + size} of dimension {dim} of {self.shape}")
         found = (some for part in self.parts for some in part.within(dim, start, start + size))
@@ -196,14 +196,14 @@ class Strided:
         return replace(self, shape=_replaced(self.shape, dim, size), parts=parts)
 
     def place(self, dim: int, start: int, size: int) -> Strided:
-        """Return the tensor as a range of a dimension of *size*, which has no other elements."""
+        """Embed the tensor in a dimension of *size*, whose other elements are undefined."""
         if not 0 <= start <= start + self.shape[dim] <= size:
             raise ValueError(f"dimension {dim} of {self.shape} at {start} of {size}")
         parts = tuple(part.shift(dim, start) for part in self.parts)
         return replace(self, shape=_replaced(self.shape, dim, size), parts=parts)
 
     def select(self, dim: int, index: int) -> Strided:
-        """Return one entry of a dimension, without it."""
+        """Return one entry of a dimension and remove the dimension, as ``torch.select`` does."""
         return self.narrow(dim, index, 1)._without(dim)
 
     def split(self, dim: int, sizes: Sequence[int]) -> Strided:
@@ -223,7 +223,7 @@ class Strided:
         return replace(self, shape=shape, parts=parts)
 
     def merge(self, dim: int, count: int) -> Strided:
-        """Merge *count* neighboring dimensions; a *count* of 0 inserts a dimension of size 1."""
+        """Merge *count* neighboring dimensions, or insert a dimension of size 1 if *count* is 0."""
         sizes, rest = self.shape[dim : dim + count], self.shape[dim + count :]
         dims = [(before, 1) for before in range(dim)]
         dims += [(dim, weight) for weight in row_major(sizes)]
@@ -232,20 +232,20 @@ class Strided:
         return replace(self, shape=shape, parts=_renumbered(self.parts, dims, len(shape)))
 
     def as_matrix(self) -> Strided:
-        """Return the tensor with all dimensions but the last one merged."""
+        """Merge all dimensions except for the last one."""
         found = self if self.shape else self.merge(0, 0)
         return found.merge(0, len(found.shape) - 1)
 
     def permute(self, order: Sequence[int]) -> Strided:
-        """Return the tensor with its dimensions in another order."""
+        """Reorder the dimensions, as ``torch.permute`` does."""
         dims = [(order.index(dim), 1) for dim in range(len(self.shape))]
         shape = tuple(self.shape[dim] for dim in order)
         return replace(self, shape=shape, parts=_renumbered(self.parts, dims, len(shape)))
 
     def cast(self, dtype: str) -> Strided:
-        """Return the tensor with another dtype, to which elements are cast when they are written.
+        """Set the dtype to which elements are cast when they are written.
 
-        Of two casts, only the last one is carried out.
+        Only the last cast is executed.
         """
         return replace(self, dtype=dtype)
 
@@ -281,7 +281,7 @@ class Strided:
         return found
 
     def _without(self, dim: int) -> Strided:
-        """Return the tensor without a dimension of size 1."""
+        """Remove a dimension of size 1."""
         dims = [(other - (other > dim), 1) for other in range(len(self.shape))]
         shape = (*self.shape[:dim], *self.shape[dim + 1 :])
         dims[dim] = (0, 0)
@@ -291,14 +291,14 @@ class Strided:
 
 
 def concat(tensors: Sequence[Strided], dim: int) -> Strided:
-    """Return tensors one after the other along a dimension."""
+    """Concatenate tensors along a dimension."""
     starts = list(accumulate((one.shape[dim] for one in tensors), initial=0))
     pairs = zip(tensors, starts, strict=False)
     return union([one.place(dim, start, starts[-1]) for one, start in pairs])
 
 
 def union(tensors: Sequence[Strided]) -> Strided:
-    """Return tensors of one shape as one, of which each has other elements."""
+    """Merge tensors of the same shape and dtype whose elements do not overlap."""
     first = tensors[0]
     for one in tensors:
         same = (one.stored_dtype, one.dtype, one.shape)
@@ -308,7 +308,7 @@ def union(tensors: Sequence[Strided]) -> Strided:
 
 
 def stack(tensors: Sequence[Strided], dim: int = 0) -> Strided:
-    """Return tensors of one shape as the entries of a new dimension."""
+    """Stack tensors of the same shape along a new dimension."""
     return concat([one.merge(dim, 0) for one in tensors], dim)
 
 
@@ -336,7 +336,7 @@ def _renumbered(
 
 
 def coalesced(axes: Iterable[Axis]) -> tuple[Axis, ...]:
-    """Merge axes that are contiguous in both tensors."""
+    """Merge axes that are contiguous in the tensor and in the stored tensor."""
     found: list[Axis] = []
     for axis in sorted(axes, key=lambda one: (one.dim, one.step)):
         last = found[-1] if found else None
@@ -353,7 +353,11 @@ def coalesced(axes: Iterable[Axis]) -> tuple[Axis, ...]:
 
 
 def _split(part: Part, dim: int, block: int) -> Iterator[Part]:
-    """Yield parts with a dimension as two: the blocks, and the elements of a block."""
+    """Split a dimension of a part into blocks and elements of a block.
+
+    Raises:
+        MappingError: There are more than :data:`MAX_PARTS` parts.
+    """
     cuts = list(islice(part.split_at_blocks(dim, block), MAX_PARTS + 1))
     if len(cuts) > MAX_PARTS:
         raise MappingError(
@@ -375,7 +379,7 @@ def _split(part: Part, dim: int, block: int) -> Iterator[Part]:
 def _runs_in_blocks(
     axis: Axis, period: int, offset: int, inner_span: int, block: int
 ) -> Iterator[tuple[int, int, int]]:
-    """Yield ``(first, count, repeats)``: indices inside of one block, repeated every *period*.
+    """Yield ``(first, count, repeats)`` for runs of indices in one block, repeated every *period*.
 
     Args:
         axis: An axis that leaves a block.
@@ -404,7 +408,7 @@ def _runs_in_blocks(
 def _index_ranges(
     sizes: Sequence[int], steps: Sequence[int], start: int, stop: int
 ) -> Iterator[tuple[range, ...]]:
-    """Yield boxes of the indices with ``start <= position < stop``.
+    """Yield boxes of indices whose position is in ``[start, stop)``.
 
     There are at most ``2 * len(sizes) - 1``, because each step exceeds the span of those after it.
     """
@@ -426,7 +430,7 @@ def _index_ranges(
 
 
 def _span(sizes: Sequence[int], steps: Sequence[int]) -> int:
-    """Return the distance of the last element from the first."""
+    """Return the distance between the first and the last element."""
     return sum((size - 1) * step for size, step in zip(sizes, steps, strict=True))
 
 

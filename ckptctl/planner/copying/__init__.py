@@ -1,1 +1,1 @@
-"""From transfers to units of work: which bytes are read, where they go."""
+"""Conversion of transfers to units of work: byte ranges to read, and where to write them."""

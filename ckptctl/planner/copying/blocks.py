@@ -1,8 +1,8 @@
-"""Strided copies of bytes, and which of them fill a buffer with elements of a tensor.
+"""Strided byte copies that fill a buffer with elements of a tensor.
 
 A :class:`BlockReader` turns a box of a strided tensor into blocks. The boxes in which a checkpoint
-stores tensors come straight from the columns of the catalog. A box that fits into no buffer is read
-in domains. Parts that are evenly apart need no copy: they are views.
+stores tensors come straight from the columns of the catalog. A box that exceeds the buffer is read
+in domains. Parts with uniform strides need no copy because they are views.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ MIB = 1 << 20
 Ints = tuple[int, ...]
 Strides = tuple[tuple[int, int, int], ...]
 LINEAR = 8
-"""Boxes up to which all are looked at to find those that meet another."""
+"""Number of boxes up to which a linear search finds overlaps."""
 SHORT_RUN = 256
-"""Bytes of a run, on average, below which elements are permuted in memory ..."""
+"""Average bytes of a run below which elements are permuted in memory ..."""
 FEW_RUNS = 1024
-"""... unless the whole tensor has fewer runs than this."""
+"""... unless the tensor has fewer runs than this."""
 
 
 class Block(NamedTuple):
-    """A strided copy: axes from the outermost (by source address) to the innermost.
+    """A strided copy with axes from the outermost (by source address) to the innermost.
 
     Attributes:
         source: Byte position of the first element in the source.
@@ -52,21 +52,24 @@ class Block(NamedTuple):
 
     @property
     def runs(self) -> int:
-        """Return the number of runs."""
+        """Number of runs."""
         return math.prod(axis[0] for axis in self.axes)
 
 
 def dense_strides(sizes: Ints, item: int) -> Ints:
-    """Return the byte strides of a dense box, row-major."""
+    """Return the byte strides of a dense row-major box."""
     return tuple([step * item for step in row_major(sizes)])
 
 
 def melted_axes(strides: Iterable[tuple[int, int, int]], item: int) -> tuple[Strides, int]:
-    """Return the axes and the run of a copy that has as few axes as it can.
+    """Merge the axes of a copy wherever it is contiguous on both sides.
 
     Args:
         strides: ``(source stride, buffer stride, count)`` of each axis, in bytes.
         item: Bytes of one element.
+
+    Returns:
+        The remaining axes of a :class:`Block` and the bytes of its run.
     """
     axes: list[tuple[int, int, int]] = []
     count, near, far = item, 1, 1
@@ -81,7 +84,7 @@ def melted_axes(strides: Iterable[tuple[int, int, int]], item: int) -> tuple[Str
 
 
 def list_runs(block: Block) -> list[tuple[int, int, int]]:
-    """Return ``(source position, buffer position, bytes)`` of every run of *block*."""
+    """List ``(source position, buffer position, bytes)`` of every run of *block*."""
     places = [(block.source, block.buffer)]
     for count, near, far in block.axes:
         places = [(s + i * near, b + i * far) for s, b in places for i in range(count)]
@@ -89,7 +92,7 @@ def list_runs(block: Block) -> list[tuple[int, int, int]]:
 
 
 class BoxIndex:
-    """Finds the boxes that may meet another one without looking at all of them."""
+    """Index of boxes for overlap searches, sorted along the axis with the most distinct offsets."""
 
     def __init__(self, offsets: Sequence[Ints], sizes: Sequence[Ints]) -> None:
         self._count = len(offsets)
@@ -103,7 +106,7 @@ class BoxIndex:
             self._widest = max(size[axis] for size in sizes)
 
     def near(self, lo: Ints, sizes: Ints) -> Iterable[int]:
-        """Return the numbers of the boxes that may meet a box, in ascending order."""
+        """Return the numbers of the boxes that may overlap a box, in ascending order."""
         if self._axis is None:
             return range(self._count)
         first = bisect_left(self._starts, lo[self._axis] - self._widest + 1)
@@ -112,7 +115,7 @@ class BoxIndex:
 
 
 class Domain(NamedTuple):
-    """A box that is copied in parts, every *step* along *axis*."""
+    """A box that is copied in parts of *step* indices along *axis*."""
 
     lo: Ints
     sizes: Ints
@@ -121,11 +124,11 @@ class Domain(NamedTuple):
 
     @property
     def length(self) -> int:
-        """Return its size along the axis."""
+        """Size along the axis."""
         return self.sizes[self.axis] if self.sizes else 1
 
     def first(self, length: int, begin: int = 0) -> Domain:
-        """Return what of it begins at *begin* along the axis, at most *length* of that."""
+        """Return the part that starts at *begin* along the axis, with at most *length* indices."""
         if not self.sizes:
             return self
         lo, sizes = list(self.lo), list(self.sizes)
@@ -134,20 +137,20 @@ class Domain(NamedTuple):
         return self._replace(lo=tuple(lo), sizes=tuple(sizes))
 
     def cut(self, length: int, begin: int = 0) -> Iterator[Domain]:
-        """Yield what of it lies from *begin* on in parts of *length* along the axis."""
+        """Yield consecutive parts of *length* indices along the axis, from *begin* on."""
         return (self.first(length, at) for at in range(begin, self.length, length))
 
 
 def domains(
     lo: Ints, sizes: Ints, limit: int, units: Mapping[int, int] | None = None
 ) -> Iterator[Domain]:
-    """Yield intervals of indices that together are a box; a step holds at most *limit* elements.
+    """Split a box into domains whose steps have at most *limit* elements.
 
     Args:
         lo: First indices of the box.
         sizes: Its sizes.
-        limit: Elements of a step.
-        units: By axis the indices that a step should hold a multiple of.
+        limit: Maximum elements of a step.
+        units: Number of indices, by axis, that the length of a step should be a multiple of.
     """
     axis, inner = len(sizes) - 1, 1
     while axis >= 0 and inner * sizes[axis] <= limit:
@@ -167,18 +170,18 @@ def domains(
 
 
 class ReadFrom(NamedTuple):
-    """A file that blocks read, and the recorded range in it that they count for."""
+    """A file that blocks read, and the recorded range whose checksum their bytes count toward."""
 
     file: str
     check: RecordedRange | None = None
 
 
 Blocks = dict[ReadFrom, list[Block]]
-"""Copies into one buffer, by what they read."""
+"""Copies into one buffer, by source."""
 
 
 class StoredBoxes:
-    """Where a stored tensor lies: its boxes, and the bytes of each."""
+    """The boxes of a stored tensor, with the file, position and strides of each."""
 
     def __init__(self, entry: TensorEntry) -> None:
         self._name, self._shape, self._dims = entry.name, entry.shape, range(len(entry.shape))
@@ -198,12 +201,12 @@ class StoredBoxes:
         return BoxIndex(self.offsets, self.sizes)
 
     def strides(self, number: int) -> Ints:
-        """Return the elements between neighbors along each dimension of an extent."""
+        """Return the strides of an extent, in elements."""
         stated = self._strides[number] if self._strides else None
         return stated or row_major(self.sizes[number])
 
     def recorded(self, number: int) -> RecordedRange | None:
-        """Return the range around an extent whose checksum is recorded, or None."""
+        """Return the range with a recorded checksum that contains an extent, or None."""
         extents, name = self._extents, self._name
         if isinstance(extents, ExtentColumns):
             crc = extents.crcs[number] if extents.crcs else NO_CRC
@@ -214,7 +217,7 @@ class StoredBoxes:
         return recorded_range(extents[number], name)
 
     def meeting(self, part: Part) -> Iterator[tuple[int, Part]]:
-        """Yield the numbers of boxes that a part has elements in, and those elements."""
+        """Yield the number of each box that a part overlaps, and the elements in that box."""
         if len(self.files) == 1 and self.sizes[0] == self._shape:
             yield 0, part
             return
@@ -234,9 +237,9 @@ class StoredBoxes:
                 yield number, cut
 
     def _each(self, part: Part) -> Iterator[tuple[int, Part]]:
-        """Yield all boxes and their elements, for a part that has all elements of the tensor.
+        """Yield all boxes and their elements, for a part with all elements of the tensor.
 
-        This is a hot path: a plan may have a million boxes, which have few shapes.
+        This is a hot path because a plan may have a million boxes. They have few distinct shapes.
         """
         stored, axes, origin, _ = part
         in_order = (
@@ -261,9 +264,9 @@ class StoredBoxes:
             yield number, Part(stored, own, first, lo)
 
     def ranges(self, part: Part) -> Iterator[tuple[int, int, int]]:
-        """Yield where a row-major range of the tensor lies: boxes, first elements, and lengths.
+        """Yield ``(box, first element, length)`` of a row-major range of the tensor.
 
-        In a box, its elements are one range, however many cuts they are met in.
+        The elements in a box form one range, even if they consist of several parts.
         """
         found: dict[int, tuple[int, int]] = {}
         for number, cut in self.meeting(part):
@@ -273,7 +276,7 @@ class StoredBoxes:
         return ((number, *range_) for number, range_ in found.items())
 
     def position(self, number: int, part: Part) -> int:
-        """Return how many elements of a box lie before the first one of a part of it."""
+        """Return the offset of the first element of a part in its box, in elements."""
         first = self.offsets[number]
         if part.begin == first:
             return 0
@@ -281,13 +284,13 @@ class StoredBoxes:
 
 
 _known: dict[int, tuple[StoredBoxes, ref[TensorEntry]]] = {}
-"""Boxes by the identity of a tensor's entry: to hash an entry is to hash all its extents."""
+"""Boxes by the identity of a tensor's entry, because hashing an entry hashes all its extents."""
 KEPT = 1024
-"""Stored tensors whose boxes stay looked up, for others that are read from the same ones."""
+"""Number of stored tensors whose boxes are cached."""
 
 
 def stored_boxes(entry: TensorEntry) -> StoredBoxes:
-    """Return where a stored tensor lies; it is looked up once, and forgotten with the entry."""
+    """Return the boxes of a stored tensor, cached for the lifetime of the entry."""
     key = id(entry)
     if key not in _known:
         if len(_known) >= KEPT:
@@ -297,7 +300,7 @@ def stored_boxes(entry: TensorEntry) -> StoredBoxes:
 
 
 def recorded_range(extent: Extent, name: str) -> RecordedRange | None:
-    """Return the range around an extent of a tensor whose checksum is recorded, or None."""
+    """Return the range with a recorded checksum that contains an extent, or None."""
     known = extent.recorded
     if known is None or not known.nbytes:
         return None
@@ -306,7 +309,7 @@ def recorded_range(extent: Extent, name: str) -> RecordedRange | None:
 
 
 class _Side(NamedTuple):
-    """One of the two tensors of a part, as where its dimension and step stand in an axis."""
+    """Positions of a dimension and a step in :class:`Axis`, for one of the tensors of a part."""
 
     dim: int
     step: int
@@ -317,13 +320,13 @@ _SingleAxes = Mapping[int, Axis] | None
 
 
 def _single_axes(part: Part, side: _Side) -> _SingleAxes:
-    """Return the axis along each dimension, or None if one has several."""
+    """Return the axis along each dimension, or None if a dimension has several."""
     axes = {axis[side.dim]: axis for axis in part.axes}
     return axes if len(axes) == len(part.axes) else None
 
 
 def _reach(part: Part, side: _Side) -> Ints:
-    """Return how many elements of each dimension a part reaches over."""
+    """Return the extent of a part in each dimension, in elements."""
     reach = [1] * len(part.origin if side is TENSOR else part.begin)
     for axis in part.axes:
         reach[axis[side.dim]] += (axis.size - 1) * axis[side.step]
@@ -331,7 +334,7 @@ def _reach(part: Part, side: _Side) -> Ints:
 
 
 def _inside(part: Part, axes: _SingleAxes, lo: Ints, sizes: Ints, side: _Side) -> Sequence[Part]:
-    """Return what of a part lies inside a box of one side, where it has *axes*."""
+    """Intersect a part, which has *axes*, with a box of one side."""
     if axes is None:
         within = Part.within if side is TENSOR else Part.stored_within
         cuts = [part]
@@ -369,12 +372,12 @@ def _inside(part: Part, axes: _SingleAxes, lo: Ints, sizes: Ints, side: _Side) -
 
 
 class Located(NamedTuple):
-    """Elements of a tensor that lie in one stored box.
+    """Elements of a tensor that are in one stored box.
 
     Attributes:
-        source: Where that is.
-        first: The byte in the file at which the first of the elements is.
-        steps: Elements between neighbors along each dimension of the stored tensor.
+        source: The file.
+        first: Byte position of the first element in the file.
+        steps: Strides of the stored tensor, in elements.
         part: The elements.
     """
 
@@ -385,14 +388,14 @@ class Located(NamedTuple):
 
 
 class BlockReader:
-    """Finds what fills a buffer with elements of a tensor.
+    """Finder of the copies that fill a buffer with elements of a tensor.
 
-    A plan has tens of thousands of readers, so they look up boxes when elements are read.
+    A plan has tens of thousands of readers, so boxes are looked up only when elements are read.
 
     Attributes:
-        tensor: What is read.
+        tensor: The tensor to read.
         item: Bytes of an element.
-        checked: Names of stored tensors whose recorded checksums reads count for.
+        checked: Names of stored tensors whose recorded checksums are verified by reads.
     """
 
     def __init__(self, tensor: Strided, checked: Collection[str] = ()) -> None:
@@ -408,21 +411,18 @@ class BlockReader:
         return BoxIndex([part.origin for part in parts], reaches)
 
     def __repr__(self) -> str:
-        # Digests of plans are taken of this text: another one ends `--resume`.
+        # Plan digests hash this text: changing it breaks `--resume`.
         parts = [(part.of.name, *part[1:]) for part in self.tensor.parts]
         return f"BlockReader({self.tensor.stored_dtype}, {self.tensor.shape}, {parts})"
 
     @cached_property
     def permuted(self) -> bool:
-        """Return whether elements of the tensor are better permuted in memory."""
+        """Whether to permute elements of the tensor in memory."""
         shape = self.tensor.shape
         return self.permutes((0,) * len(shape), shape)
 
     def permutes(self, lo: Ints, shape: Ints) -> bool:
-        """Return whether elements of a box are better permuted in memory.
-
-        Mostly, the first ones tell.
-        """
+        """Return whether to permute the elements of a box in memory, judged by the first ones."""
         if 0 in shape or self._has_long_rows(shape):
             return False
         domain = next(domains(lo, shape, MIB // self.item))
@@ -433,7 +433,7 @@ class BlockReader:
         return size < SHORT_RUN * number and whole * number > FEW_RUNS * size
 
     def _has_long_rows(self, shape: Ints) -> bool:
-        """Return whether rows of a box of a shape are long runs in what is stored, at a glance."""
+        """Return whether rows of a box of *shape* are clearly long runs in the stored tensors."""
         last = len(shape) - 1
         return all(
             len(part.of.extents) == 1
@@ -449,7 +449,7 @@ class BlockReader:
         )
 
     def dense(self, lo: Ints, sizes: Ints) -> Blocks:
-        """Return the copies that fill a buffer with a box of the tensor, row-major."""
+        """Find the copies that fill a row-major buffer with a box of the tensor."""
         found: Blocks = {}
         strides = dense_strides(sizes, self.item)
         for source, block in self.blocks(self.locate(lo, sizes), lo, 0, strides):
@@ -457,7 +457,7 @@ class BlockReader:
         return found
 
     def locate(self, lo: Ints, sizes: Ints) -> Iterator[Located]:
-        """Yield where the elements of a box of the tensor are stored."""
+        """Yield the stored elements of a box of the tensor, one item per stored box."""
         parts: Sequence[Part] = self.tensor.parts
         if any(lo) or sizes != self.tensor.shape:
             if len(parts) > LINEAR:
@@ -468,7 +468,7 @@ class BlockReader:
             entry, check = part.of, None
             is_checked = self.checked and entry.name in self.checked
             if len(entry.extents) == 1 and (extent := entry.extents[0]).box.sizes == entry.shape:
-                # As most are: nothing to look up.
+                # Common case: nothing to look up.
                 steps = extent.strides or row_major(entry.shape)
                 first = extent.offset + sum(map(mul, part.begin, steps)) * self.item
                 if is_checked:
@@ -489,13 +489,13 @@ class BlockReader:
         """Yield the copies that fill a part of a buffer with a box of the tensor.
 
         Args:
-            located: Where its elements are stored.
+            located: The stored elements of the box.
             lo: The first indices of the box.
             position: Byte position of its first element in the buffer.
-            strides: Bytes between neighbors there.
+            strides: Strides of the buffer, in bytes.
 
         Yields:
-            What each copy reads, and the copy.
+            The source of each copy, and the copy.
         """
         origin, item = position - sum(map(mul, lo, strides)), self.item
         # Hot path: boxes of a checkpoint have few shapes.
@@ -511,7 +511,7 @@ class BlockReader:
             yield source, Block(first, origin + sum(map(mul, start, strides)), *shape)
 
     def clip(self, located: Iterable[Located], lo: Ints, sizes: Ints) -> Iterator[Located]:
-        """Yield what of some elements lies in a box of the tensor."""
+        """Yield the *located* elements that are in a box of the tensor."""
         for source, first, steps, part in located:
             for cut in _inside(part, _single_axes(part, TENSOR), lo, sizes, TENSOR):
                 further = sum(map(mul, map(sub, cut.begin, part.begin), steps)) * self.item
@@ -519,7 +519,7 @@ class BlockReader:
 
 
 def rearranged(root: TreePath, tensor: Strided) -> Computed:
-    """Make a virtual file of the elements of a tensor, row-major.
+    """Build a virtual file with the elements of a tensor in row-major order.
 
     Args:
         root: The directory of the files of its stored tensors.
@@ -532,12 +532,15 @@ def rearranged(root: TreePath, tensor: Strided) -> Computed:
 
 
 def view(entry: TensorEntry, tensor: Strided, name: str | None = None) -> TensorEntry:
-    """Return *entry* with the elements of a strided tensor, which are views of its extents.
+    """Build the entry of a strided tensor whose extents are views of those of *entry*.
 
     Args:
         entry: A stored tensor.
-        tensor: Parts of it; no dimension has elements that are not evenly apart.
-        name: What it is called, or None to keep the name.
+        tensor: Elements of it, with a uniform stride in every dimension.
+        name: Name of the new entry, or None to keep the name.
+
+    Raises:
+        ValueError: Strides are not uniform.
     """
     if not is_view(tensor):
         raise ValueError(f"elements of `{entry.name}` are not evenly apart")
@@ -552,7 +555,7 @@ def view(entry: TensorEntry, tensor: Strided, name: str | None = None) -> Tensor
 
 
 def is_view(tensor: Strided) -> bool:
-    """Return whether each part of a tensor has elements evenly apart in every dimension."""
+    """Return whether each part of a tensor has a uniform stride in every dimension."""
     return all(
         axis.step == 1 and sum(other.dim == axis.dim for other in part.axes) == 1
         for part in tensor.parts
@@ -561,13 +564,13 @@ def is_view(tensor: Strided) -> bool:
 
 
 def transposed(entry: TensorEntry, name: str | None = None) -> TensorEntry:
-    """Return *entry* with its last two dimensions in the other order."""
+    """Return *entry* with its last two dimensions swapped."""
     *lead, rows, columns = range(len(entry.shape))
     return view(entry, Strided.whole(entry).permute((*lead, columns, rows)), name)
 
 
 def _extent(extent: Extent, stored: StoredBoxes, number: int, cut: Part, item: int) -> Extent:
-    """Return the elements of an extent that are a part; all of them keep their checksum."""
+    """Restrict an extent to the elements of a part. The checksum is kept only if all remain."""
     sizes, strides = [1] * len(cut.origin), [0] * len(cut.origin)
     for axis in cut.axes:
         sizes[axis.dim] = axis.size

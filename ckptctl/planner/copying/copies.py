@@ -1,4 +1,4 @@
-"""How the boxes of a tensor that are written are cut into tiles, each of which fits a buffer."""
+"""Division of the boxes that are written into tiles that fit a buffer."""
 
 from __future__ import annotations
 
@@ -29,34 +29,34 @@ from ckptctl.planner.plan import Record, RecordedRange, TargetBox, Transfer
 from ckptctl.planner.strided import Part
 
 FEW_READS = 64
-"""Reads of a tile up to which each is checked by itself; else the source is read once more."""
+"""Reads of a tile up to which checksums are updated inline; otherwise sources are read again."""
 
 
 def lower(
     transfer: Transfer, records: Sequence[Record], limits: Limits, checked: Collection[str] = ()
 ) -> Iterator[Tile]:
-    """Yield the tiles that do *transfer*.
+    """Divide *transfer* into tiles.
 
     Args:
-        transfer: What is written.
-        records: What its boxes are parts of.
+        transfer: The tensor to write.
+        records: Records of the output, which contain its boxes.
         limits: Sizes of buffers.
-        checked: Names of the stored tensors whose checksums are compared on the way.
+        checked: Names of the stored tensors whose recorded checksums are verified.
 
     Yields:
-        Tiles in the target's order; then, where checksums of sources cannot be taken on the way,
-        tiles that only read.
+        Tiles in the target's order, followed by tiles that only read if checksums of sources cannot
+        be computed inline.
     """
     reader = BlockReader(transfer.tensor, checked if limits.check else ())
     return tiles(reader, transfer.targets, records, limits)
 
 
 def permutes(transfer: Transfer) -> bool:
-    """Return whether *transfer* moves single elements, which takes torch."""
+    """Return whether *transfer* permutes single elements, which needs torch."""
     reader, boxes = BlockReader(transfer.tensor), _boxes_of(transfer.targets)
     work = _Tiling(reader, boxes, (), Limits())
     if all(len(part.of.extents) == 1 for part in transfer.tensor.parts):
-        # Few ranges are found faster than the order of elements is compared.
+        # Finding a few ranges is faster than comparing the order of elements.
         return bool(boxes) and _plain_ranges(reader, boxes) is None and work.permuted
     return bool(boxes) and work.permuted and _plain_ranges(reader, boxes) is None
 
@@ -64,9 +64,9 @@ def permutes(transfer: Transfer) -> bool:
 def tiles(
     reader: BlockReader, targets: Sequence[TargetBox], records: Sequence[Record], limits: Limits
 ) -> Iterator[Tile]:
-    """Return the tiles that write boxes of a tensor.
+    """Divide the boxes of a tensor that are written into tiles.
 
-    Their order depends on nothing but the arguments.
+    Their order depends only on the arguments.
     """
     boxes = _boxes_of(targets)
     ranges = _plain_ranges(reader, boxes)
@@ -76,7 +76,7 @@ def tiles(
 
 
 class _TargetPart(NamedTuple):
-    """A part of a box that is written, to one place or to several."""
+    """A part of a box and its targets, one or several."""
 
     targets: Sequence[TargetBox]
     lo: Ints
@@ -84,9 +84,9 @@ class _TargetPart(NamedTuple):
 
 
 def _boxes_of(targets: Sequence[TargetBox]) -> list[_TargetPart]:
-    """Return each box that has elements once, with all places that it is written to."""
+    """Group targets by box, without empty boxes."""
     boxes: dict[tuple[Ints, Ints], list[TargetBox]] = {}
-    if len(targets) == 1 and 0 not in targets[0].sizes:  # as most are
+    if len(targets) == 1 and 0 not in targets[0].sizes:  # common case
         return [_TargetPart(targets, targets[0].start, targets[0].sizes)]
     for target in targets:
         if 0 not in target.sizes:
@@ -95,13 +95,13 @@ def _boxes_of(targets: Sequence[TargetBox]) -> list[_TargetPart]:
 
 
 _PlainRange = tuple[TargetBox, ReadFrom, Block]
-"""A range of a file that is copied as it is, what it is part of, and the block without axes."""
+"""A target, its source and a block without axes: a byte range that is copied unchanged."""
 
 
 def _plain_ranges(reader: BlockReader, boxes: Sequence[_TargetPart]) -> list[_PlainRange] | None:
-    """Return the ranges of files that are copied as they are, or None if others are.
+    """Find the byte ranges to copy unchanged, or return None if the tensor needs other copies.
 
-    Boxes that are written to several places are not: they are read once.
+    Boxes with several targets need buffers because they are read once.
     """
     if reader.tensor.dtype != reader.tensor.stored_dtype and boxes:
         return None
@@ -121,7 +121,7 @@ def _plain_ranges(reader: BlockReader, boxes: Sequence[_TargetPart]) -> list[_Pl
 def _copy_ranges(
     ranges: Iterable[_PlainRange], records: Sequence[Record], limits: Limits
 ) -> Iterator[Tile]:
-    """Yield tiles that copy ranges as they are."""
+    """Yield tiles that copy byte ranges unchanged."""
     for target, (file, check), (source, buffer, _, nbytes) in ranges:
         begin = records[target.record].offset
         for done in range(0, nbytes, limits.flat):
@@ -132,7 +132,7 @@ def _copy_ranges(
 
 
 class _Tiling:
-    """Boxes of a tensor that are written, in buffers that all places share."""
+    """Division of boxes of a tensor into tiles whose buffers serve all targets."""
 
     def __init__(
         self,
@@ -154,7 +154,7 @@ class _Tiling:
 
     @cached_property
     def _bounds(self) -> tuple[Ints, Ints]:
-        """Return first indices and sizes of the box that all targets lie in."""
+        """First indices and sizes of the bounding box of all targets."""
         if len(self.boxes) == 1:
             return self.boxes[0][1:]
         lo = tuple(map(min, zip(*(box.lo for box in self.boxes), strict=True)))
@@ -163,11 +163,11 @@ class _Tiling:
 
     @cached_property
     def permuted(self) -> bool:
-        """Return whether elements are permuted in memory, unless ranges are copied as they are."""
+        """Whether elements are permuted in memory (unless byte ranges are copied unchanged)."""
         return self._reader.permutes(*self._bounds)
 
     def tiles(self) -> Iterator[Tile]:
-        """Yield tiles of consecutive rows of the tensor, which all targets share."""
+        """Yield tiles of consecutive rows of the tensor, shared by all targets."""
         limits, out = self._limits, max(self._item, self._out)
         step, units = self._common_prefix()
         lo, sizes = self._bounds
@@ -206,10 +206,10 @@ class _Tiling:
                 yield from self._checks()
 
     def _limit(self, step: int) -> int:
-        """Return the elements of a tile: enough for *step* elements if these fit.
+        """Return the number of elements of a tile, at least *step* if they fit.
 
-        Where files share its bytes, as ranks of a model-parallel output do, it is twice as large:
-        that spares half of their short writes, and still stays in the cache.
+        If several files share its bytes, as in a model-parallel output, a tile is twice as large.
+        That halves the number of short writes, and the tile still fits the cache.
         """
         limits, tensor = self._limits, self._tensor
         shared = len(self.boxes) > 1 or len(tensor.parts) > 1
@@ -218,11 +218,11 @@ class _Tiling:
         return max(1, size // max(self._item, self._out))
 
     def _common_prefix(self) -> tuple[int, dict[int, int]]:
-        """Compare the order of axes in the tensor and in what is stored, in the largest part.
+        """Find the outermost axes that the largest part and its stored tensor have in common.
 
         Returns:
-            The elements in one step of the axes that come first in both, and by dimension the
-            indices in one of these steps.
+            The number of elements in one step of these axes, and the number of indices in a step,
+            by dimension.
         """
         parts = self._tensor.parts
         if not parts:
@@ -236,11 +236,11 @@ class _Tiling:
         return step, {axis.dim: axis.step for axis in here[:prefix]}
 
     def _filled(self, box: Domain) -> tuple[list[_TargetPart], Blocks]:
-        """Return the parts of targets in a box, and what fills a buffer with them, in a row."""
+        """Find the parts of targets in a box, and the copies that fill a buffer with them."""
         clipped = (_clip(self.boxes[n], box) for n in self._index.near(box.lo, box.sizes))
         parts = [part for part in clipped if part is not None]
         reader, blocks, position = self._reader, Blocks(), 0
-        # One search for all targets.
+        # Search once for all targets.
         located = list(reader.locate(box.lo, box.sizes)) if len(parts) > 1 else ()
         for part in parts:
             lo, sizes = part.lo, part.sizes
@@ -272,7 +272,7 @@ class _Tiling:
         return Tile(nbytes, tuple(found), (), written, False)
 
     def _writes(self, parts: Sequence[_TargetPart]) -> Iterator[Write]:
-        """Yield what writes a buffer that holds *parts*, dense, one after the other."""
+        """Yield the writes of a buffer that contains dense *parts* one after another."""
         position, last = 0, None
         for part in parts:
             steps = dense_strides(part.sizes, self._out)
@@ -300,7 +300,7 @@ class _Tiling:
             yield last
 
     def _is_series(self, box: Domain) -> bool:
-        """Return whether the steps of *box* differ in nothing but their places."""
+        """Return whether the steps of *box* differ only in their positions."""
         dim = box.axis
         for number in self._index.near(box.lo, box.sizes):
             part = _clip(self.boxes[number], box)
@@ -315,7 +315,7 @@ class _Tiling:
         return True
 
     def _checks(self) -> Iterator[Tile]:
-        """Yield tiles that read what is stored in its own order, for its checksums alone."""
+        """Yield tiles that read stored tensors in file order, only for checksums."""
         for part in self._tensor.parts:
             if part.of.name not in self._reader.checked:
                 continue
@@ -327,7 +327,7 @@ class _Tiling:
 
 
 def _reads(blocks: Blocks) -> Iterator[Read]:
-    """Yield contiguous reads that together do *blocks*."""
+    """Yield contiguous reads that cover *blocks*."""
     for (file, check), some in blocks.items():
         base = min(block.source for block in some)
         relative = tuple(block._replace(source=block.source - base) for block in some)
@@ -336,7 +336,7 @@ def _reads(blocks: Blocks) -> Iterator[Read]:
 
 
 def check(found: RecordedRange, offset: int, nbytes: int, limits: Limits) -> Iterator[Tile]:
-    """Yield tiles that only read *nbytes* bytes of a recorded range from *offset* on."""
+    """Yield tiles that read *nbytes* bytes of a recorded range from *offset*, for its checksum."""
     done = 0
     while done < nbytes:
         size = min(limits.tile, nbytes - done)
@@ -347,7 +347,7 @@ def check(found: RecordedRange, offset: int, nbytes: int, limits: Limits) -> Ite
 
 
 def _clip(part: _TargetPart, box: Domain) -> _TargetPart | None:
-    """Return what of a part lies inside a box, or None."""
+    """Intersect a part with a box, or return None if they do not overlap."""
     lo, sizes = list[int](), list[int]()
     for first, size, begin, count in zip(part.lo, part.sizes, box.lo, box.sizes, strict=True):
         start, end = max(first, begin), min(first + size, begin + count)
@@ -359,7 +359,7 @@ def _clip(part: _TargetPart, box: Domain) -> _TargetPart | None:
 
 
 def _repeats(part: Part, dim: int, box: Domain) -> bool:
-    """Return whether a part has the same elements in each step of a box, only further on."""
+    """Return whether the elements of a part repeat in each step of a box, evenly spaced."""
     along = sorted((axis for axis in part.axes if axis.dim == dim), key=lambda axis: -axis.step)
     if not along:
         return False
@@ -370,11 +370,11 @@ def _repeats(part: Part, dim: int, box: Domain) -> bool:
 
 
 def _series(first: Tile | None, second: Tile | None, steps: int) -> Tile | None:
-    """Return the tile whose first steps these two are, or None if they are no steps of one."""
+    """Merge two tiles and those that follow into one tile of *steps* steps, or return None."""
     if first is None or second is None or len(first.reads) != len(second.reads):
         return None
     pairs = list(zip(first.reads, second.reads, strict=True))
-    # Boxes that are read together in one step may lie apart in the next one.
+    # Boxes that one read covers in one step may need two reads in the next one.
     if any(a._replace(offset=b.offset) != b for a, b in pairs):
         return None
     found = tuple(a._replace(step=b.offset - a.offset) for a, b in pairs)

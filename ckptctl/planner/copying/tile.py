@@ -1,4 +1,4 @@
-"""What a buffer of a copy holds: what is read into it, where it is written, and how it is moved."""
+"""Tiles: the reads, element moves and writes of one buffer."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from ckptctl.planner.copying.blocks import MIB, Block, list_runs
 from ckptctl.planner.plan import RecordedRange
 
 GAP = 256
-"""Bytes between elements that are staged with them."""
+"""Gap in bytes up to which neighboring elements are staged in one read."""
 
 
 class Pattern:
-    """Where the bytes of one contiguous read go in the buffer; compared by identity.
+    """Positions in the buffer of the bytes of one contiguous read, compared by identity.
 
     Attributes:
         runs: ``(start in the buffer, bytes)`` in the order of the source.
@@ -30,10 +30,10 @@ class Pattern:
 
 @lru_cache(maxsize=48)
 def spans(blocks: tuple[Block, ...]) -> tuple[tuple[int, int, Pattern], ...]:
-    """Return the contiguous reads that together do *blocks*.
+    """Merge the runs of *blocks* into contiguous reads.
 
     Args:
-        blocks: Copies from one file; positions may be relative, so that equal tiles share them.
+        blocks: Copies from one file. Positions may be relative, so that equal tiles share them.
 
     Returns:
         ``(source position, bytes, pattern)`` in ascending order.
@@ -61,13 +61,13 @@ def _joined(
 
 
 class Move(NamedTuple):
-    """One strided copy of elements from staged bytes into the buffer; all numbers in bytes.
+    """A strided copy of elements from staged bytes into the buffer, with all numbers in bytes.
 
     Attributes:
         source: Position of the first element in the file.
         span: Length of one contiguous read.
-        outer: ``(count, stride)`` of these reads in the file, outermost first. In the staging area
-            they lie one after the other.
+        outer: ``(count, stride)`` of these reads in the file, outermost first. They are contiguous
+            in the staging area.
         buffer: Position of the first element in the buffer.
         axes: ``(count, staging stride, buffer stride)``, outermost first.
     """
@@ -81,7 +81,7 @@ class Move(NamedTuple):
 
     @property
     def staging(self) -> int:
-        """Return the size of the staging area."""
+        """Size of the staging area."""
         return math.prod(count for count, _ in self.outer) * self.span
 
     def reads(self) -> Iterator[tuple[int, int, int]]:
@@ -92,13 +92,13 @@ class Move(NamedTuple):
 
 
 def moves(file: str, block: Block, item: int, limit: int) -> Iterator[Move]:
-    """Yield the moves that do *block*.
+    """Divide *block* into moves whose staging areas have at most *limit* bytes.
 
     Args:
         file: The source file of the block.
-        block: The copy; its strides are multiples of *item*.
+        block: The copy, with strides that are multiples of *item*.
         item: Bytes of one element.
-        limit: Most bytes of a staging area; never less than one element.
+        limit: Maximum bytes of a staging area, at least one element.
     """
     axes = [*block.axes, (block.run // item, item, item)]
     axes = sorted((axis for axis in axes if axis[0] > 1), key=lambda axis: axis[1])
@@ -130,12 +130,12 @@ class Limits(NamedTuple):
     """Sizes of tiles in bytes.
 
     Attributes:
-        tile: A buffer, as a rule.
-        widest: A buffer where that lets reads stay long.
-        flat: What is done without a word to others: a plain byte range, which is copied in steps,
-            or the steps of one tile.
-        arithmetic: A buffer, and twice a staging area, where elements are permuted.
-        check: Whether checksums of sources are wanted.
+        tile: Default buffer size.
+        widest: Maximum buffer size, used if it keeps reads long.
+        flat: Maximum size of one unit of work: a flat byte range, which is copied in steps, or all
+            steps of a tile.
+        arithmetic: Buffer size, and twice the staging size, if elements are permuted.
+        check: Whether to verify recorded checksums of sources.
     """
 
     tile: int = MIB
@@ -149,9 +149,9 @@ class Read(NamedTuple):
     """A contiguous range of a source file.
 
     Attributes:
-        pattern: Where its bytes go in the buffer; None: to its start, in one run.
-        check: The recorded range whose checksum it counts for, or None.
-        step: Bytes from where one step of the tile reads to where the next one does.
+        pattern: Positions of its bytes in the buffer, or None for one run at the start.
+        check: The recorded range whose checksum includes it, or None.
+        step: Distance in bytes between the reads of consecutive steps of the tile.
     """
 
     file: str
@@ -167,7 +167,7 @@ class Write(NamedTuple):
 
     Attributes:
         start: Position in the buffer, after a cast if there is one.
-        record: Index of the record; -1: none.
+        record: Index of the record, or -1 for none.
         at: Position in that record.
     """
 
@@ -180,16 +180,16 @@ class Write(NamedTuple):
 
 
 class Tile(NamedTuple):
-    """One unit of work, in one or more steps that differ in nothing but their places.
+    """A unit of work in one or more steps that differ only in their positions.
 
     Attributes:
         nbytes: Bytes of the buffer, in source elements.
-        reads: What fills it; without *writes* they are only checked.
-        moves: What fills it where elements are permuted.
-        writes: What is written from it.
-        flat: One read is one write: a plain byte range.
-        steps: How many there are. What one of them writes lies right behind what the one before
-            it wrote, and so does what it reads for a checksum.
+        reads: Reads that fill it. Without *writes*, they are only checked.
+        moves: Moves that fill it if elements are permuted.
+        writes: Writes from it.
+        flat: Whether one read is one write, as in a flat byte range.
+        steps: Number of steps. The writes of a step, and its reads for a checksum, directly follow
+            those of the step before.
     """
 
     nbytes: int
@@ -201,17 +201,17 @@ class Tile(NamedTuple):
 
     @property
     def copied(self) -> int:
-        """Return the bytes of all steps, in source elements."""
+        """Bytes of all steps, in source elements."""
         return self.nbytes * self.steps
 
     def written(self) -> Sequence[Write]:
-        """Return what all steps together write."""
+        """Return the writes of all steps, merged."""
         if self.steps == 1:
             return self.writes
         return [write._replace(nbytes=write.nbytes * self.steps) for write in self.writes]
 
     def checked(self) -> Sequence[Read]:
-        """Return what all steps together read for checksums."""
+        """Return the reads of all steps for checksums, merged."""
         reads = [read for read in self.reads if read.check is not None]
         if self.steps == 1:
             return reads

@@ -1,1 +1,1 @@
-"""Model families as text tables, and what they declare besides."""
+"""Model families as text tables, with declarations about ties, configs and layer types."""

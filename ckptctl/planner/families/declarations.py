@@ -1,7 +1,7 @@
-"""What a model family states beside its tables: ties, drops, shifts, scales, signs, its files.
+"""Declarations of a model family next to its tables, about ties, drops, shifts, scales and configs.
 
-config.json and params.json state the same facts of a model under different names. Which ones is
-data of the model family, in the style of its params.json: Meta's or Mistral's.
+config.json and params.json state the same facts of a model under different names. The family
+declares these facts in the style of its params.json, Meta's or Mistral's.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ckptctl.results import JsonField
 
 
 def looked_up(values: Mapping[str, object], name: str) -> object:
-    """Return what a configuration says under *name*, in which dots lead into nested objects."""
+    """Look up a dotted *name* in nested objects, and return its value, or None if it is missing."""
     if name in values:
         return values[name]
     head, _, tail = name.partition(".")
@@ -26,10 +26,10 @@ def looked_up(values: Mapping[str, object], name: str) -> object:
 
 
 def spellings(name: str) -> tuple[str, ...]:
-    """Return the names that ``outer.one|other`` stands for, the one to show and to write first.
+    """Split ``outer.a|b`` into the names of a field, the preferred one first.
 
-    Versions of transformers call the same size by different names, and keep it in different places:
-    ``one|outer.one``.
+    Versions of transformers use different names for a size, and store it in different objects, as
+    in ``a|outer.a``.
     """
     first, *others = name.split("|")
     outer, dot, _ = first.rpartition(".")
@@ -37,13 +37,13 @@ def spellings(name: str) -> tuple[str, ...]:
 
 
 def spelled(values: Mapping[str, object], name: str) -> str:
-    """Return the first of the spellings of *name* under which *values* say something."""
+    """Return the first alternative in *name* that is set in *values*, or the preferred one."""
     names = spellings(name)
     return next((one for one in names if looked_up(values, one) is not None), names[0])
 
 
 def states(values: Mapping[str, object], name: str) -> bool:
-    """Return whether a configuration says anything under *name*, be it null."""
+    """Return whether a config has a field with the dotted *name*, even if it is null."""
     outer, _, last = name.rpartition(".")
     inner = looked_up(values, outer) if outer else values
     return isinstance(inner, Mapping) and last in inner
@@ -51,13 +51,13 @@ def states(values: Mapping[str, object], name: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """A fact that params.json cannot state, because it is always the same there.
+    """A fact that params.json cannot state because it never varies there.
 
     Attributes:
         config: Its name in config.json.
-        allowed: The values that mean it; the first one is written.
-        why: Why it is so.
-        written: Whether config.json is made with it.
+        allowed: Accepted values. The first one is written.
+        why: The reason, for messages.
+        written: Whether it is written to config.json.
     """
 
     config: str
@@ -68,21 +68,21 @@ class Rule:
 
 @dataclass(frozen=True, slots=True)
 class ParamsStyle:
-    """How a family's params.json is written.
+    """The form of a family's params.json.
 
     Attributes:
-        whose: For messages.
-        derived: Whether it gives the feed-forward size by a formula (``multiple_of`` and
-            ``ffn_dim_multiplier``) and the head dimension as ``dim / n_heads``, and knows one
-            scaling of rotary frequencies, ``use_scaled_rope``; else it states all of them.
-        within: The object of config.json that describes the text model; empty: all of it does.
-        text: Facts about the text model; their names in config.json are those inside ``within``.
-        rules: The same for what params.json cannot state.
-        around: Facts about the rest, by their full names.
-        around_rules: The same for what params.json cannot state.
-        constant: What params.json always states, by name.
-        silent: What params.json may state that is no property of the model.
-        translated: Whether config.json is made of params.json, and the other way round.
+        whose: Owner of the format in messages, such as ``Meta's``.
+        derived: Whether the feed-forward size follows from a formula (``multiple_of`` and
+            ``ffn_dim_multiplier``), the head dimension is ``dim / n_heads``, and
+            ``use_scaled_rope`` is the only RoPE scaling. Otherwise all of them are fields.
+        within: Object of config.json that describes the text model, or empty for config.json.
+        text: Facts about the text model, with names in config.json relative to ``within``.
+        rules: Fixed facts about the text model.
+        around: Facts outside the text model, by their full names.
+        around_rules: Fixed facts outside the text model.
+        constant: Constant fields of params.json.
+        silent: Fields of params.json that do not describe the model.
+        translated: Whether config.json and params.json are converted into each other.
     """
 
     whose: str
@@ -98,18 +98,18 @@ class ParamsStyle:
 
     @property
     def prefix(self) -> str:
-        """Return what precedes the names of the text model in config.json."""
+        """Prefix of the text model's fields in config.json."""
         return f"{self.within}." if self.within else ""
 
     @property
     def facts(self) -> list[tuple[str, Fact]]:
-        """Return the facts, each with its full name in config.json."""
+        """All facts, each with its full name in config.json."""
         named = [(self.prefix + fact.config, fact) for fact in self.text]
         return named + [(fact.config, fact) for fact in self.around]
 
     @property
     def fixed(self) -> list[tuple[str, Rule]]:
-        """Return the rules, each with its full name in config.json."""
+        """All rules, each with its full name in config.json."""
         named = [(self.prefix + rule.config, rule) for rule in self.rules]
         return named + [(rule.config, rule) for rule in self.around_rules]
 
@@ -132,36 +132,35 @@ META = ParamsStyle(
 
 
 Allowed: TypeAlias = Mapping[str, tuple[object, ...]]
-"""Values that a model of the family may have, by name; the first one is written."""
+"""Accepted values of models of the family, by field. The first one is written."""
 
 
 VOCABULARY_MULTIPLE = 128
-"""What Megatron-LM and Megatron-Bridge pad a vocabulary to where nobody says otherwise."""
+"""Default vocabulary padding multiple of Megatron-LM and Megatron-Bridge."""
 
 
 @dataclass(frozen=True, slots=True)
 class MegatronStyle:
-    """How a family's models are described to Megatron-Core.
+    """A family's models in Megatron-Core's configuration.
 
-    Fields are the words of its ``TransformerConfig``, and of the providers that Megatron-Bridge and
-    NeMo make of it.
+    Fields are those of ``TransformerConfig`` and of the providers that Megatron-Bridge and NeMo
+    derive from it.
 
     Attributes:
-        words: The facts, of those that both state, that vary between models of the family.
-        fields: Fields that do not, where they are not as
-            :data:`ckptctl.planner.families.facts.NEUTRAL` says.
-        config: The same of config.json.
-        written: What config.json is made with beside these facts.
-        model_type: What config.json calls the family.
-        provider: Bridge's class for models of the family; empty: it has none.
-        named: What the names of the classes of Bridge and NeMo begin with that tell the family.
-        copies: Fields that are another field's copy, by name.
-        spec: Where Bridge's function lies that builds the layers, unless the provider says.
-        pattern: The kind of all layers but every so many: ``(kind, every)``; the others attend to
-            the whole text.
-        local: Whether layers with a window have rotary frequencies of their own.
-        prefix: What precedes the names in config.json.
-        translated: Whether config.json is made of Megatron-Core's configuration.
+        words: Facts that both configurations state and that vary between models of the family.
+        fields: Constant fields that differ from :data:`ckptctl.planner.families.facts.NEUTRAL`.
+        config: Constant fields of config.json.
+        written: Further fields to write to config.json.
+        model_type: The family's ``model_type`` in config.json.
+        provider: Megatron-Bridge's class for models of the family, or empty for none.
+        named: Prefixes of class names in Megatron-Bridge and NeMo that identify the family.
+        copies: Fields that copy another field, by name.
+        spec: Path of Megatron-Bridge's function that builds the layers, unless the provider has it.
+        pattern: ``(layer type, every)`` for all layers but each *every*-th one, which has full
+            attention.
+        local: Whether sliding-window layers have separate RoPE frequencies.
+        prefix: Prefix of the fields in config.json.
+        translated: Whether config.json is derived from Megatron-Core's configuration.
     """
 
     words: tuple[Fact, ...]
@@ -188,7 +187,7 @@ SIZES: Mapping[str, tuple[str, str]] = {
     "e": ("head_dim", ""),
     "i": ("num_hidden_layers", ""),
 }
-"""What most of transformers' configurations call the sizes of axes."""
+"""Names of axis sizes in most config classes of transformers."""
 
 
 QKV = ("q_bias", "k_bias", "v_bias")
@@ -205,11 +204,11 @@ SWITCHES: Mapping[str, tuple[str, ...]] = {
     "use_qk_norm": ("q_norm", "k_norm"),
     "use_qkv_bias": QKV,
 }
-"""What config.json switches on, and the optional tensors, without indices, that come with it."""
+"""Switches in config.json, and the optional tensors (without indices) that they enable."""
 
 
 class Present:
-    """The sign that a value is stated, whatever it is."""
+    """A sign that matches any value except null."""
 
     def __eq__(self, other: object) -> bool:
         return other is not None
@@ -223,27 +222,27 @@ class Present:
 PRESENT = Present()
 
 Signs: TypeAlias = Mapping[str, object]
-"""Values that all have to be found; None: absent or null; :data:`PRESENT`: not so."""
+"""Required values by field, with None for absent or null and :data:`PRESENT` for any other."""
 
 
 def holds(signs: Signs, values: Mapping[str, object]) -> bool:
-    """Return whether all of *signs* are found in *values*; a null there means absent."""
+    """Return whether *values* match all of *signs*. Null counts as absent."""
     return all(sign == looked_up(values, key) for key, sign in signs.items())
 
 
 @dataclass(frozen=True, slots=True)
 class Drop:
-    """A stored tensor that carries no information.
+    """A stored tensor without information.
 
     Attributes:
-        layout: Where it occurs.
+        layout: Layout in which it occurs.
         key: Template of its name.
-        reason: Why nothing is lost.
-        zeros: Its axes, where it has to be there and to hold nothing but zeros: checked when it
-            is read, made when it is written. Empty: it is left out whatever it holds.
+        reason: Reason why nothing is lost.
+        zeros: Its axes if it must exist and contain only zeros, which are checked on read and
+            created on write. Empty if it is always dropped.
         dtype: Element type of the zeros.
-        beside: Name, without indices, of the logical tensor next to which zeros are made.
-        same_as: Name of the logical tensor that it has to be the same as: checked when it is read.
+        beside: Name (without indices) of the logical tensor next to which zeros are created.
+        same_as: Name of the logical tensor that it must equal, checked on read.
     """
 
     layout: str
@@ -257,7 +256,7 @@ class Drop:
 
 @dataclass(frozen=True, slots=True)
 class Tie:
-    """A logical tensor that may be the same as another one."""
+    """A logical tensor that may be identical to another one."""
 
     tensor: Annotated[str, JsonField("name of the omitted tensor")]
     of: Annotated[str, JsonField("name of the kept tensor")]
@@ -266,16 +265,16 @@ class Tie:
 
 @dataclass(frozen=True, slots=True)
 class Shift:
-    """Two kinds of layers that a layout numbers together, and that have indices of their own.
+    """Two kinds of layers with separate indices that a layout numbers together.
 
     Attributes:
-        layout: Where.
-        index: The index of the layers that are inserted; keys that only they have show which.
-        into: The index of the layers among which they are.
-        place: ``after``: they follow all others. Else the name in config.json of the list of
-            their numbers.
-        nested: Whether each has the number of the other layer that follows it, and the others
-            are counted as if there were none; *place* counts both kinds all the same.
+        layout: The layout.
+        index: The index of the inserted layers, which are recognized by keys that only they have.
+        into: The index of the layers into which they are inserted.
+        place: ``after`` if they follow all others, or the field of config.json that lists their
+            numbers.
+        nested: Whether each inserted layer has the number of the layer that follows it, and the
+            others are numbered without gaps. Numbers in *place* count both kinds in any case.
     """
 
     layout: str
@@ -287,49 +286,49 @@ class Shift:
 
 @dataclass(frozen=True, slots=True)
 class Tiles:
-    """Embeddings of tiles: two logical tensors that stand for each other.
+    """Tile embeddings that two logical tensors represent in different ways.
 
     See :mod:`ckptctl.planner.mapping.tiles`.
 
     Attributes:
-        grid: The one with a place for each row and column of tiles, its first two dimensions.
-        rows: The one with a row for each aspect ratio.
+        grid: The tensor whose first two dimensions are rows and columns of tiles.
+        rows: The tensor with a row for each aspect ratio.
     """
 
     grid: str
     rows: str
 
     def other(self, name: str) -> str:
-        """Return the name of the one that stands for *name*; empty: that is neither."""
+        """Return the name of the other representation of *name*, or an empty string."""
         return {self.grid: self.rows, self.rows: self.grid}.get(name, "")
 
 
 BLOCK_AXES = ("down", "across")
-"""Blocks of rows and of columns: axes that a family with companions declares as free."""
+"""Axes for blocks of rows and columns, which a family with companions declares as free."""
 
 
 @dataclass(frozen=True, slots=True)
 class Companion:
-    """A kind of scale that is stored beside weights, derived instead of tabulated.
+    """Quantization scales stored next to weights, derived from the table instead of listed in it.
 
-    Of a matrix whose parts take turns there is one for all, named after the first part.
+    A matrix with interleaved parts has one scale tensor, named after the first part.
 
-    A scale stands for a block of its weight: ``[ceil(rows / 128), ceil(columns / 128)]`` of them
-    for DeepSeek's fp8 (``README_WEIGHTS.md``). It may follow its weight where that keeps its
-    dimensions, under another name or rank; where a layout reorders, stacks or fuses the weight, the
-    blocks have no place, and mapping refuses.
+    Each scale belongs to a block of its weight. DeepSeek's FP8 has ``[ceil(rows / 128),
+    ceil(columns / 128)]`` scales (``README_WEIGHTS.md``). Scales are mapped with a weight that
+    keeps its dimensions. If a layout reorders, stacks or fuses the weight, mapping raises an error
+    because the blocks do not match.
 
     Attributes:
-        endings: For each layout that knows it what the keys of weight and scale end with; the
-            scales are stored as the first layout has the weights.
-        suffix: What the name of the derived logical tensor ends with, as in ``q_scale``.
+        endings: For each layout with scales, the suffixes of the keys of weight and scale. Scales
+            have the dimensions that the weight has in the first layout.
+        suffix: Suffix of the derived logical tensor, as in ``q_scale``.
     """
 
     endings: Mapping[str, tuple[str, str]]
     suffix: str = "_scale"
 
     def of(self, weight: Tensor) -> Tensor | None:
-        """Return the scales of *weight*; None: it has none, being no matrix of its own."""
+        """Derive the scale tensor of *weight*, or return None if it is not a separate matrix."""
         home = next(iter(self.endings))
         first = weight.leaves.get(home)
         if first is None or len(first.dims) != len(BLOCK_AXES):
@@ -356,7 +355,7 @@ class Companion:
 
 
 def with_companions(tensors: Iterable[Tensor], kinds: Iterable[Companion]) -> Iterator[Tensor]:
-    """Yield *tensors*, each followed by its scales."""
+    """Yield *tensors*, each followed by its scale tensors."""
     known = list(kinds)
     for tensor in tensors:
         yield tensor
@@ -369,7 +368,7 @@ def _key(leaf: Leaf, weight: str, scale: str) -> Template:
 
 
 def _split(axis: str | None, leaf: Leaf) -> str | None:
-    """Return the axis of the scales that ranks divide where they divide *axis* of the weight."""
+    """Return the axis of the scales to split across ranks if *axis* of the weight is split."""
     if axis is None or axis in leaf.spread:
         return axis
     dims = zip(BLOCK_AXES, leaf.dims, strict=True)

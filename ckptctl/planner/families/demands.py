@@ -1,4 +1,4 @@
-"""What of a family's optional tensors a config.json demands, and which layers are of which kind."""
+"""Optional tensors that a config.json requires, and the types of layers that it declares."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from ckptctl.planner.families.declarations import Signs
 
 
 class Chosen:
-    """The sign that a value chooses something: it is not absent, null, false, 0 or empty."""
+    """A sign that matches truthy values (not absent, null, false, 0 or empty)."""
 
     def __eq__(self, other: object) -> bool:
         return bool(other)
@@ -21,7 +21,7 @@ class Chosen:
 
 
 class Unchosen:
-    """The sign that a value chooses nothing."""
+    """A sign that matches falsy values (absent, null, false, 0 or empty)."""
 
     def __eq__(self, other: object) -> bool:
         return not other
@@ -37,18 +37,22 @@ CHOSEN, UNCHOSEN = Chosen(), Unchosen()
 
 @dataclass(frozen=True, slots=True)
 class Stated:
-    """A declaration about facts of config.json; those of its attributes that name some."""
+    """Base of declarations about fields of config.json.
+
+    Attributes:
+        names: Attributes that contain names of such fields.
+    """
 
     names: ClassVar[tuple[str, ...]] = ()
 
     def within(self, module: str) -> Self:
-        """Return the same of a model whose facts stand in the object *module*."""
+        """Return the declaration for a model whose fields are in the object *module*."""
         named = {name: value for name in self.names if (value := getattr(self, name))}
         return replace(self, **{name: _inside(module, value) for name, value in named.items()})
 
 
 def _inside(module: str, value: Any) -> Any:
-    """Return a name in config.json, a list's name and entries, or signs, as in *module*."""
+    """Add the prefix *module* to a field name, to the first entry of a tuple, or to signs."""
     if isinstance(value, str):
         return f"{module}.{value}"
     if isinstance(value, tuple):
@@ -58,18 +62,18 @@ def _inside(module: str, value: Any) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Demand(Stated):
-    """Optional tensors that a config.json demands, of the model or of some of its layers.
+    """Optional tensors that a config.json requires, of the model or of some layers.
 
-    Where only some layers have to have them, the others may have them all the same.
+    If only some layers need them, other layers may have them too.
 
     Attributes:
-        tensors: Their names without indices, or words that they come together with.
-        when: What config.json has to say; empty: whatever it says.
-        kinds: The name in config.json of the list of the layers' kinds, and the kinds that have
-            them; empty: all have.
-        but_last: The name of the number of last layers that do without; empty: none does.
-        first: The name of the number of first layers that alone have them; empty: all have.
-        after: The name of the number of first layers that do without; empty: none does.
+        tensors: Names without indices, or the words of groups of optional tensors.
+        when: Required values in config.json, or empty for no condition.
+        kinds: Field of config.json that lists the layer types, followed by the types that need the
+            tensors. Empty for all layers.
+        but_last: Field with the number of last layers without them, or empty for none.
+        first: Field with the number of first layers to which they are restricted, or empty for all.
+        after: Field with the number of first layers without them, or empty for none.
     """
 
     names = ("when", "kinds", "but_last", "first", "after")
@@ -82,26 +86,26 @@ class Demand(Stated):
 
     @property
     def by_layer(self) -> bool:
-        """Return whether it tells layers apart."""
+        """Whether it applies to only some of the layers."""
         return bool(self.kinds or self.but_last or self.first or self.after)
 
 
 @dataclass(frozen=True, slots=True)
 class LayerKind(Stated):
-    """Which layers a config.json says are of a variant.
+    """A rule that finds the layers of a variant from config.json.
 
-    A layer is of it where all that is named here holds. Of several for one variant, the first
-    counts of which config.json, or transformers' default, states what it is about.
+    A layer has the variant if all conditions hold. If a variant has several rules, the first one
+    applies whose fields are in config.json or have a default in transformers.
 
     Attributes:
-        variant: One of those that the family declares.
-        when: What config.json has to say; elsewhere no layer is of it.
-        kinds: The name of the list of the layers' kinds, and the kinds that are meant.
-        first: The name of the number of first layers that are of it.
-        after: The name of the number of first layers that are not.
-        numbers: The name of the list of the numbers of its layers.
-        but: The name of the list of numbers of layers that are not of it.
-        every: The name of a step: layers whose number, counted from 1, is a multiple of it.
+        variant: A variant that the family declares.
+        when: Required values in config.json. Otherwise no layer has the variant.
+        kinds: Field that lists the layer types, followed by the types of the variant.
+        first: Field with the number of first layers that have the variant.
+        after: Field with the number of first layers that do not have it.
+        numbers: Field that lists the numbers of its layers.
+        but: Field that lists the numbers of layers that do not have it.
+        every: Field with a step. Layers whose number, counted from 1, is a multiple have it.
     """
 
     names = ("when", "kinds", "first", "after", "numbers", "but", "every")
@@ -116,22 +120,23 @@ class LayerKind(Stated):
 
     @property
     def facts(self) -> tuple[str, ...]:
-        """Return the names in config.json that decide."""
+        """Fields of config.json that determine the layers."""
         names = (*self.kinds[:1], self.first, self.after, self.numbers, self.every, *self.when)
         return tuple(name for name in names if name)
 
 
 @dataclass(frozen=True, slots=True)
 class LayerSize(Stated):
-    """The size of a free axis that config.json states for each layer.
+    """The size of a free axis that config.json states per layer.
 
     Attributes:
-        fact: Its name in config.json.
-        by_layer: The name of the object that has other values, by the number of the layer.
-        kinds: The name of the list of the layers' kinds, and the kind that has a size of its own.
-        other: The name of that size.
-        doubled: The name of the switch that doubles it in the last layers.
-        last: The name of the number of these.
+        axis: The axis.
+        fact: Field with the size.
+        by_layer: Field with an object of different sizes, by layer number.
+        kinds: Field that lists the layer types, followed by the type with a different size.
+        other: Field with that size.
+        doubled: Switch that doubles the size in the last layers.
+        last: Field with the number of these layers.
     """
 
     names = ("fact", "by_layer", "kinds", "other", "doubled", "last")
@@ -145,6 +150,6 @@ class LayerSize(Stated):
 
     @property
     def facts(self) -> tuple[str, ...]:
-        """Return the names in config.json that decide."""
+        """Fields of config.json that determine the size."""
         names = (self.fact, *self.kinds[:1], self.other, self.doubled, self.last, self.by_layer)
         return tuple(name for name in names if name)

@@ -1,11 +1,11 @@
-"""The table of configuration facts: what each file calls a fact of a model, and how it states it.
+"""Table of configuration facts, with the name of each fact in every configuration format.
 
-A row says where a fact stands in config.json, params.json, Megatron-Core's configuration and the
-metadata of a GGUF file (after the architecture), or ``-``; the kind of its value, a row of
-:data:`ckptctl.facts.kinds.KINDS`; what transformers takes where config.json is silent, or
-``-`` if it has to be stated; and what Megatron-Core's field is in families whose models do not vary
-it. Fields that begin with ``moe_`` mean nothing without experts. Families choose rows, with
-defaults of their own, and add those that no other family has.
+The columns are the names of a fact in config.json, params.json, Megatron-Core's configuration and
+the metadata of a GGUF file (after the architecture), or ``-``; the kind of its value, a row of
+:data:`ckptctl.facts.kinds.KINDS`; the default of transformers, or ``-`` if the field is required;
+and the value of Megatron-Core's field in families whose models do not vary it. Fields with the
+prefix ``moe_`` are ignored without experts. Families select rows, may override defaults, and add
+rows that no other family has.
 
 Sources: transformers' configuration classes; ``llama_models`` and mistral-inference's ``args.py``;
 Megatron-Core's ``transformer_config.py`` (0.16); ``gguf/constants.py`` (0.19).
@@ -111,11 +111,11 @@ LLAMA3_ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
 }
-"""What scales Llama 3.1's rotary frequencies, beside a factor."""
+"""RoPE scaling parameters of Llama 3.1, except for the factor."""
 
 
 class Needed:
-    """The default of what a file has to state."""
+    """Placeholder for the default of a required field."""
 
     def __repr__(self) -> str:
         return "NEEDED"
@@ -126,18 +126,18 @@ NEEDED = Needed()
 
 @dataclass(frozen=True, slots=True)
 class Fact:
-    """A fact of a model: a row of the table. Dots in a name lead into nested objects.
+    """A fact of a model, which is a row of the table. Dots in a name refer to nested objects.
 
     Attributes:
-        config: Its name in config.json, the first of its spellings; what describes the rotary
-            frequencies is found under ``rope.`` whichever way it is spelled.
-        params: Its name in params.json; empty: it is not there, as for the other files.
+        config: Its preferred name in config.json. RoPE parameters have the prefix ``rope.`` in
+            every notation.
+        params: Its name in params.json, or empty if it is not there.
         kind: The kind of its value.
-        default: What transformers takes where config.json is silent.
-        absent: What params.json means where it is silent; None: config.json is silent then, too.
-        back: Whether it is written to params.json as well, and not only read there.
-        megatron: Its name among Megatron-Core's fields.
-        gguf: Its key in the metadata of a GGUF file.
+        default: Default of transformers if it is missing in config.json.
+        absent: Default of params.json, or None to omit it in config.json too.
+        back: Whether it is also written to params.json, not only read from it.
+        megatron: Its name among Megatron-Core's fields, or empty if it is not there.
+        gguf: Its key in the metadata of a GGUF file, or empty if it is not there.
     """
 
     config: str
@@ -151,7 +151,7 @@ class Fact:
 
 
 def _rows() -> Iterator[tuple[Fact, tuple[object, ...]]]:
-    """Yield the rows of the table, and the neutral values of their fields."""
+    """Parse the rows of the table, and the neutral values of their fields."""
     for row in filter(None, TABLE.splitlines()[2:]):
         names = ("" if cell == "-" else cell for cell in re.split(" {2,}", row))
         config, params, megatron, gguf, kind, default, neutral = names
@@ -163,15 +163,15 @@ def _rows() -> Iterator[tuple[Fact, tuple[object, ...]]]:
 
 _ROWS = tuple(_rows())
 FACTS: Mapping[str, Fact] = {fact.config: fact for fact, _ in _ROWS if fact.config}
-"""The facts by their names in config.json."""
+"""Facts by their names in config.json."""
 NEUTRAL: Mapping[str, tuple[object, ...]] = {
     fact.megatron: values for fact, values in _ROWS if values
 }
-"""The neutral values of Megatron-Core's fields, by name; the first one is written."""
+"""Neutral values of Megatron-Core's fields, by name. The first one is written."""
 
 
 def facts_called(*names: str) -> tuple[Fact, ...]:
-    """Return the rows of the table with these names in config.json."""
+    """Get the rows of the table with these names in config.json."""
     return tuple(FACTS[name] for name in names)
 
 
@@ -181,8 +181,8 @@ ARGUED = facts_called(
     *("num_experts", "num_local_experts", "n_routed_experts", "num_experts_per_tok"),
     "moe_intermediate_size",
 )
-"""Facts that an argument of a training states, whatever else is said of the model."""
+"""Facts that training arguments state, in addition to other descriptions of the model."""
 TOLD = frozenset(fact.config for fact in ARGUED) | {
     *("hidden_act", "num_key_value_heads", "tie_word_embeddings")
 }
-"""Keys of config.json that among the arguments of a training mean the model."""
+"""Keys of config.json that describe the model if they are among training arguments."""

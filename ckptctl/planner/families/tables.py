@@ -1,4 +1,4 @@
-"""The text tables in which a model family is written, and the tensors they describe.
+"""Text tables of a model family, and the tensors that they describe.
 
 One row is one logical tensor, one column one layout (or several that agree)::
 
@@ -6,29 +6,29 @@ One row is one logical tensor, one column one layout (or several that agree)::
     q        (h* r p) d  self_attn.q_proj.weight (h p r) d  attention.wq.weight
     q_bias?  (h* r p)    self_attn.q_proj.bias (h p r)      -
 
-Columns are separated by two spaces or more. A column's prefix stands before each of its keys; its
-indices (``{i}``) are those of the logical tensor as well. ``axes`` names the axes of each stored
+Two or more spaces separate columns. A column's prefix precedes each of its keys, and its indices
+(``{i}``) are also those of the logical tensor. ``axes`` names the axes of each stored
 dimension, outermost first, in einops' notation; a cell may give its own order after the key.
 
 ====================  ============================================================================
-``*`` on an axis      it is divided among model-parallel ranks (none: every rank has a copy)
-``name?``             the tensor may be absent from a whole model
-``name?word``         likewise, but all tensors with this word are there, or none
+``*`` on an axis      it is split across model-parallel ranks (none: every rank has a copy)
+``name?``             the tensor is optional
+``name?word``         optional, but a model has all tensors with this word, or none
 ``name@moe``          it belongs to a variant of the layer (:attr:`Family.variants`)
-``scalar``            as its axes: it is a single number, a tensor without dimensions
+``scalar``            as axes: a single number, a tensor without dimensions
 ``-``                 the layout has no such tensor
 ``key#1``             part 1 of a tensor that is concatenated along its first dimension
 ``key#1.2``           part 1 of a tensor that is concatenated along dimension 2
 ``key#1/k``           part 1 of a tensor whose rows hold all parts for each index along axis ``k``,
                       the outermost of its first dimension: query groups
-``key-1``             its elements are stored less 1: a norm whose weight is added to one
-``experts.{x}.key``   an index that is an axis of the tensor: it is spread over as many keys
-``{c=gate|up}.key``   likewise, with words for numbers: that of entry 0, that of entry 1, ...
+``key-1``             stored as weight - 1, as for a norm that multiplies with 1 + weight
+``experts.{x}.key``   an index that is an axis of the tensor: there is a key for each entry
+``{c=gate|up}.key``   the same with words for numbers: that of entry 0, that of entry 1, ...
 ====================  ============================================================================
 
-The same key in several rows, without ``#``: one stored tensor is all of them. Later tables replace
-cells or axes of earlier ones; a layout may be declared like another and then has that one's cells
-wherever the tables give it none of its own.
+If several rows have the same key without ``#``, one stored tensor represents all of them. Later
+tables replace cells or axes of earlier ones. A layout may be declared like another one, whose cells
+it then inherits unless the tables override them.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from ckptctl.units import counted
 
 
 class TableError(ValueError):
-    """A table is not written as this module describes."""
+    """Syntax error in a table."""
 
     def __init__(self, message: str, line: str) -> None:
         super().__init__(message)
@@ -54,7 +54,7 @@ class TableError(ValueError):
 Dims = tuple[tuple[str, ...], ...]
 
 SCALAR = "scalar"
-"""What a table says of the axes of a tensor that has none."""
+"""Axes of a tensor without dimensions, in a table."""
 
 _GROUP = re.compile(r"\(([^()]*)\)|([a-z]+\*?)")
 _GAP = re.compile(r" {2,}")
@@ -64,15 +64,16 @@ _CELL = re.compile(r"([^#\s]+?)(?:#(\d)(?:\.(\d)|/(\w+))?)?([+-]\d)?\Z")
 
 @dataclass(frozen=True, slots=True)
 class Leaf:
-    """How one layout stores a logical tensor.
+    """A logical tensor as one layout stores it.
 
     Attributes:
+        key: Template of the stored tensor's key.
         dims: The axes grouped in each stored dimension, outermost first.
-        spread: Axes that are indices of the key: each entry is a stored tensor of its own.
-        part: Its place among those that are concatenated in the stored tensor; None: not so.
-        along: The dimension along which they are concatenated.
-        within: The axis for each index of which they are; empty: once.
-        plus: What is added to each element to store it.
+        spread: Axes that are indices of the key, so that each entry is a separate stored tensor.
+        part: Its position among the parts that are concatenated in the stored tensor, or None.
+        along: The dimension along which parts are concatenated.
+        within: The axis that interleaves parts (they are concatenated per index), or empty.
+        plus: Offset that is added to each element to store it.
     """
 
     key: Template
@@ -85,22 +86,22 @@ class Leaf:
 
     @property
     def alone(self) -> Leaf:
-        """Return how it were stored if it were no part of anything."""
+        """The leaf as a separate stored tensor that is not fused with others."""
         return replace(self, part=None, along=0, within="")
 
     @property
     def place(self) -> tuple[object, ...]:
-        """Return all but its key: where it lies in what is stored, and in which order."""
+        """Its position and axis order in the stored tensor, without the key."""
         return self.dims, self.spread, self.part, self.along, self.within, self.plus
 
     @property
     def groups(self) -> Dims:
-        """Return the dimensions, those of spread axes first."""
+        """The axes of each dimension, with spread axes first."""
         return (*((axis,) for axis in self.spread), *self.dims)
 
     @property
     def axes(self) -> tuple[str, ...]:
-        """Return all axes in stored order, spread ones first."""
+        """All axes in stored order, with spread ones first."""
         return tuple(axis for group in self.groups for axis in group)
 
     def __str__(self) -> str:
@@ -109,15 +110,18 @@ class Leaf:
 
 @dataclass(frozen=True, slots=True)
 class Tensor:
-    """A logical tensor: one row.
+    """A logical tensor, which is one row of a table.
 
     Attributes:
-        name: As in ``q.{i}``.
-        block: Number of the table it stands in; tensors of a block repeat together per index.
-        split: The axis that is divided among model-parallel ranks; None: replicated.
-        variant: The variant of the layer that has it; None: all of them.
-        scales: The weight that it holds the scales of; None: it is no companion.
-        together: What it shares with the optional tensors that it comes with; empty: it has none.
+        name: Name with indices, as in ``q.{i}``.
+        block: Number of its table. Tensors of a block repeat together per index.
+        indices: Names of its indices.
+        split: The axis that is split across model-parallel ranks, or None if it is replicated.
+        optional: Whether a model may be without it.
+        variant: The layer variant that has it, or None for all.
+        leaves: How each layout stores it.
+        scales: The weight whose scales it contains, or None.
+        together: Word of the group of optional tensors that it belongs to, or empty.
     """
 
     name: str
@@ -133,10 +137,13 @@ class Tensor:
 
 @lru_cache(maxsize=4096)
 def parse_dims(text: str) -> tuple[Dims, str | None]:
-    """Return the groups of axes written as *text*, and the axis marked with a star.
+    """Parse groups of axes, such as ``(h* e) d``.
+
+    Returns:
+        The groups, and the axis that is marked with a star, or None.
 
     Raises:
-        ValueError: Anything else than names and one level of parentheses.
+        ValueError: There is more than names and one level of parentheses, or an axis is repeated.
     """
     if text == SCALAR:
         return (), None
@@ -152,7 +159,7 @@ def parse_dims(text: str) -> tuple[Dims, str | None]:
 
 
 def show_dims(dims: Dims) -> str:
-    """Return *dims* as a table writes them."""
+    """Format *dims* as in a table."""
     if not dims:
         return SCALAR
     return " ".join(group[0] if len(group) == 1 else f"({' '.join(group)})" for group in dims)
@@ -168,7 +175,7 @@ class _Cell(NamedTuple):
 
 
 class _Row(NamedTuple):
-    """A row of one table, or what later tables made of it."""
+    """A row of one table, or several rows merged by name."""
 
     name: str
     indices: tuple[str, ...]
@@ -202,7 +209,7 @@ class _Row(NamedTuple):
 
 @lru_cache(maxsize=16384)
 def _leaf(cell: _Cell, axes: str, indices: tuple[str, ...]) -> Leaf:
-    """Return a leaf, the same one for all families that store a tensor alike."""
+    """Build a leaf, cached for all families with the same cell."""
     key, dims = Template.parse(cell.key), parse_dims(cell.axes or axes)[0]
     spread = tuple(index for index in key.indices if index not in indices)
     if not cell.axes:
@@ -212,9 +219,12 @@ def _leaf(cell: _Cell, axes: str, indices: tuple[str, ...]) -> Leaf:
 
 
 def parse_tables(tables: Sequence[str], like: Mapping[str, str]) -> tuple[Tensor, ...]:
-    """Return the logical tensors of *tables*, later ones amending earlier ones.
+    """Parse *tables* into logical tensors. Later tables amend earlier ones.
 
-    A layout has the cells of the one that it is *like* where it has none of its own.
+    A layout inherits missing cells from the layout that it is *like*.
+
+    Raises:
+        TableError: A table cannot be parsed.
     """
     rows: dict[str, _Row] = {}
     for block, table in enumerate(tables):
@@ -229,7 +239,7 @@ def parse_tables(tables: Sequence[str], like: Mapping[str, str]) -> tuple[Tensor
 
 @lru_cache(maxsize=1024)
 def _rows(table: str) -> tuple[_Row, ...]:
-    """Return the rows of a table; many families share one."""
+    """Parse the rows of a table, cached because many families share tables."""
     header, *body = [line.strip() for line in table.splitlines() if line.strip()] or [""]
     names = _GAP.split(header)
     if names[0] != "logical":
@@ -244,7 +254,7 @@ def _rows(table: str) -> tuple[_Row, ...]:
 
 
 def _row(names: list[str], texts: list[str]) -> _Row:
-    """Return the row with *texts* in the columns called *names*."""
+    """Parse the cells of a row, where *names* are the column headers."""
     if len(texts) != len(names):
         raise ValueError(
             f"row `{texts[0]}` has {counted(len(texts), 'cell')} instead of {len(names)}"

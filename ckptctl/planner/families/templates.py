@@ -1,9 +1,9 @@
-"""Key templates: ``model.layers.{i}.self_attn.q_proj.weight`` and back; keys by kind.
+"""Key templates such as ``model.layers.{i}.self_attn.q_proj.weight``, and keys grouped by kind.
 
-An index stands for a whole dot-separated part of a key and is a decimal number of at most five
-digits without leading zeros: no model counts further, and counting to an absurd one would not end.
-A template matches a key entirely or not at all. A model of a hundred layers has some fifteen kinds
-of keys. The values of one index may be called by words: ``experts.{c=gate_proj|up_proj}.weight``.
+An index is a complete dot-separated part of a key, a decimal number of at most five digits without
+leading zeros. No model counts further, and an absurd number would make loops endless. A template
+matches a complete key. A model of a hundred layers has about fifteen kinds of keys. The values of
+one index may have words as names, as in ``experts.{c=gate_proj|up_proj}.weight``.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ _INDEX = re.compile(r"\{([a-z]+)(?:=(\w+(?:\|\w+)+))?\}\Z")
 _NUMBER = re.compile(r"(?:0|[1-9][0-9]{0,4})\Z")
 
 KEYS = 1 << 16
-"""Keys that are remembered: each is looked up in every layout that may be theirs."""
+"""Number of cached keys. Each key is looked up in every layout that may match."""
 T = TypeVar("T")
 
 
 @lru_cache(maxsize=KEYS)
 def taken_apart(key: str) -> tuple[str, tuple[int, ...]]:
-    """Return the key with ``#`` for each number, and the numbers."""
+    """Split a key into its skeleton, with ``#`` for each number, and the numbers."""
     parts, numbers = key.split("."), []
     for place, part in enumerate(parts):
-        # Few parts are numbers: the cheap question comes first.
+        # Few parts are numbers, so the cheap check comes first.
         if part.isdecimal() and _NUMBER.match(part):
             numbers.append(int(part))
             parts[place] = "#"
@@ -40,13 +40,14 @@ class Template:
     """A key with named indices.
 
     Attributes:
-        skeleton: The same with ``#`` for every index and every literal number, and the first word
-            where an index is called by words.
+        text: The template as written.
+        skeleton: The text with ``#`` for every index and every literal number, and the first word
+            for an index with words.
         slots: For each ``#`` the index's name, or the literal number.
         indices: The names of the indices, each once, in order of appearance.
-        worded: The index that is called by words; empty: none is.
-        words: What its values are called, from 0 on.
-        fixed: An index and its value, where that is in no slot; ``()``: there is none.
+        worded: The index whose values are words, or empty.
+        words: Words for its values, from 0 on.
+        fixed: An index and its value if no slot contains it, or ``()``.
     """
 
     text: str
@@ -60,10 +61,10 @@ class Template:
     @staticmethod
     @lru_cache(maxsize=16384)
     def parse(text: str) -> Template:
-        """Return the template written as *text*.
+        """Parse a template.
 
         Raises:
-            ValueError: An index does not fill a whole part of the key.
+            ValueError: An index is not a complete part of the key.
         """
         slots, shown, indices = [], [], []
         words: dict[str, tuple[str, ...]] = {}
@@ -87,24 +88,24 @@ class Template:
 
     @property
     def plain(self) -> bool:
-        """Return whether any numbers fit: each stands for an index of its own."""
+        """Whether any numbers match, because every slot is a different index."""
         return len(self.slots) == len(self.indices)
 
     @property
     def written(self) -> str:
-        """Return the part of it that is one of several words; empty: there is none."""
+        """The part of the text that lists words, or empty."""
         return f"{{{self.worded}={'|'.join(self.words)}}}" if self.words else ""
 
     @property
     def spellings(self) -> tuple[Template, ...]:
-        """Return a template for each of its words; itself, where it has none."""
+        """One template per word, or the template itself if it has no words."""
         if not self.words:
             return (self,)
         spelled = (Template.parse(self.text.replace(self.written, word)) for word in self.words)
         return tuple(replace(one, fixed=((self.worded, n),)) for n, one in enumerate(spelled))
 
     def read(self, numbers: tuple[int, ...]) -> dict[str, int] | None:
-        """Return the indices that the numbers of a key stand for; None: they do not fit."""
+        """Convert the numbers of a key to index values, or return None if they do not match."""
         if len(numbers) != len(self.slots):
             return None
         if self.plain:
@@ -116,7 +117,7 @@ class Template:
         return values
 
     def key(self, values: Mapping[str, int | str]) -> str:
-        """Return the key with these indices filled in; texts stand for any value."""
+        """Format the key with these index values. Strings may be placeholders."""
         if not self.words:
             return self.text.format_map(values)
         known: dict[int | str, str] = dict(enumerate(self.words))
@@ -126,12 +127,12 @@ class Template:
 
 
 def skeleton(key: str) -> str:
-    """Return *key* with ``#`` for each number in it: what a template is looked up by."""
+    """Return *key* with ``#`` for each number, under which templates are indexed."""
     return taken_apart(key)[0]
 
 
 class TemplateTable(Generic[T]):
-    """Templates with what they stand for; of several that match the first wins."""
+    """Templates with their meanings. The first matching template takes precedence."""
 
     def __init__(self, entries: Iterable[tuple[Template, T]]) -> None:
         self._by_skeleton: dict[str, list[tuple[Template, T]]] = {}
@@ -140,15 +141,15 @@ class TemplateTable(Generic[T]):
                 self._by_skeleton.setdefault(one.skeleton, []).append((one, meaning))
 
     def entries(self, skeleton: str) -> Sequence[tuple[Template, T]]:
-        """Return the templates of this :func:`skeleton` and their meanings, the first to win."""
+        """List the templates of a :func:`skeleton` with their meanings, in order of precedence."""
         return self._by_skeleton.get(skeleton, ())
 
     def find(self, key: str) -> tuple[T, dict[str, int]] | None:
-        """Return what *key* stands for and its indices, or None."""
+        """Find the meaning and the index values of *key*, or return None if no template matches."""
         return next(self.all(key), None)
 
     def all(self, key: str) -> Iterator[tuple[T, dict[str, int]]]:
-        """Yield everything that *key* may stand for, with its indices."""
+        """Yield all meanings of *key* with its index values, in order of precedence."""
         skeleton, numbers = taken_apart(key)
         for template, meaning in self.entries(skeleton):
             values = template.read(numbers)
@@ -157,10 +158,10 @@ class TemplateTable(Generic[T]):
 
 
 class KeyKind:
-    """Keys that differ in their numbers alone.
+    """Keys that differ only in their numbers.
 
     Attributes:
-        words: The parts of the keys that are no numbers.
+        words: The parts of the keys that are not numbers.
     """
 
     def __init__(self, skeleton: str, keys: list[str], numbers: list[tuple[int, ...]]) -> None:
@@ -169,21 +170,21 @@ class KeyKind:
 
     @cached_property
     def columns(self) -> tuple[tuple[int, ...], ...]:
-        """Return the first number of each key, the second of each, and so on."""
+        """The first number of each key, the second of each key, and so on."""
         return tuple(zip(*self.numbers, strict=True))
 
     def only(self, chosen: Sequence[bool]) -> KeyKind:
-        """Return the same of some keys alone; *chosen* says it of each."""
+        """Select the keys for which *chosen* is true."""
         keys, numbers = compress(self.keys, chosen), compress(self.numbers, chosen)
         return KeyKind(self.skeleton, list(keys), list(numbers))
 
 
 def key_kinds(keys: Iterable[str]) -> list[KeyKind]:
-    """Return *keys* by kind, in the order of their first keys."""
+    """Group *keys* by kind, in the order of their first keys."""
     found: dict[tuple[str, int], KeyKind] = {}
     for key in keys:
         skeleton, numbers = taken_apart(key)
-        # A part may be "#" itself, which is no number.
+        # A part may be a literal "#", which is not a number.
         kind = found.get((skeleton, len(numbers)))
         if kind is None:
             kind = found[skeleton, len(numbers)] = KeyKind(skeleton, [], [])

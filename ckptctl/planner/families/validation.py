@@ -1,4 +1,4 @@
-"""What is wrong with a family: its tables, found before a checkpoint is mapped, and its fields."""
+"""Validation of a family's tables and fields before a checkpoint is mapped."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ _NAME = re.compile(r"[a-z][a-z0-9_]*\Z")
 
 
 def flaws(family: Family) -> Iterator[str]:
-    """Yield what contradicts itself in *family*, for people.
+    """Yield a message for each contradiction in *family*.
 
     Raises:
         TableError: A table cannot be parsed.
-        ValueError: A key of :attr:`~ckptctl.planner.layouts.Family.drops` is no template.
+        ValueError: A key of :attr:`~ckptctl.planner.layouts.Family.drops` is not a template.
     """
     if not _NAME.match(family.name):
         yield f"the name `{family.name}` must consist of lower-case letters, digits and `_`"
@@ -86,7 +86,7 @@ def _stored(family: Family, layout: Layout) -> Iterator[str]:
 
 
 def misfits(family: Family) -> Iterator[str]:
-    """Yield which fields of *family* are of a wrong type, for people."""
+    """Yield a message for each field of *family* with a wrong type."""
     hints = get_type_hints(Family)
     for field in fields(family):
         value = getattr(family, field.name)

@@ -1,1 +1,1 @@
-"""From the tensors of one layout to those of another: which they are, and where each lies."""
+"""Mapping of tensors from one layout to another, by names and positions of elements."""

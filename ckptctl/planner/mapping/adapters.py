@@ -1,10 +1,10 @@
-"""Adapters: low-rank changes of a model's linear layers, in layouts that follow from the model's.
+"""Families of LoRA and DoRA adapters, derived from those of their models.
 
 A layer ``W`` (out, in) becomes ``W + s B A`` with ``lora_b`` = B (out, R) and ``lora_a`` = A (R,
 in) (LoRA, Hu et al., arXiv:2106.09685); DoRA (Liu et al., arXiv:2402.09353) scales its rows to the
 lengths in ``magnitude``. The rows of B and of the magnitude are in the order of those of W, so
-that the tables of a model family say where they go. A layer that is part of a concatenated tensor
-has its rows of that tensor's B, and the whole of its A.
+that the tables of a model family also map them. A layer that is part of a concatenated tensor
+has its rows of that tensor's B, and all of its A.
 
 Sources: peft's ``tuners/lora`` and ``utils/save_and_load.py``, torchtune's ``modules/peft`` and
 ``models/convert_weights.py``, torchtitan's ``components/lora.py``, mistral-inference's ``lora.py``,
@@ -25,10 +25,10 @@ from ckptctl.planner.layouts import Family
 from ckptctl.planner.mapping.matching import match
 
 SUFFIX = "-lora"
-"""What the name of a model type has behind it when its adapters are meant."""
+"""Suffix of the model type for its adapters."""
 
 APART = "apart"
-"""The layout of logical names in which nothing is concatenated; rows lie as in another layout."""
+"""The layout of logical names without concatenation, with the row order of another layout."""
 
 RANK = "R"
 PREFIX = "base_model.model."
@@ -38,25 +38,25 @@ EMBEDDING = "embed"
 EXPERTS = "x"
 """The axis of a family's experts."""
 COPIES = {"saved": "", "beneath": ".base_layer"}
-"""Roles of whole tensors of the model: one that replaces it, one that the factors change."""
+"""Roles of complete tensors of the model: a replacement, and the base layer of factors."""
 _PLAIN = (".lora_a.weight", ".lora_b.weight", ".magnitude")
 _PEFT = (".lora_A.weight", ".lora_B.weight", ".lora_magnitude_vector")
 _MCORE = (".linear_in.weight", ".linear_out.weight")
 _EMBEDDED = (".lora_embedding_B", ".lora_embedding_A")
-"""What PEFT calls A and B of an embedding: it keeps the transposes, and looks tokens up in A."""
+"""PEFT's suffixes for A and B of an embedding, which it stores transposed to look up A."""
 RANKED = (_PLAIN[0], _PEFT[0], _MCORE[0], _EMBEDDED[1])
-"""What factors' names end with whose first dimension is the rank."""
+"""Suffixes of factors whose first dimension is the rank."""
 
 
 class _Naming(NamedTuple):
-    """How programs name the factors of what a layout of the model stores.
+    """A program's names for the factors of a layer.
 
     Attributes:
         layout: The model's layout.
-        suffixes: What follows a layer's name, by role; of fewer the others are not there.
-        module: What stands between the layer's name and these.
-        parts: The same for each part of a concatenated layer, which then has factors of its own;
-            empty: it has those of the concatenated one.
+        suffixes: Suffixes of the layer's name, in the order of roles. Later roles may be missing.
+        module: Infix between the layer's name and the suffix.
+        parts: Infix for each part of a concatenated layer with separate factors, or empty if the
+            concatenated layer has common factors.
     """
 
     layout: str
@@ -66,7 +66,7 @@ class _Naming(NamedTuple):
 
 
 CANONICAL = "-canonical"
-"""What Megatron-Bridge calls adapters whose concatenated layers have factors for each part."""
+"""Megatron-Bridge's name for adapters whose concatenated layers have factors for each part."""
 _PARTS = {"q": "q", "k": "k", "v": "v", "w1": "gate", "w3": "up"}
 _NAMINGS = {
     "peft": _Naming("hf", _PEFT),
@@ -81,7 +81,7 @@ _NAMINGS = {
 }
 ADAPTER_LAYOUTS = tuple(_NAMINGS)
 SCALED_BIASES = ("torchtune",)
-"""Layouts of programs whose DoRA scales the bias of a layer as its rows; PEFT's leaves it alone."""
+"""Layouts of programs whose DoRA also scales the bias of a layer. PEFT's does not."""
 _ADAPTED = re.compile(
     r"\.lora_(?:[abAB]|embedding_[AB])(?:\.|\Z)"
     r"|\.adapter(?:\.adapter_\w+)?\.linear_(?:in|out)\.weight\Z"
@@ -90,19 +90,19 @@ _WEIGHT = ".weight"
 
 
 def is_adapter(names: Collection[str]) -> bool:
-    """Return whether some of *names* are those of low-rank factors."""
+    """Return whether any of *names* is a low-rank factor."""
     return any(_ADAPTED.search(name) for name in names)
 
 
 def is_factor(name: str) -> bool:
-    """Return whether *name* is that of a low-rank factor or of a magnitude."""
+    """Return whether *name* is a low-rank factor or a magnitude."""
     return name.endswith((*_PLAIN, *_PEFT, *_EMBEDDED)) or (
         name.endswith(_MCORE) and is_adapter([name])
     )
 
 
 def lone_factors(names: Collection[str]) -> list[str]:
-    """Return those of *names* that are one of two factors of which the other one is not there."""
+    """List the factors among *names* whose counterpart is missing."""
     pairs = {_EMBEDDED, *(naming.suffixes[:2] for naming in _NAMINGS.values())}
     return [
         name
@@ -113,7 +113,7 @@ def lone_factors(names: Collection[str]) -> list[str]:
 
 
 def module_of(name: str) -> str:
-    """Return the layer that a tensor of an adapter belongs to, without what peft puts before it."""
+    """Return the layer of an adapter's tensor, without PEFT's prefix."""
     for suffix in (*_PEFT, *_PLAIN, *_MCORE, *_EMBEDDED):
         name = name.removesuffix(suffix)
     return name.removeprefix(PREFIX)
@@ -121,10 +121,10 @@ def module_of(name: str) -> str:
 
 @cache
 def adapter_family(base: Family) -> Family:
-    """Return the family of the adapters of *base*.
+    """Derive the family of the adapters of *base*.
 
-    Its layouts are those of *base* in which programs write adapters, called alike, but ``peft`` for
-    ``hf``. Layouts that insert layers at places which only a configuration says are left out.
+    Its layouts are those of *base* in which programs write adapters, with the same names except for
+    ``peft`` (``hf``). Layouts that insert layers at positions from a config are excluded.
     """
     placed = {shift.layout for shift in base.shifts if shift.place != "after"}
     namings = {
@@ -133,7 +133,7 @@ def adapter_family(base: Family) -> Family:
         for name, naming in _NAMINGS.items()
         if naming.layout == model and model not in placed
     }
-    # Layers behind all others, for predicting further tokens, are no place for adapters.
+    # MTP layers, which follow all others, have no adapters.
     behind = {shift.index for shift in base.shifts}
     tensors = [tensor for tensor in base.tensors.values() if not behind & {*tensor.indices}]
     return Family(
@@ -158,9 +158,9 @@ def adapter_family(base: Family) -> Family:
 
 @cache
 def adapters_apart(base: Family, layout: str) -> Family:
-    """Return the adapters of *base* with :data:`APART`, whose rows are those of *layout*.
+    """Derive the adapter family with :data:`APART`, in the row order of *layout*.
 
-    Embeddings have the factors of linear layers there, by :func:`as_linear`.
+    In this layout, embeddings have factors in the form of linear layers (:func:`as_linear`).
     """
     family = adapter_family(base)
     stored = {t.name: t.leaves[layout] for t in base.tensors.values() if layout in t.leaves}
@@ -178,7 +178,7 @@ def adapters_apart(base: Family, layout: str) -> Family:
 
 @cache
 def scaled_biases(base: Family, layout: str) -> Mapping[str, str]:
-    """Return the biases that DoRA scales in an adapter's *layout*, by their weights.
+    """Find the biases that DoRA scales in an adapter's *layout*, by their weights.
 
     Returns:
         Names in the tables, without indices.
@@ -195,7 +195,7 @@ def scaled_biases(base: Family, layout: str) -> Mapping[str, str]:
 
 @cache
 def models_apart(base: Family, layout: str) -> Family:
-    """Return *base* with *layout* and :data:`APART` alone."""
+    """Restrict *base* to *layout* and :data:`APART`."""
     rows = tuple(
         replace(
             tensor,
@@ -218,13 +218,13 @@ def models_apart(base: Family, layout: str) -> Family:
 
 
 def _rows(tensor: Tensor, namings: Mapping[str, _Naming]) -> Iterator[Tensor]:
-    """Yield what adapters may hold for a tensor of the model."""
+    """Yield the possible adapter tensors of a tensor of the model."""
     held = {
         n: tensor.leaves[one.layout] for n, one in namings.items() if one.layout in tensor.leaves
     }
     linear = {name: leaf for name, leaf in held.items() if _linear(leaf)}
     roles: tuple[str, ...] = ROLES
-    if tensor.name == EMBEDDING:  # whose factors PEFT alone trains, without lengths of rows
+    if tensor.name == EMBEDDING:  # only PEFT trains these factors, without magnitudes
         linear, roles = {n: leaf for n, leaf in linear.items() if n in PEFT}, ROLES[:2]
     if linear:
         rows = sorted(next(iter(linear.values())).dims[0])
@@ -244,22 +244,22 @@ def _rows(tensor: Tensor, namings: Mapping[str, _Naming]) -> Iterator[Tensor]:
         copies = {
             name: replace(leaf, key=_copied(leaf.key.text, infix))
             for name, leaf in held.items()
-            if name in PEFT and "." in leaf.key.text  # PEFT copies modules, not the model's own
+            if name in PEFT and "." in leaf.key.text  # PEFT copies modules only
         }
         if copies:
             yield _row(tensor, role, copies)
 
 
 def _linear(leaf: Leaf) -> bool:
-    """Whether a layout stores a linear layer of its own, or the rows of one."""
+    """Return whether *leaf* is a linear layer, or some rows of a concatenated one."""
     named = leaf.key.text.endswith(_WEIGHT)
     return named and len(leaf.dims) == 2 and not (leaf.part is not None and leaf.along)
 
 
 def linear_keys(family: Family, layout: str, keys: Collection[str]) -> list[str]:
-    """Return those of *keys* that are weights of linear layers: embeddings and routers are none.
+    """List the weights of linear layers among *keys*, without embeddings and routers.
 
-    transformers 5 keeps a router in a module of its own, which PEFT gives no factors.
+    transformers 5 has a separate module for routers, to which PEFT adds no factors.
     """
     groups = match(family, family.layout(layout), keys).groups
     linear = {
@@ -273,14 +273,14 @@ def linear_keys(family: Family, layout: str, keys: Collection[str]) -> list[str]
 
 
 def _is_looked_up(key: str) -> bool:
-    """Return whether *key* is that of an embedding, of tokens or of distances."""
+    """Return whether *key* is an embedding of tokens or of distances."""
     module = key.rpartition(".")[0].rpartition(".")[2]
     distances = key.endswith(".relative_attention_bias.weight")
     return "embed" in module or distances or key == "shared.weight"
 
 
 def _factor(tensor: Tensor, name: str, leaf: Leaf, number: int) -> tuple[Leaf, Template]:
-    """Return what of the model one factor in a layout of adapters is of, and its key."""
+    """Return the leaf of the model that a factor changes, and the factor's key."""
     naming = _NAMINGS[name]
     part = naming.parts.get(tensor.name.partition(".")[0], "") if leaf.part is not None else ""
     prefix = PREFIX if name in PEFT else ""
@@ -289,7 +289,7 @@ def _factor(tensor: Tensor, name: str, leaf: Leaf, number: int) -> tuple[Leaf, T
 
 
 def as_linear(name: str) -> str:
-    """Return what a factor of an embedding would be called if that were a linear layer."""
+    """Convert the name of an embedding's factor to that of a linear layer's."""
     for suffix, linear in zip(_EMBEDDED, _PEFT, strict=False):
         if name.endswith(suffix):
             return name.removesuffix(suffix) + linear
@@ -297,7 +297,7 @@ def as_linear(name: str) -> str:
 
 
 def _plain(leaf: Leaf) -> Leaf:
-    """Return a leaf as it is, those of embeddings as those of linear layers."""
+    """Convert a leaf of an embedding's factor to that of a linear layer's. Others stay."""
     name = as_linear(leaf.key.text)
     if name == leaf.key.text:
         return leaf
@@ -305,7 +305,7 @@ def _plain(leaf: Leaf) -> Leaf:
 
 
 def _embedded(leaf: Leaf) -> Leaf:
-    """Return how PEFT keeps a factor of an embedding: the other way round."""
+    """Convert a leaf of a factor to PEFT's transposed form for embeddings."""
     for suffix, linear in zip(_EMBEDDED, _PEFT, strict=False):
         if leaf.key.text.endswith(linear):
             key = Template.parse(leaf.key.text.removesuffix(linear) + suffix)
@@ -319,7 +319,7 @@ def _copied(key: str, infix: str) -> Template:
 
 
 def _leaf(leaf: Leaf, role: str, key: Template) -> Leaf:
-    """Return how a layout keeps one factor of what it keeps as *leaf*."""
+    """Build the leaf of one factor, or of a copy, of a tensor that is stored as *leaf*."""
     if role in COPIES:
         return replace(leaf, key=key)
     rows: Dims = (leaf.dims[0],)

@@ -1,4 +1,4 @@
-"""Whether all that a model needs are there, and nothing that its layout does not know."""
+"""Checks for missing and unknown tensors of a model."""
 
 from __future__ import annotations
 
@@ -26,15 +26,16 @@ from ckptctl.planner.mapping.matching import (
 from ckptctl.units import counted
 
 MANY = 1000
-"""So many missing keys are listed in any case; more are counted only."""
+"""Number of missing keys that are always listed. Further ones may only be counted."""
 
 
 class Absent(NamedTuple):
-    """A key that a whole model would have and this one has not.
+    """A key that a complete model would have and this one does not have.
 
     Attributes:
-        shown: Whether it is certain that this model has it: the tensor is there at other indices,
-            or has none.
+        key: The missing key.
+        shown: Whether this model certainly needs it, because the tensor exists at other indices or
+            has no index.
     """
 
     key: str
@@ -42,11 +43,11 @@ class Absent(NamedTuple):
 
 
 class Lacking(NamedTuple):
-    """What a whole model would have and one has not.
+    """The missing keys of a model.
 
     Attributes:
-        listed: The keys, the first ones of very many.
-        number: How many there are, those that are not listed included.
+        listed: The keys, only the first ones of very many.
+        number: Number of missing keys, including those that are not listed.
     """
 
     listed: list[Absent]
@@ -64,21 +65,21 @@ def lacking(
     demanded: Collection[Slot] = (),
     most: int | None = None,
 ) -> Lacking:
-    """Return what a whole model would have and this one has not.
+    """Find the keys that a complete model would have and this one does not have.
 
-    Of what no configuration counts in *sizes* the largest number in a key is the last.
+    If *sizes* does not contain a count, the largest number in a key is the last one.
 
     Args:
         family: The model type.
         layout: The layout of the keys.
-        matched: What the keys are.
-        sizes: Axis sizes and numbers of layers that a configuration states.
+        matched: The keys of the model.
+        sizes: Axis sizes and numbers of layers from a config.
         tied: Whether tensors are tied.
         without: Logical tensors that this model does not have.
-        demanded: Optional tensors that its configuration demands.
-        most: Keys that are listed; None: as many as anybody would read.
+        demanded: Optional tensors that its config requires.
+        most: Maximum number of keys to list, or None for a default limit.
     """
-    # Layers that follow all others, for the prediction of several tokens, are often left out.
+    # MTP layers, which follow all others, are often omitted.
     after = {shift.index for shift in family.shifts if shift.place == "after"}
     counted = {index for tensor in family.tensors.values() for index in tensor.indices} - after
     stated = {axis: sizes[axis] for axis in layout.spread & sizes.keys()}
@@ -102,10 +103,10 @@ def lacking(
 
 
 class Expected:
-    """Which logical tensors a whole model has, judged by those that are there.
+    """The logical tensors of a complete model, judged by those that exist.
 
-    An optional tensor is expected of every layer as soon as one layer has it, or one that it comes
-    together with, a tensor of a variant of the layers that are of that variant.
+    An optional tensor is expected in every layer if one layer has it, or another tensor of its
+    group. A tensor of a variant is expected in the layers of that variant.
     """
 
     def __init__(
@@ -134,7 +135,7 @@ class Expected:
             self._complete([variant for variant in group if variant in known], demanded)
 
     def absent(self, most: int | None = None) -> Iterator[Absent]:
-        """Yield the keys that are not there; it ends after *most*, or what anybody would read."""
+        """Yield missing keys, at most *most* or a default limit."""
         if self._family.partial:
             return
         seen: set[str] = set()
@@ -144,7 +145,7 @@ class Expected:
                 yield absent
 
     def _absent(self) -> Iterator[Absent]:
-        """Yield the keys that are not there; of a fused tensor once for each part."""
+        """Yield missing keys, those of a fused tensor once for each part."""
         for name in self._layout.leaves:
             tensor = self._family.tensors[name]
             shown = not tensor.indices or bool(self._matched.number(tensor))
@@ -157,7 +158,7 @@ class Expected:
                     yield Absent(key, shown=True)
 
     def undelivered(self, demanded: Collection[Slot]) -> Iterator[Absent]:
-        """Yield the keys of those *demanded* that are not there; of a stored tensor once."""
+        """Yield the missing keys of *demanded* tensors, once per stored tensor."""
         found: dict[str, None] = {}
         numbering = self._matched.numbering
         for name, places in groupby(sorted(demanded), key=itemgetter(0)):
@@ -175,7 +176,7 @@ class Expected:
         yield from (Absent(key, shown=True) for key in found)
 
     def number(self, excused: Collection[str]) -> int:
-        """Return how many keys are not there, without the *excused* ones."""
+        """Count the missing keys, without those of *excused* templates."""
         there: Counter[int] = Counter()
         for group in self._matched.groups:
             there[id(group.stored)] += len(group.keys)
@@ -192,7 +193,7 @@ class Expected:
         return missing
 
     def _keys(self, tensor: Tensor) -> Iterator[str]:
-        """Yield the keys of *tensor* that are not there: where their number is right, none is."""
+        """Yield the missing keys of *tensor*, none if their number is right."""
         leaf, matched = self._layout.leaves[tensor.name], self._matched
         each = math.prod(self._stated.get(axis, 0) for axis in leaf.spread)
         if matched.number(tensor) == self._number(tensor) * each:
@@ -204,9 +205,9 @@ class Expected:
                     yield key_of(self._layout, tensor, values, lead, matched.numbering)
 
     def _zeros(self) -> Iterator[tuple[Drop, set[str], Tensor]]:
-        """Yield the rules for zeros that some layers have, their keys, and what has to have them.
+        """Yield each rule for zeros that some layers have, their keys, and the adjacent tensor.
 
-        The others need them, too.
+        All layers with that tensor need the zeros.
         """
         for rule in self._family.drops:
             dropped = self._matched.dropped.items()
@@ -217,7 +218,7 @@ class Expected:
                 yield rule, keys, beside
 
     def _number(self, tensor: Tensor) -> int:
-        """Return at how many index values *tensor* has to be."""
+        """Count the index values at which *tensor* is expected."""
         if not self._wanted(tensor):
             return 0
         if self._by_layer(tensor):
@@ -228,7 +229,7 @@ class Expected:
         return math.prod(self._stated.get(index, 0) for index in tensor.indices)
 
     def _slots(self, tensor: Tensor) -> Sequence[Values]:
-        """Return the index values at which *tensor* has to be."""
+        """List the index values at which *tensor* is expected."""
         if not self._wanted(tensor):
             return ()
         if self._by_layer(tensor):
@@ -238,23 +239,23 @@ class Expected:
         return slots(tensor, self._counts)
 
     def _wanted(self, tensor: Tensor) -> bool:
-        """Return whether *tensor* has to be anywhere."""
+        """Return whether *tensor* is expected at any index."""
         shown = tensor.name in self._present or tensor.together in self._together
         return shown or not tensor.optional
 
     def _by_layer(self, tensor: Tensor) -> bool:
-        """Return whether layers may be without *tensor*, or without the weight that it scales."""
+        """Return whether only some layers have *tensor*, or the weight that it scales."""
         return (tensor.scales or tensor.name) in self._family.by_layer
 
     def _shown(self, tensor: Tensor) -> set[Values]:
-        """Return the layers that have *tensor*, its weight, or what that comes together with."""
+        """Return the layers that have *tensor*, its weight, or another tensor of its group."""
         if tensor.scales:
             tensor = self._family.tensors[tensor.scales]
         mates = self._family.named((tensor.together,)) if tensor.together else (tensor,)
         return set().union(*(self._matched.places(mate) for mate in mates))
 
     def _complete(self, group: Sequence[str], demanded: Collection[Slot]) -> None:
-        """Expect what is *demanded*, or else the most frequent variant, where a layer has none."""
+        """Assign a variant to layers without one, by *demanded* tensors or else by frequency."""
         samples = {t.indices: t for t in self._family.tensors.values() if t.variant in group}
         for indices, sample in samples.items():
             layers = {variant: self._layers.get((variant, indices), set()) for variant in group}
@@ -277,7 +278,7 @@ class Expected:
 def untold(
     family: Family, source: Layout, target: Layout, demanded: Collection[Slot]
 ) -> Iterator[str]:
-    """Yield what is to be said of what is *demanded*, and only *target* has a place for."""
+    """Yield a note about *demanded* tensors that only *target* has."""
     names = [
         key_of(target, family.tensors[name], values)
         for name, values in sorted(demanded)
@@ -291,7 +292,7 @@ def untold(
 
 
 def begins_only(family: Family, layout: Layout, matched: Matched, absent: Collection[str]) -> bool:
-    """Return whether a model has its beginning and its first layers, and nothing after them."""
+    """Return whether a model has only its first tensors and layers, as if it were truncated."""
     blocks = [tensor.block for tensor in family.tensors.values() if tensor.indices]
     if not blocks:
         return False
@@ -310,7 +311,7 @@ def begins_only(family: Family, layout: Layout, matched: Matched, absent: Collec
 
 
 def torn(family: Family, matched: Matched) -> str | None:
-    """Return what is wrong with layers that have tensors of two variants; None: nothing."""
+    """Describe the first layer with tensors of two variants, or return None."""
     layers = matched.layers
     for group in family.variants:
         for one, other in combinations([kind for kind in layers if kind[0] in group], 2):
@@ -320,7 +321,7 @@ def torn(family: Family, matched: Matched) -> str | None:
 
 
 def _contradiction(family: Family, group: Sequence[str], matched: Matched) -> str | None:
-    """Return which keys show that a layer is of two variants of *group*, the first such ones."""
+    """Describe the first keys that assign a layer to two variants of *group*."""
     place = {key: number for number, key in enumerate(matched.order)}
     firsts = [(next(iter(keys.values())), slot) for slot, keys in matched.keys.items()]
     layers: dict[LayerKind, dict[Values, str]] = {}
@@ -338,7 +339,11 @@ def _contradiction(family: Family, group: Sequence[str], matched: Matched) -> st
 
 
 def require_known(family: Family, layout: Layout, matched: Matched, absent: Sequence[str]) -> None:
-    """Refuse keys that the layout does not know."""
+    """Require that the layout knows all keys.
+
+    Raises:
+        HomelessError: It does not know some of them.
+    """
     if not matched.unmatched:
         return
     lines = []
@@ -360,7 +365,7 @@ def require_known(family: Family, layout: Layout, matched: Matched, absent: Sequ
 
 
 def near(layout: Layout, key: str, absent: Sequence[str] = ()) -> list[str]:
-    """Return keys that *key* may have been meant to be: those missing, those of its indices."""
+    """List candidates for a misspelled *key*, both missing keys and keys with its indices."""
     numbers = [part for part in key.split(".") if part.isdigit()]
     known = []
     for leaf in layout.leaves.values():
@@ -382,7 +387,11 @@ def require_whole(
     where: str | None = None,
     hint: str | None = None,
 ) -> None:
-    """Refuse a model that lacks tensors."""
+    """Require that no tensors are missing.
+
+    Raises:
+        MissingTensorsError: There are *names* of missing tensors.
+    """
     if not names:
         return
     ends = {layout.leaves[t.tensor].key.text for t in family.ties if t.tensor in layout.leaves}

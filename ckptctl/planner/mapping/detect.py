@@ -1,4 +1,4 @@
-"""Which model type and layout a checkpoint has: by its keys, then by its configuration."""
+"""Detection of the model type and layout of a checkpoint, by its keys and its config."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ckptctl.units import counted
 
 ENOUGH = 0.5
 SHOWN = 5
-"""So many unknown or missing keys are named."""
+"""Maximum number of unknown or missing keys to name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,12 +26,14 @@ class Candidate:
     """A model type and layout that a checkpoint may have.
 
     Attributes:
-        layout: Its layout: the first of those that are alike.
-        alike: Other layouts that keep every tensor under the same name in the same order.
-        unmatched: Keys that it does not know, at most five.
-        missing: Keys that it needs, at most five.
-        matched: What the keys are in it.
-        share: The part of all keys that it knows, from 0 to 1.
+        family: Name of the model type.
+        layout: The layout, the first one of identical layouts.
+        alike: Other layouts that store every tensor with the same key and axis order.
+        evidence: Numbers of keys and config fields that support it, for messages.
+        unmatched: Unknown keys, at most five.
+        missing: Missing keys, at most five.
+        matched: The keys of the checkpoint in this layout.
+        share: Fraction of all keys that are known, from 0 to 1.
     """
 
     family: str
@@ -45,7 +47,7 @@ class Candidate:
 
     @property
     def exact(self) -> bool:
-        """Return whether every key is known and none is missing."""
+        """Whether every key is known and none is missing."""
         return not self.unmatched and not self.missing
 
     def __str__(self) -> str:
@@ -64,28 +66,28 @@ def detect(
     named: bool = False,
     root: str = "",
 ) -> tuple[Candidate, ...]:
-    """Return the model types and layouts that fit equally well.
+    """Detect the model types and layouts that match best, several if they match equally well.
 
-    They are exact; or else most keys are known, and mapping will say what is wrong.
+    If none is exact, candidates know most keys, and mapping will report the error.
 
     Args:
-        shapes: Shape of each tensor by key; with several *ranks* those of one rank.
+        shapes: Shape of each tensor by key, those of one rank if there are several *ranks*.
         families: The model types to choose from.
-        config: config.json, where there is one.
-        params: params.json, where there is one.
+        config: config.json, or None.
+        params: params.json, or None.
         ranks: Number of model-parallel shards.
-        prefer: The layout to name among those that are alike.
-        least: The part of all keys that a layout has to know; 1: exact ones alone.
-        named: Whether the user named the model type: no configuration excludes it.
-        root: What stood before the keys, with its dot.
+        prefer: The preferred layout among identical ones.
+        least: Fraction of all keys that a layout must know, 1 for exact matches only.
+        named: Whether the user specified the model type, so that configs do not exclude it.
+        root: Prefix that was removed from the keys, with its dot.
     """
     known = [None if file is None else with_rope_type(file) for file in (config, params)]
-    # Most keys of a model that no table knows have words that none has: they are looked at once.
+    # Keys of an unknown model mostly have parts that no table has, so they are filtered only once.
     words = frozenset[str]().union(*(family.words for family in families.values()))
     kinds = key_kinds(shapes)
     spelled = [kind for kind in kinds if kind.words <= words]
     asked = _Question(shapes, kinds, spelled, (config, params), ranks, prefer, root)
-    # Only layouts that know every key are exact: the tables of most families need no parsing then.
+    # Only layouts that know every key are exact. Then the tables of most families are not parsed.
     for share in dict.fromkeys((1.0, least)):
         candidates: list[Candidate] = []
         for family in families.values():
@@ -96,11 +98,10 @@ def detect(
                 candidates += _layouts(family, names, asked, share, evidence)
         if any(candidate.exact for candidate in candidates):
             break
-    # The most keys known, of those the least missed: exact ones, where there are any.
+    # Most known keys first, then fewest missing ones. Exact candidates come before all others.
     ranked = [(c.exact, c.share, -len(c.missing)) for c in candidates]
     best = [c for c, rank in zip(candidates, ranked, strict=True) if rank == max(ranked)]
-    # Layouts may have the same keys for tensors whose axes are in another order; to find that out
-    # takes every key.
+    # Layouts may have the same keys but different axis orders. That check needs all shapes.
     if len({one.layout for one in best}) > 1:
         fitting = [
             one
@@ -118,7 +119,7 @@ def detect(
 def configured(
     families: Mapping[str, Family], config: Json | None = None, params: Json | None = None
 ) -> list[str]:
-    """Return the model types that the configurations alone allow, the most special ones."""
+    """List the model types that match the configs, without those that others of them refine."""
     known = [None if file is None else with_rope_type(file) for file in (config, params)]
     names = [name for name, one in families.items() if _evidence(one, *known) is not None]
     general = {parent for name in names for parent in refined(families[name], families)}
@@ -126,11 +127,11 @@ def configured(
 
 
 class _Question(NamedTuple):
-    """What one call of :func:`detect` is about; see there."""
+    """Arguments of one call of :func:`detect`."""
 
     shapes: Mapping[str, tuple[int, ...]]
     by_kind: Sequence[KeyKind]
-    spelled: Sequence[KeyKind]  # of these those whose words some family has
+    spelled: Sequence[KeyKind]  # those whose words are in any family
     files: tuple[Json | None, Json | None]
     ranks: int
     prefer: str | None
@@ -138,9 +139,9 @@ class _Question(NamedTuple):
 
 
 def _plausible(family: Family, asked: _Question, share: float) -> list[str]:
-    """Return the layouts that may know a *share* of the keys, judged by their skeletons alone.
+    """List the layouts that may know a *share* of the keys, judged only by key skeletons.
 
-    The words of the keys come first: the tables of a family that lacks them are never parsed.
+    Words of keys are compared first, so that the tables of other families are never parsed.
     """
     enough = share * len(asked.shapes)
     spelled = [kind for kind in asked.spelled if kind.words <= family.words]
@@ -158,7 +159,7 @@ def _plausible(family: Family, asked: _Question, share: float) -> list[str]:
 
 
 def _evidence(family: Family, config: Json | None, params: Json | None) -> tuple[str, ...] | None:
-    """Return what the configurations say for *family*; None: they exclude it."""
+    """List the config fields that match *family*, or return None if a config excludes it."""
     evidence: list[str] = []
     for name, values, signs in (
         ("config.json", config, family.config_signs),
@@ -181,9 +182,9 @@ def _layouts(
     least: float,
     evidence: tuple[str, ...],
 ) -> list[Candidate]:
-    """Return a candidate for each layout that knows at least a share of the keys.
+    """List a candidate for each layout that knows at least a fraction *least* of the keys.
 
-    Those that take these keys for the same are one.
+    Layouts that give these keys the same meanings are merged into one candidate.
     """
     tied = is_tied(family, *asked.files)
     seen: list[str] = []
@@ -198,8 +199,8 @@ def _layouts(
             continue
         candidate = _candidate(family, name, matched, asked, tied, share, evidence)
         if asked.ranks == 1 or ranks_fit(family, name, asked.shapes, asked.ranks):
-            # Alike is what understands the same and lacks as many, whatever these are called: of
-            # what is there nothing tells them apart.
+            # Layouts are alike if they match the same keys and miss equally many, whatever the
+            # missing ones are called, because no existing tensor distinguishes them.
             for place, old in enumerate(found):
                 lacks = old.unmatched, len(old.missing)
                 same = lacks == (candidate.unmatched, len(candidate.missing))
@@ -245,10 +246,10 @@ def _candidate(
 
 
 def _originals(candidates: Sequence[Candidate]) -> list[Candidate]:
-    """Return *candidates* without families that another program spells as others are called.
+    """Exclude candidates whose layout inherits names that another family has in its own layout.
 
-    What is left are those that fit as they are published. Where one family alone fits, and does so
-    both ways, nothing tells which.
+    The remaining ones match as they are published. If one family matches in both layouts, the
+    result is ambiguous.
     """
     fitting: dict[str, set[str]] = {}
     for one in candidates:
@@ -259,7 +260,7 @@ def _originals(candidates: Sequence[Candidate]) -> list[Candidate]:
 
 
 def _shown(candidates: list[Candidate], families: Mapping[str, Family]) -> list[Candidate]:
-    """Return *candidates* without families that look like others, and of which nothing tells."""
+    """Exclude families that no tensor distinguishes from others, unless none remains."""
 
     def is_shown(one: Candidate) -> bool:
         family = families[one.family]
@@ -270,7 +271,7 @@ def _shown(candidates: list[Candidate], families: Mapping[str, Family]) -> list[
 
 
 def refined(family: Family, known: Mapping[str, Family]) -> list[str]:
-    """Return the *known* families that *family* is a special case of, the nearest first."""
+    """List the *known* families that *family* refines, the nearest first."""
     names: list[str] = []
     parent = family.refines
     while parent is not None and parent in known and parent not in names:
@@ -280,7 +281,7 @@ def refined(family: Family, known: Mapping[str, Family]) -> list[str]:
 
 
 def _most_refined(candidates: list[Candidate], known: Mapping[str, Family]) -> list[Candidate]:
-    """Return *candidates* without the families that another one of them is a special case of."""
+    """Exclude families that another candidate refines."""
     general = {
         (name, special.layout)
         for special in candidates

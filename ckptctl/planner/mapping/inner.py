@@ -1,7 +1,7 @@
-"""A model that is a part of another one: the text model of one that sees pictures, trained alone.
+"""Submodels, such as the text model of a vision-language model that is trained separately.
 
-Both families call the same logical tensors by the same names and axes, so that the names which
-the part has by itself are one more layout of the whole.
+Both families have the same names and axes of logical tensors, so that the names of the separate
+submodel are one more layout of the complete model.
 """
 
 from __future__ import annotations
@@ -13,20 +13,20 @@ from ckptctl.planner.families.tables import Tensor
 from ckptctl.planner.layouts import Family
 
 ALONE = "alone"
-"""The layout of the names that the part has by itself."""
+"""The layout with the names of the separate submodel."""
 
 
 def with_names_of(part: Family, layout: str, whole: Family, target: str) -> Family | None:
-    """Return what *whole* shares with *part*, in layouts :data:`ALONE` and *target*.
+    """Derive the family of the tensors that two models share, in :data:`ALONE` and *target*.
 
     Args:
-        part: The model type of the part.
-        layout: How it names its tensors.
-        whole: The model type that has it inside.
-        target: A layout of that.
+        part: The model type of the submodel.
+        layout: The submodel's layout.
+        whole: The model type that contains it.
+        target: A layout of the complete model.
 
     Returns:
-        None: not all of its tensors are some of the whole.
+        The family, or None if the complete model does not contain all tensors of the submodel.
     """
     rows = tuple(_shared(part, layout, whole, target))
     needed = {name for name, one in part.tensors.items() if layout in one.leaves}
@@ -57,7 +57,7 @@ def with_names_of(part: Family, layout: str, whole: Family, target: str) -> Fami
 
 
 def _shared(part: Family, layout: str, whole: Family, target: str) -> Iterator[Tensor]:
-    """Yield the logical tensors of *part* that *whole* has as well."""
+    """Yield the logical tensors of *part* that are also in *whole*."""
     for name, tensor in part.tensors.items():
         own = tensor.leaves.get(layout)
         other = whole.tensors.get(name)

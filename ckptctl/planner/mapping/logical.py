@@ -1,8 +1,8 @@
-"""Tensors of one layout as operations on those of another, by way of logical tensors.
+"""Conversion of stored tensors between layouts through logical tensors.
 
 A cell of the source's table turns a stored tensor into a logical one, or an entry of it. A cell of
-the target's table turns this into a stored tensor of the target, of which it may fill only some
-elements. Nothing here depends on which pair of layouts it is.
+the target's table turns the logical tensor into a stored tensor of the target, which it may fill
+only partly. Nothing in this module depends on the pair of layouts.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from ckptctl.planner.strided import Ints, Strided, concat, union
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """How a layout stores a logical tensor.
+    """The form of a logical tensor in a layout.
 
     Attributes:
-        size: Returns the size of a group of axes.
-        resize: The size of each axis that is another one than in the source.
+        size: Function that returns the size of a group of axes.
+        resize: New sizes of axes that are resized.
     """
 
     family: Family
@@ -37,15 +37,15 @@ class Cell:
 
     @property
     def leaf(self) -> Leaf:
-        """Return what the table says."""
+        """The leaf in the table."""
         return self.layout.leaves[self.tensor.name]
 
     def dims(self, shared: Collection[str]) -> list[Axes]:
-        """Return the axes of the logical tensor: spread ones that are not *shared*, then stored."""
+        """List the axes of the logical tensor, with spread axes first unless they are *shared*."""
         return [*self._spread(shared), *logical_dims(self.family, self.leaf)]
 
     def read(self, stored: Strided, lead: Lead, shared: Collection[str]) -> Strided:
-        """Return the logical tensor, of which a stored tensor is the entry at *lead*."""
+        """Convert a stored tensor, the entry at *lead*, to the logical tensor."""
         leaf, along = self.leaf, self._along
         if leaf.within:
             rows = sum(self._lengths())
@@ -58,7 +58,7 @@ class Cell:
         return stored
 
     def write(self, logical: Strided, lead: Lead) -> Strided:
-        """Return the stored tensor at *lead* with the elements that the logical tensor has."""
+        """Convert the logical tensor to the stored tensor at *lead*, which it may fill partly."""
         leaf = self.leaf
         for index in lead:
             logical = logical.select(0, index)
@@ -75,7 +75,7 @@ class Cell:
         return self.leaf.along + bool(self.leaf.within)
 
     def _lengths(self, count: int | None = None) -> list[int]:
-        """Return the sizes of the first *count* parts along the dimension that they share."""
+        """List the sizes of the first *count* parts along their common dimension."""
         others = fused_axes(self.family, self.layout.holders[self.tensor.name])
         return [self.size(group) for group in others[:count]]
 
@@ -89,18 +89,18 @@ def cells(
     shape: Ints,
     resize: Mapping[str, int],
 ) -> tuple[Cell, Cell]:
-    """Return how both sides store tensors of a kind.
+    """Build the cells of a kind of tensors in the source and in the target.
 
-    Where two tensors are tied, the source may have the one and the target the other.
+    If two tensors are tied, the source may have one of them and the target the other.
 
     Args:
         family: The model type.
-        sizes: What is known of axis sizes.
-        source: The layout read, and the logical tensor as it is called there.
-        target: The layout written, and the logical tensor.
+        sizes: Known axis sizes.
+        source: The source layout and its logical tensor.
+        target: The target layout and its logical tensor.
         key: One of the stored tensors, for errors.
         shape: Its shape.
-        resize: The size of each axis that the target stores with another size.
+        resize: New sizes of axes that are resized.
     """
     stored, wanted = (layout.leaves[tensor.name] for layout, tensor in (source, target))
     own = {
@@ -134,13 +134,13 @@ def cells(
 
 
 def logical_dims(family: Family, leaf: Leaf) -> list[Axes]:
-    """Return the atomic axes of each dimension of what *leaf* stores of one logical tensor."""
+    """List the atomic axes of each dimension of the logical tensor in *leaf*."""
     groups = [family.expand(group) for group in leaf.dims]
     return [groups[0][:1], groups[0][1:], *groups[1:]] if leaf.within else groups
 
 
 def fused_axes(family: Family, stored: Stored) -> list[Axes]:
-    """Return the atomic axes of each part of *stored* along the dimension that they share."""
+    """List the atomic axes of each part of *stored* along their common dimension."""
     return [logical_dims(family, leaf)[leaf.along + bool(leaf.within)] for leaf in stored.leaves]
 
 
@@ -150,23 +150,23 @@ def rearrange(
     entries: Mapping[Lead, Ints],
     leads: Sequence[Lead],
 ) -> list[Strided]:
-    """Return stored tensors of the target, as far as one logical tensor fills them.
+    """Convert one logical tensor to stored tensors of the target, which it may fill partly.
 
     Args:
-        source: How the source stores the logical tensor.
-        target: How the target does.
+        source: The logical tensor in the source.
+        target: The logical tensor in the target.
         entries: The shape of each stored tensor of the source, by its position along the axes that
             only the source spreads.
         leads: Positions along the axes that only the target spreads.
 
     Returns:
-        The tensor at each of *leads*. Its parts are those of stand-ins for *entries*, and for the
-        zeros that make an axis longer.
+        The tensor at each of *leads*. Its parts refer to placeholders for *entries*, and for the
+        zeros that extend an axis.
     """
     shared = {*source.leaf.spread} & {*target.leaf.spread}
     before, after = source.dims(shared), target.dims(shared)
     for run in unbroken_runs(before, after):
-        source.size(run)  # an error names the outermost axis whose size is unknown
+        source.size(run)  # raises for the outermost axis with unknown size
     stored = [stand_in(number, shape) for number, shape in enumerate(entries.values())]
     logical = union(
         [source.read(one, lead, shared) for one, lead in zip(stored, entries, strict=True)]
@@ -185,7 +185,7 @@ def rearrange(
         dim = before.index((axis,))
         shape = logical.shape
         added = size - shape[dim]
-        if added > 0:  # zeros, which have the number after those of the stored tensors
+        if added > 0:  # zeros, numbered after the stored tensors
             zeros = stand_in(len(stored), (*shape[:dim], added, *shape[dim + 1 :]))
             logical = concat([logical, zeros], dim)
         else:
@@ -195,5 +195,5 @@ def rearrange(
 
 
 def stand_in(number: int, shape: Ints) -> Strided:
-    """Return a tensor of which only the place among the sources and the shape are known."""
+    """Build a placeholder with only a shape and its position among the sources."""
     return Strided.whole(TensorEntry(str(number), "", shape, (), ()))

@@ -1,4 +1,4 @@
-"""What becomes of each tensor when a checkpoint changes its layout, and how its axes move."""
+"""Sources and targets of each tensor in a change of layout."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ckptctl.units import counted
 
 
 class Region(NamedTuple):
-    """A part of a stored tensor, or without *sizes* all of it."""
+    """A part of a stored tensor, or all of it without *sizes*."""
 
     key: str
     origin: tuple[int, ...] = ()
@@ -27,13 +27,13 @@ class Region(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class RedundantData:
-    """Elements of the source that no target has, because they are zero or repeat others.
+    """Elements of the source that no target has, because they must be zero or repeat others.
 
     Attributes:
         part: The elements.
-        same_as: Elements that are kept and have to be the same, or None if *part* has to be zero.
-        kind: ``tensor`` if *part* is a complete one, ``tiles`` of embeddings for aspect ratios, or
-            ``padding`` of a vocabulary.
+        same_as: The kept elements that they must equal, or None if *part* must be zero.
+        kind: ``tensor`` for a complete tensor, ``tiles`` for embeddings of aspect ratios, or
+            ``padding`` for padding of a vocabulary.
     """
 
     part: Region
@@ -42,16 +42,16 @@ class RedundantData:
 
     @classmethod
     def copy(cls, key: str, of: str) -> RedundantData:
-        """Return a tensor that has to be the same as another one, which is kept."""
+        """Build the record of a tensor that must equal another one, which is kept."""
         return cls(Region(key), Region(of))
 
     @property
     def keys(self) -> tuple[str, ...]:
-        """Return the tensors to compare."""
+        """Keys of the tensors to compare."""
         return (self.part.key, *([self.same_as.key] if self.same_as else ()))
 
     def under(self, root: str) -> RedundantData:
-        """Return it with *root* before its keys."""
+        """Add the prefix *root* to its keys."""
         part, same_as = self.part, self.same_as
         return replace(
             self,
@@ -64,8 +64,8 @@ class SourceTensor(NamedTuple):
     """A stored tensor of the source, and the logical tensor that is read from it.
 
     Attributes:
-        logical: Name of the logical tensor with indices filled in, as in ``q.3``.
-        plus: What is added to each of its elements, which are then computed, not copied.
+        logical: Name of the logical tensor with index values, as in ``q.3``.
+        plus: Offset to add to each element. Elements are then computed, not copied.
     """
 
     key: str
@@ -75,11 +75,11 @@ class SourceTensor(NamedTuple):
 
 
 class TargetTensor(NamedTuple):
-    """A stored tensor of the target, as far as a logical tensor fills it.
+    """A stored tensor of the target, filled by one logical tensor.
 
     Attributes:
-        tensor: It has the elements that the logical tensor has. Its parts are those of stand-ins
-            for the sources (:mod:`ckptctl.planner.mapping.logical`).
+        tensor: The elements of the logical tensor. Parts refer to placeholders for the sources
+            (:mod:`ckptctl.planner.mapping.logical`).
     """
 
     key: str
@@ -88,11 +88,11 @@ class TargetTensor(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class MappedTensor:
-    """One logical tensor on both sides.
+    """A logical tensor in the source and in the target.
 
     Attributes:
-        sources: The stored tensors that together hold it; there is at least one.
-        targets: Those that are to hold it.
+        sources: The stored tensors that contain it, at least one.
+        targets: The stored tensors to write.
     """
 
     sources: tuple[SourceTensor, ...]
@@ -102,24 +102,24 @@ class MappedTensor:
     def same(
         cls, source: str, target: str, shape: tuple[int, ...], logical: str = ""
     ) -> MappedTensor:
-        """Return a stored tensor that keeps its axes; *logical* is *target* if it is unknown."""
+        """Map a stored tensor that keeps its axes. *logical* defaults to *target*."""
         read = SourceTensor(source, shape, logical or target)
         return cls((read,), (TargetTensor(target, stand_in(0, shape)),))
 
     @property
     def logical(self) -> str:
-        """Return its name with indices filled in."""
+        """Its name with index values."""
         return self.sources[0].logical
 
 
 @dataclass(frozen=True, slots=True)
 class Zeros:
-    """A tensor of zeros that mapped tensors have among their sources and no checkpoint stores.
+    """A virtual tensor of zeros among the sources of mapped tensors.
 
     Attributes:
         key: Name of a virtual file.
         dtype: torch's dtype name, or empty for that of *like*.
-        like: The source's key of the tensor that the zeros fill up, or empty.
+        like: The source's key of the tensor that the zeros extend, or empty.
     """
 
     key: str
@@ -133,7 +133,7 @@ class ComposedTensor:
     """A stored tensor of the target, composed of elements of the source's stored tensors.
 
     Attributes:
-        tensor: Its parts are those of stand-ins, which are numbered as *sources* are.
+        tensor: The elements. Parts refer to placeholders, which are numbered like *sources*.
     """
 
     key: str
@@ -142,22 +142,22 @@ class ComposedTensor:
 
     @classmethod
     def same(cls, source: str, target: str, shape: tuple[int, ...]) -> ComposedTensor:
-        """Return a stored tensor that keeps its axes, whatever they are."""
+        """Compose a target from one stored tensor that is kept unchanged."""
         return cls(target, stand_in(0, shape), (SourceTensor(source, shape, target),))
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Return its shape."""
+        """Its shape."""
         return self.tensor.shape
 
     @property
     def keys(self) -> dict[str, None]:
-        """Return the keys of the source's tensors, each once."""
+        """Keys of the source's tensors, each once."""
         return dict.fromkeys([source.key for source in self.sources])
 
     @property
     def logical(self) -> dict[str, list[SourceTensor]]:
-        """Return the source's tensors by the logical tensors that are read from them."""
+        """The source's tensors by name of the logical tensor that is read from them."""
         groups: dict[str, list[SourceTensor]] = {}
         for source in self.sources:
             groups.setdefault(source.logical, []).append(source)
@@ -165,12 +165,12 @@ class ComposedTensor:
 
     @property
     def place(self) -> tuple[object, ...]:
-        """Return a value that tensors share which arrange their sources' elements alike."""
+        """Value that is equal for tensors with the same arrangement of source elements."""
         return self.shape, tuple([(part.of.name, *part[1:]) for part in self.tensor.parts])
 
     @property
     def renames(self) -> bool:
-        """Return whether a stored tensor is kept, all its bytes in order."""
+        """Whether it is one stored tensor, renamed, with the same bytes."""
         first, *others = self.sources
         if others or first.plus:
             return False
@@ -179,18 +179,18 @@ class ComposedTensor:
 
     @property
     def is_covered(self) -> bool:
-        """Return whether logical tensors give it all of its elements."""
+        """Whether logical tensors fill all of its elements."""
         return self.tensor.covered == math.prod(self.shape)
 
     def elements(self, entries: Mapping[str, TensorEntry], dtype: str | None = None) -> Strided:
-        """Return it as elements of stored tensors, to which nothing is added.
+        """Replace placeholders by stored tensors, without offsets.
 
         Args:
-            entries: The source's tensors.
+            entries: The source's tensors, by key.
             dtype: The dtype to which elements are cast, or None to keep theirs.
 
         Raises:
-            MappingError: They have different dtypes.
+            MappingError: Sources have different dtypes.
         """
         read = [entries[source.key] for source in self.sources]
         stored_dtype = read[0].dtype
@@ -205,7 +205,7 @@ class ComposedTensor:
         return Strided(self.shape, stored_dtype, dtype or stored_dtype, tuple(parts))
 
     def __add__(self, other: ComposedTensor) -> ComposedTensor:
-        """Return the tensor with the parts and the sources of *other* added."""
+        """Add the parts and the sources of *other*."""
         count = len(self.sources)
         others = [
             part._replace(of=replace(part.of, name=str(count + int(part.of.name))))
@@ -219,10 +219,10 @@ class ComposedTensor:
 def compose(
     tensors: Iterable[MappedTensor], root: str = "", prefix: str = ""
 ) -> dict[str, ComposedTensor]:
-    """Return the stored tensors of the target by their keys, in the order of *tensors*.
+    """Compose the stored tensors of the target, by key, in the order of *tensors*.
 
-    Keys of the source get *root* before them, but for those that no checkpoint has, and keys of the
-    target *prefix*.
+    Keys of the source get the prefix *root*, except for virtual tensors. Keys of the target get
+    *prefix*.
     """
     composed: dict[str, ComposedTensor] = {}
     for mapped in tensors:
@@ -242,7 +242,11 @@ def compose(
 
 
 def require_covered(tensors: Sequence[MappedTensor]) -> None:
-    """Refuse a target tensor of which only some parts are there."""
+    """Require that every target tensor is filled completely.
+
+    Raises:
+        MappingError: Some parts of a target tensor are missing.
+    """
     lacking: dict[str, int] = {}
     for mapped in tensors:
         for key, tensor in mapped.targets:
@@ -259,7 +263,7 @@ def require_covered(tensors: Sequence[MappedTensor]) -> None:
 
 
 def notes_on_sums(tensors: Iterable[MappedTensor]) -> Iterator[str]:
-    """Yield notes on tensors to whose elements a number is added."""
+    """Yield notes about tensors to which an offset is added."""
     read = (one.sources[0] for one in tensors)
     sums = Counter((one.logical.partition(".")[0], one.plus) for one in read if one.plus)
     for (name, plus), count in sums.items():
@@ -271,7 +275,7 @@ def notes_on_sums(tensors: Iterable[MappedTensor]) -> Iterator[str]:
 
 
 def stays_interleaved(tensor: Tensor, source: Layout, target: Layout) -> bool:
-    """Return whether parts that take turns do so in the target, too: all are kept as one."""
+    """Return whether both layouts interleave the parts of a tensor in the same way."""
     sides = (layout.holders[tensor.name].parts for layout in (source, target))
     here, there = ({part.name: leaf.place for part, leaf in parts} for parts in sides)
     return bool(source.leaves[tensor.name].within) and here == there

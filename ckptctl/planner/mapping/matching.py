@@ -1,4 +1,4 @@
-"""Which logical tensor each key is."""
+"""Matching of keys to logical tensors."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ from ckptctl.planner.layouts import Drop, Family, Layout, Stored
 from ckptctl.planner.mapping.numbering import OTHER, Numbering, observed
 
 Values: TypeAlias = tuple[int, ...]
-"""The values of some indices."""
+"""Values of some indices."""
 
 Slot: TypeAlias = tuple[str, Values]
-"""One logical tensor: its name, as in ``q.{i}``, and the values of its indices."""
+"""A logical tensor, as its name, such as ``q.{i}``, and the values of its indices."""
 
 
 Lead: TypeAlias = tuple[int, ...]
-"""Position along the axes that a layout spreads over several keys; ``()``: one key."""
+"""Position along the axes that a layout spreads over several keys, empty for one key."""
 
 LayerKind: TypeAlias = tuple[str, tuple[str, ...]]
-"""A variant, and the indices of the layers that are of it."""
+"""A variant, and the names of the indices of its layers."""
 
 Columns: TypeAlias = Mapping[str, Sequence[int]]
-"""For each index in keys its value in each of them, as the family counts it."""
+"""For each index, its value in each key, as the family counts layers."""
 
 
 @dataclass(frozen=True, slots=True)
 class KeyGroup:
-    """Keys that are the same but for their indices."""
+    """Keys of the same stored tensor that differ only in their indices."""
 
     stored: Stored
     keys: Sequence[str]
@@ -40,17 +40,17 @@ class KeyGroup:
 
     @property
     def spread(self) -> tuple[str, ...]:
-        """Return the axes that the layout spreads over several keys."""
+        """Axes that the layout spreads over several keys."""
         return self.stored.parts[0][1].spread
 
     def points(self, indices: Sequence[str]) -> Iterable[Values]:
-        """Return the values of *indices* of each key."""
+        """Return the values of *indices* in each key."""
         if not indices:
             return repeat((), len(self.keys))
         return zip(*(self.columns[index] for index in indices), strict=True)
 
     def only(self, keys: Collection[str]) -> KeyGroup:
-        """Return the same of some *keys* alone."""
+        """Restrict the group to some *keys*."""
         chosen = [key in keys for key in self.keys]
         columns = {index: [*compress(column, chosen)] for index, column in self.columns.items()}
         return KeyGroup(self.stored, [*compress(self.keys, chosen)], columns)
@@ -58,15 +58,17 @@ class KeyGroup:
 
 @dataclass(frozen=True, eq=False)
 class Matched:
-    """The keys of a checkpoint, understood.
+    """The keys of a checkpoint, matched to logical tensors.
 
     Attributes:
-        dropped: Keys without information, and the rule that says so, in the order given.
-        unmatched: Keys that the layout does not know, in the order given.
-        order: All keys, in the order given.
-        excluded: What keys are not although they could be, as the other tensors of a layer show.
-        absent: Keys that are missing if the model has as many layers, experts or the like as
-            the keys show; None if that is unknown or there are many.
+        numbering: Layer numbers of the checkpoint.
+        groups: Groups of keys of the same stored tensor.
+        dropped: Keys without information and their rules, in the original order.
+        unmatched: Unknown keys, in the original order.
+        order: All keys, in the original order.
+        excluded: Possible meanings of keys that the other tensors of a layer rule out.
+        absent: Missing keys of a model with as many layers and experts as the keys show, or None
+            if unknown or too many.
     """
 
     numbering: Numbering
@@ -79,18 +81,18 @@ class Matched:
 
     @cached_property
     def held(self) -> Mapping[str, KeyGroup]:
-        """Return the keys of the logical tensors of each name."""
+        """The group of each logical tensor, by name."""
         return {tensor.name: group for group in self.groups for tensor, _ in group.stored.parts}
 
     @cached_property
     def stored(self) -> Mapping[str, Stored]:
-        """Return what each known key is, in the order given."""
+        """The stored tensor of each known key, in the original order."""
         known = {key: group.stored for group in self.groups for key in group.keys}
         return {key: known[key] for key in self.order if key in known}
 
     @cached_property
     def keys(self) -> Mapping[Slot, Mapping[Lead, str]]:
-        """Return for each logical tensor found the keys that hold it, by position."""
+        """The keys of each logical tensor, by position along spread axes."""
         found: dict[Slot, dict[Lead, str]] = {}
         for group in self.groups:
             for tensor, leaf in group.stored.parts:
@@ -100,7 +102,7 @@ class Matched:
         return {slot: keys for slot, keys in found.items() if slot not in self.excluded}
 
     def places(self, tensor: Tensor, axes: Sequence[str] = ()) -> set[Values]:
-        """Return the indices at which *tensor* was found, with positions along spread *axes*."""
+        """Return the index values of *tensor* in all keys, with positions along spread *axes*."""
         if tensor.name not in self.held:
             return set()
         found = set(self.held[tensor.name].points((*tensor.indices, *axes)))
@@ -108,7 +110,7 @@ class Matched:
         return {p for p in found if p[: len(tensor.indices)] not in gone} if gone else found
 
     def number(self, tensor: Tensor) -> int:
-        """Return how many keys hold *tensor*, at any indices."""
+        """Count the keys that contain *tensor*, at any indices."""
         group = self.held.get(tensor.name)
         if group and any(name == tensor.name for name, _ in self.excluded):
             return len(self.places(tensor, group.spread))
@@ -116,7 +118,7 @@ class Matched:
 
     @cached_property
     def layers(self) -> Mapping[LayerKind, Set[Values]]:
-        """Return which layers are of which variants."""
+        """The layers of each variant."""
         found: dict[LayerKind, set[Values]] = {}
         for group in self.groups:
             for tensor, _ in group.stored.parts:
@@ -126,7 +128,7 @@ class Matched:
         return found
 
     def counts(self) -> dict[str, int]:
-        """Return for each index and spread axis one more than its largest value."""
+        """Return the largest value plus 1 of each index and spread axis."""
         counts: dict[str, int] = {}
         for group in self.groups:
             for index, column in group.columns.items():
@@ -134,14 +136,14 @@ class Matched:
         return counts
 
     def same_as(self, other: Matched) -> bool:
-        """Return whether *other* takes the same keys for the same."""
+        """Return whether *other* has the same keys with the same meanings."""
         return self._rows() == other._rows()
 
     def _rows(self) -> dict[str, tuple[Stored, Sequence[str]]]:
         return {group.keys[0]: (group.stored, group.keys) for group in self.groups}
 
     def only(self, keys: Collection[str]) -> Matched:
-        """Return the same of some *keys* alone."""
+        """Restrict the result to some *keys*."""
         groups = [group.only(keys) for group in self.groups]
         return Matched(
             self.numbering,
@@ -156,7 +158,7 @@ class Matched:
 def match(
     family: Family, layout: Layout, keys: Collection[str], by_kind: Sequence[KeyKind] | None = None
 ) -> Matched:
-    """Return what each of *keys* is in *layout*."""
+    """Match *keys* to the stored tensors of *layout*."""
     if by_kind is None:
         by_kind = key_kinds(keys)
     numbering = observed(family, layout.name, by_kind)
@@ -188,7 +190,7 @@ def match(
 
 
 def _together(groups: Iterable[KeyGroup]) -> Iterator[KeyGroup]:
-    """Yield *groups*, those of the same tensors, whose keys have unlike words, as one."""
+    """Merge groups of the same stored tensor whose keys have different words."""
     found: dict[int, list[KeyGroup]] = {}
     for group in groups:
         found.setdefault(id(group.stored), []).append(group)
@@ -203,7 +205,11 @@ def _together(groups: Iterable[KeyGroup]) -> Iterator[KeyGroup]:
 def _read(
     template: Template, kind: KeyKind, numbering: Numbering
 ) -> tuple[Columns, list[bool] | None]:
-    """Return the indices of the keys that *template* matches, and which those are; None: all."""
+    """Read the indices of the keys that *template* matches.
+
+    Returns:
+        The index values of these keys, and whether each key matches, or None if all do.
+    """
     if template.plain and len(kind.columns) == len(template.slots):
         same = {index: [value] * len(kind.keys) for index, value in template.fixed}
         columns: Columns = dict(zip(template.slots, kind.columns, strict=True), **same)
@@ -221,10 +227,9 @@ def _read(
 
 
 def _excluded(groups: Sequence[KeyGroup]) -> Iterator[Slot]:
-    """Yield what keys are not that may be a tensor of either variant.
+    """Yield the excluded meanings of keys that may belong to either of two variants.
 
-    The other tensors of a layer show which variant it is of; where it has none, it is of the most
-    frequent one.
+    The other tensors of a layer determine its variant. Without any, it has the most frequent one.
     """
     shared = [group for group in groups if len({t.variant for t, _ in group.stored.parts}) > 1]
     doubtful = {tensor.name for group in shared for tensor, _ in group.stored.parts}
@@ -249,7 +254,7 @@ def key_of(
     lead: Lead = (),
     numbering: Numbering | None = None,
 ) -> str:
-    """Return the key of a logical tensor in *layout*; without *numbering* layers count from 0."""
+    """Format the key of a logical tensor in *layout*. Layers count from 0 without *numbering*."""
     leaf = layout.leaves[tensor.name]
     named = dict(zip(tensor.indices, values, strict=True))
     if numbering is not None:
@@ -258,14 +263,14 @@ def key_of(
 
 
 def slots(tensor: Tensor, counts: Mapping[str, int]) -> list[tuple[int, ...]]:
-    """Return the index values of all tensors of a kind, in order."""
+    """List the index values of all tensors of a kind, in order."""
     return list(product(*(range(counts.get(index, 0)) for index in tensor.indices)))
 
 
 def leads(
     leaf: Leaf, counts: Mapping[str, int], fixed: Mapping[str, int] | None = None
 ) -> Iterator[Lead]:
-    """Yield the positions along the axes that a layout spreads, of *fixed* ones the given one."""
+    """Yield all positions along the axes that a layout spreads, except that some are *fixed*."""
     one = fixed or {}
     yield from product(
         *((one[axis],) if axis in one else range(counts.get(axis, 0)) for axis in leaf.spread)
@@ -273,17 +278,18 @@ def leads(
 
 
 def tied_away(family: Family, layout: str, tied: bool) -> Collection[str]:
-    """Return the logical tensors that *layout* leaves out because they equal others."""
+    """Return the logical tensors that *layout* omits because they are tied to others."""
     return {tie.tensor for tie in family.ties if tied and layout not in tie.stored_in}
 
 
 @dataclass(frozen=True, slots=True)
 class Tensors:
-    """The tensors of a model, understood.
+    """The tensors of a model, matched to a layout.
 
     Attributes:
-        matched: All of them.
-        shapes: Shapes by key, of those that are compared.
+        layout: The layout.
+        matched: All keys.
+        shapes: Shapes of the tensors to compare, by key.
     """
 
     layout: Layout
@@ -291,7 +297,7 @@ class Tensors:
     shapes: Mapping[str, tuple[int, ...]]
 
     def dims_of(self, axis: str) -> dict[str, int]:
-        """Return the dimension that *axis* has to itself, by key of each tensor with such."""
+        """Find the dimension that consists only of *axis*, by key of each tensor that has one."""
         dims = ((key, stored.dim_of(axis)) for key, stored in self.matched.stored.items())
         ranks = {key: len(shape) for key, shape in self.shapes.items()}
         return {key: dim for key, dim in dims if dim is not None and dim < ranks.get(key, 0)}

@@ -1,8 +1,8 @@
-"""Layer numbers of layouts that count layers of different kinds together.
+"""Layer numbers of layouts that number layers of different kinds together.
 
-Hugging Face inserts the cross-attention layers of Llama 3.2 Vision among the others, torchtune
-gives each the number of the layer that follows it; Hugging Face numbers the multi-token-prediction
-layers of DeepSeek-V3 after the others. Other layouts count each kind from 0.
+Hugging Face inserts the cross-attention layers of Llama 3.2 Vision among the others. torchtune
+gives each of them the number of the layer that follows it. Hugging Face numbers the
+multi-token-prediction layers of DeepSeek-V3 after the others. Other layouts count each kind from 0.
 """
 
 from __future__ import annotations
@@ -17,31 +17,30 @@ from ckptctl.planner.layouts import Family, Layout, Shift
 from ckptctl.units import counted
 
 OTHER = -1
-"""What a number means that is of the other kind of layers."""
+"""Meaning of a number that belongs to the other kind of layers."""
 
 
 @dataclass(frozen=True, slots=True)
 class Numbering:
-    """How one checkpoint numbers its layers.
+    """Layer numbers of one checkpoint.
 
     Attributes:
-        inserted: For each index that is inserted into another one the numbers it has there,
-            ascending; ``into`` says which other one.
-        into: For each inserted index the one that it is inserted into.
+        inserted: For each inserted index, the numbers of its layers in ascending order.
+        into: For each inserted index, the one that it is inserted into.
     """
 
     inserted: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     into: Mapping[str, str] = field(default_factory=dict)
 
     def logical(self, values: Mapping[str, int]) -> dict[str, int] | None:
-        """Return the indices that stored numbers mean; None: they are of the other kind."""
+        """Convert stored numbers to index values, or return None if they are of the other kind."""
         if not self.inserted:
             return dict(values)
         found = {index: self.meant(index, number) for index, number in values.items()}
         return None if OTHER in found.values() else found
 
     def meant(self, index: str, number: int) -> int:
-        """Return the value of *index* that a stored number means, or :data:`OTHER`."""
+        """Convert a stored number to a value of *index*, or to :data:`OTHER`."""
         own, others = self.inserted.get(index), self._among(index)
         if (own is not None and number not in own) or number in others:
             return OTHER
@@ -49,12 +48,12 @@ class Numbering:
         return number - count if own is None else count
 
     def column(self, index: str, numbers: Sequence[int]) -> list[int]:
-        """Return what :meth:`meant` says of each of *numbers*."""
+        """Convert several stored numbers to values of *index*."""
         known = {number: self.meant(index, number) for number in set(numbers)}
         return [known[number] for number in numbers]
 
     def stored(self, values: Mapping[str, int]) -> dict[str, int]:
-        """Return the numbers under which a layout stores logical indices."""
+        """Convert index values to the numbers in stored keys."""
         if not self.inserted:
             return dict(values)
         return {index: self._stored(index, value) for index, value in values.items()}
@@ -73,7 +72,7 @@ class Numbering:
 
 
 def observed(family: Family, layout: str, kinds: Iterable[KeyKind]) -> Numbering:
-    """Return the numbering of a checkpoint whose keys are in *layout*."""
+    """Infer the numbering of a checkpoint from its keys in *layout*."""
     shifts = family.shifts_in(layout)
     if not shifts:
         return Numbering()
@@ -91,7 +90,7 @@ def observed(family: Family, layout: str, kinds: Iterable[KeyKind]) -> Numbering
 
 @lru_cache(maxsize=64)
 def _own(layout: Layout, shifts: tuple[Shift, ...]) -> TemplateTable[Shift]:
-    """Return the keys that only inserted layers have in *layout*."""
+    """Build a table of the keys that only inserted layers have in *layout*."""
     found = []
     for shift in shifts:
         for template in (stored.template for stored in layout.stored):
@@ -107,7 +106,17 @@ def planned(
     counts: Mapping[str, int],
     lists: Mapping[str, Sequence[int]],
 ) -> Numbering:
-    """Return the numbering that *layout* has to have."""
+    """Compute the numbering of a new checkpoint in *layout*.
+
+    Args:
+        family: The model type.
+        layout: The layout.
+        counts: Number of layers by index.
+        lists: Lists of layer numbers from the config, by field.
+
+    Raises:
+        MappingError: The config does not list the positions of inserted layers.
+    """
     found: dict[str, tuple[int, ...]] = {}
     shifts = family.shifts_in(layout)
     for shift in shifts:
@@ -135,7 +144,11 @@ def planned(
 def require_stated(
     family: Family, layout: str, found: Numbering, lists: Mapping[str, Sequence[int]]
 ) -> None:
-    """Refuse a checkpoint in *layout* that numbers its layers otherwise than *lists* say."""
+    """Require that the layer numbers of a checkpoint agree with the *lists* of its config.
+
+    Raises:
+        MappingError: They disagree.
+    """
     for shift in family.shifts_in(layout):
         held, stated = found.inserted.get(shift.index, ()), lists.get(shift.place)
         moved = range(len(held)) if shift.nested else (0,) * len(held)

@@ -1,7 +1,7 @@
-"""Where a key goes in another layout, and what arrives there, from the tables alone.
+"""Preview of the mapping of a key to another layout, from the tables only.
 
-:mod:`ckptctl.planner.mapping.tensors` answers the same for a checkpoint, whose keys and shapes give
-all numbers. Here sizes are formulas in axis names and, where known, numbers.
+:mod:`ckptctl.planner.mapping.tensors` maps checkpoints, whose keys and shapes determine all
+numbers. Here sizes are formulas in axis names and, if known, numbers.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ckptctl.planner.mapping.numbering import Numbering, planned
 from ckptctl.results import JsonField, Result, or_none
 
 Values = Mapping[str, int]
-"""The known values of indices; those that are not known stay open in keys and formulas."""
+"""Known values of indices. Others remain placeholders in keys and formulas."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,8 +30,8 @@ class SymbolicSize:
     """A size or an offset.
 
     Attributes:
-        text: In axis names, as in ``h*e + k*e``; a number where there are none.
-        number: Its value; None: a size is not known.
+        text: Formula in axis names, as in ``h*e + k*e``, or a number.
+        number: Its value, or None if a size is unknown.
     """
 
     text: str
@@ -64,8 +64,10 @@ class Range(Result, order="formula start stop"):
     """A part of one dimension.
 
     Attributes:
-        label: ``:`` for all of it; what is fixed, in which axes, where it is every so many-th
-            element; empty: it is from *start* to *stop*.
+        start: First index.
+        stop: End, exclusive.
+        label: ``:`` for all of it, a description of the fixed axes if elements are not contiguous,
+            or empty for the range from *start* to *stop*.
     """
 
     start: Annotated[
@@ -81,24 +83,24 @@ class Range(Result, order="formula start stop"):
 
     @property
     def formula(self) -> Annotated[str, JsonField("`:`, `h*e : h*e + k*e`, ...")]:
-        """Return the range in axis names."""
+        """The range in axis names."""
         return self.label or f"{self.start.text} : {self.stop.text}"
 
 
 def formulas(shape: Sequence[SymbolicSize]) -> list[str]:
-    """Return sizes as formulas in axis names."""
+    """List sizes as formulas in axis names."""
     return [size.text for size in shape]
 
 
 def numbers(shape: Sequence[SymbolicSize]) -> list[int | None]:
-    """Return sizes as numbers, as far as they are known."""
+    """List sizes as numbers, or None if unknown."""
     return [size.number for size in shape]
 
 
 def counts(
     each: Mapping[str, SymbolicSize],
 ) -> dict[str, Annotated[int | None, JsonField("size of the axis; null if unknown")]]:
-    """Return the sizes of axes as numbers, as far as they are known."""
+    """Return the sizes of axes as numbers, or None if unknown."""
     return {axis: size.number for axis, size in each.items()}
 
 
@@ -107,7 +109,7 @@ class Contribution(
     Result,
     order="key logical asked source_axes target_axes reordered plus source_slice target_slice",
 ):
-    """What one source tensor gives to a target tensor."""
+    """The part of a target tensor that comes from one source tensor."""
 
     key: Annotated[str, JsonField("key of the source tensor; `{x}` stands for each `x`")]
     logical: Annotated[str, JsonField("logical tensor: `q`, `w1`, ...")]
@@ -127,7 +129,7 @@ class Contribution(
 
 @dataclass(frozen=True, slots=True)
 class Arrival(Result, order="key shape numbers each variant pieces"):
-    """A tensor of the target and all that it is made of."""
+    """A tensor of the target and its source tensors."""
 
     key: Annotated[str, JsonField("key of the target tensor; `{x}` stands for each `x`")]
     shape: Annotated[
@@ -147,7 +149,7 @@ class Arrival(Result, order="key shape numbers each variant pieces"):
 
 @dataclass(slots=True)
 class Route:
-    """What becomes of one key."""
+    """The targets of one key."""
 
     key: Annotated[str, JsonField("requested key")]
     template: Annotated[str, JsonField("matching key template")] = ""
@@ -161,12 +163,12 @@ class Route:
 
 @dataclass(frozen=True)
 class Router:
-    """The tables of two layouts.
+    """Router of keys from one layout to another.
 
     Attributes:
-        counts: Axis sizes and numbers of layers, as far as they are known.
-        tied: Whether tied tensors are one.
-        lists: Lists of layer numbers that a configuration states.
+        counts: Known axis sizes and numbers of layers.
+        tied: Whether embeddings are tied.
+        lists: Lists of layer numbers from a config.
     """
 
     family: Family
@@ -178,17 +180,21 @@ class Router:
 
     @cached_property
     def sizes(self) -> Sizes:
-        """Return what follows from the known sizes of axes."""
+        """All axis sizes that follow from the known ones."""
         return solve(self.family, (), self.counts)
 
     @cached_property
     def ties(self) -> Mapping[str, Tie]:
-        """Return by name the tensors that the source stores as another one."""
+        """Tensors that the source stores as another one, by name."""
         ties = self.family.ties if self.tied else ()
         return {tie.tensor: tie for tie in ties if tie.of in self.source.leaves}
 
     def route(self, key: str) -> Route:
-        """Return where *key*, a tensor's name or a template with ``{i}``, goes."""
+        """Find the targets of *key*, which is a tensor's name or a template with ``{i}``.
+
+        Raises:
+            MappingError: The source has no such key, or its layer number is ambiguous.
+        """
         route = Route(key)
         meaning, values = self._meaning(route)
         if isinstance(meaning, Drop):
@@ -206,10 +212,10 @@ class Router:
                 )
         return route
 
-    # ------------------------------------------------------------------ what the key stands for
+    # ------------------------------------------------------------------ meaning of the key
 
     def _meaning(self, route: Route) -> tuple[Stored | Drop, Values]:
-        """Return what the key is, and its indices as the family counts them."""
+        """Find the meaning of the key, and its index values as the family counts them."""
         meanings = list(self.source.meanings(route.key))
         numbering = self._numbering(self.source, [n for _, own in meanings for n in own.values()])
         for meaning, values in meanings:
@@ -242,10 +248,10 @@ class Router:
             else f"run `{command}` to list its keys",
         )
 
-    # -------------------------------------------------------------------------- where it arrives
+    # -------------------------------------------------------------------------- targets
 
     def _follow(self, route: Route, stored: Stored, values: Values) -> None:
-        """Note where the logical tensors go that *stored* holds."""
+        """Add the targets of the logical tensors in *stored* to the route."""
         several = len({tensor.variant for tensor, _ in stored.parts}) > 1
         leaves, arrivals = self.target.leaves, dict[str, Arrival]()
         copies = [t for t in self.ties.values() if self.target.name in t.stored_in]
@@ -268,7 +274,7 @@ class Router:
             route.arrivals, route.dropped = [*arrivals.values()], ""
 
     def _arrival(self, route: Route, name: str, values: Values, variant: str | None) -> Arrival:
-        """Return the tensor of the target that holds the logical tensor called *name*."""
+        """Build the target tensor that contains the logical tensor *name*."""
         stored, wanted = self.target.holders[name], self.target.leaves[name]
         moved = any(
             shift.index in values
@@ -286,7 +292,7 @@ class Router:
         )
 
     def _tile_by_tile(self, route: Route, tensor: Tensor, leaf: Leaf) -> Arrival:
-        """Return what becomes of embeddings of tiles that the target stores in another way."""
+        """Build the target of tile embeddings that the target stores in another form."""
         others = (tiles.other(tensor.name) for tiles in self.family.tiles)
         other = next((name for name in others if name in self.target.leaves), None)
         name = tensor.name.partition(".")[0]
@@ -303,9 +309,9 @@ class Router:
         return Arrival(wanted.key.text, self._shape(self.target.holders[other]), {}, (piece,))
 
     def _pieces(self, route: Route, name: str, values: Values) -> Iterator[Contribution]:
-        """Yield what fills a target tensor; of rows that are the same part of it, one.
+        """Yield the contributions to a target tensor, one for rows that are the same part.
 
-        The entry that was asked for comes first, then all entries.
+        The requested entry comes first, then all entries.
         """
         stored = self.target.holders[name]
         rows: dict[int | None, tuple[Leaf, str]] = {}
@@ -338,10 +344,10 @@ class Router:
                     wanted.plus - leaf.plus,
                 )
 
-    # ------------------------------------------------------------------ sizes, places and numbers
+    # ------------------------------------------------------------------ sizes, ranges and numbers
 
     def _amount(self, axes: Axes) -> SymbolicSize:
-        """Return the product of *axes*: composite ones are named, not what they are made of."""
+        """Multiply *axes*, with names of composite axes instead of their parts."""
         atoms = self.family.expand(axes)
         names = list(atoms)
         for axis, parts in self.family.composite.items():
@@ -352,7 +358,7 @@ class Router:
         return SymbolicSize("*".join(shown) or "1", self.sizes.of(atoms))
 
     def _shape(self, stored: Stored) -> tuple[SymbolicSize, ...]:
-        """Return the shape of a stored tensor, all its parts together."""
+        """Compute the shape of a stored tensor with all its parts."""
         first, *others = stored.leaves
         sizes = [self._amount(group) for group in first.dims]
         for other in others:
@@ -362,9 +368,9 @@ class Router:
     def _ranges(
         self, stored: Stored, leaf: Leaf, spread: Sequence[str], values: Values
     ) -> tuple[Range, ...]:
-        """Return which part of *stored* a leaf of it is, one entry of axes that are *spread*.
+        """Compute the ranges of *stored* that a leaf of it occupies.
 
-        Those are the axes that the other layout spreads over keys.
+        Of the axes in *spread*, which the other layout spreads over keys, it is one entry.
         """
         ranges: list[Range] = []
         for dim, group in enumerate(leaf.dims):
@@ -390,7 +396,7 @@ class Router:
         return tuple(ranges)
 
     def _numbering(self, layout: Layout, numbers: Collection[int]) -> Numbering | None:
-        """Return how *layout* numbers its layers up to *numbers*, or None if it is not known."""
+        """Compute the layer numbering of *layout* up to *numbers*, or return None if unknown."""
         counts = dict(self.counts)
         for shift in self.family.shifts_in(layout.name):
             if shift.place == "after" and shift.into in counts:
@@ -402,7 +408,7 @@ class Router:
         return planned(self.family, layout.name, counts, self.lists)
 
     def _key(self, layout: Layout, leaf: Leaf, values: Values) -> str:
-        """Return a key in which indices without a value stay open."""
+        """Format a key, with placeholders for indices without a value."""
         numbering = self._numbering(layout, values.values())
         numbers = numbering.stored(values) if numbering else values
         return leaf.key.key(
@@ -410,7 +416,7 @@ class Router:
         )
 
     def _ambiguous(self, layout: Layout) -> MappingError:
-        """Return the error for a key whose number may be of several kinds of layers."""
+        """Build the error for a layer number that may belong to several kinds of layers."""
         name = self.family.sizes.get("i", ("i",))[0]
         return MappingError(
             f"the numbers of layers in layout `{layout.name}` are ambiguous",

@@ -1,9 +1,9 @@
-"""What the tensors of a checkpoint are, and what each tensor of a target is read from.
+"""Matched source checkpoints, and checks for the parts of fused and stacked targets.
 
-Every key is known, none is missing, every axis size is solved. Ties and tensors that repeat are
-read once. What the target fuses of several tensors, or stacks, is written whole or not at all:
-where parts were chosen, anything else is an error; where they are missing and may be, it is left
-out whole.
+In a resolved source, every key is known, none is missing, and axis sizes are solved. Tied and
+repeated tensors are read once. Fused and stacked tensors of the target are written completely or
+not at all. Partly selected tensors are an error, and tensors with missing parts are skipped if
+those may be missing.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ Origin: TypeAlias = tuple[Tensor, Mapping[Lead, str]]
 
 
 class SurplusError(MappingError):
-    """The tensors have more layers, experts or the like than is stated of their model.
+    """The tensors have more layers, experts or other entries than the config states.
 
     Args:
-        name: What counts them, as configurations call it.
-        count: How many the tensors show.
-        stated: How many are stated.
+        name: Name of the count in the config.
+        count: Number according to the tensors.
+        stated: Number according to the config.
     """
 
     def __init__(self, name: str, count: int, stated: int) -> None:
@@ -56,11 +56,11 @@ class SurplusError(MappingError):
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A checkpoint that is understood.
+    """A source checkpoint with matched keys and solved axis sizes.
 
     Attributes:
-        counts: How many values each index takes.
-        sizes: All axis sizes that are known, with the *counts* among them.
+        counts: Number of values of each index.
+        sizes: All known axis sizes, including *counts*.
     """
 
     family: Family
@@ -73,11 +73,11 @@ class Source:
 
     @property
     def ties(self) -> tuple[Tie, ...]:
-        """Return which tensors are the same."""
+        """Tensors that are tied."""
         return self.family.ties if self.tied else ()
 
     def held(self, name: str, values: Values = ()) -> Origin | None:
-        """Return a logical tensor and the keys that hold it, or None if there are none."""
+        """Find a logical tensor and its keys, or return None if it is missing."""
         keys = self.matched.keys.get((name, values))
         return (self.family.tensors[name], keys) if keys else None
 
@@ -94,10 +94,22 @@ def solve_source(
     without: Collection[str] = (),
     demanded: Collection[Slot] = (),
 ) -> Source:
-    """Return what the tensors of *shapes* are.
+    """Match the tensors of *shapes* to logical tensors, and solve for axis sizes.
 
-    Of a *partial* model nothing is missing; its layers are numbered as in the whole one, which
-    *matched* is about.
+    Args:
+        family: The model type.
+        layout: Layout of the keys.
+        shapes: Shape of each tensor by key.
+        sizes: Axis sizes from the config.
+        tied: Whether embeddings are tied.
+        partial: Whether *shapes* is a selection, so that no tensor is missing. Its layers are
+            numbered as in the complete model.
+        matched: The matched keys of the complete model, or None to match *shapes*.
+        without: Logical tensors that this model does not have.
+        demanded: Optional tensors that its config requires.
+
+    Raises:
+        MappingError: Tensors are unknown, missing or contradictory.
     """
     everything = matched or match(family, layout, shapes)
     same = len(everything.order) == len(shapes)
@@ -136,10 +148,10 @@ def _counts(
     everything: Matched,
     sizes: Mapping[str, int],
 ) -> dict[str, int]:
-    """Return how many values each index takes, which may not be more than *sizes* say.
+    """Count the values of each index, and require that they do not exceed *sizes*.
 
-    Layers that are numbered together with others count even where they were not chosen, and so
-    do all entries that the layout spreads over keys: what they are stacked to has them all.
+    Layers that are numbered together with others count even if they were not selected. So do all
+    entries that the layout spreads over keys, because a stacked tensor has all of them.
     """
     found = matched.counts()
     if surplus := surplus_error(family, found, sizes):
@@ -154,7 +166,7 @@ def _counts(
 def surplus_error(
     family: Family, counts: Mapping[str, int], sizes: Mapping[str, int]
 ) -> SurplusError | None:
-    """Build the error for an index of which *sizes* state less than *counts*, or return None."""
+    """Build the error for an index whose count exceeds its size in *sizes*, or return None."""
     for index, count in counts.items():
         if count > sizes.get(index, count):
             return SurplusError(family.called(index), count, sizes[index])
@@ -162,10 +174,10 @@ def surplus_error(
 
 
 class Fusing:
-    """Proves that all is there that a fused or stacked tensor is made of.
+    """Check that all parts and entries of fused and stacked target tensors exist.
 
-    What that is follows from the tables and from the number of entries that the whole model has,
-    never from what was chosen or found.
+    Expected parts follow from the tables and from the number of entries of the complete model, not
+    from the tensors that were selected or found.
     """
 
     def __init__(
@@ -176,7 +188,7 @@ class Fusing:
         self._incomplete: dict[str, str] = {}
 
     def require_parts(self, tensor: Tensor, values: Values) -> None:
-        """Refuse a fused tensor, or note it as left out, of which only some parts are there."""
+        """Skip a fused tensor with missing parts if those may be missing, or raise."""
         if self._target.leaves[tensor.name].part is None:
             return
         parts = self._target.holders[tensor.name].parts
@@ -191,7 +203,7 @@ class Fusing:
             self._leave_out(tensor, values, held, lacking)
 
     def require_entries(self, tensor: Tensor, held: Tensor, values: Values) -> None:
-        """Refuse a stacked tensor, or note it as left out, of which only some entries are there."""
+        """Skip a stacked tensor with missing entries if those may be missing, or raise."""
         leaf, wanted = self._source.layout.leaves[held.name], self._target.leaves[tensor.name]
         if set(leaf.spread) <= set(wanted.spread):
             return
@@ -206,9 +218,10 @@ class Fusing:
             self._leave_out(tensor, values, list(keys.values()), lacking)
 
     def whole(self, tensors: Sequence[MappedTensor]) -> tuple[list[MappedTensor], dict[str, str]]:
-        """Return *tensors* without what cannot be made whole, and the keys that are not read.
+        """Exclude the skipped tensors and those with a target in common.
 
-        Each of these with the reason.
+        Returns:
+            The remaining tensors, and the source keys that are not read, with reasons.
         """
         kept, gone, left_out = list(tensors), list(tensors), dict[str, str]()
         while gone and self._incomplete:
@@ -234,7 +247,7 @@ class Fusing:
     def _leave_out(
         self, tensor: Tensor, values: Values, held: list[str], lacking: list[str]
     ) -> None:
-        """Note what cannot be made whole for want of what may be missing, or refuse it."""
+        """Skip a tensor whose missing parts may be missing, or raise."""
         entries = leads(self._target.leaves[tensor.name], self._source.sizes.axes)
         keys = [key_of(self._target, tensor, values, lead, self._numbering) for lead in entries]
         if all(key in self._missing for key in lacking):

@@ -1,4 +1,4 @@
-"""From the tensors of one layout to those of another: names, axes, and nothing left over."""
+"""Mapping of all tensors of a checkpoint to another layout, by names and axes."""
 
 from __future__ import annotations
 
@@ -35,26 +35,26 @@ from ckptctl.planner.strided import Ints, Strided
 from ckptctl.units import counted
 
 MOST = 1 << 16
-"""Over so many keys a stacked tensor may be spread: an empty one can claim any number."""
+"""Maximum number of keys of one stacked tensor, since the shape of an empty one is arbitrary."""
 _LAYER = re.compile(r"\D*\.\d+\.")
-"""What a key begins with that is numbered by layer."""
+"""Prefix of a key up to its layer number."""
 
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """How a model changes its layout, or keeps it.
+    """The mapping of a model from one layout to another, or to the same one.
 
     Attributes:
-        family: None: it is unknown, and every tensor keeps its name.
-        source_layout: None: it is unknown.
-        tensors: In the target's natural order, layers in numeric order.
-        redundant: Elements of the source that no target has, which the data has to prove redundant.
-        zeros: Sources of *tensors* that no checkpoint has.
-        sizes: All axis sizes that are known, and the number of layers as ``i``.
-        left_out: Source keys of fused or stacked tensors that lack other parts, and which.
-        vocab: Size that the vocabulary was padded or cut to; None: it was kept.
-        notes: What the user should know, which source keys are dropped, and why; and what was taken
-            of facts on which descriptions differ.
+        family: The model type, or None if it is unknown and every tensor keeps its name.
+        source_layout: Layout of the source, or None if it is unknown.
+        tensors: Mapped tensors in the target's natural order, with layers in numeric order.
+        redundant: Elements of the source that no target has, which must be verified as redundant.
+        zeros: Virtual sources of *tensors*.
+        sizes: All known axis sizes, and the number of layers as ``i``.
+        left_out: Skipped source keys of fused or stacked tensors with missing parts, and reasons.
+        vocab: Size to which the vocabulary was padded or truncated, or None if it was kept.
+        notes: Messages for the user, including dropped source keys with reasons, and the choice
+            among facts on which descriptions differ.
     """
 
     family: Family | None
@@ -71,12 +71,12 @@ class Change:
 
     @property
     def dropped(self) -> dict[str, str]:
-        """Return the source keys that are dropped, and why."""
+        """Dropped source keys, with reasons."""
         return self.notes.reasons("dropped")
 
     @property
     def identity(self) -> bool:
-        """Return whether every tensor keeps its name."""
+        """Whether every tensor keeps its name."""
         return self.source_layout == self.target_layout
 
 
@@ -97,27 +97,29 @@ def map_tensors(
     missing: Collection[str] = (),
     resize: Mapping[str, int] | None = None,
 ) -> Change:
-    """Return how the tensors of *shapes* become those of another layout.
+    """Map the tensors of *shapes* to another layout.
 
     Args:
         family: The model type.
         source_layout: Layout of the keys of *shapes*.
-        target_layout: Layout to produce. The same one keeps every tensor as it is.
+        target_layout: Layout to produce. The same layout keeps every tensor unchanged.
         shapes: Shape of each source tensor by key.
         sizes: Axis sizes from a configuration (:func:`ckptctl.planner.config_facts.read_sizes`).
-        tied: Whether the configuration ties tensors; None: as the family does.
-        untie: Keep both of two tied tensors, whatever they hold.
-        partial: A part of the model was chosen: nothing is missing.
-        lists: Lists of layer numbers that the configuration states
+        tied: Whether embeddings are tied, or None for the family's default.
+        untie: Whether to write tied tensors separately, without comparing them.
+        partial: Whether *shapes* is a selection, so that no tensor is missing.
+        lists: Lists of layer numbers from the config
             (:func:`ckptctl.planner.config_facts.read_lists`).
-        matched: What the keys of the model are that *shapes* is all or a part of; None: it is the
-            model, and this is still to be found out.
+        matched: The matched keys of the complete model, or None to match *shapes*.
         without: Logical tensors that this model does not have
             (:func:`ckptctl.planner.config_facts.does_without`).
-        demanded: Optional tensors that it has to have
+        demanded: Optional tensors that the config requires
             (:func:`ckptctl.planner.config_demands.demanded`).
-        missing: Keys that may be missing: what else a fused tensor is made of goes with them.
-        resize: Axes that get another size, with that size: they are cut or filled up with zeros.
+        missing: Keys that may be missing, so that fused tensors with them are skipped.
+        resize: New sizes of axes to truncate or to pad with zeros.
+
+    Raises:
+        MappingError: Tensors are unknown, missing, contradictory, or unmapped in the target.
     """
     source, target = family.layout(source_layout), family.layout(target_layout)
     tied = family.tied if tied is None else tied
@@ -140,7 +142,7 @@ def map_tensors(
 
 
 class _Run:
-    """One call of :func:`map_tensors`."""
+    """State of one call of :func:`map_tensors`."""
 
     def __init__(
         self,
@@ -166,7 +168,7 @@ class _Run:
         self.rearranged: dict[object, Sequence[Strided]] = {}
 
     def unchanged(self) -> Change:
-        """Return the map to the same layout, which keeps what is not resized, and may untie."""
+        """Map to the same layout. Tensors are kept unless they are resized or untied."""
         matched = self.source.matched
         self.numbering = matched.numbering
         self.fusing = Fusing(self.source, self.target, self.numbering, ())
@@ -186,7 +188,7 @@ class _Run:
         return self._map(tensors, {})
 
     def result(self, lists: Mapping[str, Sequence[int]], missing: Collection[str]) -> Change:
-        """Return the map to another layout."""
+        """Map to another layout."""
         require_stated(self.family, self.source.layout.name, self.source.matched.numbering, lists)
         self.numbering = planned(self.family, self.target.name, self.source.counts, lists)
         self.fusing = Fusing(self.source, self.target, self.numbering, missing)
@@ -227,10 +229,10 @@ class _Run:
             notes=self.notes,
         )
 
-    # ------------------------------------------------------------------- what is read from where
+    # ------------------------------------------------------------------- sources of tensors
 
     def _tensors(self) -> Iterator[MappedTensor]:
-        """Yield what becomes of each logical tensor; embeddings of tiles are noted apart."""
+        """Yield each mapped tensor. Tile embeddings in another form are collected separately."""
         homeless: dict[str, Tensor] = {}
         for tensor, values in self._wanted():
             origin = self._origin(tensor, values)
@@ -242,7 +244,7 @@ class _Run:
             raise self._homeless(homeless)
 
     def _origin(self, tensor: Tensor, values: tuple[int, ...]) -> Origin | None:
-        """Return what a logical tensor is read from, or None if nothing or the target omits it."""
+        """Find the source of a logical tensor, or None if it is missing or the target omits it."""
         own = self.source.held(tensor.name, values)
         tie = next((tie for tie in self.source.ties if tensor.name in (tie.tensor, tie.of)), None)
         if tie is None or (own and (self.untie or tensor.name == tie.of)):
@@ -259,7 +261,7 @@ class _Run:
         return (kept or own) if self.untie or self.target.name in tie.stored_in else None
 
     def _drop(self) -> None:
-        """Note the keys without information, and what those that repeat a tensor have to equal."""
+        """Note dropped keys, and the tensors that dropped copies must equal."""
         tied = {tie.tensor: tie.of for tie in self.source.ties}
         for key, rule in self.source.matched.dropped.items():
             self.notes.explain("dropped", {key: rule.reason})
@@ -268,7 +270,7 @@ class _Run:
                 self.copies.append(RedundantData.copy(key, of=kept[1][()]))
 
     def _wanted(self) -> Iterator[tuple[Tensor, tuple[int, ...]]]:
-        """Yield the logical tensors in natural order: a block repeats as a whole."""
+        """Yield the logical tensors in natural order, with the tensors of a block together."""
         indices: dict[int, set[tuple[int, ...]]] = {}
         for name, values in self.source.matched.keys:
             indices.setdefault(self.family.tensors[name].block, set()).add(values)
@@ -281,7 +283,7 @@ class _Run:
     def _mapped(
         self, tensor: Tensor, values: tuple[int, ...], origin: Origin
     ) -> Iterator[MappedTensor]:
-        """Yield what becomes of a logical tensor; one entry at a time of what both sides spread."""
+        """Map a logical tensor, separately for each entry of axes that both layouts spread."""
         held, keys = origin
         self.fusing.require_parts(tensor, values)
         self.fusing.require_entries(tensor, held, values)
@@ -314,7 +316,7 @@ class _Run:
             yield MappedTensor(tuple(reads), tuple(writes))
 
     def _add_zeros(self, reads: list[SourceTensor], writes: Sequence[TargetTensor]) -> None:
-        """Add the zeros that targets have behind the elements of the tensors that are read."""
+        """Add sources of zeros for the elements by which targets are extended."""
         parts = ((target.key, part) for target in writes for part in target.tensor.parts)
         added = ((key, part) for key, part in parts if int(part.of.name) == len(reads))
         for key, part in islice(added, 1):
@@ -323,7 +325,7 @@ class _Run:
             reads.append(reads[0]._replace(key=name, shape=shape))
 
     def _require_few(self, wanted: Leaf, both: Sequence[str], keys: Mapping[Lead, str]) -> None:
-        """Refuse to spread an axis over more keys than any model has."""
+        """Require that an axis is not spread over more keys than any model has."""
         made = {axis: self.sizes.get(axis, 0) for axis in wanted.spread if axis not in both}
         for axis, size in made.items():
             if size > MOST:
@@ -336,7 +338,7 @@ class _Run:
     def _rearranged(
         self, tensor: Tensor, origin: Origin, entries: Mapping[Lead, Ints], leads: Sequence[Lead]
     ) -> Sequence[Strided]:
-        """Return the tensors of the target at *leads* as elements of *entries*; once per kind."""
+        """Build the target tensors at *leads* from elements of *entries*, cached per kind."""
         held, keys = origin
         kind = (held.name, tensor.name, tuple(entries.items()), tuple(leads))
         if kind not in self.rearranged:
@@ -348,7 +350,7 @@ class _Run:
         return self.rearranged[kind]
 
     def _once(self, tensors: list[MappedTensor]) -> list[MappedTensor]:
-        """Return *tensors* without those whose place another one fills; they have to be equal."""
+        """Remove tensors that fill the same target elements as another one, and must equal it."""
         first: dict[object, MappedTensor] = {}
         for item in tensors:
             place = tuple(
@@ -362,10 +364,10 @@ class _Run:
                 self.copies += [RedundantData.copy(key, of=kept) for key, kept in copies]
         return list(first.values())
 
-    # ------------------------------------------------------- what has no place, and what is made
+    # ------------------------------------------------------- unmapped and generated tensors
 
     def _tiled(self, tensor: Tensor, key: str) -> bool:
-        """Whether an embedding of tiles is stored by the target in another way: note how."""
+        """Convert tile embeddings that the target stores in another form, or return False."""
         for rule in self.family.tiles:
             leaf = self.target.leaves.get(rule.other(tensor.name))
             if leaf is not None:
@@ -412,7 +414,7 @@ class _Run:
         )
 
     def _zeros_of(self, rule: Drop) -> Iterator[MappedTensor]:
-        """Yield the tensors of the target that nothing fills, and note their zeros."""
+        """Yield target tensors of zeros, and add their sources."""
         template = Template.parse(rule.key)
         shape = tuple(self.sizes[axis] for axis in rule.zeros.split())
         for name, values in sorted(self.source.matched.keys):
@@ -427,7 +429,7 @@ class _Run:
 def _shared(
     leaf: Leaf, positions: Iterable[Lead], axes: Sequence[str]
 ) -> dict[Lead, list[tuple[Lead, Lead]]]:
-    """Group *positions* by those along *axes*; each with what is left along the others."""
+    """Group *positions* by their part along *axes*, each with its part along other axes."""
     groups: dict[Lead, list[tuple[Lead, Lead]]] = {}
     for lead in positions:
         shared = tuple(lead[leaf.spread.index(axis)] for axis in axes)

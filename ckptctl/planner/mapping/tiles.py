@@ -1,4 +1,4 @@
-"""The embeddings of tiles, as a grid or as a row for each aspect ratio."""
+"""Tile embeddings, as a grid or as one row per aspect ratio."""
 
 from __future__ import annotations
 
@@ -23,11 +23,12 @@ Ints = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class Tiling:
-    """How one such embedding is stored anew.
+    """The conversion of a tile embedding to its other form.
 
     Attributes:
-        zeros: Sources of *tensors* that no checkpoint has.
-        redundant: What of the source they do not have.
+        tensors: Mapped tensors that fill the target.
+        zeros: Virtual sources of *tensors*.
+        redundant: Elements of the source that the target does not have.
     """
 
     tensors: tuple[MappedTensor, ...]
@@ -36,7 +37,7 @@ class Tiling:
 
 
 def ratios(tiles: int) -> list[tuple[int, int]]:
-    """Return the heights and widths that a picture of at most *tiles* tiles may have, in order."""
+    """List the heights and widths, in tiles, of images with at most *tiles* tiles, in order."""
     sides = range(1, tiles + 1)
     return [(height, width) for height in sides for width in sides if height * width <= tiles]
 
@@ -44,9 +45,17 @@ def ratios(tiles: int) -> list[tuple[int, int]]:
 def tiling(
     source: str, target: str, shape: Ints, inner: Sequence[int | None], grid: bool
 ) -> Tiling:
-    """Return how an embedding of tiles is stored anew, as the *grid* or as rows of all ratios.
+    """Convert a tile embedding to its other form.
 
-    *inner* are the dimensions of the grid behind the first two.
+    Args:
+        source: Key in the source.
+        target: Key in the target.
+        shape: Shape in the source.
+        inner: Dimensions of the grid after the first two.
+        grid: Whether the target is the grid, not one row per aspect ratio.
+
+    Raises:
+        MappingError: The shape does not fit the model.
     """
     kept = tuple(size for size in inner if size is not None)
     tiles = next((n for n in range(1, 65) if len(ratios(n)) + 1 == shape[0]), 0)
@@ -78,7 +87,7 @@ class _TileCopies:
         return len(ratios(self.tiles)) + 1
 
     def ready_made(self) -> Tiling:
-        """Cut the rows of all ratios out of a grid."""
+        """Build the rows of all aspect ratios from a grid."""
         tensors = [
             self._row(row, height, width)
             for row, (height, width) in enumerate(ratios(self.tiles), 1)
@@ -87,7 +96,7 @@ class _TileCopies:
         return self._filled_up(tensors, [*self._unused(self.target)], shape)
 
     def _row(self, row: int, height: int, width: int) -> MappedTensor:
-        """Return the copy of one ratio."""
+        """Map the row of one aspect ratio."""
         shape = self.tiles, self.tiles, *self.inner
         read = SourceTensor(self.source, shape, f"{self.target}.{height}x{width}")
         grid = stand_in(0, read.shape)
@@ -97,7 +106,7 @@ class _TileCopies:
         return MappedTensor((read,), (written,))
 
     def gridded(self) -> Tiling:
-        """Put a grid together from the rows of all ratios."""
+        """Build a grid from the rows of all aspect ratios."""
         tensors: list[MappedTensor] = []
         unused: list[Region] = []
         redundant: list[RedundantData] = []
@@ -114,7 +123,7 @@ class _TileCopies:
         return replace(found, redundant=tuple(redundant))
 
     def _of(self, place: tuple[int, int]) -> Iterator[Region]:
-        """Yield where the rows hold a place of the grid."""
+        """Yield the regions of rows that contain a position of the grid."""
         y, x = place
         for row, (height, width) in enumerate(ratios(self.tiles), 1):
             if y < height and x < width:
@@ -122,7 +131,7 @@ class _TileCopies:
                 yield Region(self.source, (row, start), (1, self.width))
 
     def _place(self, place: tuple[int, int], held: Region) -> MappedTensor:
-        """Return the copy of one place."""
+        """Map one position of the grid."""
         shape = self.rows, self.tiles * self.width
         read = SourceTensor(self.source, shape, f"{self.target}.{place[0]}.{place[1]}")
         row, start = held.origin
@@ -133,7 +142,7 @@ class _TileCopies:
         return MappedTensor((read,), (written,))
 
     def _unused(self, key: str) -> Iterator[Region]:
-        """Yield the parts of the rows that no ratio needs: row 0, and the ends of the others."""
+        """Yield the parts of the rows that no aspect ratio uses (row 0 and the ends of others)."""
         total = self.tiles * self.width
         yield Region(key, (0, 0), (1, total))
         for row, (height, width) in enumerate(ratios(self.tiles), 1):
