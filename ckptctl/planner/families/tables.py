@@ -35,7 +35,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -87,7 +87,7 @@ class Leaf:
     @property
     def alone(self) -> Leaf:
         """The leaf as a separate stored tensor that is not fused with others."""
-        return replace(self, part=None, along=0, within="")
+        return Leaf(self.key, self.dims, self.spread, plus=self.plus)
 
     @property
     def place(self) -> tuple[object, ...]:

@@ -332,13 +332,16 @@ def _leaf(leaf: Leaf, role: str, key: Template) -> Leaf:
 
 def _row(tensor: Tensor, role: str, leaves: Mapping[str, Leaf]) -> Tensor:
     head, dot, rest = tensor.name.partition(".")
-    return replace(
-        tensor,
+    return Tensor(
         name=f"{head}-{role}{dot}{rest}",
+        block=tensor.block,
+        indices=tensor.indices,
         split=None,
         optional=True,
         variant=None,
         leaves=leaves,
+        scales=tensor.scales,
+        together=tensor.together,
     )
 
 

@@ -13,7 +13,7 @@ from ckptctl.errors import MappingError, spell_option
 from ckptctl.planner.families.tables import Tensor
 from ckptctl.planner.layouts import Layout
 from ckptctl.planner.mapping.logical import stand_in
-from ckptctl.planner.strided import Strided
+from ckptctl.planner.strided import Part, Strided
 from ckptctl.units import counted
 
 
@@ -201,14 +201,14 @@ class ComposedTensor:
                     where=f"tensor `{entry.name}`",
                     why=f"they are merged into one tensor, `{self.key}`",
                 )
-        parts = [part._replace(of=read[int(part.of.name)]) for part in self.tensor.parts]
+        parts = [Part(read[int(part.of.name)], *part[1:]) for part in self.tensor.parts]
         return Strided(self.shape, stored_dtype, dtype or stored_dtype, tuple(parts))
 
     def __add__(self, other: ComposedTensor) -> ComposedTensor:
         """Add the parts and the sources of *other*."""
         count = len(self.sources)
         others = [
-            part._replace(of=replace(part.of, name=str(count + int(part.of.name))))
+            Part(replace(part.of, name=str(count + int(part.of.name))), *part[1:])
             for part in other.tensor.parts
         ]
         parts = (*self.tensor.parts, *others)
