@@ -1,1 +1,1 @@
-"""Model families, one file each: tables only, no code; in a wheel ``ckptctl.converters``."""
+"""Model families, one file of tables each (``ckptctl.converters`` in a wheel)."""

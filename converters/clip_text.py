@@ -1,7 +1,7 @@
 """CLIP's text encoder.
 
-``hf`` is what the Hub has and what ``CLIPTextModelWithProjection`` saves; ``hf-fresh`` is what
-transformers 5 holds of a ``CLIPTextModel``, and saves where it never came from a file. Sources:
+``hf`` are the names on the Hub and of ``CLIPTextModelWithProjection``. ``hf-fresh`` are the
+in-memory names of ``CLIPTextModel`` in transformers 5, which it saves for new models. Sources:
 transformers' ``modeling_clip.py``, torchtune's ``models/clip/_convert_weights.py``.
 """
 

@@ -1,4 +1,4 @@
-"""Cohere's Command R7B and Command A: attention and feed-forward side by side behind one norm.
+"""Cohere's Command R7B and Command A: parallel attention and feed-forward after one norm.
 
 Source: transformers' ``modeling_cohere2.py``. Neighboring pairs are rotated; the embeddings are
 always tied.

@@ -1,9 +1,9 @@
 """DeepSeek-V2 and V2-Lite: multi-head latent attention and experts.
 
-Sources: transformers' ``modeling_deepseek_v2.py`` and ``conversion_mapping.py`` (``hf-v5``: what
-transformers 5 holds in memory); Megatron-Core's ``multi_latent_attention.py``, Megatron-Bridge's
+Sources: transformers' ``modeling_deepseek_v2.py`` and ``conversion_mapping.py`` (``hf-v5``:
+in-memory names of transformers 5); Megatron-Core's ``multi_latent_attention.py``, Megatron-Bridge's
 ``deepseek/common.py`` (``mcore``). DeepSeek's own code (``trust_remote_code``) has the names of
-``hf``. All of them rotate neighboring pairs: no axis moves.
+``hf``. All of them rotate neighboring pairs, so no axis is reordered.
 """
 
 from ckptctl.planner.layouts import CHOSEN, SIZES, Family, LayerKind, Tie

@@ -3,11 +3,10 @@
 Sources: transformers' ``modeling_deepseek_v3.py``, DeepSeek's ``inference/convert.py`` and
 ``model.py`` (``deepseek``) and ``README_WEIGHTS.md``, torchtitan's ``models/deepseek_v3`` (0.2 and
 0.3), Megatron-Core's ``multi_latent_attention.py`` and ``multi_token_prediction.py`` (``mcore``).
-All of them rotate neighboring pairs: no axis moves. mlx-lm's ``deepseek_v3.py`` splits what makes
-keys and values of the latent, and transposes the first. Only ``hf``, ``torchtitan@0.3`` and
-``mcore`` keep the MTP layers; in ``hf`` those repeat the embedding and the
-head.
-``eh_proj`` takes the embedding, then the hidden state, in all of them.
+All of them rotate neighboring pairs, so no axis is reordered. mlx-lm's ``deepseek_v3.py`` splits
+the projection of the latent to keys and values, and transposes the keys' part. Only ``hf``,
+``torchtitan@0.3`` and ``mcore`` keep the MTP layers; in ``hf`` those repeat the embedding and the
+head. ``eh_proj`` takes the embedding, then the hidden state, in all of them.
 """
 
 from dataclasses import replace

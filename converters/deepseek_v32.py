@@ -1,11 +1,11 @@
-"""DeepSeek-V3.2: DeepSeek-V3 with an indexer in each layer, which chooses what attention sees.
+"""DeepSeek-V3.2: DeepSeek-V3 with an indexer in each layer, which selects the attended tokens.
 
-The indexer rotates halves of the first part of each of its heads, attention neighboring pairs: as
-in all programs, no axis moves.
+The indexer rotates halves of the first part of each of its heads, attention neighboring pairs. As
+in all programs, no axis is reordered.
 
 Sources: transformers' ``modeling_deepseek_v32.py``, DeepSeek's ``inference/convert.py`` and
-``model.py`` of DeepSeek-V3.2-Exp (``deepseek``, which leaves out the layers that predict further
-tokens), mlx-lm's ``deepseek_v32.py``.
+``model.py`` of DeepSeek-V3.2-Exp (``deepseek``, without the MTP layers), mlx-lm's
+``deepseek_v32.py``.
 """
 
 from dataclasses import replace

@@ -1,17 +1,17 @@
-"""DeepSeek-V4: hyper-connections, windows and compressed tokens, experts chosen by hash at first.
+"""DeepSeek-V4: hyper-connections, windows and compressed tokens, experts routed by hash at first.
 
 ========  ======================================================================================
 layout    where it is found
 ========  ======================================================================================
 hf        on the Hub, under the names of DeepSeek's own code; transformers 5 reads it
-hf-v5     what transformers 5 holds in memory, without the MTP layers
-hf-fresh  what transformers 5 saves: it reads that as well, nobody else does
+hf-v5     in-memory names of transformers 5, without MTP layers
+hf-fresh  saved by transformers 5; no other program reads it
 ========  ======================================================================================
 
-Which layers compress, and which of them have an indexer, ``layer_types`` or ``compress_ratios`` in
-config.json say. How much they compress differs from layer to layer (``ca``, ``cw``). On the Hub
-the experts are packed, two numbers in a byte (``ed``, ``em``). The last part of each head rotates
-by neighboring pairs in all of them: no axis moves.
+``layer_types`` or ``compress_ratios`` in config.json determine the layers that compress, and those
+with an indexer. The compression ratio differs between layers (``ca``, ``cw``). On the Hub the
+experts are packed, two numbers in a byte (``ed``, ``em``). The last part of each head rotates by
+neighboring pairs in all of them, so no axis is reordered.
 
 Sources: transformers' ``modeling_deepseek_v4.py`` and ``conversion_mapping.py``, the names and
 shapes of DeepSeek-V4-Flash on the Hub, vLLM's ``deepseek_v4_mtp.py``.

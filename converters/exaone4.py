@@ -1,4 +1,4 @@
-"""EXAONE 4: Llama's tensors, the norms of a layer behind attention and feed-forward.
+"""EXAONE 4: Llama's tensors, with norms after attention and feed-forward.
 
 Queries and keys of each head have norms. Source: transformers' ``modeling_exaone4.py``.
 """

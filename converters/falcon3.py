@@ -1,4 +1,4 @@
-"""Falcon 3: Llama with heads of 256 and a rotary base of its own.
+"""Falcon 3: Llama with a head dimension of 256 and a different RoPE base.
 
 Source: the config.json of ``tiiuae/Falcon3-7B-Base``; transformers runs it as ``llama``.
 """

@@ -1,7 +1,7 @@
-"""Falcon-H1: attention and Mamba-2 side by side in every layer.
+"""Falcon-H1: parallel attention and Mamba-2 in every layer.
 
 The names in memory are those in files. mlx-lm multiplies the weights with factors of config.json,
-which this cannot say. Source: transformers' ``modeling_falcon_h1.py``.
+which tables cannot express. Source: transformers' ``modeling_falcon_h1.py``.
 """
 
 from ckptctl.planner.layouts import CHOSEN, SIZES, Demand, Family, Tie

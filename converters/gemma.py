@@ -1,6 +1,6 @@
 """Gemma, Gemma 1.1, CodeGemma: Llama's model with an explicit head dimension and tied embeddings.
 
-All layouts but GGUF keep ``w`` of a norm that multiplies with ``1 + w`` (Megatron-Core calls it
+All layouts except GGUF store ``w`` of a norm that multiplies with ``1 + w`` (Megatron-Core calls it
 ``layernorm_zero_centered_gamma``), and all of them embeddings that the model scales.
 
 Sources: transformers' ``modeling_gemma.py`` (rotates halves), torchtune's ``models/gemma`` (rotates

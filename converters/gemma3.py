@@ -1,11 +1,11 @@
-"""Gemma 3 with pictures, 4B to 27B: Gemma's text model behind a SigLIP tower.
+"""Gemma 3 vision-language models, 4B to 27B: Gemma's text model with a SigLIP vision tower.
 
 ========  ======================================================================================
 layout    where it is found
 ========  ======================================================================================
-hf        on the Hub; transformers 5 reads it, and saves a model again as it has read it
-hf-v5     what transformers 5 holds in memory
-hf-fresh  what transformers 5 saves of a model that never came from a file: it reads that as well
+hf        on the Hub; transformers 5 reads it, and saves loaded models with these names
+hf-v5     in-memory names of transformers 5
+hf-fresh  saved by transformers 5 for new models, which it also reads
 mlx       mlx-vlm: convolutions have their channels last
 mcore     Megatron-Bridge, whose vision tower is the one of transformers 4
 ========  ======================================================================================

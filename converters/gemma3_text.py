@@ -1,4 +1,4 @@
-"""Gemma 3 without pictures: 270M, 1B, and language models taken out of larger ones.
+"""Gemma 3 text models: 270M, 1B, and language models extracted from larger ones.
 
 Gemma 2 with a norm for the queries and the keys of each head, whose size is the head dimension:
 config.json may leave that out. Sources: transformers' ``modeling_gemma3.py``, Megatron-Bridge's

@@ -1,10 +1,10 @@
-"""Gemma 4 without pictures: language models taken out of E2B, E4B, 12B, 26B-A4B and 31B.
+"""Gemma 4 text models: language models extracted from E2B, E4B, 12B, 26B-A4B and 31B.
 
-Heads of layers that attend to the whole text are larger than those of layers with a window, and
-may have no ``v_proj``: their values are their keys, before the norm. The last layers may attend to
-keys and values of earlier ones; files may have those tensors for them all the same, and
-transformers ignores them. The small models have an embedding per layer, the sparse one experts
-beside the feed-forward network.
+Heads of layers that attend to the whole text are larger than those of layers with a window, and may
+have no ``v_proj``: their values are their keys, before the norm. The last layers may attend to keys
+and values of earlier ones; files may still have tensors for these layers, which transformers
+ignores. The small models have an embedding per layer, the sparse one experts next to the
+feed-forward network.
 
 Sources: transformers' ``modeling_gemma4.py`` and ``configuration_gemma4.py``, mlx-lm's
 ``gemma4_text.py``.

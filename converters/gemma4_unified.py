@@ -1,9 +1,9 @@
-"""Gemma 4 12B: patches of pictures and frames of sound go into the language model without towers.
+"""Gemma 4 12B: image patches and audio frames go into the language model without towers.
 
-The text model is that of ``gemma4_text`` under another prefix; mlx-lm has it alone.
+The text model is that of ``gemma4_text`` under another prefix; mlx-lm has only the text model.
 
-Sources: transformers' ``modeling_gemma4_unified.py`` and ``conversion_mapping.py`` (``hf-v5``: what
-transformers 5 holds in memory), mlx-lm's ``gemma4.py``.
+Sources: transformers' ``modeling_gemma4_unified.py`` and ``conversion_mapping.py`` (``hf-v5``:
+in-memory names of transformers 5), mlx-lm's ``gemma4.py``.
 """
 
 from dataclasses import replace

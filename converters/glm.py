@@ -1,4 +1,4 @@
-"""GLM-4 9B of 2024, as transformers runs it: two norms a layer, otherwise GLM-4 0414.
+"""GLM-4 9B of 2024 in transformers: GLM-4 0414 with two norms per layer.
 
 mlx-lm (0.32.2) rotates all of a head whatever ``partial_rotary_factor`` says, which published
 models set to 0.5; names and orders are the same.

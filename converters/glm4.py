@@ -1,4 +1,4 @@
-"""GLM-4 0414 and Z1: four norms a layer.
+"""GLM-4 0414 and Z1: four norms per layer.
 
 Half of each head is rotated, in neighboring pairs: in ``mcore`` as well (``rotary_interleaved``).
 

@@ -1,8 +1,8 @@
-"""GLM-4.5, 4.5-Air, 4.6: experts, with MTP layers.
+"""GLM-4.5, 4.5-Air, 4.6: experts and MTP layers.
 
-Sources: transformers' ``modeling_glm4_moe.py`` and ``conversion_mapping.py`` (``hf-v5``: what
-transformers 5 holds in memory: it leaves those layers out), Megatron-Bridge's ``glm45_bridge.py``
-(``mcore``). In ``hf`` they repeat the embedding and the head. All of them rotate halves.
+Sources: transformers' ``modeling_glm4_moe.py`` and ``conversion_mapping.py`` (``hf-v5``: in-memory
+names of transformers 5, without MTP layers), Megatron-Bridge's ``glm45_bridge.py`` (``mcore``). In
+``hf``, MTP layers repeat the embedding and the head. All of them rotate halves.
 """
 
 from ckptctl.planner.layouts import SIZES, Family, LayerKind, Tie

@@ -1,7 +1,7 @@
-"""GLM-4.7-Flash: the tensors of DeepSeek-V3 under its names, with layers that predict further ones.
+"""GLM-4.7-Flash: the tensors and names of DeepSeek-V3, with MTP layers.
 
-Sources: transformers' ``modeling_glm4_moe_lite.py`` and ``conversion_mapping.py`` (``hf-v5``: what
-transformers 5 holds in memory: it leaves those layers out), mlx-lm's ``glm4_moe_lite.py``.
+Sources: transformers' ``modeling_glm4_moe_lite.py`` and ``conversion_mapping.py`` (``hf-v5``:
+in-memory names of transformers 5, without MTP layers), mlx-lm's ``glm4_moe_lite.py``.
 """
 
 from dataclasses import replace

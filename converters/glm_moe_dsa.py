@@ -1,14 +1,13 @@
-"""GLM-5 and GLM-5.1: latent attention on the tokens that an indexer chooses, experts.
+"""GLM-5 and GLM-5.1: latent attention on tokens selected by an indexer, and experts.
 
-From GLM-5.1 on some layers have no indexer and take over the choice of the layer before:
-``indexer_types`` in config.json says which. Where it does not, as ``index_topk_freq`` stands there
-or nothing does, a layer without any tensor of an indexer is taken for one of them, unless all have
-to have one. Layers that predict further tokens are numbered after all others.
+From GLM-5.1 on, some layers have no indexer and reuse the tokens of the layer before.
+``indexer_types`` in config.json lists them. If it is missing, a layer without any indexer tensor is
+one of them, unless all layers need an indexer. MTP layers are numbered after all others.
 
-Sources: transformers' ``modeling_glm_moe_dsa.py`` and ``conversion_mapping.py`` (``hf-v5``: what
-transformers 5 holds in memory: it leaves those layers out), vLLM's ``deepseek_mtp.py``,
-mlx-lm's ``glm_moe_dsa.py``, in which every layer has an indexer. Attention and indexer rotate
-neighboring pairs: no axis moves.
+Sources: transformers' ``modeling_glm_moe_dsa.py`` and ``conversion_mapping.py`` (``hf-v5``:
+in-memory names of transformers 5, without MTP layers), vLLM's ``deepseek_mtp.py``, mlx-lm's
+``glm_moe_dsa.py``, in which every layer has an indexer. Attention and indexer rotate neighboring
+pairs, so no axis is reordered.
 """
 
 from dataclasses import replace

@@ -1,7 +1,7 @@
-"""GPT-NeoX 20B, Pythia, Dolly 2: queries, keys and values of each head beside each other.
+"""GPT-NeoX 20B, Pythia, Dolly 2: queries, keys and values interleaved per head.
 
-Source: transformers' ``modeling_gpt_neox.py`` and ``conversion_mapping.py`` (``hf-v5``: what
-transformers 5 holds in memory), mlx-lm's ``gpt_neox.py``.
+Source: transformers' ``modeling_gpt_neox.py`` and ``conversion_mapping.py`` (``hf-v5``: in-memory
+names of transformers 5), mlx-lm's ``gpt_neox.py``.
 """
 
 from ckptctl.planner.layouts import SIZES, Drop, Family, Tie

@@ -1,7 +1,7 @@
-"""Granite 4 Tiny, Small: layers of Mamba-2 or attention, experts beside one that all tokens share.
+"""Granite 4 Tiny, Small: Mamba-2 or attention layers, routed experts and a shared expert.
 
 Sources: transformers' ``modeling_granitemoehybrid.py`` and ``conversion_mapping.py`` (``hf-v5``:
-what transformers 5 holds in memory), mlx-lm's ``granitemoehybrid.py``.
+in-memory names of transformers 5), mlx-lm's ``granitemoehybrid.py``.
 """
 
 from ckptctl.planner.layouts import CHOSEN, SIZES, Demand, Family, LayerKind, Tie

@@ -1,4 +1,4 @@
-"""Granite 4 Nano, Micro: layers of Mamba-2 or attention, or of attention alone, without experts.
+"""Granite 4 Nano, Micro: Mamba-2 or attention layers (or only attention), without experts.
 
 Sources: as for ``granitemoehybrid``; mlx-lm calls the feed-forward network by other names here.
 """

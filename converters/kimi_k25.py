@@ -1,11 +1,11 @@
-"""Kimi K2.5, K2.6 and K2.7: DeepSeek-V3's text model behind MoonViT.
+"""Kimi K2.5, K2.6 and K2.7: DeepSeek-V3's text model with the MoonViT vision tower.
 
 ========  ======================================================================================
 layout    where it is found
 ========  ======================================================================================
 hf        on the Hub; transformers 5 reads it
-hf-v5     what transformers 5 holds in memory
-hf-fresh  what transformers 5 saves: it reads that as well, nobody else does
+hf-v5     in-memory names of transformers 5
+hf-fresh  saved by transformers 5; no other program reads it
 ========  ======================================================================================
 
 The vision tower rotates neighboring pairs in the files and in torchtitan, halves in memory. Text

@@ -1,6 +1,6 @@
-"""LFM2 and LFM2.5: short convolutions, gated on both sides, and layers of attention.
+"""LFM2 and LFM2.5: short convolutions, gated on both sides, and attention layers.
 
-The feed-forward size is what ``block_auto_adjust_ff_dim`` makes of the one in config.json.
+``block_auto_adjust_ff_dim`` adjusts the feed-forward size in config.json.
 
 Sources: transformers' ``modeling_lfm2.py``, mlx-lm's ``lfm2.py``.
 """

@@ -1,7 +1,7 @@
 """LFM2 8B-A1B, 24B-A2B: the first layers dense, experts in the others.
 
-Sources: transformers' ``modeling_lfm2_moe.py`` and ``conversion_mapping.py`` (``hf-v5``: what
-transformers 5 holds in memory), mlx-lm's ``lfm2_moe.py``. transformers' ``FP8Experts`` asks for a
+Sources: transformers' ``modeling_lfm2_moe.py`` and ``conversion_mapping.py`` (``hf-v5``: in-memory
+names of transformers 5), mlx-lm's ``lfm2_moe.py``. transformers' ``FP8Experts`` requires
 ``hidden_act``, which ``Lfm2MoeConfig`` does not have.
 """
 

@@ -1,4 +1,4 @@
-"""Llama 1 and 2, CodeLlama, and what else transformers calls ``llama``.
+"""Llama 1 and 2, CodeLlama, and other models of transformers' type ``llama``.
 
 Sources: Meta's ``llama/model.py``, transformers' ``modeling_llama.py`` and
 ``convert_llama_weights_to_hf.py``, torchtune's ``models/convert_weights.py``, torchtitan's

@@ -1,4 +1,4 @@
-"""Llama 3, 3.1 and 3.3: Llama 2 with Meta's embedding divided by rows and longer rotary periods.
+"""Llama 3, 3.1 and 3.3: Llama 2 with Meta's embedding split by rows and longer RoPE periods.
 
 Sources: ``llama_models/llama3/model.py`` and ``checkpoint.py``, transformers'
 ``convert_llama_weights_to_hf.py``.

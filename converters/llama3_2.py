@@ -1,4 +1,4 @@
-"""Llama 3.2 1B and 3B: Llama 3 with tied embeddings and a rotary scaling factor of 32.
+"""Llama 3.2 1B and 3B: Llama 3 with tied embeddings and a RoPE scaling factor of 32.
 
 Sources: ``llama_models/llama3``, transformers' ``convert_llama_weights_to_hf.py``, torchtune's
 ``models/llama3_2/_component_builders.py``.

@@ -1,11 +1,11 @@
-"""Llama 3.2 Vision, 11B and 90B: Llama 3.1 with layers of cross-attention between the others.
+"""Llama 3.2 Vision, 11B and 90B: Llama 3.1 with interleaved cross-attention layers.
 
-Transformers numbers both kinds of layers together. A row of its tile embeddings is what a picture
-of one aspect ratio needs, ready made; Meta and torchtune keep the grid that these are cut from
-(``Tiles``). The cross-attention does not rotate: only the other layers move axes.
+Transformers numbers both kinds of layers together. Its tile embeddings have a row for images of
+each aspect ratio. Meta and torchtune store the grid from which these rows are cut (``Tiles``).
+Cross-attention has no RoPE, so only axes of the other layers are reordered.
 
-Sources: transformers' ``modeling_mllama.py`` and ``conversion_mapping.py`` (``hf-v5``: what
-transformers 5 holds in memory), ``llama_models/llama3/multimodal/model.py``, torchtune's
+Sources: transformers' ``modeling_mllama.py`` and ``conversion_mapping.py`` (``hf-v5``: in-memory
+names of transformers 5), ``llama_models/llama3/multimodal/model.py``, torchtune's
 ``models/llama3_2_vision/_convert_weights.py``.
 """
 

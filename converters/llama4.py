@@ -1,4 +1,4 @@
-"""Llama 4 with pictures: Scout, Maverick, Llama Guard 4.
+"""Llama 4 vision-language models: Scout, Maverick, Llama Guard 4.
 
 The text model is that of ``llama4_text`` under another prefix. The patches are a matrix on the
 Hub and in Meta's files, a convolution in torchtune.

@@ -1,8 +1,8 @@
-"""Llama 4 without pictures.
+"""Llama 4 text models.
 
-Layers are dense or have experts. Neither transformers nor Meta rotates halves: no axis moves. What
-training leaves beside the weights (statistics of the router, rotary frequencies, states of Meta's
-quantized layers) has no place elsewhere.
+Layers are dense or have experts. Neither transformers nor Meta rotates halves, so no axis is
+reordered. Training data next to the weights (statistics of the router, rotary frequencies, states
+of Meta's quantized layers) is dropped in other layouts.
 
 Sources: transformers' ``modeling_llama4.py`` and ``convert_llama4_weights_to_hf.py``,
 ``llama_models/llama4`` (the ``load_hook`` of its modules knows the names in the files) and

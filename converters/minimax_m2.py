@@ -1,8 +1,8 @@
-"""MiniMax M2 to M2.7: queries and keys normed over all heads, experts with a correction bias.
+"""MiniMax M2 to M2.7: queries and keys normalized over all heads, experts with a correction bias.
 
-Sources: transformers' ``modeling_minimax_m2.py`` and ``conversion_mapping.py`` (``hf-v5``: what
-transformers 5 holds in memory), vLLM's ``minimax_m2.py``, mlx-lm's ``minimax.py``.
-The first part of each head rotates by halves: no axis moves.
+Sources: transformers' ``modeling_minimax_m2.py`` and ``conversion_mapping.py`` (``hf-v5``:
+in-memory names of transformers 5), vLLM's ``minimax_m2.py``, mlx-lm's ``minimax.py``. The first
+part of each head rotates by halves, so no axis is reordered.
 """
 
 from ckptctl.planner.layouts import BLOCK_AXES, SIZES, Companion, Family, Tie

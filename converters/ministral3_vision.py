@@ -1,4 +1,4 @@
-"""Ministral 3 3B, 8B and 14B: the tensors of Mistral Small 3.1 around Ministral 3's text model.
+"""Ministral 3 3B, 8B and 14B: the vision tower of Mistral Small 3.1 with Ministral 3's text model.
 
 Sources: transformers' ``modeling_mistral3.py``, ``modeling_ministral3.py`` and
 ``convert_ministral3_weights_to_hf.py``.

@@ -1,9 +1,9 @@
-"""Mistral 7B, Nemo, Large 2, Codestral: Llama's model with a head dimension of its own.
+"""Mistral 7B, Nemo, Large 2, Codestral: Llama's model with an explicit head dimension.
 
 Sources: transformers' ``modeling_mistral.py``, ``configuration_mistral.py`` and
 ``convert_mistral_weights_to_hf.py``, mistral-inference's ``args.py`` and ``transformer.py``,
 torchtune's ``models/convert_weights.py``. Mistral's own files have the names and the order of
-complex rotations that Meta's have, but are never divided among ranks.
+complex rotations that Meta's have, but are never split across ranks.
 """
 
 from dataclasses import replace

@@ -1,7 +1,7 @@
 """Mistral Small 3.1 and 3.2: Pixtral's vision tower with a merger of patches.
 
 Sources: transformers' ``modeling_mistral3.py`` and ``convert_mistral3_weights_to_hf.py``, its
-``conversion_mapping.py`` (``hf-v5``: what transformers 5 holds in memory), mistral-inference's
+``conversion_mapping.py`` (``hf-v5``: in-memory names of transformers 5), mistral-inference's
 ``transformer.py``, mlx-vlm's ``models/mistral3`` (``mlx``). Ministral 3 has the same tensors and
 another text model.
 """

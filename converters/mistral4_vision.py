@@ -1,8 +1,8 @@
-"""Mistral Small 4: the vision tower of Mistral Small 3.1 before Mistral 4's text model.
+"""Mistral Small 4: the vision tower of Mistral Small 3.1 with Mistral 4's text model.
 
 Sources: transformers' ``modeling_mistral3.py``, ``modeling_mistral4.py`` and
-``convert_mistral4_weight_to_hf.py``, its ``conversion_mapping.py`` (``hf-v5``: what transformers 5
-holds in memory).
+``convert_mistral4_weight_to_hf.py``, its ``conversion_mapping.py`` (``hf-v5``: in-memory names of
+transformers 5).
 """
 
 from dataclasses import replace

@@ -1,7 +1,7 @@
 """Mixtral: Mistral with experts.
 
-Sources: transformers' ``modeling_mixtral.py``, its ``conversion_mapping.py`` (``hf-v5``: what
-transformers 5 holds in memory) and ``convert_mixtral_weights_to_hf.py`` (``mistral@2023``: the
+Sources: transformers' ``modeling_mixtral.py``, its ``conversion_mapping.py`` (``hf-v5``: in-memory
+names of transformers 5) and ``convert_mixtral_weights_to_hf.py`` (``mistral@2023``: the
 ``consolidated.NN.pt`` of the first release, in which the experts of a layer are one matrix),
 mistral-inference's ``moe.py`` and ``transformer_layers.py``, mbridge's ``mixtral.py`` (``mcore``).
 """

@@ -1,4 +1,4 @@
-"""Muse Glimmer 30B: gated attention behind a vision tower; every fourth layer does not rotate.
+"""Muse Glimmer 30B: gated attention with a vision tower, every fourth layer without RoPE.
 
 The norms within layers multiply with one more than their weight, the last one with its weight, in
 both layouts. torchtitan rotates neighboring pairs, in the text and in the vision tower, and keeps

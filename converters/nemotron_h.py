@@ -1,8 +1,8 @@
 """Nemotron-H, Nemotron Nano 2, Nemotron 3: every layer is Mamba-2, attention, dense or experts.
 
-Experts have no gate, and may work on a latent of the hidden state. transformers ignores the layers
-that predict a further token (``mtp``: attention, then experts), and so do its models in memory and
-mlx-lm's: ``hf-v5`` and ``mlx`` have no place for them.
+Experts have no gate, and may work on a latent of the hidden state. transformers ignores the MTP
+layer (``mtp``: attention, then experts), and so do its models in memory and mlx-lm's: ``hf-v5`` and
+``mlx`` do not have it.
 
 Sources: transformers' ``modeling_nemotron_h.py`` and ``conversion_mapping.py``, mlx-lm's
 ``nemotron_h.py``; for ``mtp`` vLLM's ``nemotron_h_mtp.py``.

@@ -1,8 +1,8 @@
-"""OLMo 2: norms behind attention and feed-forward, queries and keys normed over all heads.
+"""OLMo 2: norms after attention and feed-forward, queries and keys normalized over all heads.
 
 Sources: transformers' ``modeling_olmo2.py`` and ``convert_olmo2_weights_to_hf.py`` (``olmo``: the
 ``model.pt`` of ai2's first trainer, in which ``ff_proj`` is up, gate), OLMo-core's
-``nn/hf/convert.py`` (``olmo-core``). All of them rotate halves: no axis moves.
+``nn/hf/convert.py`` (``olmo-core``). All of them rotate halves, so no axis is reordered.
 """
 
 from ckptctl.planner.layouts import SIZES, Family, Tie

@@ -1,10 +1,10 @@
-"""OLMoE 1B-7B: experts in every layer, queries and keys normed over all heads.
+"""OLMoE 1B-7B: experts in every layer, queries and keys normalized over all heads.
 
-Sources: transformers' ``modeling_olmoe.py``, ``conversion_mapping.py`` (``hf-v5``: what
-transformers 5 holds in memory) and ``convert_olmoe_weights_to_hf.py`` (``olmo``: ``model.pt`` with
-megablocks' experts, rows of all of them one after another, ``w2`` transposed); ai2's
-``olmo/model.py``; Megatron-Bridge's ``olmoe_provider.py`` (``mcore``), whose attention norms all
-heads together. All of them rotate halves: no axis moves.
+Sources: transformers' ``modeling_olmoe.py``, ``conversion_mapping.py`` (``hf-v5``: in-memory names
+of transformers 5) and ``convert_olmoe_weights_to_hf.py`` (``olmo``: ``model.pt`` with megablocks'
+experts, rows of all of them one after another, ``w2`` transposed); ai2's ``olmo/model.py``;
+Megatron-Bridge's ``olmoe_provider.py`` (``mcore``), whose attention norms all heads together. All
+of them rotate halves, so no axis is reordered.
 """
 
 from ckptctl.planner.layouts import SIZES, Family, Tie

@@ -1,7 +1,6 @@
 """Phi-1, 1.5 and 2: LayerNorm, biases everywhere, two matrices in the feed-forward.
 
-Attention and feed-forward stand side by side behind one norm. Source: transformers'
-``modeling_phi.py``.
+Attention and feed-forward are parallel after one norm. Source: transformers' ``modeling_phi.py``.
 """
 
 from ckptctl.planner.layouts import SIZES, Family, Tie

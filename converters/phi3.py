@@ -4,7 +4,7 @@ Phi-4-mini ties the embeddings; torchtune, which has no Phi-4-mini, always keeps
 
 Sources: transformers' ``modeling_phi3.py`` (``qkv_proj``: queries, keys, values; ``gate_up_proj``:
 gate, up), torchtune's ``models/phi3/_convert_weights.py``, NeMo's ``phi3mini.py`` (``mcore``). All
-rotate halves: no axis moves.
+rotate halves, so no axis is reordered.
 """
 
 from ckptctl.planner.layouts import SIZES, Family, Tie

@@ -1,9 +1,9 @@
-"""Pixtral 12B and Large: Mistral that sees, through Pixtral's vision tower and two linear layers.
+"""Pixtral 12B and Large: Mistral with Pixtral's vision tower and a projector of two linear layers.
 
 transformers runs it as LLaVA. Sources: its ``modeling_llava.py``, ``modeling_pixtral.py`` and
-``convert_pixtral_weights_to_hf.py``, its ``conversion_mapping.py`` (``hf-v5``: what transformers 5
-holds in memory), mistral-inference's ``vision_encoder.py``. The queries and keys of the vision
-tower are in the order of complex rotations in Mistral's files, too.
+``convert_pixtral_weights_to_hf.py``, its ``conversion_mapping.py`` (``hf-v5``: in-memory names of
+transformers 5), mistral-inference's ``vision_encoder.py``. The queries and keys of the vision tower
+are in the order of complex rotations in Mistral's files, too.
 """
 
 from dataclasses import replace

@@ -1,7 +1,8 @@
 """Qwen 1.5, 2 and 2.5, QwQ: Llama's model with biases on queries, keys and values.
 
 Sources: transformers' ``modeling_qwen2.py``, torchtune's ``models/qwen2/_convert_weights.py`` and
-``_positional_embeddings.py``, Megatron-Core's ``models/gpt``. All rotate halves: no axis moves.
+``_positional_embeddings.py``, Megatron-Core's ``models/gpt``. All rotate halves, so no axis is
+reordered.
 """
 
 from ckptctl.planner.layouts import SIZES, Family, Tie

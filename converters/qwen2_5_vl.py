@@ -1,7 +1,7 @@
-"""Qwen 2.5 VL: Qwen 2.5 behind a vision tower with gated layers, some of which see windows alone.
+"""Qwen 2.5 VL: Qwen 2.5 with a vision tower of gated layers, some with window attention.
 
-Published config.json states the sizes of the text model beside ``vision_config``, that of
-transformers 5 in ``text_config``; ``hf-v5`` is what transformers 5 holds in memory.
+Published config.json files have the sizes of the text model next to ``vision_config``, those of
+transformers 5 in ``text_config``; ``hf-v5`` has the in-memory names of transformers 5.
 
 Sources: transformers' ``modeling_qwen2_5_vl.py`` and ``conversion_mapping.py``
 (``Qwen2VLForConditionalGeneration``), mlx-vlm's ``models/qwen2_5_vl``.

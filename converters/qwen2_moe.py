@@ -1,11 +1,11 @@
-"""Qwen 1.5 MoE and Qwen 2 57B-A14B: Qwen 2 with experts and one expert that all tokens share.
+"""Qwen 1.5 MoE and Qwen 2 57B-A14B: Qwen 2 with routed experts and a shared expert.
 
 config.json may make some layers dense (``decoder_sparse_step``, ``mlp_only_layers``).
 
-Sources: transformers' ``modeling_qwen2_moe.py`` and its ``conversion_mapping.py`` (``hf-v5``: what
-transformers 5 holds in memory); Megatron-Core's ``attention.py`` and ``moe/experts.py``, mbridge's
-``qwen2moe.py`` (``mcore``: names under Transformer Engine, which fuses norms with the linear layer
-behind them, save before a router; ``mcore-local``: without it).
+Sources: transformers' ``modeling_qwen2_moe.py`` and its ``conversion_mapping.py`` (``hf-v5``:
+in-memory names of transformers 5); Megatron-Core's ``attention.py`` and ``moe/experts.py``,
+mbridge's ``qwen2moe.py`` (``mcore``: names under Transformer Engine, which fuses norms with the
+linear layer behind them, save before a router; ``mcore-local``: without it).
 """
 
 from ckptctl.planner.layouts import SIZES, Family, LayerKind, Tie

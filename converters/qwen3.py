@@ -2,7 +2,7 @@
 
 Sources: transformers' ``modeling_qwen3.py``, torchtitan's ``models/qwen3/state_dict_adapter.py``
 (0.3.0; 0.2.2: ``models/qwen3/model/state_dict_adapter.py``), torchtune's
-``models/qwen3/_convert_weights.py`` (later than 0.6.1). All rotate halves: no axis moves.
+``models/qwen3/_convert_weights.py`` (later than 0.6.1). All rotate halves, so no axis is reordered.
 """
 
 from dataclasses import replace

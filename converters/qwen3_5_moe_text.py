@@ -1,11 +1,11 @@
-"""Qwen 3.5 and 3.6 with experts, without pictures.
+"""Qwen 3.5 and 3.6 text models with experts.
 
 ========  ====================================================================================
 layout    experts
 ========  ====================================================================================
-hf        stacked: what transformers 5 holds in memory; it reads all three
+hf        stacked: in-memory names of transformers 5; it reads all three
 hf-3.5    stacked, those of ``mtp`` apart: Qwen 3.5 as published; Qwen 3.6 has ``hf``
-hf-fresh  apart: published FP8, and what transformers 5 saves of a model that is from no file
+hf-fresh  apart: published FP8, and what transformers 5 saves for new models
 mlx       stacked, gate and up apart; nothing of ``mtp``
 ========  ====================================================================================
 

@@ -1,12 +1,12 @@
-"""Qwen 3.5 and 3.6 without pictures: gated delta nets, every fourth layer gated attention.
+"""Qwen 3.5 and 3.6 text models: gated delta nets, every fourth layer gated attention.
 
 The model of Qwen 3 Next with dense layers, whose delta nets keep queries, keys and values of all
 heads one after the other, and the gate and both coefficients as tensors of their own. A value head
-goes with the key head that its place among all of them gives. transformers ignores the layers that
-predict further tokens (``mtp``).
+goes with the key head that its place among all of them gives. transformers ignores the MTP layers
+(``mtp``).
 
-mlx-lm leaves out the vision tower of ``qwen3_5``, and ``vision_config`` of its config.json: that
-says then what this model is. It has no place for ``mtp``.
+mlx-lm omits the vision tower of ``qwen3_5`` and ``vision_config``, so that its config.json
+describes this model. It does not have ``mtp``.
 
 Sources: transformers' ``modeling_qwen3_5.py`` (``Qwen3_5ForCausalLM``), vLLM's ``qwen3_5_mtp.py``
 for ``mtp``, mlx-lm's ``qwen3_5.py``.

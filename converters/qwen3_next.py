@@ -1,12 +1,11 @@
 """Qwen 3 Next: gated delta nets, every fourth layer gated attention; experts and a shared one.
 
 ``in_proj_qkvz`` and ``in_proj_ba`` are grouped by key head (``lk``), each with the value heads
-(``lh``) that go with it; Megatron-Core has a tensor for each part. The queries of full attention
-stand each beside the gate of its head, in Megatron-Core beside those of its group. The norm of a
-gated delta net multiplies with its weight, that of Megatron-Core with one more; mlx-lm has the one
-added to the weights of all other norms. transformers
-ignores the MTP layers (``mtp``), and so do its models in memory: ``hf-v5``
-has no place for them.
+(``lh``) that go with it; Megatron-Core has a tensor for each part. In full attention, the queries
+of each head are next to its gate, in Megatron-Core next to those of its group. The norm of a gated
+delta net multiplies with its weight, that of Megatron-Core with one more; mlx-lm has the one added
+to the weights of all other norms. transformers ignores the MTP layers (``mtp``), and so do its
+models in memory: ``hf-v5`` does not have them.
 
 Sources: transformers' ``modeling_qwen3_next.py`` and ``conversion_mapping.py``; for ``mtp`` vLLM's
 ``qwen3_next_mtp.py``; Megatron-Core's ``ssm/gated_delta_net.py`` and

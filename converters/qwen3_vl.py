@@ -1,9 +1,9 @@
-"""Qwen 3 VL, dense: Qwen 3 behind a vision tower whose middle layers reach its first layers.
+"""Qwen 3 VL, dense: Qwen 3 with a vision tower whose middle layers feed its first layers.
 
 Each of the layers that config.json names ``deepstack_visual_indexes`` has a merger of its own.
 
-Sources: transformers' ``modeling_qwen3_vl.py``, mlx-vlm's ``models/qwen3_vl``, whose text model
-mlx-lm reads alone.
+Sources: transformers' ``modeling_qwen3_vl.py``, mlx-vlm's ``models/qwen3_vl``, of which mlx-lm
+reads only the text model.
 """
 
 from dataclasses import replace

@@ -1,7 +1,7 @@
 """Qwen 3 VL MoE: 30B-A3B, 235B-A22B.
 
-Files have the experts as ``[in, out]``, transformers 5 holds them as ``[out, in]`` in memory
-(``hf-v5``) under the same names: the shapes tell. config.json may make some layers dense
+Files have the experts as ``[in, out]``, transformers 5 has them as ``[out, in]`` in memory
+(``hf-v5``) under the same names, so shapes distinguish them. config.json may make some layers dense
 (``decoder_sparse_step``, ``mlp_only_layers``).
 
 Sources: transformers' ``modeling_qwen3_vl_moe.py`` and ``conversion_mapping.py``, mlx-vlm's

@@ -1,4 +1,4 @@
-"""Reward models: Llama or Mistral with a score in place of the output.
+"""Reward models: Llama or Mistral with a score head instead of the output.
 
 Sources: transformers' ``modeling_layers.py`` (``GenericForSequenceClassification``), torchtune's
 ``rlhf/utils/_convert_weights.py`` and ``llama2_classifier``, ``mistral_classifier``.

@@ -1,4 +1,4 @@
-"""Seed-OSS 36B: Llama's tensors, heads of a size of their own, biases as config.json says.
+"""Seed-OSS 36B: Llama's tensors, with an explicit head dimension and optional biases.
 
 Source: transformers' ``modeling_seed_oss.py``.
 """

@@ -1,4 +1,4 @@
-"""SmolLM3: Llama's tensors; some layers rotate nothing, which config.json states.
+"""SmolLM3: Llama's tensors, with layers without RoPE that config.json lists.
 
 Source: transformers' ``modeling_smollm3.py``.
 """

@@ -1,4 +1,4 @@
-"""StableLM 2 and 3B: layer norms; the 12B model norms each head and has one norm a layer.
+"""StableLM 2 and 3B: layer norms (the 12B model has a norm per head and one norm per layer).
 
 Source: transformers' ``modeling_stablelm.py`` (``qk_layernorm``, ``use_parallel_residual``).
 """
