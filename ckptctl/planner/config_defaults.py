@@ -243,4 +243,4 @@ DEFAULTS: Mapping[str, Mapping[str, int]] = {
     "t5": {"d_ff": 2048, "d_kv": 64, "d_model": 512, "num_heads": 8, "num_layers": 6,
         "relative_attention_num_buckets": 32, "vocab_size": 32128},
 }
-"""Only defaults that differ between model types and do not follow from other fields."""
+"""Only defaults that differ between model types and do not follow from others."""
