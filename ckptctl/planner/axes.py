@@ -90,8 +90,8 @@ class _Solver:
                 known = [self.sizes[part] for part in parts if part in self.sizes]
                 multiple = "" if len(known) == len(parts) else "a multiple of "
                 raise MappingError(
-                    f"{self.family.called(axis)} = {size} conflicts with the tensors, the rest of "
-                    "the configuration or the model type",
+                    f"{self.family.called(axis)} = {size} conflicts with the tensors, "
+                    "the rest of the configuration or the model type",
                     why=f"it must be {multiple}{math.prod(known)}",
                 )
 
@@ -207,7 +207,7 @@ def solve(
         family: The model type.
         observations: Stored tensors and their shapes.
         known: Axis sizes from the configuration.
-        by_keys: Axes among *known* that were counted from keys, for error messages.
+        by_keys: Axes whose sizes were counted from keys, for messages.
 
     Raises:
         MappingError: A tensor has a different number of dimensions than in its layout, or shapes

@@ -108,7 +108,7 @@ def piece_limit(nbytes: int, ranks: int) -> int:
 
 
 def fine_limit(nbytes: int, ranks: int) -> int:
-    """Return a smaller :func:`piece_limit` for plans in which that one leaves ranks uneven."""
+    """Return a smaller :func:`piece_limit`, for plans that it leaves uneven."""
     least = max(FINE_PIECE, nbytes // FINE_PIECES)
     fine = max(least, nbytes // max(ranks, 1) // FINE_PIECES_PER_RANK)
     return min(piece_limit(nbytes, ranks), fine)

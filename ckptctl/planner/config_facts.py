@@ -114,17 +114,17 @@ def read_sizes(
 ) -> dict[str, int]:
     """Read axis sizes from the configuration.
 
-    If several sources state a size, *given* takes precedence over config.json, and config.json over
-    params.json. :mod:`ckptctl.facts.contradictions` compares them.
+    If several sources state a size, *given* takes precedence over config.json, which takes
+    precedence over params.json. :mod:`ckptctl.facts.contradictions` compares them.
 
     Args:
         family: The model type.
         config: config.json, or None.
         params: params.json, or None.
         given: Sizes set by the user, by the name of an axis or of a field.
-        implied: Whether to add sizes that are not stated: defaults of transformers for the model
-            type, as many key/value heads as query heads, and a head dimension of the hidden size
-            divided by the query heads.
+        implied: Whether to add sizes that are not stated, such as defaults of transformers
+            for the model type, as many key/value heads as query heads, and a head dimension of the
+            hidden size divided by the query heads.
 
     Raises:
         MappingError: A size is invalid, or the hidden size is not a multiple of the heads.

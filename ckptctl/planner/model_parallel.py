@@ -163,8 +163,9 @@ def divide(
     Raises:
         MappingError: A size is unknown or not divisible, or the layout cannot be split.
     """
+    full = RankShard.whole(shape)
     if ranks == 1:
-        return (RankShard.whole(shape),)
+        return (full,)
     axis = owned(family, layout, key)
     if axis is not None:
         count, found = sizes.axes.get(axis), family.layout(layout).table.find(key)
@@ -172,10 +173,10 @@ def divide(
             raise unknown(family, key, (axis,), ranks)
         _require_divisible(family, axis, count, ranks, key)
         owner = found[1][axis] // (count // ranks)
-        return tuple(RankShard.whole(shape) if rank == owner else None for rank in range(ranks))
+        return tuple(full if rank == owner else None for rank in range(ranks))
     parts = cuts(family, layout, key)
     if all(cut.dim is None for cut in parts):
-        return (RankShard.whole(shape),) * ranks
+        return (full,) * ranks
     if turns := parts[0].leaf.within:
         if any(cut.axis != turns for cut in parts):
             raise MappingError(
@@ -195,7 +196,7 @@ def divide(
     divided = []
     for cut, length in zip(parts, lengths, strict=True):
         held = _replaced(shape, along, length)
-        divided.append(_Part(cut, held, *_blocks(family, key, cut, held, sizes, ranks, repeats)))
+        divided.append(_blocks(family, key, cut, held, sizes, ranks, repeats))
     return tuple(_shard(key, along, divided, rank, ranks) for rank in range(ranks))
 
 
@@ -223,10 +224,10 @@ def _blocks(
     sizes: Sizes,
     ranks: int,
     repeats: int | None,
-) -> tuple[int, int, int]:
-    """Return the ``outer``, ``block`` and ``repeats`` of a part."""
+) -> _Part:
+    """Divide a part into blocks that are split across ranks."""
     if cut.axis is None or cut.dim is None:
-        return 1, 0, 1
+        return _Part(cut, shape, 1, 0, 1)
     rows = shape[cut.dim]
     outer = sizes.of(family.expand(cut.before)) if rows else 1
     count = rows if len(cut.leaf.dims[cut.dim]) == 1 else sizes.axes.get(cut.axis)
@@ -244,7 +245,7 @@ def _blocks(
     block, odd = divmod(rows, max(outer, 1))
     if odd or block * repeats % ranks:
         _require_divisible(family, cut.axis, block * repeats, ranks, key)
-    return outer, block, repeats
+    return _Part(cut, shape, outer, block, repeats)
 
 
 def _shard(key: str, along: int, parts: Sequence[_Part], rank: int, ranks: int) -> RankShard:
@@ -283,8 +284,9 @@ def _replaced(values: tuple[int, ...], place: int, value: int) -> tuple[int, ...
 
 def _require_divisible(family: Family, axis: str, count: int, ranks: int, key: str) -> None:
     if count % ranks:
+        size = family.called(axis)
         raise MappingError(
-            f"{family.called(axis)} = {count} cannot be divided among {counted(ranks, 'rank')}",
+            f"{size} = {count} cannot be divided among {counted(ranks, 'rank')}",
             where=f"tensor `{key}`",
             hint=f"choose a value of {spell_option('--mp')} that divides the numbers of heads and "
             "experts, the feed-forward size and the vocabulary size",

@@ -294,8 +294,8 @@ class Policy:
             raise RefusedError(
                 f"{listed(asked)} keeps nothing",
                 why="no complete checkpoint matches by name or has a number for the metric",
-                hint=f"choose among {listed([one.name for one in complete], 3)}, or pass "
-                f"{spell_option('--keep-last 1')} to keep the newest checkpoint",
+                hint=f"choose among {listed([one.name for one in complete], 3)}, "
+                f"or pass {spell_option('--keep-last 1')} to keep the newest checkpoint",
             )
         for pattern in () if growing else self.patterns:
             if not any(fnmatchcase(name, pattern) for name in names):

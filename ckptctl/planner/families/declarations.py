@@ -153,11 +153,12 @@ class MegatronStyle:
         written: Further fields to write to config.json.
         model_type: The family's ``model_type`` in config.json.
         provider: Megatron-Bridge's class for models of the family, or empty for none.
-        named: Prefixes of class names in Megatron-Bridge and NeMo that identify the family.
+        named: Prefixes of class names in Megatron-Bridge and NeMo for the family.
         copies: Fields that copy another field, by name.
-        spec: Path of Megatron-Bridge's function that builds the layers, unless the provider has it.
-        pattern: ``(layer type, every)`` for all layers but each *every*-th one, which has full
-            attention.
+        spec: Path of Megatron-Bridge's function that builds the layers, unless the provider
+            has it.
+        pattern: ``(layer type, every)`` for all layers but each *every*-th one, which
+            has full attention.
         local: Whether sliding-window layers have separate RoPE frequencies.
         prefix: Prefix of the fields in config.json.
         translated: Whether config.json is derived from Megatron-Core's configuration.

@@ -69,10 +69,10 @@ class Leaf:
     Attributes:
         key: Template of the stored tensor's key.
         dims: The axes grouped in each stored dimension, outermost first.
-        spread: Axes that are indices of the key, so that each entry is a separate stored tensor.
+        spread: Axes that are indices of the key, with a separate stored tensor per entry.
         part: Its position among the parts that are concatenated in the stored tensor, or None.
         along: The dimension along which parts are concatenated.
-        within: The axis that interleaves parts (they are concatenated per index), or empty.
+        within: The axis per index of which parts are concatenated, or empty.
         plus: Offset that is added to each element to store it.
     """
 

@@ -141,7 +141,7 @@ class TemplateTable(Generic[T]):
                 self._by_skeleton.setdefault(one.skeleton, []).append((one, meaning))
 
     def entries(self, skeleton: str) -> Sequence[tuple[Template, T]]:
-        """List the templates of a :func:`skeleton` with their meanings, in order of precedence."""
+        """List the templates of a :func:`skeleton` with meanings, in order of precedence."""
         return self._by_skeleton.get(skeleton, ())
 
     def find(self, key: str) -> tuple[T, dict[str, int]] | None:

@@ -81,8 +81,9 @@ def _stored(family: Family, layout: Layout) -> Iterator[str]:
         if len(parts) > 1 and any(leaf.plus for _, leaf in stored.parts):
             yield f"an offset is added to a part of `{stored.template.text}` in `{layout.name}`"
         for tensor, leaf in stored.parts:
-            if leaf.within and family.expand(leaf.dims[0])[:1] != (leaf.within,):
-                yield f"row `{tensor.name}` does not begin with `{leaf.within}` in `{layout.name}`"
+            axis = leaf.within
+            if axis and family.expand(leaf.dims[0])[:1] != (axis,):
+                yield f"row `{tensor.name}` does not begin with `{axis}` in `{layout.name}`"
 
 
 def misfits(family: Family) -> Iterator[str]:

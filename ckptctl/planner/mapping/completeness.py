@@ -34,8 +34,8 @@ class Absent(NamedTuple):
 
     Attributes:
         key: The missing key.
-        shown: Whether this model certainly needs it, because the tensor exists at other indices or
-            has no index.
+        shown: Whether this model certainly needs it, because the tensor exists at other
+            indices or has no index.
     """
 
     key: str

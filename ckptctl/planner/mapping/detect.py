@@ -78,7 +78,7 @@ def detect(
         ranks: Number of model-parallel shards.
         prefer: The preferred layout among identical ones.
         least: Fraction of all keys that a layout must know, 1 for exact matches only.
-        named: Whether the user specified the model type, so that configs do not exclude it.
+        named: Whether the user specified the model type, which configs do not exclude.
         root: Prefix that was removed from the keys, with its dot.
     """
     known = [None if file is None else with_rope_type(file) for file in (config, params)]
@@ -112,8 +112,8 @@ def detect(
     best = _originals(best)
     if named:
         return tuple(best)
-    described = known != [None, None]
-    return tuple(_most_refined(best, families) if described else _shown(best, families))
+    select = _shown if known == [None, None] else _most_refined
+    return tuple(select(best, families))
 
 
 def configured(

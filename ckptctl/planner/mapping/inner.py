@@ -17,7 +17,7 @@ ALONE = "alone"
 
 
 def with_names_of(part: Family, layout: str, whole: Family, target: str) -> Family | None:
-    """Derive the family of the tensors that two models share, in :data:`ALONE` and *target*.
+    """Derive the family of shared tensors of two models, in :data:`ALONE` and *target*.
 
     Args:
         part: The model type of the submodel.

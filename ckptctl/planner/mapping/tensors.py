@@ -51,7 +51,7 @@ class Change:
         redundant: Elements of the source that no target has, which must be verified as redundant.
         zeros: Virtual sources of *tensors*.
         sizes: All known axis sizes, and the number of layers as ``i``.
-        left_out: Skipped source keys of fused or stacked tensors with missing parts, and reasons.
+        left_out: Source keys of fused or stacked tensors with missing parts, and reasons.
         vocab: Size to which the vocabulary was padded or truncated, or None if it was kept.
         notes: Messages for the user, including dropped source keys with reasons, and the choice
             among facts on which descriptions differ.
@@ -108,13 +108,10 @@ def map_tensors(
         tied: Whether embeddings are tied, or None for the family's default.
         untie: Whether to write tied tensors separately, without comparing them.
         partial: Whether *shapes* is a selection, so that no tensor is missing.
-        lists: Lists of layer numbers from the config
-            (:func:`ckptctl.planner.config_facts.read_lists`).
+        lists: Lists of layer numbers from the config.
         matched: The matched keys of the complete model, or None to match *shapes*.
-        without: Logical tensors that this model does not have
-            (:func:`ckptctl.planner.config_facts.does_without`).
-        demanded: Optional tensors that the config requires
-            (:func:`ckptctl.planner.config_demands.demanded`).
+        without: Logical tensors that this model does not have.
+        demanded: Optional tensors that the config requires.
         missing: Keys that may be missing, so that fused tensors with them are skipped.
         resize: New sizes of axes to truncate or to pad with zeros.
 
@@ -135,8 +132,10 @@ def map_tensors(
         demanded=demanded,
     )
     run = _Run(held, target, resize or {}, untie, partial)
-    found = run.unchanged() if source is target else run.result(lists or {}, missing)
-    if source is not target and not partial:
+    if source is target:
+        return run.unchanged()
+    found = run.result(lists or {}, missing)
+    if not partial:
         found.notes.add(*untold(family, source, target, demanded))
     return found
 
@@ -329,10 +328,11 @@ class _Run:
         made = {axis: self.sizes.get(axis, 0) for axis in wanted.spread if axis not in both}
         for axis, size in made.items():
             if size > MOST:
+                name = self.family.called(axis)
                 raise MappingError(
                     f"one tensor would become {counted(size, 'tensor')}",
                     where=f"tensor `{next(iter(keys.values()))}`",
-                    why=f"{self.family.called(axis)} is {size:,}; at most {MOST:,} are expected",
+                    why=f"{name} is {size:,}; at most {MOST:,} are expected",
                 )
 
     def _rearranged(
