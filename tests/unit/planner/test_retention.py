@@ -21,8 +21,10 @@ def candidate(step: int, **more) -> Retainable:
     return Retainable(**{**usual, **more})
 
 
-def kept(policy: Policy, *candidates: Retainable, **more) -> dict[str, tuple[str, ...]]:
-    decisions = decide(candidates, policy, NOW, **more)
+def kept(
+    policy: Policy, *candidates: Retainable, coming: int = 0, replaced: bool = False
+) -> dict[str, tuple[str, ...]]:
+    decisions = decide(candidates, policy, NOW, coming=coming, replaced=replaced)
     return {d.checkpoint.name: d.reasons for d in decisions if d.action == "keep"}
 
 

@@ -13,7 +13,7 @@ import pytest
 
 from ckptctl.catalog import Box, Extent, TensorEntry
 from ckptctl.columns import BoxColumns, ExtentColumns
-from ckptctl.planner.copying import blocks as lowering
+from ckptctl.planner.copying import blocks
 from ckptctl.planner.copying.blocks import (
     Block,
     BlockReader,
@@ -25,7 +25,7 @@ from ckptctl.planner.copying.blocks import (
 from ckptctl.planner.copying.copies import tiles
 from ckptctl.planner.copying.tile import Limits
 from ckptctl.planner.plan import Record, TargetBox
-from ckptctl.planner.strided import Strided, stack
+from ckptctl.planner.strided import Part, Strided, stack
 from tests.unit.planner.copying.test_copies import cast, fill, steps
 from tests.unit.planner.test_strided import Arrays, _step
 
@@ -75,13 +75,13 @@ def test_a_rotary_order_is_a_strided_copy_of_rows() -> None:
 def test_a_part_that_is_far_from_a_box_is_not_met(monkeypatch) -> None:
     experts = stack([Strided.whole(rows(f"e{n}", 4, 8, 1)) for n in range(64)])
     asked = []
-    inside = lowering._inside
+    inside = blocks._inside
 
-    def noted(part, *box):
+    def noted(part: Part, *box):
         asked.append(part.of.name)
         return inside(part, *box)
 
-    monkeypatch.setattr(lowering, "_inside", noted)
+    monkeypatch.setattr(blocks, "_inside", noted)
     assert list(BlockReader(experts).dense((7, 0, 0), (1, 4, 8))) == [ReadFrom("e70")]
     assert set(asked) == {"e7"}
 
@@ -183,7 +183,7 @@ def program(seed: int):
         tensor, array = _step(rng, arrays, tensor, array)
     files: Files = {"//zeros": bytearray(1 << 16)}
     entries = {one: store(rng, files, held, one, item) for one, held in arrays.items()}
-    parts = tuple(part._replace(of=entries.get(part.of.name, part.of)) for part in tensor.parts)
+    parts = tuple(Part(entries.get(part.of.name, part.of), *part[1:]) for part in tensor.parts)
     dtype = DTYPES[item]
     tensor = Strided(tensor.shape, dtype, dtype, tuple(map(_zeros(item), parts)))
     return rng, tensor, array, files, item
@@ -192,10 +192,11 @@ def program(seed: int):
 def _zeros(item: int):
     """Give virtual files the dtype of the others."""
 
-    def changed(part):
+    def changed(part: Part) -> Part:
         if part.of.name != "//zeros":
             return part
-        return part._replace(of=Strided.filled(DTYPES[item], part.of.shape, "//zeros").parts[0].of)
+        zeros = Strided.filled(DTYPES[item], part.of.shape, "//zeros")
+        return Part(zeros.parts[0].of, *part[1:])
 
     return changed
 
@@ -266,8 +267,8 @@ def test_random_boxes_hold_the_elements_of_numpy(block: int) -> None:
 @pytest.mark.parametrize("permuted", [False, True])
 def test_random_tiles_write_the_elements_of_numpy(permuted, monkeypatch):
     if permuted:
-        monkeypatch.setattr(lowering, "FEW_RUNS", 0)
-        monkeypatch.setattr(lowering, "SHORT_RUN", 1 << 30)
+        monkeypatch.setattr(blocks, "FEW_RUNS", 0)
+        monkeypatch.setattr(blocks, "SHORT_RUN", 1 << 30)
     for seed in range(permuted * 500, permuted * 500 + 500):
         check_tiles(seed)
 

@@ -13,6 +13,7 @@ from ckptctl.errors import CkptError, DamagedError
 from ckptctl.planner.balance import lanes, share_of
 from ckptctl.planner.copying import blocks
 from ckptctl.planner.copying.copies import lower
+from ckptctl.planner.plan import Plan
 from ckptctl.planner.strided import Strided
 from ckptctl.storage.execution.execution_options import ExecutionOptions
 from ckptctl.storage.execution.executor import PlanRun
@@ -27,7 +28,7 @@ def case(tmp_path, monkeypatch):
     return Case(tmp_path)
 
 
-def plan_of(case):
+def plan_of(case) -> Plan:
     """Return a plan some of whose records are many tiles, so that ranks share them."""
     rows = ((0,), (1,))
     case.add((4096, 64), rows, rows, lambda data: data)
@@ -37,7 +38,8 @@ def plan_of(case):
         return tensor.view(32, 2, 64, 64).transpose(1, 2).contiguous().numpy().tobytes()
 
     case.add((32, 2, 64, 64), ((0, 1, 2), (3,)), ((0, 2, 1), (3,)), rope)
-    return case.everything()
+    plan: Plan = case.everything()
+    return plan
 
 
 def carry_out(case, plan, ranks, **options):
@@ -78,7 +80,7 @@ def test_a_source_whose_checksum_two_ranks_read(case):
     """Each of them reads a part, neither can compare: the one that finishes does."""
     rows = ((0,), (1,))
     case.add((4096, 64), rows, rows, lambda data: data)
-    plan = case.plan()
+    plan: Plan = case.plan()
     (transfer,) = plan.transfers
     (entry,) = transfer.stored_tensors()
     (extent,) = entry.extents
