@@ -179,9 +179,9 @@ def writable(value: str) -> str:
 
 
 def _format(value: str, known: Sequence[str]) -> str:
-    from ckptctl.formats.foreign import OTHER_NAMES
+    from ckptctl import formats
 
-    return among(value, "format", known, OTHER_NAMES, "ckptctl formats")
+    return among(value, "format", known, formats.other_names(), "ckptctl formats")
 
 
 def positive(value: int) -> int:

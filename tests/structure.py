@@ -25,13 +25,15 @@ BLOCK = re.compile(r"(<!-- generated: \w+ -->\n\n).*?(\n<!-- end -->\n)", re.DOT
 ROW = re.compile(r"^\| ([^|]+?) \| ([\d,]+) \|$", re.MULTILINE)
 ROOMS = {
     "shared": ("ckptctl",),
-    "planner": ("ckptctl.planner",),
+    "planner": ("ckptctl.planner", "ckptctl.numerics.quantization"),
     "storage": ("ckptctl.storage",),
     "conversion": (
         *("ckptctl.conversion", "ckptctl.families", "ckptctl.option_checks", "ckptctl.ranks"),
-        *("ckptctl.shared_options", "ckptctl.formats.__init__"),
-        *("ckptctl.formats.base", "ckptctl.formats.checksums", "ckptctl.formats.sidecar_files"),
-        *("ckptctl.formats.shared.findings", "ckptctl.formats.shared.leaves"),
+        *("ckptctl.shared_options", "ckptctl.numerics.quantized", "ckptctl.formats.__init__"),
+        *("ckptctl.formats.base", "ckptctl.formats.checksums", "ckptctl.formats.foreign"),
+        *("ckptctl.formats.sidecar_files", "ckptctl.formats.shared.findings"),
+        *("ckptctl.formats.shared.leaves", "ckptctl.formats.shared.stored_leaves"),
+        "ckptctl.formats.shared.tags",
     ),
     "formats": ("ckptctl.formats",),
     "numerics": ("ckptctl.numerics",),

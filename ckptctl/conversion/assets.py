@@ -11,8 +11,7 @@ from ckptctl.catalog import Catalog
 from ckptctl.conversion.recognition.model import Description, descriptions_of
 from ckptctl.errors import CkptError, SourceNotFoundError, UsageError, listed, spell_option
 from ckptctl.formats.base import WritableFormat
-from ckptctl.formats.rank_files import CONFIGURATION
-from ckptctl.formats.sidecar_files import beside, documents, left_behind
+from ckptctl.formats.sidecar_files import CONFIGURATION, beside, documents, left_behind
 from ckptctl.notes import Notes
 from ckptctl.planner.config_facts import Json
 from ckptctl.planner.plan import RawCopy

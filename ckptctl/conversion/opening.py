@@ -15,9 +15,9 @@ from ckptctl.conversion.draft import Draft
 from ckptctl.conversion.recognition.model import Model, Request, understand
 from ckptctl.conversion.recognition.roots import unwrapped
 from ckptctl.conversion.sources import open_source
-from ckptctl.conversion.steps import advised
 from ckptctl.errors import RefusedError
 from ckptctl.formats.sidecar_files import documents
+from ckptctl.numerics.quantized import advised
 from ckptctl.storage.destinations import Replaceable
 from ckptctl.storage.paths import named
 from ckptctl.storage.sources import blaming, require_unreplaced

@@ -79,8 +79,6 @@ BUILT_IN = (
     Step("adapter-files", "files", 10, _late("adapters.adapter_files:adapter_files")),
     Step("config-files", "files", 20, _late("facts.config_files:config_files")),
 )
-advised = _late("numerics.quantized:advised")
-"""Lets errors about a model's tensors without a place say what may be done about it."""
 
 
 @cache

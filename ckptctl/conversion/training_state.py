@@ -11,10 +11,10 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from ckptctl import formats
 from ckptctl.catalog import Blob, Catalog, Path, TensorEntry
 from ckptctl.conversion.recognition.layout_change import with_sums, with_zeros
 from ckptctl.errors import RefusedError, spell_option
-from ckptctl.formats.mcore.spelling import whole_of
 from ckptctl.formats.shared.leaves import join
 from ckptctl.planner.mapping.mapped import (
     ComposedTensor,
@@ -66,7 +66,7 @@ def follow(catalog: Catalog, names: Sequence[str], root: str, change: Change) ->
             why=f"{spell_option('--vocab-size')} only pads or truncates parameters",
             hint=f"pass {spell_option('--only model')}",
         )
-    _require_no_parts(tensors, change)
+    _require_no_parts(catalog, tensors, change)
     if change.identity or not names:
         same = (ComposedTensor.same(entry.name, entry.name, entry.shape) for entry in tensors)
         return Rest(
@@ -81,16 +81,16 @@ def follow(catalog: Catalog, names: Sequence[str], root: str, change: Change) ->
     return run.rest
 
 
-def _require_no_parts(tensors: Sequence[TensorEntry], change: Change) -> None:
+def _require_no_parts(catalog: Catalog, tensors: Sequence[TensorEntry], change: Change) -> None:
     """Refuse what an optimizer knows of parts of tensors that are whole here: the names differ."""
-    named = [(entry, whole) for entry in tensors if (whole := whole_of(entry.name))]
-    own = {source.key for item in change.tensors for source in item.sources} if named else {}
-    for entry, whole in named:
+    merged = formats.merged_parameters(catalog, [entry.name for entry in tensors])
+    own = {source.key for item in change.tensors for source in item.sources} if merged else {}
+    for name, whole in merged.items():
         parameter = next((part for part in name_parts(whole) if part in own), None)
         if parameter is not None:
             raise RefusedError(
                 "cannot map optimizer state to its parameter",
-                where=f"tensor `{entry.name}`",
+                where=f"tensor `{name}`",
                 why=f"Megatron-FSDP saved it for one part of `{parameter}`, but parts are merged",
                 hint=f"pass {spell_option('--only model')}; to resume in Megatron-FSDP, load the "
                 "original save",

@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 import pkgutil
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import cache
@@ -99,6 +99,11 @@ def registered() -> dict[str, Format]:
 def names() -> tuple[str, ...]:
     """Return the names of the built-in formats, which are all readable."""
     return tuple(builtin())
+
+
+def other_names() -> dict[str, str]:
+    """Map other names of formats, and of programs that use them, to the built-in formats."""
+    return {other: name for name, known in builtin().items() for other in known.other_names}
 
 
 def writable() -> tuple[str, ...]:
@@ -256,6 +261,18 @@ def open_checkpoint(
             note = f"read from `{inside.name}`, the only model checkpoint in this folder"
             found = replace(found, notes=(note, *found.notes))
         return replace(found, opened=opened)
+
+
+def merged_parameters(catalog: Catalog, names: Sequence[str]) -> dict[str, str]:
+    """Map optimizer state of a part to the parameter in *catalog* that the part was merged into.
+
+    The format that read the catalog is asked, and those that refined it.
+    """
+    found: dict[str, str] = {}
+    for known in builtin().values():
+        if catalog.format in (known.name, *known.specializes):
+            found |= known.merged_parameters(names)
+    return found
 
 
 def resolve(catalog: Catalog) -> Catalog:

@@ -13,7 +13,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Protocol
 
 from ckptctl import dtypes
 from ckptctl.catalog import Blob, Box, Catalog
@@ -26,6 +26,7 @@ from ckptctl.tree import TreePath
 
 if TYPE_CHECKING:
     from ckptctl.planner.layouts import Family
+    from ckptctl.planner.mapping.detect import Candidate
     from ckptctl.planner.model_parallel import RankShard
     from ckptctl.planner.plan import CrcOf, Frame, RawCopy, Record
 
@@ -209,11 +210,30 @@ class ReadOptions:
 AS_IT_IS = ReadOptions()
 
 
+class RecordedFacts(Protocol):
+    """Facts about a model that its trainer recorded in its own terms."""
+
+    def candidates(
+        self, known: Mapping[str, Family], shapes: Mapping[str, tuple[int, ...]], root: str
+    ) -> list[Candidate]:
+        """Return the families that are described and have exactly the keys of *shapes*."""
+
+    def contradict(self, family: Family) -> bool:
+        """Return whether the facts rule out every model of *family*."""
+
+    def configuration(self, family: Family) -> Mapping[str, object] | None:
+        """Return the facts as a ``config.json``, or None if there are none."""
+
+    def state_padding(self, rows: int, size: int) -> bool:
+        """Return whether only the first *size* of *rows* rows of a vocabulary are in use."""
+
+
 class Format(ABC):
     """A checkpoint format, discovered in the modules and packages here.
 
     Attributes:
         name: Name for ``--from`` and ``--to``.
+        other_names: Other names of it, or of the programs that read or write it, for hints.
         title: One line for ``--help`` and lists.
         recognized: Human-readable criteria of :meth:`sniff`.
         marks: Pattern for the start of names. :meth:`sniff` is only called for a file that matches,
@@ -236,6 +256,7 @@ class Format(ABC):
     """
 
     name: ClassVar[str]
+    other_names: ClassVar[tuple[str, ...]] = ()
     title: ClassVar[str]
     recognized: ClassVar[str] = ""
     marks: ClassVar[re.Pattern[str] | None] = None
@@ -282,6 +303,22 @@ class Format(ABC):
     def refine(self, catalog: Catalog, asked: ReadOptions) -> Catalog:
         """Add this format's knowledge to the catalog of a format that it specializes."""
         return catalog
+
+    def merged_parameters(self, names: Sequence[str]) -> dict[str, str]:
+        """Map names of optimizer state to parameters that reading merged from several parts.
+
+        Args:
+            names: Names of tensors; those that are not state of a part are ignored.
+        """
+        return {}
+
+    def recorded_facts(self, catalog: Catalog) -> RecordedFacts | None:
+        """Interpret the :attr:`~ckptctl.catalog.Catalog.extensions` of a catalog of this format.
+
+        Returns:
+            Facts that the trainer recorded about the model, or None if there are none.
+        """
+        return None
 
     def resolve(self, catalog: Catalog) -> Catalog:
         """Locate the element bytes of every extent, so that its codec becomes ``raw``."""

@@ -10,23 +10,6 @@ from ckptctl.storage.stand_ins import GIT_LFS, HDF5, LEGACY_TORCH, PULL
 from ckptctl.tree import TreePath
 from ckptctl.units import natural
 
-OTHER_NAMES = {
-    "fsdp": "dcp",
-    "fsdp2": "dcp",
-    "huggingface": "hf",
-    "llama": "meta",
-    "lora": "peft",
-    "pt": "torch",
-    "pth": "torch",
-    "pytorch": "torch",
-    "safetensors": "hf",
-    "torchtitan": "dcp",
-    "transformers": "hf",
-    "vllm": "hf",
-    "zero": "deepspeed",
-}
-"""Formats by alternative name, or by the program that reads or writes them."""
-
 _ADVICE = {
     "ONNX": "export the weights from the framework that made the model",
     "TensorFlow": "load it with transformers (`from_tf=True`) and save it with `save_pretrained`",

@@ -37,6 +37,7 @@ class MetaFormat(WritableFormat):
     """Model-parallel shards with ``params.json``."""
 
     name = "meta"
+    other_names = ("llama",)
     title = "Meta: consolidated.NN.pth with params.json"
     recognized = "`consolidated.NN.pth`, unless `params.json` is Mistral's"
     marks = re.compile("consolidated")

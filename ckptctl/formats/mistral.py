@@ -71,6 +71,7 @@ class MistralFormat(hf.HfFormat):
     """Safetensors with Mistral's tensor names and ``params.json``."""
 
     name = "mistral"
+    other_names = ()
     title = "Mistral: consolidated*.safetensors (or .pth, read only) with params.json"
     recognized = (
         "`consolidated*.safetensors` or its index; `consolidated.NN.pth` with Mistral's "

@@ -29,6 +29,7 @@ class PeftFormat(HfFormat):
     """One safetensors file with the adapter's configuration."""
 
     name = "peft"
+    other_names = ("lora",)
     title = "PEFT adapter: adapter_model.safetensors (or .bin, read only) with adapter_config.json"
     recognized = (
         "`adapter_model.safetensors` or `adapter_model.bin`, without a complete model in the same"

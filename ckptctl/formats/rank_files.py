@@ -18,7 +18,7 @@ from ckptctl.catalog import Path as KeyPath
 from ckptctl.errors import FormatError, UnsupportedError, listed
 from ckptctl.formats.base import AS_IT_IS, Format, Listing, ReadOptions, require_folder
 from ckptctl.formats.shared.findings import Faults, mixed_saves
-from ckptctl.formats.sidecar_files import with_folder
+from ckptctl.formats.sidecar_files import CONFIGURATION, with_folder
 from ckptctl.storage.files import SourceFiles, source_files
 from ckptctl.storage.read_ahead import ahead, zip_ends
 from ckptctl.tree import TreePath
@@ -41,8 +41,6 @@ PATTERNS = tuple(
     )
 )
 TRAINER = "trainer_state.pt"
-CONFIGURATION = "huggingface"
-"""verl's folder for the model's configuration and tokenizer."""
 SHARDING = "fsdp_config.json"
 """verl's description of the ranks, which only applies to their files."""
 _CALLED = {"pytorch_model_fsdp": "model", "pytorch_model": "model"}

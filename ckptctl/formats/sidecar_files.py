@@ -28,6 +28,8 @@ from ckptctl.tree import TreePath
 MAX_BYTES = 100_000_000
 DOCUMENTS = ("config.json", "params.json")
 ADAPTER = "adapter_config.json"
+CONFIGURATION = "huggingface"
+"""Folder in which verl keeps the model's configuration and tokenizer."""
 QUANTIZATION = (
     "hf_quant_config.json",
     "quant_config.json",

@@ -43,6 +43,7 @@ class TorchFormat(WritableFormat):
     """One ``torch.save`` file."""
 
     name = "torch"
+    other_names = ("pt", "pth", "pytorch")
     title = "single torch.save file, flat or nested"
     recognized = (
         "a zip file not named `consolidated.NN.pth` or `pytorch_model*.bin` (Lightning's `*.ckpt`"

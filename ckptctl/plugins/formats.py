@@ -7,7 +7,8 @@ reading                   :class:`ReadOptions`, :class:`TreePath` (a path here o
                           :func:`read_archive` (what ``torch.save`` wrote; runs nothing),
                           :func:`beside` (sidecar files next to the weights)
 what was read             :class:`Catalog`, :class:`TensorEntry`, :class:`Extent`, :class:`Box`,
-                          :class:`Checksum`, :class:`Blob`, :class:`Finding`, :data:`DTYPES`
+                          :class:`Checksum`, :class:`Blob`, :class:`Finding`, :data:`DTYPES`,
+                          :class:`RecordedFacts` (of the model, in the trainer's own terms)
 writing                   :class:`OutputRequest`, :class:`OutputTensor`, :class:`OutputLayout`,
                           :class:`OutputFile`, :class:`Record`, :class:`TensorPlace`,
                           :class:`RawCopy`, :func:`constant`, :func:`document`, :func:`copied`
@@ -36,6 +37,7 @@ from ckptctl.formats.base import (
     OutputRequest,
     OutputTensor,
     ReadOptions,
+    RecordedFacts,
     TensorPlace,
     Weights,
     WritableFormat,
@@ -78,6 +80,7 @@ __all__ = [
     "RawCopy",
     "ReadOptions",
     "Record",
+    "RecordedFacts",
     "RefusedError",
     "SourceFiles",
     "SourceNotFoundError",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 from ckptctl import families, formats
 from ckptctl.catalog import Blob, Catalog, Path, TensorEntry
@@ -28,6 +28,7 @@ from ckptctl.errors import (
     possible,
     spell_option,
 )
+from ckptctl.formats.base import RecordedFacts
 from ckptctl.formats.sidecar_files import DOCUMENTS
 from ckptctl.options import among
 from ckptctl.planner.config_facts import MODULES, Json, is_tied, read_lists, read_sizes
@@ -38,9 +39,6 @@ from ckptctl.planner.mapping.detect import Candidate, configured, detect, refine
 from ckptctl.planner.mapping.matching import Matched, match
 from ckptctl.tree import TreePath
 from ckptctl.units import counted
-
-if TYPE_CHECKING:
-    from ckptctl.facts.recorded import Records
 
 Candidates: TypeAlias = Sequence[Candidate]
 SHOWN_CANDIDATES = 12
@@ -375,13 +373,9 @@ def _families(fitting: Candidates) -> tuple[str, ...]:
     return tuple(dict.fromkeys(candidate.family for candidate in fitting))
 
 
-def _records(catalog: Catalog) -> Records | None:
+def _records(catalog: Catalog) -> RecordedFacts | None:
     """Return what programs recorded of the model, or None if there is nothing."""
-    if not catalog.extensions:
-        return None
-    from ckptctl.facts.recorded import Records  # most checkpoints have none
-
-    return Records(catalog)
+    return formats.get(catalog.format).recorded_facts(catalog)
 
 
 def _inside(

@@ -45,6 +45,7 @@ class DcpFormat(ItemFormat, WritableFormat):
     """A directory with a global ``.metadata``."""
 
     name = "dcp"
+    other_names = ("fsdp", "fsdp2", "torchtitan")
     title = "torch.distributed.checkpoint directory"
     recognized = "`.metadata`, unless it is ByteCheckpoint's or Megatron-Core's"
     marks = re.compile(re.escape(METADATA))

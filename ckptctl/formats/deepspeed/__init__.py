@@ -19,6 +19,7 @@ class DeepSpeedFormat(Format):
     """A folder with files of states per rank, or its parent folder with ``latest``."""
 
     name = "deepspeed"
+    other_names = ("zero",)
     title = "DeepSpeed: ZeRO stages 0 to 3 and BF16_Optimizer"
     recognized = (
         "a folder with `mp_rank_00_model_states.pt` or `zero_pp_rank_N_mp_rank_00_*_states.pt`; "

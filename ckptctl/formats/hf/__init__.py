@@ -68,6 +68,7 @@ class HfFormat(WritableFormat):
     """Safetensors with ``config.json``."""
 
     name = "hf"
+    other_names: ClassVar[tuple[str, ...]] = ("huggingface", "safetensors", "transformers", "vllm")
     title = "Hugging Face: safetensors (or pytorch_model*.bin, read only) with config.json"
     recognized = (
         "`*.safetensors` or `*.safetensors.index.json`; otherwise `pytorch_model.bin` or its "

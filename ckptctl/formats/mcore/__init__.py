@@ -6,6 +6,7 @@ Megatron-LM, Megatron-Bridge, NeMo 2, verl, slime and ms-swift write them.
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import replace
 
 from ckptctl.catalog import Catalog
@@ -16,6 +17,7 @@ from ckptctl.formats.base import (
     OutputLayout,
     OutputRequest,
     ReadOptions,
+    RecordedFacts,
     WritableFormat,
     require_folder,
 )
@@ -104,6 +106,18 @@ class McoreFormat(ItemFormat, WritableFormat):
         new = listed([name for name in joined.tensors if name not in catalog.tensors])
         note = f"tensors that Megatron-FSDP saved in parts are joined and renamed: {new}"
         return replace(joined, notes=(*joined.notes, note))
+
+    def merged_parameters(self, names: Sequence[str]) -> dict[str, str]:
+        """See :meth:`Format.merged_parameters`."""
+        from ckptctl.formats.mcore.spelling import whole_of
+
+        return {name: whole for name in names if (whole := whole_of(name))}
+
+    def recorded_facts(self, catalog: Catalog) -> RecordedFacts | None:
+        """See :meth:`Format.recorded_facts`."""
+        from ckptctl.facts.recorded import Records  # most checkpoints have none
+
+        return Records(catalog) if catalog.extensions else None
 
     def only_part(self, path: TreePath) -> TreePath | None:
         """See :meth:`Format.only_part`."""

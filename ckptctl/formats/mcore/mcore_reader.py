@@ -57,7 +57,7 @@ from ckptctl.formats.peft import adapter_config
 from ckptctl.formats.shared.findings import UNUSABLE, Faults, of_error
 from ckptctl.formats.shared.leaves import require_harmless
 from ckptctl.formats.shared.stored_leaves import NO_CHECKSUMS, Leaves, leaves_in
-from ckptctl.formats.sidecar_files import ADAPTER, documents
+from ckptctl.formats.sidecar_files import ADAPTER, CONFIGURATION, documents
 from ckptctl.planner.config_facts import Json
 from ckptctl.storage.files import SourceFiles, source_files
 from ckptctl.storage.json_reader import read_json
@@ -70,7 +70,6 @@ from ckptctl.tree import TreePath
 from ckptctl.units import counted
 
 ARGUMENTS = "args"
-CONFIGURATION = "huggingface"
 OWN = (COMMON, MARK, RUN_CONFIG, ADAPTER)
 MAX_VALUES = 1 << 19
 """Limit for unsharded values; usually, these are a few thousand in less than a megabyte."""

@@ -15,7 +15,6 @@ from ckptctl import formats
 from ckptctl import option_checks as checks
 from ckptctl.conversion.summary import Amount, Regrouped, Summary
 from ckptctl.errors import RefusedError, UsageError
-from ckptctl.formats.foreign import OTHER_NAMES
 
 DROPPED = {f"rope.{i}": "computed from the config" for i in range(7)}
 
@@ -388,8 +387,8 @@ def test_an_unknown_model_type(run, tiny_llama3_hf, tmp_path):
 
 
 def test_what_formats_are_called_elsewhere():
-    assert set(OTHER_NAMES.values()) <= set(formats.names())
-    assert not set(OTHER_NAMES) & set(formats.names())
+    assert set(formats.other_names().values()) <= set(formats.names())
+    assert not set(formats.other_names()) & set(formats.names())
 
 
 def test_a_size_that_no_configuration_states(run, tiny_llama3_hf, tmp_path):
