@@ -76,7 +76,10 @@ def _load(name: str) -> Family:
         if not isinstance(found, Family):
             raise TypeError(f"{found!r} is not a Family")
         if name not in built_in():
-            _require_sound(found)
+            from ckptctl.planner.families.validation import flaws
+
+            if flaw := next(flaws(found), None):
+                raise ValueError(flaw)
     except Exception as error:
         raise UsageError(
             f"cannot load model type `{name}`",
@@ -84,13 +87,6 @@ def _load(name: str) -> Family:
             hint="fix its tables, or uninstall the package that adds it",
         ) from error
     return found
-
-
-def _require_sound(found: Family) -> None:
-    from ckptctl.planner.families.validation import flaws
-
-    if flaw := next(flaws(found), None):
-        raise ValueError(flaw)
 
 
 @contextmanager
@@ -234,10 +230,11 @@ def _run(file: Path) -> ModuleType:
     except KeyboardInterrupt:
         raise
     except BaseException as error:  # SystemExit too: the program does not end here
+        message = error.msg if isinstance(error, SyntaxError) else str(error)
         raise UsageError(
             "cannot run the converter file",
             where=f"{file}, line {_line_of(error, file)}",
-            why=f"{type(error).__name__}: {_message(error)}",
+            why=f"{type(error).__name__}: {message}",
         ) from error
     finally:
         if before is None:
@@ -245,10 +242,6 @@ def _run(file: Path) -> ModuleType:
         else:
             sys.modules[MODULE] = before
     return module
-
-
-def _message(error: BaseException) -> str:
-    return error.msg if isinstance(error, SyntaxError) else str(error)
 
 
 def _line_of(error: BaseException, file: Path) -> int:
@@ -268,14 +261,10 @@ def _check(found: Family, file: Path) -> None:
     try:
         flaw = next(chain(misfits(found), flaws(found)), None)
     except TableError as error:
-        flaw, where = str(error), f"{file}, line {_line_with(error.line, file)}"
+        lines = [line.strip() for line in file.read_text("utf-8", "replace").splitlines()]
+        number = lines.index(error.line) + 1 if error.line in lines else 1
+        flaw, where = str(error), f"{file}, line {number}"
     except (ValueError, TypeError, AttributeError, LookupError) as error:
         flaw = f"{type(error).__name__}: {error}"
     if flaw:
         raise UsageError("the tables of the converter file are malformed", where=where, why=flaw)
-
-
-def _line_with(text: str, file: Path) -> int:
-    """Return the line of *file* on which a row of a table stands."""
-    lines = [line.strip() for line in file.read_text("utf-8", "replace").splitlines()]
-    return lines.index(text) + 1 if text in lines else 1

@@ -181,19 +181,14 @@ def _hints(of: type) -> dict[str, Any]:
     """Return the types of the attributes that may be printed, those of properties last."""
     found: dict[str, Any] = {}
     for base in reversed(of.__mro__):
-        found |= _evaluated(base, _texts(base))
+        # The other annotations of a class may import names for type checkers only, and the module
+        # of a converter file is not in `sys.modules`.
+        texts = {n: text for n, text in _texts(base).items() if str(text).startswith("Annotated[")}
+        found |= _types(base, texts) if texts else {}
     fields = {
         n: hint for n, hint in found.items() if not isinstance(getattr(of, n, None), property)
     }
     return {**fields, **found}
-
-
-def _evaluated(of: type, texts: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the types that *texts* of a class mean, as far as something is printed of them."""
-    # What else a class has may be known to type checkers alone, and its module to nobody: that of
-    # a converter file is not in `sys.modules`.
-    printed_texts = {n: text for n, text in texts.items() if str(text).startswith("Annotated[")}
-    return _types(of, printed_texts) if printed_texts else {}
 
 
 def _types(of: type, texts: Mapping[str, Any]) -> dict[str, Any]:

@@ -74,17 +74,6 @@ def assets_folder(given: str | TreePath) -> TreePath:
     return _existing(home_expanded(Path(given)).absolute())
 
 
-def _note_meaning(given: str | TreePath, notes: Notes) -> None:
-    """Say which folder ``--assets`` names, where it may be meant otherwise."""
-    if is_url(given):
-        return
-    if url := hub_url(given):
-        notes.add(f"{spell_option(f'--assets {given}')} refers to the Hub repository `{url}`")
-    elif names_repository(given):
-        other = f"use `{HUB}://{given}` for the Hub repository"
-        notes.add(f"{spell_option(f'--assets {given}')} refers to the local folder; {other}")
-
-
 def file_notes(
     assets: Assets,
     directory: str | TreePath | None,
@@ -96,8 +85,13 @@ def file_notes(
     The output has files called *written*.
     """
     notes = Notes()
-    if directory is not None:
-        _note_meaning(directory, notes)
+    if directory is not None and not is_url(directory):
+        option = spell_option(f"--assets {directory}")
+        if url := hub_url(directory):
+            notes.add(f"{option} refers to the Hub repository `{url}`")
+        elif names_repository(directory):
+            other = f"use `{HUB}://{directory}` for the Hub repository"
+            notes.add(f"{option} refers to the local folder; {other}")
     others = {name: why for name, why in assets.others.items() if name not in written}
     if target.single_file:
         alone = f"a single {target.name} file has no sidecar files"

@@ -52,7 +52,12 @@ def require_destination(
     *elsewhere* is the hint where it would be in the source.
     """
     if is_url(target):
-        return _require_remote(source, target)
+        # What is there is looked at when the run begins.
+        if source == target or source in target.parents or target in source.parents:
+            raise RefusedError("source and destination overlap", where=str(target))
+        if not target.name or len(target.parts) < 2:
+            raise RefusedError("the destination must have a name", where=str(target))
+        return Destination(target, target, upload=True)
     destinations.require_path(target)
     found = destinations.destination(home_expanded(Path(target)).absolute())
     real, origin = real_path(found), real_path(source)
@@ -70,16 +75,6 @@ def require_destination(
     destinations.check_target(found, overwrite=overwrite, is_checkpoint=is_checkpoint)
     destinations.require_writable(found)
     return Destination(target, found)
-
-
-def _require_remote(source: TreePath, target: TreePath) -> Destination:
-    """Return a destination behind a URL; what is there is looked at when the run begins."""
-    same = source == target or source in target.parents or target in source.parents
-    if same:
-        raise RefusedError("source and destination overlap", where=str(target))
-    if not target.name or len(target.parts) < 2:
-        raise RefusedError("the destination must have a name", where=str(target))
-    return Destination(target, target, upload=True)
 
 
 def replaceable(path: TreePath) -> bool:

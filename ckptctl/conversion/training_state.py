@@ -116,7 +116,8 @@ class _Follow:
         """Take a tensor as it is, as a counter, or as a moment of a parameter."""
         found, counter = self._parameter(entry.name), entry.shape in ((), (1,))
         if found is None:
-            if not counter and _is_moment(entry.name):
+            is_state = entry.name.partition(".")[0].lower().startswith("opt")
+            if not counter and (is_state or ".state." in entry.name):
                 raise RefusedError(
                     "cannot map optimizer state to its parameter",
                     where=f"tensor `{entry.name}`",
@@ -262,7 +263,3 @@ def _source_of(parameter: SourceTensor, name: str) -> SourceTensor:
             hint=f"pass {spell_option('--only model')}, or keep the layout",
         )
     return parameter._replace(key=name, plus=parameter.plus if COPIES & kinds else 0)
-
-
-def _is_moment(name: str) -> bool:
-    return name.partition(".")[0].lower().startswith("opt") or ".state." in name

@@ -181,8 +181,8 @@ def _require_no_family(
 
 def _with_vocabulary(change: Change, size: int) -> Change:
     if (cut := change.sizes[AXIS] - size) > 0:
-        left = f"the last {counted(cut, 'row')} of the vocabulary"
-        change.notes.add(f"{spell_option(f'--vocab-size {size}')} drops {left}")
+        dropped_rows = f"the last {counted(cut, 'row')} of the vocabulary"
+        change.notes.add(f"{spell_option(f'--vocab-size {size}')} drops {dropped_rows}")
     return replace(change, sizes={**change.sizes, AXIS: size}, vocab=size)
 
 

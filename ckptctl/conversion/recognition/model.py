@@ -28,7 +28,6 @@ from ckptctl.errors import (
     possible,
     spell_option,
 )
-from ckptctl.formats.base import RecordedFacts
 from ckptctl.formats.sidecar_files import DOCUMENTS
 from ckptctl.options import among
 from ckptctl.planner.config_facts import MODULES, Json, is_tied, read_lists, read_sizes
@@ -181,7 +180,7 @@ class Model:
 
     def states_padding(self, rows: int, size: int) -> bool:
         """Return whether Megatron's records say that of *rows* of a vocabulary *size* are used."""
-        records = _records(self.catalog)
+        records = formats.get(self.catalog.format).recorded_facts(self.catalog)
         return records is not None and records.state_padding(rows, size)
 
     def by_names_alone(self, layout: str | None) -> Model:
@@ -220,7 +219,7 @@ def understand(
     prefixes = [checked_root(catalog, root)] if root is not None else roots(catalog)
     format = formats.get(catalog.format)
     prefer = layout or format.layout
-    records = _records(catalog)
+    records = format.recorded_facts(catalog)
     asked_records = None if config or params or model_type else records
     named = containers(catalog)
     tried: dict[str, Candidates] = {}
@@ -252,7 +251,14 @@ def understand(
     fitting = tuple({**tried, **inside}[place])
     candidates = [c for c in fitting if layout in (None, c.layout, *c.alike)]
     if layout is not None and not candidates:
-        raise _in_another_layout(layout, fitting, catalog.path)
+        matches = " or ".join(map(str, fitting))
+        raise MappingError(
+            f"the tensors are not in layout `{layout}`",
+            where=catalog.path,
+            why=f"their keys match {matches}"
+            if matches
+            else "no known model type has these keys in that layout",
+        )
     names = _families(candidates)
     layouts = list(dict.fromkeys(c.layout for c in candidates))
     # Layouts that differ only in layers that are not adapted: any of them is right.
@@ -373,11 +379,6 @@ def _families(fitting: Candidates) -> tuple[str, ...]:
     return tuple(dict.fromkeys(candidate.family for candidate in fitting))
 
 
-def _records(catalog: Catalog) -> RecordedFacts | None:
-    """Return what programs recorded of the model, or None if there is nothing."""
-    return formats.get(catalog.format).recorded_facts(catalog)
-
-
 def _inside(
     catalog: Catalog, known: Mapping[str, Family], tried: Mapping[str, Candidates]
 ) -> dict[str, Candidates]:
@@ -391,17 +392,6 @@ def _inside(
         if _exact(fitting):
             models[prefix] = fitting
     return models
-
-
-def _in_another_layout(layout: str, fitting: Candidates, where: TreePath) -> MappingError:
-    names = " or ".join(map(str, fitting))
-    return MappingError(
-        f"the tensors are not in layout `{layout}`",
-        where=where,
-        why=f"their keys match {names}"
-        if names
-        else "no known model type has these keys in that layout",
-    )
 
 
 def _perhaps_tied(found: Model, known: Mapping[str, Family]) -> Model:
@@ -488,10 +478,16 @@ def require_one(model: Model) -> None:
             hint=f"{root_hint(model)}, or use format hf, dcp or torch to copy keys unchanged",
         )
     if model.model_type is None or model.layout is None:
+        matches = either(model.evidence, "and")
+        if len(model.evidence) > ALTERNATIVES:
+            described = (
+                "tensors and configuration" if model.config or model.params else "the tensors"
+            )
+            matches = f"{described} match {listed(model.candidates, SHOWN_CANDIDATES)}"
         raise MappingError(
             "the model type or layout is ambiguous",
             where=model.catalog.path,
-            why=_possible(model),
+            why=matches,
             hint=_decided(model),
         )
 
@@ -558,10 +554,3 @@ def _strange(model: Model) -> str:
     close = nearest(stated, model_types)
     near = f" (did you mean `{close}`?)" if close else ""
     return f"config.json has the unknown `model_type` `{stated}`{near}"
-
-
-def _possible(model: Model) -> str:
-    if len(model.evidence) <= ALTERNATIVES:
-        return either(model.evidence, "and")
-    described = "tensors and configuration" if model.config or model.params else "the tensors"
-    return f"{described} match {listed(model.candidates, SHOWN_CANDIDATES)}"

@@ -131,7 +131,9 @@ def checked_root(catalog: Catalog, root: str) -> str:
     if any(name.startswith(prefix) for name in catalog.tensors):
         return prefix
     heads = sorted({name.partition(".")[0] for name in catalog.tensors})
-    close = _ending_with(catalog, prefix) or nearest(root, heads)
+    parts = (f".{name}".partition(f".{prefix}") for name in catalog.tensors)
+    ending = next((f"{head}.{prefix}".strip(".") for head, found, _ in parts if found), None)
+    close = ending or nearest(root, heads)
     raise UsageError(
         f"no tensor has the prefix `{root}`",
         where=catalog.path,
@@ -140,15 +142,6 @@ def checked_root(catalog: Catalog, root: str) -> str:
         if close
         else f"omit {spell_option('--root')} to detect the prefix",
     )
-
-
-def _ending_with(catalog: Catalog, prefix: str) -> str | None:
-    """Return the first container, without its dot, whose last parts are *prefix*."""
-    for name in catalog.tensors:
-        head, found, _ = f".{name}".partition(f".{prefix}")
-        if found:
-            return f"{head}.{prefix}".strip(".")
-    return None
 
 
 def is_training(name: str) -> bool:

@@ -17,6 +17,7 @@ from ckptctl.conversion.recognition.model import AXIS
 from ckptctl.errors import MappingError, spell_option
 from ckptctl.planner.families.declarations import VOCABULARY_MULTIPLE
 from ckptctl.planner.layouts import Family
+from ckptctl.planner.mapping.mapped import RedundantData, Region
 from ckptctl.planner.mapping.matching import Tensors
 from ckptctl.units import counted
 
@@ -53,8 +54,6 @@ def rows_with_padding(tensors: Tensors, size: int | None) -> int | None:
 
 def without_padding(change: Change, tensors: Tensors, size: int, *, stated: bool) -> Change:
     """Return *change* to a vocabulary of *size* rows; the others have to be padding."""
-    from ckptctl.planner.mapping.mapped import RedundantData, Region  # few commands map tensors
-
     rows = change.sizes[AXIS]
     read = {source.key for one in change.tensors for source in one.sources}
     regions = []
