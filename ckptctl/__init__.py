@@ -1,7 +1,7 @@
-"""Inspect and convert deep-learning checkpoints: streaming, atomic, bit for bit.
+"""Inspect and convert deep-learning checkpoints.
 
-The names below are the public Python API. They are imported when first used, so that
-``import ckptctl`` costs nothing and never imports torch.
+The names below are the public Python API. They are imported on first use, so that ``import
+ckptctl`` is fast and never imports torch.
 """
 
 from __future__ import annotations
@@ -123,8 +123,8 @@ __all__ = [*_HOME]
 def __getattr__(name: str) -> object:
     """Import a public name on first use (PEP 562).
 
-    One that cannot be imported, as those that need torch where there is none, is there all the
-    same, for ``hasattr`` and ``help``: whoever calls it is told why.
+    A name that cannot be imported, for example without torch, still exists for ``hasattr`` and
+    ``help``. Calling it raises the error.
     """
     if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
@@ -143,7 +143,7 @@ def _imported(name: str) -> Any:
 
 
 def _unavailable(name: str, why: str) -> type:
-    """Return what stands for a name that cannot be imported, until it can."""
+    """Build a placeholder for a name that cannot be imported; calling it retries the import."""
 
     def new(_: object, *args: object, **options: object) -> object:
         return _imported(name)(*args, **options)

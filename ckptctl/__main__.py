@@ -1,4 +1,4 @@
-"""The program: ``ckptctl``, ``python -m ckptctl``."""
+"""Entry point of ``ckptctl`` and ``python -m ckptctl``."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ import sys
 
 
 def main() -> None:
-    """Run the program; Ctrl-C is answered alike while it is still being imported."""
-    # Python looks for reference cycles after every 700 new objects, which takes a sixth of the time
-    # of a short command: importing modules and reading indexes makes many objects and no garbage.
+    """Run the program; handle Ctrl-C the same way while modules are still being imported."""
+    # Python searches for reference cycles after every 700 new objects, which takes a sixth of the
+    # time of a short command: importing modules and reading indexes creates objects, no garbage.
     gc.set_threshold(50_000, 20, 50)
     try:
         from ckptctl.cli import app
@@ -21,7 +21,7 @@ def main() -> None:
         Printer(wants_json(sys.argv)).error(StoppedError("interrupted"))
         sys.exit(StoppedError.exit_code)
     finally:
-        # The system takes back what is left; Python would look for cycles in all of it first.
+        # The system frees the memory anyway. Python would first search all of it for cycles.
         gc.freeze()
 
 

@@ -1,7 +1,7 @@
-"""The index of one checkpoint: which box of which tensor lies at which bytes.
+"""Index of one checkpoint: the boxes of its tensors and the byte ranges that store them.
 
-A :class:`Catalog` is all that a command needs to answer questions about a checkpoint and to plan
-a conversion. It holds no tensor data, imports no torch and is never changed after reading.
+A :class:`Catalog` contains everything that a command needs to inspect a checkpoint or to plan a
+conversion. It contains no tensor data, and is never changed after reading.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from ckptctl.verdict import Basis, Severity
 
 Codec = Literal["raw", "torch"]
 MANIFEST = "ckptctl.manifest.json"
-"""What lies next to a checkpoint and records checksums for formats that carry none."""
+"""File next to a checkpoint with checksums, for formats that store none."""
 VIRTUAL = "//"
 MEMORY = "/memory/"
 
 
 class Index(int):
-    """A position in a list, as opposed to an integer key of a dictionary."""
+    """Position in a list, as opposed to an integer key of a dictionary."""
 
 
 class TupleIndex(Index):
-    """A position in a tuple."""
+    """Position in a tuple."""
 
 
 Path = tuple[str | int | Index, ...]
@@ -40,14 +40,14 @@ Path = tuple[str | int | Index, ...]
 
 @dataclass(frozen=True, slots=True)
 class Box:
-    """A rectangular part of a tensor: DCP's chunk; of a 0-d tensor both are empty."""
+    """Rectangular part of a tensor (DCP's chunk). Both fields are empty for a 0-d tensor."""
 
     offsets: Annotated[tuple[int, ...], JsonField("first index in each dimension")]
     sizes: Annotated[tuple[int, ...], JsonField("length in each dimension")]
 
     @property
     def numel(self) -> int:
-        """Return the number of elements."""
+        """Number of elements."""
         return math.prod(self.sizes)
 
     @classmethod
@@ -62,7 +62,7 @@ class Box:
 
 @lru_cache(maxsize=4096)
 def row_major(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Return torch's strides of a contiguous tensor, in elements."""
+    """Return the strides of a contiguous tensor, in elements."""
     strides: list[int] = []
     step = 1
     for size in reversed(shape):
@@ -73,7 +73,7 @@ def row_major(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Checksum:
-    """A range of a file, and the CRC-32 that the format records of it.
+    """Byte range of a file with the CRC-32 that the format records for it.
 
     Attributes:
         offset: First byte in the file.
@@ -87,11 +87,11 @@ class Checksum:
 
 
 class ItemPart(NamedTuple):
-    """Which part an extent is of the tensor in a ``torch.save`` zip.
+    """Part of the tensor in a ``torch.save`` zip that an extent stores.
 
     Attributes:
-        shape: Of that tensor.
-        row: Its index along dimension 0; None: it is all of it, with as many elements as the box.
+        shape: Shape of that tensor.
+        row: Index of the part along dimension 0, or None for the entire tensor.
     """
 
     shape: tuple[int, ...]
@@ -100,20 +100,21 @@ class ItemPart(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Extent:
-    """A box of a tensor and the bytes that hold it.
+    """Box of a tensor and the byte range that stores it.
 
     Attributes:
-        box: The part of the tensor.
-        file: Path relative to the checkpoint's root, with ``/``; or the :func:`computed_name` of
-            a virtual file.
+        box: Part of the tensor.
+        file: Path relative to the checkpoint's root, with ``/``, or the :func:`computed_name` of a
+            virtual file.
         offset: First byte in the file.
-        nbytes: Number of bytes from there.
-        codec: ``raw``: the bytes are the elements. ``torch``: they are one ``torch.save`` zip that
-            holds them (a write item of a ``.distcp`` file) and must be resolved before reading.
-        strides: Distance between neighbors along each dimension, in elements; None: row-major.
-        crc32: CRC-32 of the ``nbytes`` bytes where the format records one.
-        within: What is recorded of a longer range that these bytes are part of.
-        part: Of codec ``torch``, where the zip does not hold just a tensor of the box's sizes.
+        nbytes: Number of bytes.
+        codec: ``raw`` if the bytes are the elements. ``torch`` if they are a ``torch.save`` zip
+            (write item of a ``.distcp`` file), which must be resolved before reading.
+        strides: Strides in elements, or None for row-major order.
+        crc32: CRC-32 of the bytes, or None if the format records none.
+        within: Recorded checksum of a longer range that contains these bytes.
+        part: For codec ``torch``, the part of the stored tensor, or None if the zip contains
+            exactly the box.
     """
 
     box: Box
@@ -128,7 +129,7 @@ class Extent:
 
     @property
     def recorded(self) -> Checksum | None:
-        """Return the checksum that covers these bytes."""
+        """Checksum that covers these bytes, or None if the format records none."""
         if self.crc32 is None:
             return self.within
         return Checksum(self.offset, self.nbytes, self.crc32)
@@ -141,12 +142,12 @@ class TensorEntry:
     Attributes:
         name: Fully qualified name: the parts of *path* joined by dots.
         dtype: torch's name of the dtype, as in ``bfloat16``.
-        shape: Global shape, as torch counts it.
-        extents: The boxes that tile it; a tuple, or columns that make objects on demand.
+        shape: Global shape.
+        extents: Extents that tile the tensor; a tuple, or columns that create objects on demand.
         path: Keys from the root of the saved object down to the tensor.
-        alias_of: The tensor of the same checkpoint that this one shares all its memory with.
-        requires_grad: What the checkpoint records; False where the format has no word for it.
-        unsupported: Why its elements cannot be read, in a few words; nothing tiles it then.
+        alias_of: Tensor of the same checkpoint with which it shares all its memory.
+        requires_grad: Recorded value; False if the format does not record it.
+        unsupported: Short reason why its elements cannot be read; there are no extents then.
     """
 
     name: str
@@ -162,28 +163,28 @@ class TensorEntry:
     def unread(
         cls, name: str, dtype: str, shape: tuple[int, ...], path: Path, why: str
     ) -> TensorEntry:
-        """Return the entry of a tensor whose elements cannot be read."""
+        """Build the entry of a tensor whose elements cannot be read."""
         return cls(name, dtype, shape, (), path, unsupported=why)
 
     @property
     def numel(self) -> int:
-        """Return the number of elements."""
+        """Number of elements."""
         return math.prod(self.shape)
 
     @property
     def nbytes(self) -> int:
-        """Return the logical size in bytes, whatever its storage occupies; 0: it is not read."""
+        """Size of the elements in bytes, or 0 if they cannot be read."""
         return 0 if self.unsupported else self.numel * dtypes.itemsize(self.dtype)
 
 
 @dataclass(frozen=True, slots=True)
 class Input:
-    """A tensor that computed elements are made of.
+    """Input tensor of a computed tensor.
 
     Attributes:
-        root: Absolute path of the directory that the entry's files are relative to; another than
-            the checkpoint's for an adapter.
-        entry: Its extents are ``raw`` and tile it; they may be virtual themselves.
+        root: Absolute path of the directory that the entry's files are relative to; for an adapter
+            not that of the checkpoint.
+        entry: Entry of the tensor. Its extents are ``raw`` and tile it; they may be virtual.
     """
 
     root: TreePath
@@ -192,14 +193,14 @@ class Input:
 
 @dataclass(frozen=True, slots=True)
 class Computed:
-    """A virtual file: the row-major elements of a tensor that is computed when it is read.
+    """Virtual file with the row-major elements of a tensor that is computed when it is read.
 
     Attributes:
-        kind: How: a name in ``ckptctl/numerics/kinds``.
-        dtype: torch's name of the dtype of its elements.
-        shape: Their number along each dimension.
-        inputs: What they are made of, in the order that the kind expects.
-        arguments: What else the kind has to know; a type of the kind's own.
+        kind: Kind of the computation: a name in ``ckptctl/numerics/kinds``.
+        dtype: torch's name of the dtype.
+        shape: Shape of the tensor.
+        inputs: Input tensors, in the order that the kind expects.
+        arguments: Further arguments, of a type that the kind defines.
     """
 
     kind: str
@@ -209,17 +210,17 @@ class Computed:
     arguments: object = None
 
     def extent(self, name: str) -> Extent:
-        """Return all of it as an extent of the virtual file called *name*."""
+        """Return the extent that covers the entire virtual file called *name*."""
         whole = Box.whole(self.shape)
         return Extent(whole, name, 0, whole.numel * dtypes.itemsize(self.dtype))
 
     def entry(self, name: str, path: Path, file: str) -> TensorEntry:
-        """Return the tensor called *name* that is all of the virtual file called *file*."""
+        """Return the entry of a tensor called *name* that fills the virtual file *file*."""
         return TensorEntry(name, self.dtype, self.shape, (self.extent(file),), path)
 
 
 def computed_name(key: str) -> str:
-    """Return the name of the virtual file of the tensor called *key*; no real file has such."""
+    """Return the name of the virtual file of tensor *key*, which no real file has."""
     return VIRTUAL + key
 
 
@@ -229,17 +230,17 @@ def is_computed(file: str) -> bool:
 
 
 def memory_name(key: str) -> str:
-    """Return the name under which a plan knows the memory called *key*; no real file has such."""
+    """Return the name of the memory called *key* in a plan, which no real file has."""
     return MEMORY + key
 
 
 def memory_key(name: str) -> str:
-    """Return the key that :func:`memory_name` made *name* of."""
+    """Return the key from which :func:`memory_name` built *name*."""
     return name.removeprefix(MEMORY)
 
 
 def made_of(computed: Mapping[str, Computed]) -> frozenset[tuple[TreePath, str]]:
-    """Return ``(root, file)`` of every real file that virtual ones are made of."""
+    """List ``(root, file)`` of every real file that virtual files are computed from."""
     return frozenset(
         (found.root, extent.file)
         for one in computed.values()
@@ -250,7 +251,7 @@ def made_of(computed: Mapping[str, Computed]) -> frozenset[tuple[TreePath, str]]
 
 
 def reached(computed: Mapping[str, Computed], files: Iterable[str]) -> dict[str, Computed]:
-    """Return the virtual files among *files*, and those that these are made of, by name."""
+    """Find the virtual files among *files* and among their inputs, recursively."""
     names = list(files)
     found: dict[str, Computed] = {}
     while names:
@@ -263,16 +264,16 @@ def reached(computed: Mapping[str, Computed], files: Iterable[str]) -> dict[str,
 
 @dataclass(frozen=True, slots=True)
 class Blob:
-    """A leaf that is not a tensor: a step counter, a random-number state, a data-loader state.
+    """Leaf that is not a tensor, such as a step counter, random-number state or data-loader state.
 
     Attributes:
         name: Fully qualified name.
         path: Keys from the root of the saved object down to the leaf.
-        file: Where its own ``torch.save`` zip lies, for DCP byte items; None: *value* holds it.
-        offset: First byte of that zip.
-        nbytes: Length of that zip.
-        value: The leaf itself as the restricted unpickler returned it, when *file* is None.
-        extension: What that zip went through when it was written, as DCP names it; empty: nothing.
+        file: File with its ``torch.save`` zip, for DCP byte items, or None if *value* is set.
+        offset: First byte of the zip.
+        nbytes: Length of the zip.
+        value: Value from the restricted unpickler, if *file* is None.
+        extension: DCP's name of the transformation that the zip was written with; empty if none.
     """
 
     name: str
@@ -286,10 +287,10 @@ class Blob:
 
 @dataclass(frozen=True, slots=True)
 class Finding(Problem, order="severity basis what where file tensor box why"):
-    """One thing that is not as it should be.
+    """Problem found in a checkpoint.
 
     Attributes:
-        read_failed: Whether the operating system failed a read: it says nothing of the content.
+        read_failed: Whether a read failed in the operating system, so the content is unknown.
     """
 
     what: Annotated[str, JsonField("summary of the finding, one line")]
@@ -322,35 +323,35 @@ class Finding(Problem, order="severity basis what where file tensor box why"):
 
 @dataclass(frozen=True, slots=True)
 class Catalog:
-    """Everything one checkpoint holds.
+    """Contents of one checkpoint.
 
     Attributes:
         root: Absolute path of the directory that all files are relative to.
         path: Absolute path that was read: the directory, or one file in it.
         format: Name of the format, as in ``dcp``.
-        files: The data files that are part of the checkpoint, with their sizes in bytes.
-        tensors: Tensors by name, in the checkpoint's own order.
-        blobs: Other leaves by name.
-        assets: Side files (configuration, tokenizer, ...) relative to *root*, with their sizes.
-        others: What else lies in *root* and is no part of the checkpoint, folders with a slash
-            behind them; and why it does not travel.
-        documents: ``config.json`` and ``params.json`` where there are any, parsed; params as they
-            hold for *tensors*, when shards repeat heads.
-        extensions: What trainers recorded of the model in words of their own, by a name that those
-            who read it know, and by file.
-        stated: What else states facts of the model, such as a trainer's arguments or the metadata
-            of weights: these facts by the names of config.json.
-        metadata: Free-form strings that the format carries.
-        notes: What a reader should know: disabled checksums, files that nothing refers to, ...
-        computed: The virtual files that extents of *tensors* lie in, by name.
-        replicas: Further copies of boxes that *tensors* have, by tensor: each has the box of one
-            of its extents, and has to hold the same elements. Only where they were asked for.
-        findings: What is wrong with what could not be read, where a part was asked for.
-        lost: For each tensor the boxes in files that cannot be used, and those files; likewise.
-        recorded_bytes: Bytes of all tensors by what the index says; None: it does not say.
-        save_id: What no other save has, nor any part of one; empty: it does not say so.
-        world: How many ranks saved it; 0: it does not say so.
-        opened: The path that was opened, and its identity before anything of it was read.
+        files: Data files of the checkpoint, with their sizes in bytes.
+        tensors: Tensors by name, in the order of the checkpoint.
+        blobs: Non-tensor values by name.
+        assets: Sidecar files (configuration, tokenizer, ...) relative to *root*, with their sizes.
+        others: Other files in *root*, and folders with a trailing slash, with the reason why they
+            are not copied.
+        documents: Parsed ``config.json`` and ``params.json``, if any; params match *tensors*, even
+            if shards repeat heads.
+        extensions: Records of trainers about the model in their own terms, by name of the extension
+            and by file.
+        stated: Other sources of facts, such as trainer arguments or metadata of weights: facts
+            under the keys of config.json, by source.
+        metadata: Free-form strings that the format stores.
+        notes: Notes for the user, such as disabled checksums or unreferenced files.
+        computed: Virtual files that contain extents of *tensors*, by name.
+        replicas: Further copies of boxes of *tensors*, by tensor. Each has the box of one of its
+            extents and must have the same elements. Only set on request.
+        findings: Findings about unreadable parts, if a partial read was requested.
+        lost: Boxes in unusable files, with the file, by tensor; only in a partial read.
+        recorded_bytes: Total size of all tensors according to the index, or None if not recorded.
+        save_id: Unique identifier of the save, or an empty string if not recorded.
+        world: Number of ranks that saved the checkpoint, or 0 if not recorded.
+        opened: Path that was opened, and its identity before it was read.
     """
 
     root: TreePath
@@ -377,10 +378,10 @@ class Catalog:
 
     @property
     def nbytes(self) -> int:
-        """Return the logical bytes of all tensors, aliases counted once."""
+        """Total size of all tensors in bytes; aliases count once."""
         return sum(t.nbytes for t in self.tensors.values() if t.alias_of is None)
 
     @property
     def numel(self) -> int:
-        """Return the number of elements of all tensors, aliases counted once."""
+        """Number of elements of all tensors; aliases count once."""
         return sum(t.numel for t in self.tensors.values() if t.alias_of is None)

@@ -1,7 +1,7 @@
-"""Boxes and extents kept as columns: a thousand ranks leave a thousand of them of each tensor.
+"""Boxes and extents stored as columns, for tensors with thousands of extents.
 
-A column is a list of what all have: offsets, sizes, files, places. An object is made when one is
-asked for. Who looks at all of them takes the columns, by the functions at the end.
+A column is a list with one attribute of all extents, such as offsets, sizes or files. Objects are
+only created on access. The functions at the end read entire columns without creating objects.
 """
 
 from __future__ import annotations
@@ -14,20 +14,20 @@ from typing import overload
 from ckptctl.catalog import Box, Codec, Extent, ItemPart
 
 Vector = tuple[int, ...]
-"""One number for each dimension."""
+"""One number per dimension."""
 Row = tuple[Vector, Vector, str, int, int]
 """Offsets, sizes, file, first byte and number of bytes of an extent."""
 NO_CRC = -1
-"""In a column of checksums: the format records none of this extent."""
+"""Value in a column of checksums for an extent without one."""
 
 
 class BoxColumns(Sequence[Box]):
-    """Boxes; tensors that are cut alike may have one such object in common.
+    """Sequence of boxes, stored as columns. Tensors that are split alike may share one.
 
     Attributes:
-        offsets: Of each box.
-        sizes: Of each box.
-        tiled: A shape that they are proven to tile.
+        offsets: Offsets of each box.
+        sizes: Sizes of each box.
+        tiled: Shape that the boxes are proven to tile, or None.
     """
 
     __slots__ = ("offsets", "sizes", "tiled")
@@ -38,7 +38,7 @@ class BoxColumns(Sequence[Box]):
         self.tiled: Vector | None = None
 
     def __repr__(self) -> str:
-        # Digests of plans are taken of this text: another one ends `--resume`.
+        # Plan digests include this text. A change would break `--resume`.
         return f"BoxColumns({self.offsets}, {self.sizes})"
 
     def __len__(self) -> int:
@@ -58,16 +58,16 @@ class BoxColumns(Sequence[Box]):
 
 
 class ExtentColumns(Sequence[Extent]):
-    """Extents without strides; equal to a tuple of the same ones.
+    """Sequence of extents without strides, stored as columns. Equals a tuple of the same extents.
 
     Attributes:
-        boxes: Of each.
-        files: Of each.
-        starts: The first byte of each.
-        lengths: The number of bytes of each.
-        codec: Of all.
-        parts: Of each; None: none has one.
-        crcs: The CRC-32 of each, or :data:`NO_CRC`; None: none has one.
+        boxes: Box of each extent.
+        files: File of each extent.
+        starts: First byte of each extent.
+        lengths: Number of bytes of each extent.
+        codec: Codec of all extents.
+        parts: Part of each extent, or None if none has one.
+        crcs: CRC-32 or :data:`NO_CRC` of each extent, or None if none has one.
     """
 
     __slots__ = ("boxes", "codec", "crcs", "files", "lengths", "parts", "starts")
@@ -92,12 +92,12 @@ class ExtentColumns(Sequence[Extent]):
 
     @classmethod
     def of(cls, rows: Iterable[Row]) -> ExtentColumns:
-        """Return what *rows* describe."""
+        """Build columns from *rows*."""
         offsets, sizes, files, starts, lengths = tuple(zip(*rows, strict=True)) or ((),) * 5
         return cls(BoxColumns(offsets, sizes), files, starts, lengths)
 
     def rows(self) -> Iterator[Row]:
-        """Return what describes each."""
+        """Iterate over the extents as rows, without creating objects."""
         boxes = self.boxes
         return zip(boxes.offsets, boxes.sizes, self.files, self.starts, self.lengths, strict=True)
 
@@ -153,7 +153,7 @@ def files_of(extents: Sequence[Extent]) -> Sequence[str]:
 
 
 def ranges_of(extents: Sequence[Extent]) -> Iterable[tuple[str, int, int]]:
-    """Return file, first byte and the byte after the last of each of *extents*."""
+    """Return file, start and end byte of each of *extents*."""
     if isinstance(extents, ExtentColumns):
         ends = map(add, extents.starts, extents.lengths)
         return zip(extents.files, extents.starts, ends, strict=True)
@@ -161,7 +161,7 @@ def ranges_of(extents: Sequence[Extent]) -> Iterable[tuple[str, int, int]]:
 
 
 def columns_of(extents: Sequence[Extent]) -> Iterator[object]:
-    """Yield columns that say of *extents* what their own texts do."""
+    """Yield values whose ``repr`` identifies *extents*, for digests."""
     if not isinstance(extents, ExtentColumns):
         yield extents
         return

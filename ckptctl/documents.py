@@ -1,7 +1,7 @@
-"""The documents that ``--json`` prints, and their JSON Schemas, made from the classes of results.
+"""JSON documents that ``--json`` prints, and their JSON Schemas.
 
-A schema is open: a program that knows an older version of it still accepts the fields that were
-added since, which is what its number promises. ``docs/reference/json.md`` is made from the same.
+Schemas are open: a program that uses an older schema still accepts fields that were added later, as
+long as the number is the same. ``docs/reference/json.md`` is generated from the same classes.
 
 Source: https://json-schema.org/draft/2020-12/schema.
 """
@@ -36,7 +36,7 @@ TYPES: dict[object, str] = {
 
 @dataclass(frozen=True, slots=True)
 class TracedError:
-    """An error, and where it was raised."""
+    """Error with its traceback."""
 
     error: Annotated[CkptError, Inline()]
     traceback: Annotated[str | None, JsonField("only with `--debug`", optional=True)] = None
@@ -44,7 +44,7 @@ class TracedError:
 
 @dataclass(frozen=True, slots=True)
 class ErrorDocument(Result):
-    """What every command prints of an error.
+    """Error that a command prints.
 
     On stderr. Stdout is empty unless the exit code is 7, or 6 because `prune` requires `--yes`.
     """
@@ -57,8 +57,8 @@ class Shape:
     """One of several forms of a document.
 
     Attributes:
-        parts: The results whose fields stand side by side, each with those that may stand for it.
-        option: The option that asks for it; empty: it is the ordinary one.
+        parts: Results whose fields are combined, each with its alternatives.
+        option: Option that selects the form; empty for the default form.
     """
 
     parts: tuple[tuple[type, ...], ...]
@@ -66,14 +66,14 @@ class Shape:
 
     @classmethod
     def of(cls, text: str) -> Shape:
-        """Return what a part of :attr:`Document.prints` says."""
+        """Parse one form of :attr:`Document.prints`."""
         option, _, parts = text.rpartition(": ")
         named = (tuple(map(resolve_name, part.split(" | "))) for part in parts.split(" & "))
         return cls(tuple(named), option)
 
     @property
     def fields(self) -> dict[str, Printed]:
-        """Return the fields beside the envelope; those that a form of it lacks are optional."""
+        """Fields without the envelope. A field that is absent from some results is optional."""
         found: dict[str, Printed] = {}
         for forms in self.parts:
             every = [{one.name: one for one in printed(form)} for form in forms]
@@ -85,13 +85,12 @@ class Shape:
 
 @dataclass(frozen=True)
 class Document:
-    """A JSON document that the program prints.
+    """JSON document that the program prints.
 
     Attributes:
-        name: The command that prints it.
-        prints: The results that it is made of, as ``module:Class``: ``a | b`` is one of them,
-            ``a & b`` are the fields of both; behind a comma and an option what this one makes it
-            print instead.
+        name: Command that prints the document.
+        prints: Result classes as ``module:Class``. ``a | b`` is one of them, and ``a & b`` has the
+            fields of both. Further forms follow after a comma and the option that selects them.
     """
 
     name: Annotated[str, JsonField("argument of `ckptctl schema`: a command or `error`")]
@@ -109,18 +108,18 @@ class Document:
 
     @cached_property
     def shapes(self) -> tuple[Shape, ...]:
-        """Return its forms; most documents have one."""
+        """Forms of the document; most have one."""
         return tuple(map(Shape.of, self.prints.split(", ")))
 
     @property
     def text(self) -> str:
-        """Return what a reader has to know of the whole: what the docstring goes on with."""
+        """Description of the document: the second paragraph of its class docstring."""
         said = inspect.getdoc(self.shapes[0].parts[-1][0]) or ""
         paragraph = said.partition("\n\n")[2].partition("\n\n")[0]
         return "" if _SECTION.match(paragraph) else " ".join(paragraph.split())
 
     def described(self, shape: Shape) -> dict[str, Any]:
-        """Return the schema of one form, in which descriptions are Markdown."""
+        """Build the schema of one form, with descriptions in Markdown."""
         envelope = {
             "schema": {"type": "string", "description": f"`{self.title}`", "enum": [self.title]},
             "ckptctl": {"type": "string", "description": "version of the program"},
@@ -131,7 +130,7 @@ class Document:
         return found
 
     def schema(self, *, closed: bool = False) -> dict[str, Any]:
-        """Return its JSON Schema; a *closed* one refuses fields that it does not mention."""
+        """Build the JSON Schema; a *closed* one rejects unknown fields."""
         found = [_finished(self.described(shape), closed) for shape in self.shapes]
         head = {"$schema": DIALECT, "$id": self.id, "title": self.title}
         if self.text:
@@ -150,7 +149,7 @@ class Documents(Result):
 
 
 def schema_of(kind: Any, text: str = "") -> dict[str, Any]:
-    """Return the schema of a type, with *text* as its description."""
+    """Build the schema of a type, with *text* as its description."""
     if get_origin(kind) is Annotated:
         kind, said = get_args(kind)
         text = text or said.text
@@ -188,7 +187,7 @@ def _record(fields: Any) -> dict[str, Any]:
 
 
 def _finished(node: Any, closed: bool) -> Any:
-    """Return a schema without the links of its descriptions, and closed if asked."""
+    """Remove links from the descriptions of a schema, and close it if asked."""
     if isinstance(node, list):
         return [_finished(one, closed) for one in node]
     if not isinstance(node, dict):

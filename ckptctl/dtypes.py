@@ -1,4 +1,4 @@
-"""Element types by torch's own names, known without torch.
+"""Element types, under torch's names, without importing torch.
 
 Sources: ``torch/csrc/utils/tensor_dtypes.cpp`` for the names, the safetensors format
 specification (``Dtype`` in ``safetensors/src/tensor.rs``) for its codes.
@@ -12,19 +12,20 @@ from typing import Literal
 
 LARGEST_FLOAT32 = (2 - 2.0**-23) * 2.0**127
 SMALLEST_FLOAT32 = 2.0**-126
-"""The largest and the smallest normal number of float32, in which is computed."""
+"""Largest number and smallest normal number of float32, which is used for computations."""
 
 
 @dataclass(frozen=True, slots=True)
 class DType:
-    """One element type.
+    """Element type.
 
     Attributes:
         name: torch's name without the ``torch.`` prefix.
         itemsize: Bytes of one element as torch counts elements.
-        short: What tables show.
-        safetensors: Its code in a safetensors header; None: that format cannot hold it.
-        storage: torch's legacy typed storage class; None: pickled as an untyped storage plus dtype.
+        short: Name in tables.
+        safetensors: Code in a safetensors header, or None if that format cannot store it.
+        storage: torch's legacy typed storage class, or None if it is pickled as an untyped storage
+            plus dtype.
         floating: Whether ``--dtype`` casts it.
     """
 
@@ -65,9 +66,9 @@ BY_NAME = {t.name: t for t in _TABLE}
 BY_SAFETENSORS = {t.safetensors: t for t in _TABLE if t.safetensors}
 BY_STORAGE = {t.storage: t for t in _TABLE if t.storage}
 UNMEASURED = frozenset({"float4_e2m1fn_x2"})
-"""Dtypes that torch itself cannot turn into numbers."""
+"""Dtypes that torch cannot convert to numbers."""
 WORDS: Mapping[int, Literal["B", "H", "I", "Q"]] = {1: "B", 2: "H", 4: "I", 8: "Q", 16: "Q"}
-"""How elements of a size are read as integers; those of 16 bytes are two of them."""
+"""Codes of the integers that elements of a size are read as; 16 bytes are two integers."""
 _SPELLINGS = {t.short: t.name for t in _TABLE} | {
     "fp64": "float64",
     "fp32": "float32",
@@ -80,11 +81,11 @@ _SPELLINGS = {t.short: t.name for t in _TABLE} | {
 
 
 def itemsize(name: str) -> int:
-    """Return the bytes of one element of the dtype called *name*."""
+    """Return the size in bytes of one element of dtype *name*."""
     return BY_NAME[name].itemsize
 
 
 def parse(text: str) -> str | None:
-    """Return torch's name for what a user wrote (``bf16``, ``torch.bfloat16``), or None."""
+    """Return torch's name for user input such as ``bf16`` or ``torch.bfloat16``, or None."""
     name = text.strip().lower().removeprefix("torch.")
     return name if name in BY_NAME else _SPELLINGS.get(name)

@@ -1,24 +1,24 @@
-"""Every error that ckptctl raises on purpose.
+"""Errors that ckptctl raises, and helpers for their messages.
 
 ::
 
     CkptError                       70  a bug when raised bare
     ├── UsageError                   2  the call contradicts itself
-    │   └── MissingPackageError      2  what is asked takes a package that is not installed
+    │   └── MissingPackageError      2  a required package is not installed
     ├── SourceNotFoundError          3  no such path
     ├── FormatError                  3  not recognized as a checkpoint
-    ├── DamagedError                 4  damaged, with evidence: missing, cut off, a wrong checksum
+    ├── DamagedError                 4  damaged, with evidence: missing, truncated, wrong checksum
     │   ├── CoverageError            4  chunks leave a hole
-    │   └── MissingTensorsError      4  the model lacks tensors that its table requires
+    │   └── MissingTensorsError      4  tensors that the table of the model requires are missing
     ├── MappingError                 5  keys, shapes or configs that do not fit the model type
-    │   └── HomelessError            5  tensors that no layout, or not the target's, has a place for
+    │   └── HomelessError            5  tensors that a layout does not know or cannot store
     ├── RefusedError                 6  nothing was changed: destination exists, disk too small, ...
     ├── PartialError                 7  some items failed; the report names each
     ├── StorageError                 8  the operating system failed a read or a write
-    │   └── ChangedError             8  a file was written to while it was read
+    │   └── ChangedError             8  a file was modified while it was read
     └── UnsupportedError             9  unknown: may be complete, may be hostile
-        ├── ForeignFileError         9  a file of another kind than the checkpoint has there
-        └── UnsafePickleError        9  a pickle asks for something that is not on the allow-list
+        ├── ForeignFileError         9  a file of a checkpoint has an unsupported format
+        └── UnsafePickleError        9  a pickle names a global that is not on the allow-list
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ from ckptctl.results import JsonField, Result
 SHOWN = 5
 ALTERNATIVES = 3
 CLOSE = 0.8
-"""How alike names are that begin differently and may be mistaken for each other."""
+"""Minimum similarity of suggested names with another first letter."""
 
 
 class Problem(Result):
-    """What went wrong and the evidence for it: an error, or a finding of a check."""
+    """Failure and its evidence, as an error or as a finding of a check."""
 
     __slots__ = ()
     what: str
@@ -48,18 +48,18 @@ class Problem(Result):
 
     @property
     def summary(self) -> str:
-        """Return the failure and its evidence in one line."""
+        """Failure and evidence in one line."""
         return ": ".join(filter(None, (self.what, self.why)))
 
 
 class CkptError(Problem, Exception, order="code exit_code message"):
-    """What went wrong, where, why, and what to do about it.
+    """Base class of errors, with the failure, its place, the evidence and a hint.
 
     Args:
-        what: One line without a full stop: the failure itself.
-        where: The file, tensor or option concerned.
-        why: The evidence: sizes, names, offsets.
-        hint: The next step, if there is one.
+        what: Failure in one line, without a full stop.
+        where: Affected file, tensor or option.
+        why: Evidence, such as sizes, names and offsets.
+        hint: Suggested next step, if any.
     """
 
     code: Annotated[str, JsonField("[error code](exit-codes.md)")] = "internal"
@@ -88,11 +88,11 @@ class CkptError(Problem, Exception, order="code exit_code message"):
 
     @property
     def line(self) -> str:
-        """Return the failure, where it is and its evidence in one line."""
+        """Failure, place and evidence in one line."""
         return ": ".join(filter(None, (self.what, self.where, self.why)))
 
     def __reduce__(self) -> tuple[object, ...]:
-        """Pickle its attributes, whatever its class is made of: ranks tell each other of errors."""
+        """Pickle the attributes, so that ranks can exchange errors of all classes."""
         return __newobj__, (type(self), self.what), self.__dict__
 
 
@@ -104,7 +104,7 @@ class UsageError(CkptError):
 
 
 class MissingPackageError(UsageError, ImportError):
-    """What is asked takes a package that is not installed; nothing was read or begun."""
+    """The operation requires a package that is not installed. Nothing was read or written."""
 
     code = "missing-package"
 
@@ -126,8 +126,8 @@ class FormatError(CkptError):
 class DamagedError(CkptError):
     """The checkpoint is damaged, and there is evidence.
 
-    A file is missing, shorter than its index says or cut off, a checksum differs, a part of a
-    tensor is nowhere, or a writer left its mark of an unfinished save.
+    A file is missing, truncated or shorter than its index states, a checksum differs, a part of a
+    tensor is missing, or a marker of an unfinished save exists.
     """
 
     exit_code = 4
@@ -143,7 +143,7 @@ class CoverageError(DamagedError):
 class MissingTensorsError(DamagedError):
     """The table and the configuration of the model require tensors that are missing.
 
-    No file shows a torn write: nothing is skipped or removed because of it.
+    This is not evidence of an interrupted write, so nothing is skipped or removed because of it.
     """
 
     code = "missing-tensors"
@@ -157,14 +157,14 @@ class MappingError(CkptError):
 
 
 class HomelessError(MappingError):
-    """Tensors that no layout knows, or that the target's has no place for.
+    """Tensors that are unknown to all layouts, or cannot be stored in the target layout.
 
     Args:
         what: See :class:`CkptError`.
-        where: See there.
-        why: See there.
-        hint: See there.
-        keys: Their names in the model; none where the whole checkpoint is meant.
+        where: See :class:`CkptError`.
+        why: See :class:`CkptError`.
+        hint: See :class:`CkptError`.
+        keys: Names of the tensors in the model; empty if the entire checkpoint is meant.
     """
 
     def __init__(
@@ -205,9 +205,9 @@ class StorageError(CkptError):
         """Wrap *error* so that its errno name is visible.
 
         Args:
-            error: What the operating system said.
-            doing: The verb of the failed call, as in ``"write"``.
-            where: The file concerned.
+            error: Error of the operating system.
+            doing: Verb of the failed call, as in ``"write"``.
+            where: Affected file.
         """
         import errno
 
@@ -217,11 +217,11 @@ class StorageError(CkptError):
 
 @contextmanager
 def storage_errors(doing: str, where: object) -> Iterator[None]:
-    """Turn an ``OSError`` within into a :class:`StorageError`.
+    """Convert an ``OSError`` in the block to a :class:`StorageError`.
 
     Args:
-        doing: The verb of what fails, as in ``"write"``.
-        where: The file concerned.
+        doing: Verb of the failing call, as in ``"write"``.
+        where: Affected file.
     """
     try:
         yield
@@ -230,12 +230,12 @@ def storage_errors(doing: str, where: object) -> Iterator[None]:
 
 
 class ChangedError(StorageError):
-    """A file of the source was written to, or replaced, while it was read; nothing was published.
+    """A source file was modified or replaced while it was read. Nothing was published.
 
     Args:
-        root: The checkpoint.
-        name: Its file.
-        why: How the file differs from before.
+        root: Root of the checkpoint.
+        name: Name of the file.
+        why: Difference of the file, such as its size.
     """
 
     code = "changed"
@@ -250,10 +250,10 @@ class ChangedError(StorageError):
 
 
 class UnsupportedError(CkptError):
-    """The checkpoint, or a part of it, is not understood; it may be whole all the same.
+    """The checkpoint, or a part of it, is unsupported. It may be undamaged.
 
-    A dtype, a class or a structure that is unknown, a feature that is not read, a link that leads
-    outside.
+    Examples are unknown dtypes, classes or structures, unsupported features, and links that lead
+    outside the checkpoint.
     """
 
     exit_code = 9
@@ -261,14 +261,14 @@ class UnsupportedError(CkptError):
 
 
 class ForeignFileError(UnsupportedError, FormatError):
-    """One file of a checkpoint is none that ckptctl reads.
+    """A file of a checkpoint has an unsupported format.
 
-    Among others it is not understood; where there is no other, there is no checkpoint.
+    Next to supported files it is unsupported; as the only file it is not a checkpoint.
     """
 
 
 class UnsafePickleError(UnsupportedError):
-    """A pickle names a global that is not on the allow-list; nothing was run."""
+    """A pickle names a global that is not on the allow-list. Nothing was executed."""
 
     code = "unsafe-pickle"
 
@@ -278,8 +278,8 @@ class Mention:
     """Options that a message names together.
 
     Attributes:
-        options: Each as the command line spells it, with its value if it is given one.
-        command: The command that takes them, where it is not the one that is running.
+        options: Options as on the command line, each with its value if there is one.
+        command: Command that takes them, if it is not the running one.
     """
 
     options: tuple[str, ...]
@@ -292,17 +292,17 @@ class Mention:
 
 Spelling = Callable[[Mention], str]
 _spelling: ContextVar[Spelling] = ContextVar("spelling", default=Mention.on_command_line)
-"""How messages spell options: as the front end does that runs, see :mod:`ckptctl.keywords`."""
+"""Spelling of options in messages, set by the front end; see :mod:`ckptctl.keywords`."""
 
 
 def spell_option(*options: str, of: str = "") -> str:
-    """Return how who reads the message spells *options* of the command *of*; see `Mention`."""
+    """Return the spelling of *options* for the front end that shows the message."""
     return _spelling.get()(Mention(options, of))
 
 
 @contextmanager
 def spelling(how: Callable[[Mention, Spelling], str]) -> Iterator[None]:
-    """Spell options in messages as *how* does, which is passed the spelling so far."""
+    """Override the spelling of options in messages within the block."""
     before = _spelling.get()
     token = _spelling.set(lambda mention: how(mention, before))
     try:
@@ -312,10 +312,10 @@ def spelling(how: Callable[[Mention, Spelling], str]) -> Iterator[None]:
 
 
 def renaming(names: Mapping[str, str]) -> AbstractContextManager[None]:
-    """Let messages name the options of what is run that has others, as `--format-b` for `--from`.
+    """Rename options in messages within the block, e.g. ``--from`` to ``--format-b``.
 
     Args:
-        names: What options are called, by what messages call them; with their dashes.
+        names: Option names by the names in messages, with dashes.
     """
 
     def renamed(mention: Mention, spell: Spelling) -> str:
@@ -329,13 +329,13 @@ def renaming(names: Mapping[str, str]) -> AbstractContextManager[None]:
 def listed(
     names: Sequence[str], shown: int = SHOWN, *, number: int | None = None, quote: str = "`"
 ) -> str:
-    """Return the first names, quoted, and how many more there are.
+    """Format the first names, quoted, and the number of the others.
 
     Args:
-        names: All of them, or the first of a *number* that is larger.
-        shown: How many are named.
-        number: How many there are; None: *names* are all.
-        quote: What stands around each; nothing where they quote names themselves.
+        names: All names, or the first of a larger *number*.
+        shown: Maximum number of names to show.
+        number: Total number of names, or None if *names* are all.
+        quote: Quotation mark around each name.
     """
     head = ", ".join(f"{quote}{name}{quote}" for name in names[:shown])
     more = (len(names) if number is None else number) - shown
@@ -343,11 +343,11 @@ def listed(
 
 
 def command(name: str, *arguments: object, options: Sequence[str] = ()) -> str:
-    """Return a command of this program, quoted as a hint shows it.
+    """Format a command of this program for a hint, quoted for a shell.
 
     Args:
-        name: The command.
-        arguments: What it is asked about: paths that may begin with a dash.
+        name: Name of the command.
+        arguments: Positional arguments, such as paths, which may begin with a dash.
         options: Options and their values.
     """
     import shlex
@@ -360,27 +360,28 @@ def command(name: str, *arguments: object, options: Sequence[str] = ()) -> str:
 
 
 def excluding(name: str) -> str:
-    """Return the advice to leave out one thing that stands in the way."""
+    """Return the hint to exclude one item that cannot be converted."""
     return f"use {command('convert', 'SRC', 'DST', options=('--exclude', name))} to skip it"
 
 
 def either(names: Sequence[str], word: str = "or") -> str:
-    """Return the first names as alternatives, and how many more there are."""
+    """Format the first names as alternatives, and the number of the others."""
     more = len(names) - ALTERNATIVES
     shown = [*names[:ALTERNATIVES], *([f"{more:,} others"] if more > 1 else names[ALTERNATIVES:])]
     return f" {word} ".join(filter(None, (", ".join(shown[:-1]), *shown[-1:])))
 
 
 def possible(model_types: Sequence[str]) -> str:
-    """Return what a model may be: its types where they are few, or else their number."""
+    """Format model types as alternatives, or their number if there are many."""
     count = len(model_types)
     return either(model_types) if count <= ALTERNATIVES else f"one of {count:,} model types"
 
 
 def nearest(name: str, known: Sequence[str]) -> str | None:
-    """Return the known name closest to *name*, or None when none is close.
+    """Return the known name most similar to *name*, or None if none is similar.
 
-    Few mistype the first letter: a name with another one has to be closer.
+    A name with another first letter must be more similar, because the first letter is rarely
+    mistyped.
     """
     import difflib
 

@@ -1,10 +1,10 @@
-"""Finds model families: ours, entry points of other packages, files that a user names.
+"""Registry of model families: built-in families, entry points and converter files.
 
-Ours are the modules of :data:`PACKAGE`. A wheel has it inside ``ckptctl/``; in the repository its
-folder is ``converters/``, beside ``ckptctl/``.
-A third party adds a family with an entry point in the group ``ckptctl.converters`` whose name is
-the model type and whose object is a :class:`~ckptctl.planner.layouts.Family`. A family in a file of
-its own is known within :func:`using` alone.
+Built-in families are the modules of :data:`PACKAGE`. A wheel contains it inside ``ckptctl/``. In
+the repository its folder is ``converters/``, next to ``ckptctl/``. A package adds a family with an
+entry point in the group ``ckptctl.converters`` whose name is the model type and whose object is a
+:class:`~ckptctl.planner.layouts.Family`. A family in a converter file is only known within
+:func:`using`.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ if TYPE_CHECKING:
 PACKAGE = "ckptctl.converters"
 GROUP = "ckptctl.converters"
 MODULE = "ckptctl_converter_file"
-"""What a file of ``--converter`` is called as a module."""
+"""Module name of a ``--converter`` file."""
 
 _USER: ContextVar[Family | None] = ContextVar("user", default=None)
 
 
 @cache
 def built_in() -> tuple[str, ...]:
-    """Return the model types that ship with ckptctl, having imported the package they lie in."""
+    """Return the built-in model types; imports the package that contains them."""
     home = Path(__file__).parent
     inside, beside = home / "converters", home.parent / "converters"
     folder = inside if inside.is_dir() else beside
@@ -62,9 +62,9 @@ def _entry_points() -> dict[str, EntryPoint]:
 
 @cache
 def _load(name: str) -> Family:
-    """Return the family of a name that is known to exist.
+    """Load the family called *name*, which must exist.
 
-    The tables of a family that ships with ckptctl are parsed when they are first needed.
+    The tables of a built-in family are parsed on first use.
     """
     from ckptctl.planner.layouts import Family
 
@@ -91,9 +91,9 @@ def _load(name: str) -> Family:
 
 @contextmanager
 def using(file: str | TreePath | None) -> Iterator[None]:
-    """Let the family that *file* defines be one of the known ones for a while.
+    """Register the family defined in *file* for the duration of the block.
 
-    This imports the file, that is, it runs code that the caller chose; nothing else does.
+    The file is executed. No other function executes code that the user names.
     """
     if file is None:
         yield
@@ -125,24 +125,24 @@ def _require_new(found: Family, file: Path) -> None:
 
 
 def names() -> tuple[str, ...]:
-    """Return the known model types, without loading any."""
+    """Return the known model types, without loading their families."""
     user = _USER.get()
     return tuple(sorted({*built_in(), *_entry_points(), *([user.name] if user else [])}))
 
 
 def families() -> dict[str, Family]:
-    """Return all model families by name."""
+    """Load all model families, by name."""
     user = _USER.get()
     return {name: user if user and user.name == name else _load(name) for name in names()}
 
 
 def layouts(known: Iterable[Family]) -> list[str]:
-    """Return the names of all layouts of families."""
+    """Return the names of all layouts of *known* families."""
     return sorted({name for one in known for name in one.layouts})
 
 
 def require_layout(family: Family, name: str) -> None:
-    """Raise UsageError if *family* does not have the layout; hint at the families that have it."""
+    """Raise UsageError if *family* lacks the layout; hint at families that have it."""
     from ckptctl.planner.layouts import LIST_LAYOUTS
 
     try:
@@ -156,7 +156,7 @@ def require_layout(family: Family, name: str) -> None:
 
 
 def adapters(known: Iterable[Family]) -> dict[str, Family]:
-    """Return the families of the adapters of *known* ones, by name."""
+    """Return the adapter families of *known* families, by name."""
     from ckptctl.planner.mapping.adapters import adapter_family
 
     found = (one if one.partial else adapter_family(one) for one in known)
@@ -164,9 +164,12 @@ def adapters(known: Iterable[Family]) -> dict[str, Family]:
 
 
 def family(name: str) -> Family:
-    """Return the family that a user calls *name*: a model type or one of its aliases.
+    """Return the family for a model type or an alias of one.
 
-    With ``-lora`` behind it, the family of its adapters.
+    With the suffix ``-lora``, return the family of its adapters.
+
+    Raises:
+        UsageError: The name is unknown.
     """
     from ckptctl.planner.mapping.adapters import SUFFIX, adapter_family
 
@@ -193,10 +196,10 @@ def family(name: str) -> Family:
 
 
 def _load_file(file: Path) -> Family:
-    """Return the family that *file* defines as ``FAMILY``, having run it.
+    """Execute *file* and return its ``FAMILY``.
 
-    Nothing but a file named on the command line, or passed by the calling program, ever gets here:
-    no name from a checkpoint does, and no folder is searched.
+    *file* is always named on the command line or by the calling program, never by a checkpoint, and
+    no folder is searched.
     """
     from ckptctl.planner.layouts import Family
 
@@ -220,7 +223,7 @@ def _load_file(file: Path) -> Family:
 
 
 def _run(file: Path) -> ModuleType:
-    """Return *file* as a module. No byte code is written beside it."""
+    """Execute *file* as a module. No byte code is written."""
     module = ModuleType(MODULE)
     module.__file__ = str(file)
     before = sys.modules.get(MODULE)
@@ -229,7 +232,7 @@ def _run(file: Path) -> ModuleType:
         exec(compile(file.read_bytes(), str(file), "exec", dont_inherit=True), module.__dict__)
     except KeyboardInterrupt:
         raise
-    except BaseException as error:  # SystemExit too: the program does not end here
+    except BaseException as error:  # including SystemExit, which must not end the program
         message = error.msg if isinstance(error, SyntaxError) else str(error)
         raise UsageError(
             "cannot run the converter file",
@@ -245,7 +248,7 @@ def _run(file: Path) -> ModuleType:
 
 
 def _line_of(error: BaseException, file: Path) -> int:
-    """Return the line of *file* that *error* comes from."""
+    """Return the line of *file* where *error* was raised."""
     if isinstance(error, SyntaxError) and error.filename == str(file):
         return error.lineno or 1
     frames = traceback.extract_tb(error.__traceback__)

@@ -1,4 +1,4 @@
-"""What tells a file from what it was before."""
+"""Identity of a file, to detect that it was modified or replaced."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, order=True, slots=True)
 class FileIdentity:
-    """What tells a file, or a folder, from what it was before, and from another of its name.
+    """Stat fields that change when a file or folder is modified or replaced.
 
-    Whoever writes to a file can set its modification time back, and nobody the time of its last
-    change, which any write, and any change of mode, owner or links, sets to now.
+    The modification time can be set back by a writer. The time of the last change cannot: every
+    write, and every change of mode, owner or links, sets it to the current time.
 
     Attributes:
-        size: Bytes.
+        size: Size in bytes.
         mtime_ns: Modification time in nanoseconds.
         ctime_ns: Time of the last change in nanoseconds.
         inode: Inode number.
@@ -32,10 +32,10 @@ class FileIdentity:
 
     @classmethod
     def of(cls, status: os.stat_result) -> FileIdentity:
-        """Return the identity of what has *status*."""
+        """Return the identity for a ``stat`` result."""
         times = status.st_mtime_ns, status.st_ctime_ns
         return cls(status.st_size, *times, status.st_ino, status.st_dev)
 
     def one_with(self, other: FileIdentity) -> bool:
-        """Return whether both are of the same inode, whatever has been written to it."""
+        """Check if both have the same inode, even if its content has changed."""
         return (self.inode, self.device) == (other.inode, other.device)

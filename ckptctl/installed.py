@@ -1,7 +1,7 @@
-"""What is installed: whether torch is, and the entry points of packages.
+"""Installed packages: torch, and entry points.
 
-Those are read without ``importlib.metadata`` where there are none. Importing it takes longer than
-reading the index of a checkpoint: it brings Python's e-mail parser.
+``importlib.metadata`` is only imported if entry points may exist. Importing it takes longer than
+reading the index of a checkpoint, because it imports Python's e-mail parser.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 INSTALL_TORCH = "install it with `pip install torch`"
 ENDINGS = (".dist-info", "egg-info")
-"""How the folders are called in which packages describe themselves."""
+"""Suffixes of the folders with the metadata of packages."""
 
 
 def has_torch() -> bool:
-    """Return whether torch is installed; it is not imported."""
+    """Check if torch is installed, without importing it."""
     from importlib.util import find_spec
 
     spec = find_spec("torch")
@@ -34,15 +34,15 @@ def has_torch() -> bool:
 
 
 def require_torch(what: str, why: str | None = None, *, instead: str = "") -> None:
-    """Refuse *what* where torch is not installed; every command and function that needs it asks.
+    """Raise if torch is not installed.
 
     Args:
-        what: The subject of the message, in the singular.
-        why: What torch is needed for.
-        instead: What does without.
+        what: Subject of the message, in the singular.
+        why: Reason why torch is required.
+        instead: Alternative that does not require torch.
 
     Raises:
-        MissingPackageError: It is not installed.
+        MissingPackageError: torch is not installed.
     """
     if not has_torch():
         hint = "; ".join(filter(None, (INSTALL_TORCH, instead)))
@@ -52,10 +52,10 @@ def require_torch(what: str, why: str | None = None, *, instead: str = "") -> No
 
 
 def require_package(name: str, what: str) -> None:
-    """Refuse *what* where the package *name* is not installed.
+    """Raise if the package *name* is not installed.
 
     Raises:
-        MissingPackageError: It is not installed.
+        MissingPackageError: The package is not installed.
     """
     from importlib.util import find_spec
 
@@ -67,7 +67,7 @@ def require_package(name: str, what: str) -> None:
 
 
 def entry_points(group: str) -> dict[str, EntryPoint]:
-    """Return the entry points of *group* by name; none is loaded."""
+    """Return the entry points of *group* by name, without loading them."""
     if not mentioned(group):
         return {}
     from importlib import metadata
@@ -76,14 +76,14 @@ def entry_points(group: str) -> dict[str, EntryPoint]:
 
 
 def load_entry_point(point: EntryPoint, kind: type[T]) -> T:
-    """Load the object of a package that an entry point names.
+    """Load the object of an entry point.
 
     Args:
-        point: It has the name of the object.
-        kind: Class of the object.
+        point: Entry point with the name of the object.
+        kind: Expected class of the object.
 
     Raises:
-        UsageError: It cannot be imported, or is something else.
+        UsageError: The object cannot be imported, or has another class or name.
     """
     try:
         found = point.load()
@@ -100,13 +100,13 @@ def load_entry_point(point: EntryPoint, kind: type[T]) -> T:
 
 
 def package_of(point: EntryPoint) -> str:
-    """Return the package that an entry point belongs to, or else its module."""
+    """Return the package of an entry point, or its module if the package is unknown."""
     return point.dist.name if point.dist else point.module
 
 
 def mentioned(group: str) -> bool:
-    """Return whether an installed package may have entry points of *group*."""
-    # Importers of other kinds know packages of their own.
+    """Check if an installed package may have entry points of *group*."""
+    # Other importers may provide further packages.
     others = (finder for finder in sys.meta_path if finder is not PathFinder)
     if any(hasattr(finder, "find_distributions") for finder in others):
         return True

@@ -1,7 +1,8 @@
-"""Options as keyword arguments: functions take them, and what they say names them as Python does.
+"""Options as keyword arguments of Python functions.
 
-Messages and notes are written once, and name options by :func:`ckptctl.errors.spell_option`. What
-a function does not take itself is called in Python by the one that does.
+Messages and notes name options with :func:`ckptctl.errors.spell_option`. In Python they become
+keyword arguments. An option that the called function does not take is shown as a call of one that
+does.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ FUNCTIONS = (
     *("convert", "merge", "consolidate", "verify", "diff", "extract", "inspect", "map", "prune"),
     "extract_lora",
 )
-"""Where an option is looked for that a function does not take itself, in this order."""
+"""Functions that are searched, in order, for an option that the called function lacks."""
 P = ParamSpec("P")
 O_co = TypeVar("O_co", covariant=True)
 R = TypeVar("R")
@@ -46,14 +47,14 @@ class _Keywords(Protocol[P, O_co]):
 
 
 def keywords(options: Callable[P, O_co], without: Sequence[str] = ()) -> _Keywords[P, O_co]:
-    """Let the last parameter of a function, a dataclass of options, be its keyword arguments.
+    """Replace the last parameter of a function, a dataclass of options, by keyword arguments.
 
-    Signature, docstring and static types of the function follow from the dataclass, and errors
-    and notes call options what Python does.
+    Signature, docstring and static types of the function are derived from the dataclass. Errors and
+    notes spell options as keyword arguments.
 
     Args:
-        options: The dataclass.
-        without: Fields of it that mean nothing to the function.
+        options: Dataclass of options.
+        without: Fields that the function does not take.
     """
     made: Callable[..., O_co] = options
     offered = [one for one in declared(options) if one.name not in without]
@@ -97,13 +98,13 @@ def keywords(options: Callable[P, O_co], without: Sequence[str] = ()) -> _Keywor
 
 
 def in_python(*options: Any) -> AbstractContextManager[None]:
-    """Let messages call the fields of *options*, dataclasses, what Python does."""
+    """Spell the fields of *options*, dataclasses, as keyword arguments in messages."""
     names = _keyword_names([one for each in options for one in declared(each)])
     return spelling(partial(_as_keywords, names=names))
 
 
 def _as_keywords(mention: Mention, _: Spelling, *, names: Mapping[str, str]) -> str:
-    """Spell *mention* in Python; options of another function than that of *names* as its call."""
+    """Spell *mention* as keyword arguments, of another function if *names* lacks an option."""
     pairs = [one.partition(" ")[::2] for one in mention.options]
     foreign = [name for name, _ in pairs if name.startswith("--") and name not in names]
     other = mention.command
@@ -119,7 +120,7 @@ def _as_keywords(mention: Mention, _: Spelling, *, names: Mapping[str, str]) -> 
 
 
 def _documented(text: str, fields: Sequence[Declared]) -> str:
-    """Return a docstring with *fields* where it has its last parameter."""
+    """Replace the docstring entry of the last parameter by entries for *fields*."""
     return re.sub(
         r"^( *)options: .*\n",
         lambda found: "".join(f"{found[1]}{one.name}: {python(one)}\n" for one in fields),
@@ -129,7 +130,7 @@ def _documented(text: str, fields: Sequence[Declared]) -> str:
 
 
 def python(one: Declared) -> str:
-    """Return what is said of an option in Python, where others have other names."""
+    """Return the help of an option for Python."""
     text = one.option.python or one.option.help.replace(" Repeatable.", "")
     text, default, value = text.partition("[default: ")
     if default:
@@ -138,14 +139,14 @@ def python(one: Declared) -> str:
 
 
 def _marked(word: str, values: Sequence[str]) -> str:
-    """Return a word of a text, as code if it is one of *values*."""
+    """Mark *word* as code if it is one of *values*."""
     bare = word.strip("(),.:;")
     return word.replace(bare, f"``{bare}``") if bare in values else word
 
 
 @cache
 def _elsewhere() -> Mapping[str, tuple[str, str]]:
-    """Return the function and the name in it of each option that errors of others speak of."""
+    """Map options to the function that takes them and to their keyword."""
     package = importlib.import_module("ckptctl")
     found: dict[str, tuple[str, str]] = {}
     for function in FUNCTIONS:
@@ -155,10 +156,10 @@ def _elsewhere() -> Mapping[str, tuple[str, str]]:
 
 
 def _assigned(name: str, value: str) -> str:
-    """Return how Python gives a value to the argument *name*, which a flag says already."""
+    """Format an option with its value as a keyword argument."""
     if not value or "=" in name:
         return name + (f" {value}" if value else "")
-    if len(value) > 1 and value[0] == value[-1] == "'":  # as a shell needs it
+    if len(value) > 1 and value[0] == value[-1] == "'":  # quoted for a shell
         value = value[1:-1]
     key, equals, number = value.partition("=")
     if equals:
@@ -168,7 +169,7 @@ def _assigned(name: str, value: str) -> str:
 
 
 def _keyword_names(fields: Sequence[Declared]) -> dict[str, str]:
-    """Return what Python calls options, by what the command line does."""
+    """Map options of the command line to keyword arguments."""
     return {
         spelling: f"{one.name}={not one.default}" if one.flag else one.name
         for one in fields

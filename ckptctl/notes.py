@@ -1,6 +1,6 @@
-"""What is said about a checkpoint or a run: one ordered channel for all of it.
+"""Notes about a checkpoint or a run, in one ordered list.
 
-Whoever does a part of the work gets a :class:`Notes` and adds to it; results show it by kind.
+Functions add to a :class:`Notes` that is passed to them. Results show the notes by kind.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ Kind: TypeAlias = Literal[
 
 
 class Note(NamedTuple):
-    """One statement.
+    """One note.
 
     Attributes:
-        kind: ``note`` and ``warning`` are for people; the others are reasons why a tensor, value or
-            file is not in the output, or why a fact has the value that was used.
+        kind: ``note`` and ``warning`` are messages. The others are reasons why a tensor, value or
+            file is not in the output, or why a value was used for a fact.
         subject: Name of that tensor, value, file or fact; empty for a note or a warning.
-        text: The text of a note, or the reason.
+        text: Text of the message, or the reason.
     """
 
     kind: Kind
@@ -29,16 +29,16 @@ class Note(NamedTuple):
 
 
 class Notes(list[Note]):
-    """Statements, in the order in which they were made."""
+    """Notes in the order in which they were added."""
 
     __slots__ = ()
 
     def add(self, *texts: str, kind: Kind = "note") -> None:
-        """Add texts for people."""
+        """Add texts for users."""
         self.extend(Note(kind, "", text) for text in texts)
 
     def explain(self, kind: Kind, reasons: Mapping[str, str]) -> None:
-        """Add reasons by subject; the last one given for a subject counts."""
+        """Add reasons by subject; the last reason for a subject counts."""
         self.extend(Note(kind, subject, text) for subject, text in reasons.items())
 
     def texts(self, kind: Kind = "note") -> tuple[str, ...]:

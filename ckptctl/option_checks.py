@@ -1,4 +1,4 @@
-"""What options may be given: what completion offers of it, and the check of it, one each."""
+"""Completion and validation of option values."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from ckptctl.units import counted
 
 MOST_THREADS = 1024
 STEPS = "ckptctl.steps"
-"""The group of entry points with steps of conversions."""
+"""Entry point group for steps of conversions."""
 READ_HERE = "pass a path; `.` is the working directory"
 AnyPath = str | Path | UrlPath
 
 
 def readable_formats(_: Given | None = None) -> list[str]:
-    """Return the formats that can be read, those of installed packages included."""
+    """List the formats that can be read, including those of installed packages."""
     from ckptctl import formats
 
     return [*formats.names(), *formats.added()]
 
 
 def writable_formats(_: Given | None = None) -> list[str]:
-    """Return the formats that can be written, those of installed packages included."""
+    """List the formats that can be written, including those of installed packages."""
     from ckptctl import formats
     from ckptctl.formats.base import WritableFormat
 
@@ -40,7 +40,7 @@ def writable_formats(_: Given | None = None) -> list[str]:
 
 
 def model_types(given: Given) -> list[str]:
-    """Return the names of all families, that of ``converter`` included."""
+    """List all model types, including that of ``converter``."""
     from ckptctl import families
 
     with families.using(given.get("converter")):
@@ -48,7 +48,7 @@ def model_types(given: Given) -> list[str]:
 
 
 def layouts(given: Given) -> list[str]:
-    """Return the layouts of the model type that is named, or of all."""
+    """List the layouts of the given model type, or of all."""
     from ckptctl import families
 
     named = given.get("model_type") or given.get("family")
@@ -59,11 +59,11 @@ def layouts(given: Given) -> list[str]:
 
 
 def tensors(given: Given) -> list[str]:
-    """Return the names of the tensors of the checkpoint that is named first."""
+    """List the tensor names of the first checkpoint on the command line."""
     from ckptctl import formats
 
     path = given.get("")
-    # The network is not asked on TAB, and names in another layout are not in the checkpoint.
+    # Completion never accesses the network, and names in another layout are not in the checkpoint.
     if not path or ":/" in str(path) or given.get("layout"):
         return []
     chosen = given.get("from_format") or given.get("format")
@@ -71,7 +71,7 @@ def tensors(given: Given) -> list[str]:
 
 
 def floating_dtypes(_: Given | None = None) -> list[str]:
-    """Return the dtypes that a cast may go to."""
+    """List the dtypes that tensors can be cast to."""
     from ckptctl.dtypes import BY_NAME
 
     short = (dtype.short for dtype in BY_NAME.values() if dtype.floating)
@@ -79,12 +79,12 @@ def floating_dtypes(_: Given | None = None) -> list[str]:
 
 
 def dequantized_dtypes(_: Given | None = None) -> list[str]:
-    """Return the dtypes that quantized tensors may be turned into."""
+    """List the dtypes that quantized tensors can be dequantized to."""
     return ["bf16", "fp32"]
 
 
 def quantization_schemes(_: Given | None = None) -> list[str]:
-    """Return the names of the ways in which weights can be quantized."""
+    """List the schemes that weights can be quantized with."""
     from ckptctl.numerics.quantization.recipes import recipes
 
     return list(recipes())
@@ -94,8 +94,8 @@ def quantization_schemes(_: Given | None = None) -> list[str]:
 
 
 def path(value: str | TreePath, hint: str = READ_HERE) -> TreePath:
-    """Return the path of a file; *hint* is for one who gives none."""
-    from ckptctl.storage.urls import path_text  # which `--help` need not
+    """Return a path; raise with *hint* if it is empty."""
+    from ckptctl.storage.urls import path_text  # not needed for `--help`
 
     if not path_text(value):
         raise UsageError("the path is empty", hint=hint)
@@ -103,7 +103,7 @@ def path(value: str | TreePath, hint: str = READ_HERE) -> TreePath:
 
 
 def place(value: str | TreePath, hint: str = READ_HERE) -> TreePath:
-    """Return the path or URL of a checkpoint, which is not looked at yet; see :func:`path`."""
+    """Parse the path or URL of a checkpoint, without looking it up."""
     from ckptctl.storage.paths import named
 
     path(value, hint)
@@ -114,7 +114,7 @@ new_place = partial(place, hint="pass the path of the output")
 
 
 def output_file(value: str | TreePath) -> Path:
-    """Return where a file is written: on this machine, with ``file://`` before it or without."""
+    """Return the local path of an output file, which may be given as a ``file://`` URL."""
     from ckptctl.storage.destinations import require_path
     from ckptctl.storage.paths import named
 
@@ -124,7 +124,7 @@ def output_file(value: str | TreePath) -> Path:
 
 
 def globs(value: Iterable[str]) -> tuple[str, ...]:
-    """Return globs; one alone is text."""
+    """Return globs as a tuple; a single string is one glob."""
     if not isinstance(value, Iterable):
         raise UsageError(f"{value!r} is neither a glob nor a list of globs")
     several = (value,) if isinstance(value, str) else tuple(value)
@@ -135,14 +135,14 @@ def globs(value: Iterable[str]) -> tuple[str, ...]:
 
 
 def added_steps(_: Given | None = None) -> list[str]:
-    """Return the names of the steps that installed packages add to a conversion."""
+    """List the steps that installed packages add to a conversion."""
     from ckptctl import installed
 
     return sorted(installed.entry_points(STEPS))
 
 
 def steps(value: Iterable[str]) -> tuple[str, ...]:
-    """Refuse steps that no installed package adds, and one given twice; see :func:`globs`."""
+    """Raise if a step is unknown or is given twice."""
     several = globs(value)
     names = [one.partition("=")[0] for one in several]
     for name in names:
@@ -153,14 +153,14 @@ def steps(value: Iterable[str]) -> tuple[str, ...]:
 
 
 def readable(value: str) -> str:
-    """Refuse a format that cannot be read; packages are searched for one that is not built in."""
+    """Raise if a format cannot be read. Only unknown names search installed packages."""
     from ckptctl import formats
 
     return value if value in formats.names() else _format(value, readable_formats())
 
 
 def writable(value: str) -> str:
-    """Refuse a format that cannot be written; see :func:`readable`."""
+    """Raise if a format cannot be written."""
     from ckptctl import formats
 
     if value in formats.writable():
@@ -185,7 +185,7 @@ def _format(value: str, known: Sequence[str]) -> str:
 
 
 def positive(value: int) -> int:
-    """Refuse anything but whole numbers above 0."""
+    """Raise unless *value* is an integer above 0."""
     if type(value) is not int or value < 1:
         raise UsageError(f"{value} is not a positive number")
     return value
@@ -194,7 +194,7 @@ def positive(value: int) -> int:
 def number_check(
     noun: str, fits: Callable[[float], bool], why: str | None = None
 ) -> Callable[[float], float]:
-    """Return a check that refuses anything but numbers that *fits* accepts."""
+    """Return a check that raises unless *fits* accepts the number."""
 
     def checked(value: float) -> float:
         if type(value) not in (int, float) or not fits(value):
@@ -212,7 +212,7 @@ tolerated = number_check("a non-negative number", lambda value: 0 <= value <= sy
 
 
 def at_least(least: int) -> Callable[[SupportsIndex], int]:
-    """Return a check that refuses anything but whole numbers, numpy's too, from *least* on."""
+    """Return a check for integers, including NumPy's, of at least *least*."""
 
     def checked(value: SupportsIndex) -> int:
         number = operator.index(value) if hasattr(value, "__index__") else least - 1
@@ -224,7 +224,7 @@ def at_least(least: int) -> Callable[[SupportsIndex], int]:
 
 
 def step(value: SupportsIndex) -> int:
-    """Return the number of a step, which may be NumPy's or torch's, as Python's."""
+    """Return a step number, which may be an integer of NumPy or torch, as an int."""
     try:
         number = -1 if isinstance(value, bool) else operator.index(value)
     except TypeError:
@@ -235,7 +235,7 @@ def step(value: SupportsIndex) -> int:
 
 
 def thread_count(value: int) -> int:
-    """Refuse anything but a number of threads that a machine can start."""
+    """Raise if *value* is not a supported number of threads."""
     if positive(value) > MOST_THREADS:
         raise UsageError(
             f"cannot use {counted(value, 'thread')}", why=f"the maximum is {MOST_THREADS}"
@@ -244,7 +244,7 @@ def thread_count(value: int) -> int:
 
 
 def axis_sizes(value: Mapping[str, int]) -> dict[str, int]:
-    """Refuse sizes that are not positive."""
+    """Raise if a size is not positive."""
     if not isinstance(value, Mapping):
         raise UsageError(f"{value!r} is not a dictionary of sizes")
     for name, size in value.items():
@@ -254,7 +254,7 @@ def axis_sizes(value: Mapping[str, int]) -> dict[str, int]:
 
 
 def parse_sizes(texts: Sequence[str]) -> dict[str, int]:
-    """Return what ``NAME=VALUE`` say, each name once."""
+    """Parse ``NAME=VALUE`` texts; raise if a name has different values."""
     sizes: dict[str, int] = {}
     for text in texts:
         name, _, number = text.partition("=")
@@ -268,7 +268,7 @@ def parse_sizes(texts: Sequence[str]) -> dict[str, int]:
 
 
 def dtype_check(kind: str, known: Callable[[], list[str]]) -> Callable[[str], str]:
-    """Return a check that refuses anything but *known* dtypes, and returns torch's names."""
+    """Return a check that raises for other than *known* dtypes, and returns torch's name."""
 
     def checked(value: str) -> str:
         from ckptctl import dtypes
@@ -286,5 +286,5 @@ dequantized = dtype_check("dtype", dequantized_dtypes)
 
 
 def scheme(value: str) -> str:
-    """Return the name of a way in which weights can be quantized."""
+    """Raise if a quantization scheme is unknown."""
     return among(str(value), "scheme", quantization_schemes())

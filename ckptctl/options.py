@@ -1,4 +1,4 @@
-"""Options, declared once: as the fields of a dataclass, for the command line and for Python.
+"""Options, declared once as dataclass fields for both the command line and Python.
 
 ::
 
@@ -6,8 +6,8 @@
     class CopyOptions(Options):
         jobs: Annotated[int | None, Option("Threads.", metavar="N", check=positive)] = None
 
-From this follow ``--jobs N`` of a command (:mod:`ckptctl.cli.commands`), the argument ``jobs=`` of
-a function (:mod:`ckptctl.keywords`), its name in errors and its row in both references.
+This declares ``--jobs N`` of a command (:mod:`ckptctl.cli.commands`), the argument ``jobs=`` of a
+function (:mod:`ckptctl.keywords`), its name in errors and its row in both references.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ from typing import (
 from ckptctl.errors import UsageError, nearest, spell_option
 
 Given = Mapping[str, Any]
-"""What stands on the command line so far, by the names of fields; ``""`` is its first argument."""
+"""Command line so far, by field name. The key ``""`` is the first argument."""
 
 Panel = Literal[
     "Common", "Select", "Format and model", "Output", "Safety", "Performance", "Advanced"
 ]
-"""The parts of the help of a command with many options, in their order."""
+"""Sections of the help of a command with many options, in order."""
 FEW = 8
-"""Names that a message lists."""
+"""Maximum number of names that a message lists."""
 _MANY = (Sequence, Mapping)
-# Patterns are compiled when they are needed, which few commands do.
+# Patterns are compiled on use, because few commands need them.
 _NUMBERS = {
     int: (r"\s*[-+]?[0-9][0-9_]*(\.0*)?\s*", "an integer"),
     float: (
@@ -63,13 +63,13 @@ _NOUNS: dict[Any, str] = {
 
 @dataclass(frozen=True, slots=True)
 class Excludes:
-    """Another option that cannot be given together with the one that declares it.
+    """Another option that conflicts with the one that declares it.
 
     Attributes:
-        other: Its field, or ``field=value`` where it is one value of it.
-        reason: Why not, in brackets behind the two.
-        why: Why not, in a sentence of its own, where *this* and *other* stand for the two.
-        hint: What to do about it, likewise.
+        other: Field of the other option, or ``field=value`` for one of its values.
+        reason: Reason, shown in parentheses after the two options.
+        why: Reason as a separate sentence, with placeholders *this* and *other* for the options.
+        hint: Hint with the same placeholders.
     """
 
     other: str
@@ -81,24 +81,24 @@ class Excludes:
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """What stands in ``Annotated`` beside the type of an option.
+    """Declaration of an option, in the ``Annotated`` type of its field.
 
-    A ``bool`` is a flag, which makes of its default the opposite; a ``Sequence`` or a ``Mapping``
-    may be given several times; the words of a ``Literal`` are all that may be given.
+    A ``bool`` is a flag that negates its default. A ``Sequence`` or ``Mapping`` can be repeated. A
+    ``Literal`` lists the allowed values.
 
     Attributes:
-        help: What it is for.
-        flags: How it is spelled on the command line, as ``-m --model-type``; empty: its name with
-            dashes.
-        metavar: What stands for its value in the help.
-        parse: Returns what text on the command line, or all texts of a repeatable option, mean.
-        check: Returns a value other than None as the operation takes it, or raises UsageError.
-        offers: Returns what a shell offers.
-        python: What it is for in Python, where that is something else.
-        panel: The part of the help that shows it.
-        brief: Whether ``-h`` shows it, too, where that is shorter; all in *Common* are shown.
-        excludes: Options that cannot be given with it.
-        requires: The field of an option that has to be given with it, or ``field=value``.
+        help: Help text.
+        flags: Spellings on the command line, as in ``-m --model-type``; empty for the field name
+            with dashes.
+        metavar: Placeholder for the value in the help.
+        parse: Function that parses the text, or all texts of a repeatable option.
+        check: Function that returns the checked value, or raises UsageError. Not called for None.
+        offers: Function that returns the completions of a shell.
+        python: Help text for Python, if it differs.
+        panel: Section of the help.
+        brief: Whether the short help ``-h`` shows the option. Options in *Common* are always shown.
+        excludes: Options that conflict with it.
+        requires: Field of an option that it requires, or ``field=value``.
     """
 
     help: str
@@ -117,25 +117,25 @@ class Option:
 
 @dataclass(frozen=True, slots=True)
 class Argument(Option):
-    """What stands in ``Annotated`` beside the type of an argument; see :class:`Option`."""
+    """Declaration of a positional argument, in the ``Annotated`` type of its field."""
 
 
 class Declared:
-    """One option of a command or function.
+    """Declared option of a command or function, with its type and default.
 
     Attributes:
-        name: The field or parameter.
-        option: What is declared of it.
-        type: Its type.
-        default: Its default; ``inspect.Parameter.empty``: it has to be given.
-        required: Whether it has to be given.
-        flag: Whether it takes no value.
-        optional: Whether it may be None.
-        repeated: Whether it may be given several times.
-        kinds: The types that a value may have, but None.
-        words: All that may be given, where that is a list; else empty.
-        spellings: What it is called on the command line, as Typer takes it.
-        shown: What errors on the command line call it.
+        name: Name of the field or parameter.
+        option: Declaration.
+        type: Annotated type.
+        default: Default, or ``inspect.Parameter.empty`` if the option is required.
+        required: Whether the option is required.
+        flag: Whether the option takes no value.
+        optional: Whether the value may be None.
+        repeated: Whether the option can be repeated.
+        kinds: Types of the value, without None.
+        words: Allowed values of a ``Literal``; otherwise empty.
+        spellings: Spellings on the command line, for Typer.
+        shown: Name in errors on the command line.
     """
 
     def __init__(self, name: str, option: Option, type: Any, default: Any) -> None:
@@ -154,10 +154,10 @@ class Declared:
         self.shown = option.metavar if isinstance(option, Argument) else self.spellings[-1]
 
     def read(self, given: Any) -> Any:
-        """Return what the command line means: a text, several, or whether a flag is set.
+        """Convert text from the command line to a checked value.
 
         Raises:
-            UsageError: It means nothing.
+            UsageError: The text is not a valid value.
         """
         if given is None:
             return self.default if self.repeated else None
@@ -171,10 +171,10 @@ class Declared:
         return self.checked(tuple(given) if self.repeated else given)
 
     def checked(self, value: Any) -> Any:
-        """Return *value* as the operation takes it; numbers of NumPy and torch as Python's.
+        """Check *value* and convert it to the type that the operation takes.
 
         Raises:
-            UsageError: It makes no sense.
+            UsageError: The value is invalid.
         """
         if value is None:
             return value
@@ -191,7 +191,7 @@ class Declared:
 
 
 def _item(value: Any) -> Any:
-    """Return the number of NumPy or torch as Python's."""
+    """Convert a number of NumPy or torch to Python's."""
     try:
         return value.item()
     except (AttributeError, RuntimeError) as error:
@@ -199,7 +199,7 @@ def _item(value: Any) -> Any:
 
 
 def _fits(value: object, kind: Any) -> bool:
-    """Return whether *value* may be given where *kind* is declared; other objects may always be."""
+    """Check if *value* has type *kind*; kinds without a known noun accept everything."""
     kind = get_origin(kind) or kind
     if kind is Sequence:
         return isinstance(value, Sequence) and not isinstance(value, str | bytes)
@@ -207,10 +207,10 @@ def _fits(value: object, kind: Any) -> bool:
 
 
 def number(kind: type[int] | type[float], text: str) -> float:
-    """Return the number that *text* says.
+    """Parse *text* as a number of type *kind*.
 
     Raises:
-        UsageError: It says none of that kind.
+        UsageError: The text is not a number of this kind.
     """
     pattern, noun = _NUMBERS[kind]
     if not re.fullmatch(pattern, text, re.IGNORECASE):
@@ -219,13 +219,13 @@ def number(kind: type[int] | type[float], text: str) -> float:
 
 
 class Options:
-    """What a command or function takes: a base of frozen dataclasses, whose values it checks."""
+    """Base class of frozen option dataclasses; checks values on creation."""
 
     def __post_init__(self) -> None:
         """Check all values.
 
         Raises:
-            UsageError: One of them makes no sense; it says which.
+            UsageError: A value is invalid, or options conflict. *where* names the option.
         """
         options, values = declared(type(self)), {}
         try:
@@ -242,14 +242,14 @@ class Options:
 
 
 def require_compatible(options: Sequence[Declared], values: Mapping[str, Any]) -> None:
-    """Refuse options that exclude each other, or come without those that they require.
+    """Raise if options conflict, or lack options that they require.
 
     Args:
-        options: All that may be given; of others nothing is required.
-        values: What is given, by the names of fields.
+        options: Options of the command or function; relations to others are ignored.
+        values: Values by field name.
 
     Raises:
-        UsageError: Two of them cannot be given together, or one is missing.
+        UsageError: Two options conflict, or a required option is missing.
     """
     known = {one.name: one for one in options}
 
@@ -285,15 +285,15 @@ T = TypeVar("T")
 
 @dataclass_transform(frozen_default=True, kw_only_default=True)
 def group(fields: type[T]) -> type[T]:
-    """Make a class a part that dataclasses of options inherit, and that is never made by itself.
+    """Make a class a mixin of option dataclasses that is never instantiated itself.
 
-    It gets no ``__init__``, ``__repr__`` and ``__eq__``: ``--help`` would wait until they are made.
+    It gets no ``__init__``, ``__repr__`` and ``__eq__``, because generating them slows ``--help``.
     """
     return dataclass(frozen=True, kw_only=True, init=False, repr=False, eq=False)(fields)
 
 
 def declared(of: Any) -> tuple[Declared, ...]:
-    """Return what a dataclass or a function declares, in its order."""
+    """Return the options that a dataclass or function declares, in order."""
     return _declared(of)
 
 
@@ -312,7 +312,7 @@ def _declared(of: Callable[..., Any]) -> tuple[Declared, ...]:
 
 @contextmanager
 def about(name: str) -> Iterator[None]:
-    """Let a UsageError that does not say which option it is about say *name*."""
+    """Attribute a UsageError in the block to option *name*, unless it names one."""
     try:
         yield
     except UsageError as error:
@@ -327,17 +327,17 @@ def among(
     elsewhere: Mapping[str, str] | None = None,
     lists: str | None = None,
 ) -> str:
-    """Return *value*, which has to be known.
+    """Return *value*; raise if it is not one of *known*.
 
     Args:
-        value: What was given.
-        kind: What it is, for the message.
-        known: What may be given.
-        elsewhere: Other words for it.
-        lists: The command that lists what is known; it is named where a message cannot.
+        value: Value to check.
+        kind: Noun for the message.
+        known: Allowed values.
+        elsewhere: Aliases of allowed values, for suggestions.
+        lists: Command that lists the allowed values, shown if there are too many for the message.
 
     Raises:
-        UsageError: It is not known; the message says what is, and the nearest.
+        UsageError: The value is not allowed. The message suggests the most similar one.
     """
     if value in known:
         return value

@@ -1,18 +1,18 @@
-"""Results, declared once: what ``--json`` prints of a class, its schema and its reference page.
+"""Results, declared once for ``--json``, its schema and its reference page.
 
 ::
 
     @dataclass(frozen=True, slots=True)
     class Copied(Result):
-        path: Annotated[str, JsonField("as it was named")]
+        path: Annotated[str, JsonField("path as given")]
         nbytes: Annotated[int, JsonField("size of all files", name="bytes")]
 
         @property
         def whole(self) -> Annotated[bool, JsonField()]:
             "Whether nothing is missing."
 
-Fields come first, then properties, in the order of the class, unless it names another. The schema
-is made in :mod:`ckptctl.documents`.
+Fields come first, then properties, in the order of the class unless it declares another. The schema
+is built in :mod:`ckptctl.documents`.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ _PLAIN = (str, int, float, bool, NoneType)
 
 @dataclass(eq=False)
 class JsonField:
-    """What stands in ``Annotated`` beside the type of a field, or of a property, that is printed.
+    """Declaration of a printed field, in the ``Annotated`` type of a field or property.
 
-    An attribute may have several, with different values of *of*.
+    An attribute may have several declarations, with different values of *of*.
 
     Attributes:
-        text: What it means, in Markdown; empty: what the docstring of a property says.
-        name: What JSON calls it; empty: as the attribute, or as the last part of *of*.
-        of: The attribute of the value that is printed, as ``family.name``; empty: itself.
-        to: Returns what is printed instead of that; its annotations say the type.
-        optional: Whether the field is absent where the value is None.
+        text: Description in Markdown; empty for the docstring of the property.
+        name: Key in JSON; empty for the name of the attribute, or the last part of *of*.
+        of: Attribute of the value to print, as in ``family.name``; empty for the value itself.
+        to: Function that converts the value; its return annotation is the printed type.
+        optional: Whether the field is absent if the value is None.
     """
 
     text: str = ""
@@ -54,42 +54,42 @@ class JsonField:
 
 @dataclass(eq=False)
 class Inline:
-    """What stands there where the fields of the value are printed in place of it.
+    """Declaration of a value whose fields are printed in its place.
 
     Attributes:
-        names: Those that are, with blanks between them; empty: all.
+        names: Names of the fields to print, separated by spaces; empty for all.
     """
 
     names: str = ""
 
 
 class Result:
-    """A base of classes that ``--json`` prints, in the order of fields that *order* begins with."""
+    """Base class of results that ``--json`` prints; *order* names the leading fields."""
 
     __slots__ = ()
     _order: ClassVar[tuple[str, ...]] = ()
 
     def __init_subclass__(cls, order: str = "") -> None:
-        """Keep the order; a dataclass with slots is made twice, and the second time without."""
+        """Store the order. Dataclasses with slots call this twice, then without *order*."""
         if order:
             cls._order = tuple(order.split())
 
     def to_json(self) -> dict[str, object]:
-        """Return what ``--json`` prints of it (``docs/reference/json.md``)."""
+        """Return the JSON object of the result (``docs/reference/json.md``)."""
         return to_json(self)
 
 
 @dataclass(eq=False)
 class Printed:
-    """One field of the printed object.
+    """Printed field of a result.
 
     Attributes:
-        name: What JSON calls it.
-        type: The type of what is printed.
-        text: What it means, in Markdown.
-        optional: Whether it may be absent.
-        get: Returns the value of it, of which None is left out where it is *optional*.
-        plain: Whether that is JSON as it is.
+        name: Key in JSON.
+        type: Type of the printed value.
+        text: Description in Markdown.
+        optional: Whether the key is absent if the value is None.
+        get: Function that returns the value of a result.
+        plain: Whether the value needs no conversion to JSON.
     """
 
     name: str
@@ -101,15 +101,15 @@ class Printed:
 
 
 def schema_name(command: str) -> str:
-    """Return what ``schema`` says in what a command prints.
+    """Return the value of the field ``schema`` in the output of *command*.
 
-    Its number goes up when a field is taken away or changes its meaning.
+    The number increases when a field is removed or changes its meaning.
     """
     return f"ckptctl.{command}/1"
 
 
 def to_json(result: Any) -> dict[str, object]:
-    """Return what ``--json`` prints of a result."""
+    """Return the JSON object of a result."""
     found: dict[str, object] = {}
     made: Any = type(result)
     for one in printed(made):
@@ -131,7 +131,7 @@ def _json(value: Any) -> object:
 
 @cache
 def printed(of: Any) -> tuple[Printed, ...]:
-    """Return the fields that are printed of a class; none: it is no result."""
+    """Return the printed fields of a class; empty if it is not a result."""
     found: dict[str, Printed] = {}
     for attribute, hint in _hints(of).items():
         if get_origin(hint) is Annotated:
@@ -144,7 +144,7 @@ def printed(of: Any) -> tuple[Printed, ...]:
 
 
 def _documented(attribute: object) -> str:
-    """Return the first line of the docstring of a property as texts of fields are written."""
+    """Return the docstring of a property as the text of a field."""
     line = (attribute.__doc__ or "").partition("\n")[0] if isinstance(attribute, property) else ""
     return line[:1].lower() + line[1:].removesuffix(".")
 
@@ -178,7 +178,7 @@ def _then(first: Callable[[Any], Any], second: Callable[[Any], Any]) -> Callable
 
 
 def _hints(of: type) -> dict[str, Any]:
-    """Return the types of the attributes that may be printed, those of properties last."""
+    """Return the types of printable attributes, those of properties last."""
     found: dict[str, Any] = {}
     for base in reversed(of.__mro__):
         # The other annotations of a class may import names for type checkers only, and the module
@@ -197,7 +197,7 @@ def _types(of: type, texts: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _type_of(kind: Any, path: str) -> Any:
-    """Return the type of what is found at *path* in an object of a class."""
+    """Return the type of the attribute at the dotted *path* of a class."""
     for name in path.split("."):
         bases = ((base, _texts(base)) for base in kind.__mro__)
         kind = next(_types(b, {name: texts[name]})[name] for b, texts in bases if name in texts)
@@ -207,7 +207,7 @@ def _type_of(kind: Any, path: str) -> Any:
 
 
 def _texts(of: type) -> dict[str, Any]:
-    """Return the types of the fields and of the properties of a class, as they are written."""
+    """Return the annotations of a class's fields and properties, unevaluated."""
     gets = {n: p.fget for n, p in vars(of).items() if isinstance(p, property) and p.fget}
     returned = {n: inspect.get_annotations(get).get("return") for n, get in gets.items()}
     return {**inspect.get_annotations(of), **returned}
@@ -222,15 +222,15 @@ def _plain(kind: Any) -> bool:
 
 
 def or_none(text: str) -> str | None:
-    """Return a text, or None where it is empty."""
+    """Return *text*, or None if it is empty."""
     return text or None
 
 
 def count(of: Any) -> int:
-    """Return how many there are."""
+    """Return the number of items."""
     return len(of)
 
 
 def rounded(seconds: float) -> float:
-    """Return a time in seconds without what no clock measures."""
+    """Round a time in seconds to milliseconds."""
     return round(seconds, 3)

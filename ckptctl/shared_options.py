@@ -1,4 +1,4 @@
-"""The options that several operations share: one spelling, one meaning, one check each."""
+"""Options that several operations share."""
 
 from __future__ import annotations
 
@@ -283,13 +283,13 @@ Jobs = Annotated[
 
 @group
 class ModelOptions(Options):
-    """Which model it is."""
+    """Options that select the model type."""
 
     model_type: ModelType = None
     converter: Converter = None
 
     def __post_init__(self) -> None:
-        """Check all values; a model type has to be known, whether or not it will be needed."""
+        """Check all values; raise if the model type is unknown, even if it is not needed."""
         super().__post_init__()
         if self.model_type is not None:
             from ckptctl import families
@@ -300,14 +300,14 @@ class ModelOptions(Options):
 
 @group
 class FormatOptions(Options):
-    """What a checkpoint is."""
+    """Option for the format of a checkpoint."""
 
     format: From = None
 
 
 @group
 class SourceOptions(Options):
-    """Which of several answers a checkpoint gives."""
+    """Options that select among the saves and weights of a checkpoint."""
 
     weights: Weights = None
     tag: Tag = None
@@ -317,7 +317,7 @@ class SourceOptions(Options):
 
 @dataclass(frozen=True, kw_only=True)
 class MapOptions(Options):
-    """Of which model a key is, and where it goes; see ``ckptctl map --help``."""
+    """Options of ``ckptctl map``."""
 
     to_layout: Annotated[str, layout(f"Target layout, e.g. {LAYOUTS}", panel="Common")]
     model_type: Annotated[
@@ -348,7 +348,7 @@ class MapOptions(Options):
 
 @dataclass(frozen=True, kw_only=True)
 class ModelsOptions(Options):
-    """Which model types are listed; see ``ckptctl models --help``."""
+    """Options of ``ckptctl models``."""
 
     family: Annotated[
         str | None, Argument("Model type to show in detail.", metavar="NAME", offers=model_types)

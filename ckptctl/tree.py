@@ -1,9 +1,9 @@
-"""Files and folders wherever they lie: paths of this machine, and those of a tree behind a URL.
+"""Files and folders on this machine or behind a URL.
 
-A path or URL becomes a :class:`TreePath` once, where a command begins
-(:func:`~ckptctl.storage.paths.named`), and is passed on as that. On this machine that is a
-:class:`pathlib.Path`. A :class:`UrlPath` asks its :class:`FileTree`, which holds what is secret in
-the URL; no text does.
+A path or URL is converted to a :class:`TreePath` once, where a command begins
+(:func:`~ckptctl.storage.paths.named`). On this machine it is a :class:`pathlib.Path`. A
+:class:`UrlPath` reads through its :class:`FileTree`, which also has the credentials of the URL. Its
+text does not contain them.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from ckptctl.errors import CkptError, SourceNotFoundError
 
 READ_ONLY = 0o444
 INDEXES = (".index.json", ".metadata")
-"""What the files end with that make others a checkpoint; behind a URL they are written last."""
+"""Suffixes of index files, which are uploaded last."""
 
 
 class TreePath(Protocol):
-    """A file or folder, on this machine or behind a URL: what reading takes of ``pathlib.Path``."""
+    """File or folder on this machine or behind a URL: the reading part of ``pathlib.Path``."""
 
     # fmt: off
     # ruff: noqa: D102
@@ -71,15 +71,15 @@ class TreePath(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class TreeEntry:
-    """A file or folder behind a URL.
+    """File or folder behind a URL.
 
     Attributes:
-        name: Its name in its folder; empty where what was to be listed is a file.
+        name: Name in its folder; empty if the listed path itself is a file.
         folder: Whether it is a folder.
-        size: Bytes; -1: only the file itself tells.
-        version: What changes when its content does, as far as the place tells.
-        mtime_ns: When it was written, in nanoseconds since the epoch; 0: unknown.
-        digest: SHA-256 of its content, or git's SHA-1 of a blob, where the place tells.
+        size: Size in bytes, or -1 if it is only known after opening the file.
+        version: Version or ETag that changes with the content; empty if the server has none.
+        mtime_ns: Modification time in nanoseconds since the epoch, or 0 if unknown.
+        digest: SHA-256 of the content, or git's SHA-1 of a blob, or None if the server has none.
     """
 
     name: str
@@ -91,13 +91,13 @@ class TreeEntry:
 
     @property
     def number(self) -> int:
-        """Return the version as a number, to stand where a local file has its inode."""
+        """Number derived from the version, used as inode."""
         return number_of(self.version)
 
 
 def number_of(version: str) -> int:
-    """Return a version as a number, to stand where a local file has its inode."""
-    import hashlib  # which a start without URLs need not
+    """Return a number derived from a version, used as inode."""
+    import hashlib  # only for URLs
 
     digest = hashlib.sha256(version.encode()).digest()
     return int.from_bytes(digest[:7], "big") if version else 0
@@ -105,16 +105,16 @@ def number_of(version: str) -> int:
 
 @dataclass(frozen=True, slots=True)
 class UploadRequest:
-    """What is asked of a place.
+    """Request for an upload.
 
     Attributes:
-        names: The files of the output, that which makes them one the last.
-        single: The name of the only file; None: the output is a folder.
-        overwrite: Whether a checkpoint there may be replaced.
-        resume: Whether to go on with what an interrupted run uploaded, and to leave it after an
-            error.
-        is_checkpoint: Whether what is there may be overwritten.
-        read: The files that the output is made of, by folder.
+        names: Files of the output, the index last.
+        single: Name of the only file, or None if the output is a folder.
+        overwrite: Whether an existing checkpoint may be replaced.
+        resume: Whether to keep the files that an interrupted run uploaded, and to leave uploaded
+            files after an error.
+        is_checkpoint: Function that checks if the existing files may be overwritten.
+        read: Source files of the output, by folder.
     """
 
     names: Sequence[str]
@@ -126,31 +126,31 @@ class UploadRequest:
 
 
 class Upload(Protocol):
-    """One output on its way to a folder behind a URL."""
+    """Upload of one output to a folder behind a URL."""
 
     resumed: int
-    """Bytes that were there already."""
+    """Bytes that an interrupted run had uploaded."""
 
     def put(self, name: str, path: Path) -> None:
-        """Upload a complete file."""
+        """Upload a complete local file as *name*."""
 
     def require_whole(self) -> None:
-        """Prove that all there is of this output is as it was uploaded."""
+        """Verify that all uploaded files of this output are unchanged."""
 
     def commit(self) -> None:
-        """Make the files seen, all of which are uploaded."""
+        """Make the uploaded files visible."""
 
     def abandon(self) -> str:
-        """Take back what can be, and say what is left."""
+        """Remove uploaded files if possible, and describe what remains."""
 
     def close(self) -> None:
-        """Let go of the place: all is done."""
+        """Release the destination after a successful upload."""
 
 
 class FileTree(Protocol):
-    """What lies behind a URL, for many threads; two are equal that have the same secrets.
+    """Tree of files behind URLs, shared by threads. Trees with equal credentials are equal.
 
-    URLs are written as they may be shown.
+    URLs in arguments contain no credentials.
 
     Attributes:
         atomic: Whether all files of an upload appear in one step.
@@ -159,61 +159,60 @@ class FileTree(Protocol):
     atomic: bool
 
     def look(self, url: str) -> str:
-        """Look behind *url* if that was not done, and return how the place spells it."""
+        """List the tree at *url* unless that was done before, and return its canonical URL."""
 
     def find(self, url: str) -> TreeEntry | None:
-        """Return the entry of a file or folder; None: there is nothing."""
+        """Return the entry of a file or folder, or None if there is none."""
 
     def file(self, url: str) -> TreeEntry:
         """Return the entry of a file.
 
         Raises:
-            SourceNotFoundError: There is nothing.
-            UnsupportedError: There is a folder.
+            SourceNotFoundError: There is no file at the URL.
+            UnsupportedError: The URL is a folder.
         """
 
     def members(self, url: str) -> Iterable[str]:
-        """Return the names in a folder; none where there is no such folder."""
+        """Return the names in a folder; empty if there is no such folder."""
 
     def read(self, url: str, offset: int, nbytes: int) -> bytearray:
-        """Return a range of bytes of a file; fewer where it has no more."""
+        """Return a byte range of a file; shorter at its end."""
 
     def prefetch(self, url: str, offset: int) -> None:
-        """Get the bytes around *offset* of a file into memory; from its end, where negative."""
+        """Fetch the bytes around *offset* into the cache; negative offsets count from the end."""
 
     def end(self, url: str, stop: int) -> None:
-        """Note that a range of a file that is read ends at byte *stop*."""
+        """Note that a sequential read of a file ends at byte *stop*."""
 
     def trim(self) -> None:
-        """Let go of most of what was read."""
+        """Release most of the cached data."""
 
     def forget(self, url: str) -> None:
-        """Ask again for what is listed, from now on, but of the same commit."""
+        """List the tree again on next use, but at the same commit."""
 
     def drop(self, url: str) -> None:
-        """Forget that *url*, all below and all above it was looked at: it has changed."""
+        """Forget all listings of *url* and of paths below and above it, which has changed."""
 
     def failure(self, url: str) -> CkptError | None:
-        """Return the last failure of the place to answer; None: there was none."""
+        """Return the last error of the server, or None if there was none."""
 
     def begin_upload(self, url: str, request: UploadRequest) -> Upload:
-        """Begin an upload to *url*, where nobody else writes until it ends."""
+        """Begin an upload to *url*, which is locked until it ends."""
 
     def secret_of(self, url: str) -> str:
-        """Return *url* with what is secret in it."""
+        """Return *url* with its credentials."""
 
 
 @total_ordering
 class UrlPath(os.PathLike[str]):
-    """A file or folder behind a URL.
+    """File or folder behind a URL.
 
-    Its text is the URL, which no system call understands: code that opens one by itself, past
-    :class:`~ckptctl.storage.files.SourceFiles`, fails with "no such file". There is nothing on the
-    disk that it could take for data.
+    Its text is the URL, which is not a valid local path. Code that opens it directly instead of
+    with :class:`~ckptctl.storage.files.SourceFiles` fails with "no such file".
 
     Attributes:
-        tree: What it asks.
-        url: Its URL, as it may be shown.
+        tree: Tree that reads the URL.
+        url: URL without credentials.
     """
 
     __slots__ = ("tree", "url")
@@ -245,34 +244,34 @@ class UrlPath(os.PathLike[str]):
 
     @property
     def parts(self) -> tuple[str, ...]:
-        """The scheme with its colon, the host, and the names that follow."""
+        """Scheme with its colon, host, and the names that follow."""
         scheme, _, rest = self.url.partition("//")
         return (scheme, *rest.split("/"))
 
     @property
     def name(self) -> str:
-        """The last name."""
+        """Last name."""
         return self.url.rpartition("/")[2]
 
     @property
     def stem(self) -> str:
-        """The name without its suffix."""
+        """Name without its suffix."""
         return PurePosixPath(self.name).stem
 
     @property
     def suffix(self) -> str:
-        """What the name ends with from its last dot on."""
+        """Last suffix of the name, with its dot."""
         return PurePosixPath(self.name).suffix
 
     @property
     def parent(self) -> UrlPath:
-        """The folder that it lies in; a host is its own."""
+        """Parent folder; a host is its own parent."""
         above = self.url.rpartition("/")[0]
         return self if above.endswith("/") else UrlPath(self.tree, above)
 
     @property
     def parents(self) -> Sequence[UrlPath]:
-        """The folders that it lies in, the nearest first."""
+        """All parent folders, the nearest first."""
         above = self.parent
         return () if above is self else (above, *above.parents)
 
@@ -281,47 +280,47 @@ class UrlPath(os.PathLike[str]):
         return UrlPath(self.tree, f"{self.url}/{inner}") if inner.parts else self
 
     def with_name(self, name: str) -> UrlPath:
-        """Return the path of a neighbor."""
+        """Return a sibling called *name*."""
         return self.parent / name
 
     def with_suffix(self, suffix: str) -> UrlPath:
-        """Return the path of a neighbor with another suffix."""
+        """Return a sibling with another suffix."""
         return self.with_name(PurePosixPath(self.name).with_suffix(suffix).name)
 
     def is_relative_to(self, other: str | os.PathLike[str]) -> bool:
-        """Return whether it is *other*, or lies in it."""
+        """Check if the path is *other* or inside it."""
         return f"{self.url}/".startswith(f"{os.fspath(other)}/")
 
     def relative_to(self, other: str | os.PathLike[str]) -> PurePosixPath:
-        """Return the path below *other*."""
+        """Return the path relative to *other*."""
         if not self.is_relative_to(other):
             raise ValueError(f"{self} is not in {other}")
         return PurePosixPath(self.url[len(os.fspath(other)) + 1 :])
 
     def exists(self) -> bool:
-        """Return whether there is anything."""
+        """Check if there is a file or folder."""
         return self.tree.find(self.url) is not None
 
     def is_dir(self) -> bool:
-        """Return whether it is a folder."""
+        """Check if it is a folder."""
         entry = self.tree.find(self.url)
         return entry is not None and entry.folder
 
     def is_file(self) -> bool:
-        """Return whether it is a file."""
+        """Check if it is a file."""
         entry = self.tree.find(self.url)
         return entry is not None and not entry.folder
 
     def is_symlink(self) -> bool:
-        """Return False."""
+        """Return False: there are no links behind URLs."""
         return False
 
     def readlink(self) -> UrlPath:
-        """Fail as what is no link does."""
+        """Raise OSError: there are no links behind URLs."""
         raise OSError(22, os.strerror(22), self.url)
 
     def stat(self) -> os.stat_result:
-        """Return size, time and version (as the inode) of what is there."""
+        """Return size, time and version (as the inode)."""
         entry = self.tree.find(self.url)
         if entry is None:
             raise FileNotFoundError(2, os.strerror(2), self.url)
@@ -340,12 +339,12 @@ class UrlPath(os.PathLike[str]):
                 yield self / member
 
     def glob(self, pattern: str) -> Iterator[UrlPath]:
-        """Yield the members of the folder that match; *pattern* has no slash."""
+        """Yield the members of the folder that match *pattern*, which has no slash."""
         assert "/" not in pattern and "**" not in pattern
         return (item for item in self.iterdir() if fnmatchcase(item.name, pattern))
 
     def rglob(self, pattern: str) -> Iterator[UrlPath]:
-        """Yield all that match in the folder and below it."""
+        """Yield all matching members of the folder and of folders below it."""
         for item in self.iterdir():
             if fnmatchcase(item.name, pattern):
                 yield item
@@ -353,31 +352,31 @@ class UrlPath(os.PathLike[str]):
                 yield from item.rglob(pattern)
 
     def resolve(self) -> Self:
-        """Return itself."""
+        """Return the path unchanged."""
         return self
 
     absolute = expanduser = resolve
 
     def open(self, mode: str = "r", **options: Any) -> IO[Any]:
-        """Open it for reading; what is not read is not fetched."""
+        """Open the file for reading; only the bytes that are read are fetched."""
         if set(mode) - set("rbt"):
             raise OSError(30, os.strerror(30), self.url)
         file = io.BufferedReader(_Ranges(self))
         return file if "b" in mode else io.TextIOWrapper(file, **options)
 
     def read_bytes(self) -> bytes:
-        """Return its content."""
+        """Return the content."""
         with self.open("rb") as file:
             return bytes(file.read())
 
     def read_text(self, encoding: str | None = None, errors: str | None = None) -> str:
-        """Return its content as text."""
+        """Return the content as text."""
         with self.open(encoding=encoding, errors=errors) as file:
             return str(file.read())
 
 
 class _Ranges(io.RawIOBase):
-    """A remote file as Python's own files are."""
+    """Raw file object that reads byte ranges from a URL."""
 
     def __init__(self, path: UrlPath) -> None:
         self._path = path
@@ -409,9 +408,9 @@ class _Ranges(io.RawIOBase):
 
 
 def open_url(url: str) -> UrlPath:
-    """Return the path of a URL, behind which nothing is looked at yet.
+    """Return the path of a URL, without accessing it.
 
-    What opens URLs is imported with the first one: a start without them need not.
+    The module for URLs is only imported with the first one, to keep start-up fast.
     """
     from importlib import import_module
 
@@ -420,4 +419,4 @@ def open_url(url: str) -> UrlPath:
 
 
 TREES = "ckptctl.remote.trees"
-"""The module that opens the trees behind URLs, all schemes of which fsspec or the Hub know."""
+"""Module that opens URLs, with fsspec or the client of the Hub."""

@@ -1,4 +1,4 @@
-"""Numbers and names as people write and read them: sizes, counts, durations, natural order."""
+"""Formatting and parsing of sizes, counts, durations and times, and natural order of names."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ NaturalKey = tuple[tuple[int, int, str], ...]
 
 
 def parse_bytes(text: str | int) -> int:
-    """Return the bytes that *text* means.
+    """Parse a size, and return it in bytes.
 
     Args:
-        text: ``5GB`` (10^9 each), ``4GiB`` (2^30 each), ``500M``, ``1.5 kB`` or a plain number.
+        text: ``5GB`` (10^9 each), ``4GiB`` (2^30 each), ``500M``, ``1.5 kB`` or a number of bytes.
 
     Raises:
-        UsageError: It is something else, zero or above 2^63 - 1.
+        UsageError: The text is not a size, or is zero or above 2^63 - 1.
     """
     found = _SIZE.fullmatch(str(text))
     value = 0
@@ -43,7 +43,7 @@ def parse_bytes(text: str | int) -> int:
 
 
 def parse_file_size(value: str | int) -> int:
-    """Return a size of files: a small number that is text has to say that it means bytes."""
+    """Parse a maximum file size; small numbers require a unit, because they are likely in GB."""
     if isinstance(value, str) and value.strip().isdecimal() and 0 < int(value) < 1 << 20:
         plain = value.strip()
         raise UsageError(
@@ -54,13 +54,13 @@ def parse_file_size(value: str | int) -> int:
 
 
 def parse_seconds(text: str) -> float:
-    """Return the seconds that *text* means.
+    """Parse a duration, and return it in seconds.
 
     Args:
         text: ``90s``, ``30m``, ``12h``, ``7d`` or ``2w``.
 
     Raises:
-        UsageError: It is something else, or has an ``M``, which is months elsewhere.
+        UsageError: The text is not a duration, or has an ``M``, which may mean months.
     """
     found = _DURATION.fullmatch(text)
     if found is None:
@@ -72,12 +72,12 @@ def parse_seconds(text: str) -> float:
 
 
 def rfc3339(seconds: float) -> str:
-    """Return a time as RFC 3339 has it, in UTC; its years end with 9999."""
+    """Format a time according to RFC 3339, in UTC; later years are shown as 9999."""
     return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(min(seconds, LATEST)))
 
 
 def format_bytes(nbytes: int) -> str:
-    """Return *nbytes* in binary units: ``512 B``, ``15.0 GiB``."""
+    """Format a size in binary units: ``512 B``, ``15.0 GiB``."""
     value = float(nbytes)
     for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
         if value < 1023.95 or unit == "TiB":
@@ -87,7 +87,7 @@ def format_bytes(nbytes: int) -> str:
 
 
 def format_count(count: int) -> str:
-    """Return *count* with three digits and a decimal prefix: ``8.03 B`` is 8.03e9."""
+    """Format *count* with three digits and a decimal prefix: ``8.03 B`` is 8.03e9."""
     value = float(count)
     for unit in ("", "K", "M", "B", "T"):
         if value < 999.5 or unit == "T":
@@ -100,18 +100,18 @@ def format_count(count: int) -> str:
 
 
 def counted(count: int, singular: str, plural: str = "") -> str:
-    """Return *count* and the words for one thing, or for several.
+    """Format *count* with its noun in singular or plural.
 
     Args:
-        count: How many there are.
-        singular: What is said of one, as in ``tensor`` or ``tensor is missing``.
-        plural: What is said of another number; empty: *singular* with an *s*.
+        count: Number of things.
+        singular: Words for one, as in ``tensor`` or ``tensor is missing``.
+        plural: Words for other numbers; empty for *singular* with an *s*.
     """
     return f"{count:,} {singular if count == 1 else plural or singular + 's'}"
 
 
 def format_seconds(seconds: float) -> str:
-    """Return a duration: ``0.12 s``, ``42.0 s``, ``3 min 05 s``, ``1 h 02 min``."""
+    """Format a duration: ``0.12 s``, ``42.0 s``, ``3 min 05 s``, ``1 h 02 min``."""
     if seconds < 10:
         return f"{seconds:.2f} s"
     if seconds < 59.95:
@@ -133,12 +133,12 @@ def natural_key(name: str) -> NaturalKey:
 
 
 def natural(names: Iterable[str]) -> list[str]:
-    """Return *names* in natural order."""
+    """Sort *names* in natural order."""
     return sorted(names, key=lambda name: (natural_key(name), name))
 
 
 def visible(text: str) -> str:
-    r"""Return *text* with everything escaped that a terminal would not simply print.
+    r"""Escape all characters of *text* that are not printable.
 
     Control characters, terminal escapes, line breaks, bidirectional overrides, zero-width
     characters and lone surrogates become ``\x1b``, ``\u202e`` and the like.

@@ -1,8 +1,8 @@
-"""The three verdicts on a checkpoint, and the one function that decides between them.
+"""Verdicts on a checkpoint, and how they follow from findings.
 
-``complete``: the index covers its tensors, and the tensors cover the model as far as a table knows
-it. ``damaged``: there is evidence. ``unknown``: it could not be determined. Whether the *data* was
-compared with checksums is another statement, which stands beside the verdict.
+``complete`` means that the index covers all tensors, and the tensors cover the model if a table
+describes it. ``damaged`` requires evidence. ``unknown`` means undetermined. The comparison of
+*data* with checksums is reported separately from the verdict.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ COMPLETE = (
     "whether nothing is missing; null if the structure is complete but the model type is unknown"
 )
 STRUCTURE_COMPLETE = "structure complete; "
-"""How notes begin on a checkpoint that no table describes."""
+"""Prefix of notes about a checkpoint that no table describes."""
 UNKNOWN_MODEL = (
     f"{STRUCTURE_COMPLETE}the model type is unknown, so missing tensors cannot be detected"
 )
 
 
 class Verdict(StrEnum):
-    """What is known of a checkpoint; see ``shows_torn_write`` for what allows deletion."""
+    """Verdict on a checkpoint; see ``shows_torn_write`` for which evidence allows deletion."""
 
     COMPLETE = "complete"
     DAMAGED = "damaged"
@@ -40,19 +40,19 @@ class Verdict(StrEnum):
 
 
 class Evidence(Protocol):
-    """A finding, as far as a verdict depends on it."""
+    """Attributes of a finding that determine the verdict."""
 
     @property
     def severity(self) -> Severity:
-        """``error``: evidence of damage; ``unknown``; ``warning``: changes no verdict."""
+        """``error`` (evidence of damage), ``unknown`` or ``warning`` (no effect on the verdict)."""
 
     @property
     def basis(self) -> Basis:
-        """Where the evidence comes from."""
+        """Source of the evidence."""
 
 
 def decide_verdict(findings: Iterable[Evidence]) -> Verdict:
-    """Decide from *findings*: evidence of damage outweighs what could not be determined."""
+    """Decide from *findings*; evidence of damage outweighs unknowns."""
     severities = {finding.severity for finding in findings}
     if "error" in severities:
         return Verdict.DAMAGED
@@ -67,21 +67,20 @@ def worst_verdict(verdicts: Iterable[Verdict]) -> Verdict:
 
 
 def is_complete(verdict: Verdict, scope: Scope) -> bool | None:
-    """Return whether nothing is missing, or None if only the structure could be checked."""
+    """Return whether the checkpoint is complete, or None if only its structure was checked."""
     if verdict is not Verdict.COMPLETE:
         return False
     return True if scope == "model" else None
 
 
 def drop_structure_claim(notes: Iterable[str]) -> Iterator[str]:
-    """Yield *notes* without the claim that the structure is complete, where it is not."""
+    """Remove the claim that the structure is complete from *notes*."""
     return (note.removeprefix(STRUCTURE_COMPLETE) for note in notes)
 
 
 def shows_torn_write(findings: Iterable[Evidence]) -> bool:
-    """Return whether *findings* hold evidence from files, which alone allows deletion.
+    """Check if *findings* contain evidence from files, the only kind that allows deletion.
 
-    An index that leaves a hole, or a model without a tensor that its table requires, may be what
-    somebody saved on purpose.
+    An index with a hole, or a model without a required tensor, may have been saved intentionally.
     """
     return any(one.severity == "error" and one.basis == "files" for one in findings)

@@ -1,3 +1,3 @@
-"""The version of the program, which every room may state without importing the public API."""
+"""Version of the program, in a module without imports."""
 
 __version__ = "0.1.0"

@@ -1,1 +1,1 @@
-"""The conversion: open, understand the model, apply steps, lay out, copy, publish."""
+"""Conversion pipeline: open, recognize the model, apply steps, lay out, copy, publish."""

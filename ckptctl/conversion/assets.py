@@ -1,4 +1,4 @@
-"""What lies beside the weights, and what ``--assets`` and ``--carry`` add to it."""
+"""Sidecar files of a checkpoint, and the ``--assets`` and ``--carry`` options."""
 
 from __future__ import annotations
 
@@ -32,16 +32,16 @@ CONFIG, PARAMS = "config.json", "params.json"
 
 @dataclass(frozen=True, slots=True)
 class Assets:
-    """Where configuration and side files come from.
+    """Configuration and sidecar files of a conversion, and the folders they come from.
 
     Attributes:
-        roots: For each side file the directory that it lies in.
-        sizes: Their sizes in bytes.
-        documents: Parsed ``config.json`` and ``params.json``, those of ``--assets`` alone where it
-            has any.
-        others: Names of what lies in the same directories and does not travel; and why.
-        changed: Documents that no longer say what their files say.
-        described: All of them, those that ``--assets`` replaces, too.
+        roots: Directory of each sidecar file.
+        sizes: Sizes of the sidecar files in bytes.
+        documents: Parsed ``config.json`` and ``params.json``; only those of ``--assets`` if it has
+            any.
+        others: Other files in the same directories, and why they are not copied.
+        changed: Names of documents that differ from their files.
+        described: All descriptions of the model, including those that ``--assets`` replaces.
     """
 
     roots: Mapping[str, TreePath]
@@ -52,16 +52,16 @@ class Assets:
     described: tuple[Description, ...] = ()
 
     def copies(self, without: Collection[str]) -> Iterator[RawCopy]:
-        """Copies of all side files but those called *without*."""
+        """Yield a copy of each sidecar file except those called *without*."""
         for name, size in self.sizes.items():
             if name not in without:
                 yield RawCopy(name, 0, size, name, root=self.roots[name])
 
 
 def assets_folder(given: str | TreePath) -> TreePath:
-    """Return the folder that ``--assets`` names.
+    """Resolve the folder that ``--assets`` names.
 
-    It is one of this machine, or behind a URL; where neither there is ``ORG/NAME``, the Hub's.
+    It is a local folder or a URL. A missing folder ``ORG/NAME`` means a repository of the Hub.
     """
     if is_url(given):
         return _existing(source_path(given))
@@ -80,9 +80,9 @@ def file_notes(
     target: WritableFormat,
     written: Collection[str],
 ) -> Notes:
-    """Say which folder ``--assets`` names, and which files an output of *target* does not get.
+    """Describe the folder that ``--assets`` names, and the files that are not copied.
 
-    The output has files called *written*.
+    *target* is the output format, and *written* are the names of written sidecar files.
     """
     notes = Notes()
     if directory is not None and not is_url(directory):
@@ -114,11 +114,11 @@ def _existing(root: TreePath) -> TreePath:
 
 
 def gather(catalog: Catalog, directory: str | TreePath | None, globs: Sequence[str] = ()) -> Assets:
-    """The checkpoint's side files, those of ``--assets`` instead where it has them."""
+    """Collect the sidecar files of a checkpoint; those of ``--assets`` replace them."""
     root, inner = catalog.root, f"{CONFIGURATION}/"
     places: dict[str, TreePath] = {}
     sizes: dict[str, int] = {}
-    # Those of verl's folder come to lie next to the others.
+    # Files of verl's configuration folder are moved next to the others.
     for name, size in sorted(catalog.assets.items(), key=lambda one: not one[0].startswith(inner)):
         short = name.removeprefix(inner)
         places[short] = root if short == name else root / CONFIGURATION
@@ -134,7 +134,7 @@ def gather(catalog: Catalog, directory: str | TreePath | None, globs: Sequence[s
 
 
 def _with_directory(catalog: Catalog, own: Assets, root: TreePath) -> Assets:
-    """Return *own* with the files of ``--assets``, which is *root*."""
+    """Add the files of *root*, the folder of ``--assets``, to *own*."""
     stated, found = documents(root), beside(root, documented=False)
     if not found.assets and not stated:
         raise UsageError("no configuration or tokenizer found", where=str(root))
@@ -150,13 +150,13 @@ def _with_directory(catalog: Catalog, own: Assets, root: TreePath) -> Assets:
 
 
 def carried(assets: Assets, roots: Sequence[TreePath], globs: Sequence[str]) -> Assets:
-    """Return *assets* with those of the others that one of *globs* matches.
+    """Add the skipped files that match one of *globs* to *assets*.
 
     Args:
-        assets: What travels, and what does not.
-        roots: The directories that the others lie in; the last that has one counts.
-        globs: Of paths relative to them. ``*`` matches slashes, too, and nothing hidden: a name
-            that begins with a dot is matched by a glob that says the dot.
+        assets: Sidecar files, and the other files of their folders.
+        roots: Folders of the other files; a later folder takes precedence.
+        globs: Patterns for relative paths. ``*`` also matches slashes, but not the leading dot of
+            a hidden file or folder.
     """
     found = {name: root for root in roots for name in _files(root, assets.others)}
     for glob in globs:
@@ -184,7 +184,7 @@ def carried(assets: Assets, roots: Sequence[TreePath], globs: Sequence[str]) -> 
 
 
 def _files(root: TreePath, names: Iterable[str]) -> Iterator[str]:
-    """Yield the files among *names*, and those in the folders among them, but no links outwards."""
+    """Yield the files among *names* and in folders among them, except links that lead outside."""
     for name in names:
         item = root / name
         found = item.rglob("*") if name.endswith("/") and item.is_dir() else (item,)
@@ -194,5 +194,5 @@ def _files(root: TreePath, names: Iterable[str]) -> Iterator[str]:
 
 
 def _matches(name: str, glob: str) -> bool:
-    """Return whether *glob* matches a path, with the dots of hidden files said."""
+    """Check if *glob* matches a path; leading dots must be matched explicitly."""
     return fnmatchcase(name, glob) and f"/{name}".count("/.") <= f"/{glob}".count("/.")

@@ -1,8 +1,8 @@
-"""Which checksums that were recorded of source files a conversion checks as it reads.
+"""Recorded checksums of source files that a conversion verifies while it reads.
 
-Of the transfers that read a stored tensor, those that together read each element at most once take
-its checksums on the way. What nobody reads of a recorded range, or only other transfers do, is a
-gap, which is read for the checksum alone.
+Transfers that together read each element of a stored tensor at most once compute its checksums
+while they copy. Bytes of a recorded range that these transfers do not read are gaps. Gaps are read
+only for the checksum.
 """
 
 from __future__ import annotations
@@ -23,18 +23,21 @@ from ckptctl.tree import TreePath
 
 Reader = TypeVar("Reader", int, str)
 Ranges = list[tuple[int, int, Reader]]
-"""Start and length of ranges, and who reads each."""
+"""Start, length and reader of each range."""
 
 
 def find_checked(
     transfers: Sequence[Transfer], *, partly: bool = False
 ) -> frozenset[tuple[int, str]]:
-    """Return the transfers, by number, whose reads of a stored tensor its checksums are taken of.
+    """Find the transfers whose reads of a stored tensor suffice to verify its checksums.
 
     Args:
-        transfers: What is read.
-        partly: Whether the boxes that are written may not be all of a tensor. Checksums of ranges
-            that are not read completely are not compared.
+        transfers: Transfers of the plan.
+        partly: Whether transfers may write only a part of a tensor. Checksums of ranges that are
+            not read completely are not compared.
+
+    Returns:
+        Number of the transfer and name of the stored tensor.
     """
     recorded = {entry.name for entry in entries_read(transfers) if _is_recorded(entry)}
     ranges: dict[str, Ranges[int]] = {}
@@ -51,7 +54,7 @@ def find_checked(
 
 
 def _is_recorded(entry: TensorEntry) -> bool:
-    """Return whether checksums of a tensor are recorded, of bytes in the order of its elements."""
+    """Check if checksums are recorded for a tensor that is stored in row-major order."""
     if isinstance(entry.extents, ExtentColumns):
         return entry.extents.crcs is not None
     return any(one.recorded for one in entry.extents) and not any(
@@ -60,7 +63,7 @@ def _is_recorded(entry: TensorEntry) -> bool:
 
 
 def _is_written_once(transfer: Transfer, partly: bool) -> bool:
-    """Return whether the boxes that are written are all of a tensor, but for repeated ones."""
+    """Check if the written boxes, without repeated ones, cover each element of a tensor once."""
     boxes = dict.fromkeys(Box(target.start, target.sizes) for target in transfer.targets)
     if not partly and sum(box.numel for box in boxes) != math.prod(transfer.tensor.shape):
         return False
@@ -74,7 +77,7 @@ def _is_written_once(transfer: Transfer, partly: bool) -> bool:
 
 
 def _repeating(ranges: Ranges[Reader]) -> set[Reader]:
-    """Return the readers without whom no element is read twice, and those of unknown ranges."""
+    """Find readers of unknown ranges, and those that read an element again."""
     found, end = set[Reader](), 0
     for start, count, reader in sorted(ranges):
         if reader not in found:
@@ -86,7 +89,7 @@ def _repeating(ranges: Ranges[Reader]) -> set[Reader]:
 
 
 def _range(part: Part) -> tuple[int, int]:
-    """Return first element and length of a range of a stored tensor; 0: a part is not one."""
+    """Return start and length in elements of a contiguous part; length 0 for other parts."""
     strides = row_major(part.of.shape)
     steps = sorted((axis.stride * strides[axis.at], axis.size) for axis in part.axes)
     count = 1
@@ -100,12 +103,15 @@ def _range(part: Part) -> tuple[int, int]:
 def checks_of(
     root: TreePath, transfers: Sequence[Transfer], computed: Mapping[str, Computed]
 ) -> tuple[frozenset[tuple[int, str]], tuple[CheckedRange, ...]]:
-    """Return what is checked on the way, as :func:`find_checked` does, and the ranges with gaps.
+    """Plan which checksums are verified while copying, and the gaps that are read only for them.
 
     Args:
-        root: The directory of the source's files.
-        transfers: What is read.
-        computed: The virtual files that are read.
+        root: Directory of the source's files.
+        transfers: Transfers of the plan.
+        computed: Virtual files that are read.
+
+    Returns:
+        Transfers as from :func:`find_checked`, and ranges with gaps.
     """
     checked, entries = find_checked(transfers), entries_read(transfers)
     taken, complete = _bytes_taken(entries, transfers, checked)
@@ -140,10 +146,10 @@ def _bytes_taken(
     transfers: Sequence[Transfer],
     checked: Iterable[tuple[int, str]],
 ) -> tuple[dict[RecordedRange, Ranges[str]], set[str]]:
-    """Return the bytes of recorded ranges that are checked on the way, by the tensor they are of.
+    """Collect the bytes of recorded ranges that are verified while copying, by tensor.
 
-    Tensors that are checked completely are returned by name; of their ranges, only those that
-    other tensors may have parts of are.
+    Also return the names of tensors that are verified completely. Their own ranges are not
+    collected, only ranges that other tensors may share.
     """
     parts: dict[str, list[Part]] = {}
     for number, name in checked:
@@ -174,7 +180,7 @@ def _bytes_taken(
 def _gaps(
     recorded: RecordedRange, taken: Iterable[tuple[int, int, str]]
 ) -> Iterator[tuple[int, int]]:
-    """Yield the bytes of a range that lie between those of tensors: position and length."""
+    """Yield position and length of the bytes of a range that no tensor covers."""
     end = recorded.offset
     for offset, nbytes, _ in sorted(taken):
         if offset > end:

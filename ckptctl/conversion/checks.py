@@ -1,4 +1,4 @@
-"""Preflight checks of a conversion: options, names of source and output, casts to float8."""
+"""Preflight checks of a conversion: options, source and output names, casts to float8."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from ckptctl.units import counted, format_bytes
 
 
 def require_sense(asked: ConversionOptions, target: WritableFormat) -> None:
-    """Refuse options that have no meaning for the target, or not together."""
+    """Raise if options conflict or do not apply to the target."""
     if asked.memory is not None:
         threads = asked.execution().threads
         least = LEAST * threads
@@ -72,7 +72,7 @@ def require_sense(asked: ConversionOptions, target: WritableFormat) -> None:
 
 
 def _require_option_of(asked: ConversionOptions, target: WritableFormat) -> None:
-    """Refuse options that say how another format is written."""
+    """Raise if an option is given that only applies to other formats."""
     unsupported = {
         "--max-shard-size": asked.max_shard_size is not None and not target.sharded,
         "--like": asked.like is not None and not target.cut_by,
@@ -96,7 +96,7 @@ def _require_option_of(asked: ConversionOptions, target: WritableFormat) -> None
 
 
 def existing_source(src: str | TreePath, dst: str | TreePath) -> TreePath:
-    """Return the source, or say that source and destination may stand in the wrong order."""
+    """Return the source; if it is missing, hint that the arguments may be swapped."""
     try:
         return formats.existing(src)
     except SourceNotFoundError as error:
@@ -107,7 +107,7 @@ def existing_source(src: str | TreePath, dst: str | TreePath) -> TreePath:
 
 
 def require_fitting_name(destination: TreePath, target: WritableFormat) -> None:
-    """Refuse a folder, or a pickle, that would be called as other files of weights are."""
+    """Raise if the destination's suffix belongs to another kind of output."""
     folder, safe = destination.with_suffix(""), destination.suffix == ".safetensors"
     if target.single_file and safe:
         raise UsageError(
@@ -135,7 +135,7 @@ def require_scaled(
     catalog: Catalog,
     tensors: Sequence[OutputTensor],
 ) -> None:
-    """Refuse to cast weights to float8: without scales most of them leave its range."""
+    """Raise if weights would be cast to float8 without scales."""
     if asked.allow_overflow:
         return
     narrow = {name for name, one in dtypes.BY_NAME.items() if one.floating and one.itemsize == 1}
@@ -156,7 +156,7 @@ def require_scaled(
 
 
 def _made(catalog: Catalog, name: str, dtype: str) -> bool:
-    """Return whether a tensor is cast to *dtype*, here or where it is computed."""
+    """Check if a tensor is cast to *dtype*, while it is copied or while it is computed."""
     source = catalog.tensors[name]
     computed = (catalog.computed.get(extent.file) for extent in source.extents)
     return source.dtype != dtype or any(can_overflow(made) for made in computed if made)

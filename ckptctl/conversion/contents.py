@@ -1,4 +1,4 @@
-"""What the selected part of a checkpoint becomes: names, dtypes, and which tensors share memory."""
+"""Tensors and other values of the output: names, dtypes, key paths and shared memory."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from ckptctl.planner.mapping.mapped import ComposedTensor, SourceTensor
 
 
 def layout_request(draft: Draft) -> LayoutRequest:
-    """Return what options and the target ask of the layout of the output."""
+    """Build the request for a change of layout from the options and the target."""
     options, target, root = draft.options, draft.target, draft.model.root
-    # To copy what is tied is content where nothing is.
+    # `copy` also accepts a model without tied tensors.
     shared = any(entry.alias_of for entry in draft.catalog.tensors.values())
     known = draft.model.exact and draft.model.model_type is not None
     return LayoutRequest(
@@ -43,13 +43,13 @@ def layout_request(draft: Draft) -> LayoutRequest:
 
 
 def plan_layout_change(draft: Draft) -> Draft:
-    """Say what the model's tensors become, and what a user should know of it."""
+    """Plan how the model's tensors are mapped to the target layout."""
     if draft.model.inside and not draft.includes_training_state:
         require_one_model(draft.model)
     change = change_layout(draft.model, draft.selection.tensors, layout_request(draft))
     draft.notes.extend(change.notes)
     draft = replace(draft, change=change)
-    # Names become Hugging Face's only in that they are in its files.
+    # Unknown names are only new to Hugging Face if they were not in its files before.
     cut = bool(draft.model.root) and not draft.includes_training_state
     new = draft.target.layout == HF and (cut or formats.get(draft.catalog.format).layout != HF)
     if new and not (change.family or draft.model.candidates or draft.is_adapter):
@@ -59,7 +59,7 @@ def plan_layout_change(draft: Draft) -> Draft:
 
 
 def list_output_tensors(draft: Draft) -> Draft:
-    """Say what becomes of the selected part, and find its bytes, whose coverage is proven."""
+    """List the tensors of the output and locate the bytes that they are read from."""
     if draft.change.left_out or draft.missing:
         draft = skip_parts(draft, draft.change.left_out)
     root, target, notes, change = draft.model.root, draft.target, draft.notes, draft.change
@@ -118,7 +118,7 @@ def list_output_tensors(draft: Draft) -> Draft:
 
 
 def _with_values(draft: Draft, apart: Collection[str]) -> tuple[Catalog, Parts]:
-    """Read the leaves that are not tensors and that are converted; refuses hostile ones."""
+    """Read the non-tensor values that are converted; raise for unsafe ones."""
     catalog, target = draft.catalog, draft.target
     wanted = {n: blob for n, blob in catalog.blobs.items() if target.nested and n not in apart}
     read = formats.resolve(replace(catalog, tensors={}, blobs=wanted)).blobs
@@ -158,10 +158,10 @@ def _tensors(
 def _paths(
     draft: Draft, mapped: Mapping[str, ComposedTensor], entries: Mapping[str, TensorEntry]
 ) -> dict[str, Path]:
-    """The key path of each of the model's target tensors.
+    """Assign a key path to each of the model's target tensors.
 
-    A model that keeps its names keeps its nesting; one that changes them becomes a flat state
-    dict, inside the container it was found in where that is kept.
+    A model that keeps its names keeps its nesting. A model with new names becomes a flat state
+    dict, inside its container if that is kept.
     """
     placed: dict[str, Path] = {}
     read: set[str] = set()
@@ -196,7 +196,7 @@ def output_tensors(
     pinned: Collection[str],
     aliases: bool,
 ) -> tuple[OutputTensor, ...]:
-    """Return what is to be laid out, in order."""
+    """Build the output tensors from mapped tensors, in order."""
     first: dict[object, str] = {}
     tensors = []
     for key, composed in mapped.items():
@@ -220,7 +220,7 @@ def output_tensors(
 
 
 def _memory(composed: ComposedTensor, entries: Mapping[str, TensorEntry]) -> object:
-    """Return what is the same for tensors that are the same memory's copies."""
+    """Return a key that is equal for tensors copied from the same memory."""
     if not composed.tensor.parts and not composed.renames:
         return composed.key
     read = (entries[source.key] for source in composed.sources)
@@ -234,7 +234,7 @@ def _dtype(
     dtype: str | None,
     pinned: Collection[str],
 ) -> str:
-    """The element type that a tensor gets; the logical tensors that it holds have to agree."""
+    """Choose the dtype of an output tensor; its logical tensors must agree."""
     made = ""
     for name, sources in logical.items():
         stored = entries[sources[0].key].dtype
@@ -265,12 +265,12 @@ def _mixed(target: str, one: str, other: str, source: str, hint: str) -> Mapping
 
 
 def cast_to(source: str, dtype: str | None) -> str:
-    """Return what ``--dtype`` makes of a tensor's dtype: only floating ones change."""
+    """Return the dtype after ``--dtype``, which only casts floating-point tensors."""
     return dtype if dtype and dtypes.BY_NAME[source].floating else source
 
 
 def main_dtype(tensors: Iterable[OutputTensor | TensorEntry]) -> str | None:
-    """Return the floating dtype that has the most bytes."""
+    """Return the floating-point dtype with the most bytes, or None if there is none."""
     total: dict[str, int] = {}
     for tensor in tensors:
         if dtypes.BY_NAME[tensor.dtype].floating:
@@ -279,10 +279,11 @@ def main_dtype(tensors: Iterable[OutputTensor | TensorEntry]) -> str | None:
 
 
 def _shares_memory(draft: Draft, catalog: Catalog, mapped: Mapping[str, ComposedTensor]) -> bool:
-    """Return whether tensors that share memory go on doing so; note where they do not.
+    """Decide whether tensors that share memory still do in the output; add a note if not.
 
-    A reader of `hf` would miss one of them, unless the configuration says that they are tied; what
-    a known family ties is left out before. Factors of an adapter are trained one by one.
+    Readers of `hf` would miss one of the tensors, unless the configuration states that they are
+    tied. Tensors that a known family ties were dropped before. Factors of an adapter are trained
+    separately.
     """
     options, target, family = draft.options, draft.target, draft.change.family
     factors = target.adapters or (family is not None and family.partial)

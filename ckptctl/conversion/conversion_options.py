@@ -1,4 +1,4 @@
-"""What a conversion, a merge or a consolidation is asked to do."""
+"""Options of conversions, merges and consolidations."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ if TYPE_CHECKING:
 
 @group
 class _From(Options):
-    """What a checkpoint that is converted is."""
+    """Format of the source."""
 
     from_format: opt.From = None
 
 
 @group
 class _To(Options):
-    """What is written."""
+    """Format of the output."""
 
     to: opt.To
 
 
 @dataclass(frozen=True, kw_only=True)
 class WriteOptions(opt.ModelOptions, opt.SourceOptions, _From):
-    """What everything that writes a checkpoint takes, beside the format."""
+    """Options of everything that writes a checkpoint, except the target format."""
 
     sizes: opt.Sizes = None
     from_layout: opt.FromLayout = None
@@ -222,17 +222,17 @@ class WriteOptions(opt.ModelOptions, opt.SourceOptions, _From):
     ] = None
 
     def to_format(self, to: str, **changed: Any) -> ConversionOptions:
-        """Return the options of a conversion to a format, otherwise alike."""
+        """Return options for a conversion to format *to*, with *changed* fields."""
         same = {one.name: getattr(self, one.name) for one in fields(WriteOptions)}
         return ConversionOptions(**{**same, **changed}, to=to)
 
     @property
     def format(self) -> str | None:
-        """Return the format of the source; None: detect it."""
+        """Format of the source, or None to detect it."""
         return self.from_format
 
     def execution(self) -> ExecutionOptions:
-        """Return how the plan is to be carried out."""
+        """Return the options for executing the plan."""
         from ckptctl.storage.execution.execution_options import ExecutionOptions
 
         default = ExecutionOptions()
@@ -246,7 +246,7 @@ class WriteOptions(opt.ModelOptions, opt.SourceOptions, _From):
 
 @dataclass(frozen=True, kw_only=True)
 class ConversionOptions(WriteOptions, _To):
-    """What a conversion is asked to do; see ``ckptctl convert --help``."""
+    """Options of a conversion; see ``ckptctl convert --help``."""
 
     experts: Annotated[
         Literal["apart", "stacked"] | None,
@@ -261,7 +261,7 @@ class ConversionOptions(WriteOptions, _To):
 
 @group
 class _MergedTo(Options):
-    """What is written, and how strongly the adapter counts."""
+    """Format of the output and scale of the adapter."""
 
     to: Annotated[
         str | None, opt.target_format(f"Format to write: {opt.FORMATS}.  [default: format of BASE]")
@@ -276,12 +276,12 @@ class _MergedTo(Options):
 
 @dataclass(frozen=True, kw_only=True)
 class MergeOptions(WriteOptions, _MergedTo):
-    """What a merge is asked to do; see ``ckptctl merge --help``."""
+    """Options of a merge; see ``ckptctl merge --help``."""
 
 
 @group
 class _Consolidated(Options):
-    """What is made of what ranks left."""
+    """Destination and contents of a consolidation."""
 
     dst: Annotated[
         checks.AnyPath | None,
@@ -311,10 +311,10 @@ class _Consolidated(Options):
 
 @dataclass(frozen=True, kw_only=True)
 class ConsolidationOptions(WriteOptions, _Consolidated):
-    """What a consolidation is asked to do; see ``ckptctl consolidate --help``."""
+    """Options of a consolidation; see ``ckptctl consolidate --help``."""
 
     def __post_init__(self) -> None:
-        """Check all values, and that those that say how tensors are written have a meaning."""
+        """Check all values, and that ``--metadata-only`` is not combined with others."""
         super().__post_init__()
         if self.metadata_only and self.dst is not None:
             raise UsageError(
@@ -335,7 +335,7 @@ class ConsolidationOptions(WriteOptions, _Consolidated):
                 )
 
     def conversion(self) -> ConversionOptions:
-        """Return the conversion that makes one checkpoint of it."""
+        """Return the options of the equivalent conversion."""
         only: opt.Part = "all" if self.optimizer else "model"
         return self.to_format(self.to or ("dcp" if self.optimizer else "hf"), only=only)
 
@@ -345,4 +345,4 @@ NOT_CONSOLIDATED = (
     *("quantize", "quantize_also", "quantize_not"),
     *("untie", "vocab_size", "stack_layers", "lora_alpha", "step"),
 )
-"""Options of a conversion that a consolidation has not: names stay as the trainer wrote them."""
+"""Options that consolidation lacks, because it keeps the trainer's names and sizes."""

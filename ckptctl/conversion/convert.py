@@ -6,28 +6,28 @@ renames that to its final name, and with ``--verify`` reads the output again. Be
 are made in a scratch directory and uploaded one by one, the index last; the Hugging Face Hub shows
 them all in one step.
 
-Stages of planning run in this order. Between them run steps (:mod:`.steps`): those that options ask
-for, and some for every conversion. ``open_draft`` makes a :class:`~.draft.Draft`, and
+Stages of planning run in this order. Steps (:mod:`.steps`) run between them: those that options
+select, and some for every conversion. ``open_draft`` makes a :class:`~.draft.Draft`, and
 ``build_plan`` makes the plan of it; all between them take a draft and return an updated copy. Only
 its notes are changed in place.
 
 1. ``open_draft`` checks options, refuses a local destination that exists, and reads the index of
-   the source and its configuration. What is at a URL is looked at when the run begins. Steps at
-   ``source`` change what detection sees: with ``--dequantize``, quantized tensors become virtual
-   plain ones.
+   the source and its configuration. A URL as destination is checked when the run begins. Steps at
+   ``source`` change the checkpoint before detection: with ``--dequantize``, quantized tensors
+   become virtual unquantized tensors.
 2. ``understand_model`` detects model type, layout and prefix. Steps at ``model`` add or replace
    tensors: ``--fill-from``.
 3. ``select_tensors`` applies ``--include`` and the like, and requires every tensor of the model
-   unless ``--allow-missing`` is given. Steps at ``selection`` compare what describes the model.
-4. ``plan_layout_change`` says what tensors become. Steps at ``layout`` refuse what would lose
-   scales.
-5. ``list_output_tensors`` says which elements each tensor of the output has, and proves that
-   stored boxes cover them. Steps at ``output`` change the tensors, such as ``--quantize``.
+   unless ``--allow-missing`` is given. Steps at ``selection`` compare descriptions of the model.
+4. ``plan_layout_change`` maps the tensors to the target layout. Steps at ``layout`` refuse changes
+   that would lose scales.
+5. ``list_output_tensors`` determines the elements of each output tensor, and verifies that stored
+   boxes cover them. Steps at ``output`` change the tensors, such as ``--quantize``.
 6. ``lay_out`` gives every tensor a place in files. Steps at ``files`` add config.json and others
    next to them; ``build_plan`` freezes it.
 
 Dequantizing, casting and quantizing are planned here and computed while tensors are copied.
-Planning reads values that are no tensors and small tensors such as scales, no weights.
+Planning reads non-tensor values and small tensors such as scales, but no weights.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ __all__ = [
 def plan_conversion(
     src: str | TreePath, dst: str | TreePath, options: ConversionOptions
 ) -> ConversionPlan:
-    """Decide everything about a conversion; writes nothing."""
+    """Plan a conversion. Writes nothing."""
     with families.using(options.converter):
         return plan_with_steps(src, dst, options)
 
@@ -73,9 +73,9 @@ def plan_conversion(
 def plan_with_steps(
     src: str | TreePath, dst: str | TreePath, options: ConversionOptions, *extra_steps: Step
 ) -> ConversionPlan:
-    """Decide everything about a conversion, with steps besides those that options ask for.
+    """Plan a conversion with *extra_steps* in addition to those that options ask for.
 
-    ``merge`` and ``prune`` add theirs this way.
+    ``merge`` and ``prune`` add steps this way.
     """
     steps = [*steps_for(options), *extra_steps]
     draft = open_draft(src, dst, options)
@@ -104,8 +104,8 @@ def run_conversion(
 ) -> ConversionResult:
     """Carry out *plan* and publish the output.
 
-    ``require_ready`` reads what the plan drops as a duplicate or as zeros and proves it. Checksums
-    that the source records are compared while its bytes are copied.
+    ``require_ready`` reads the data that the plan drops, and verifies that it is duplicated or
+    zero. Checksums that the source records are compared while its bytes are copied.
 
     Args:
         plan: What :func:`plan_conversion` returned.

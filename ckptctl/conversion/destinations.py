@@ -1,4 +1,4 @@
-"""Where an output may go: what is refused before a run, and what ``--overwrite`` may replace."""
+"""Destinations of outputs: preflight checks, and what ``--overwrite`` may replace."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ ELSEWHERE = "choose a new path next to the source or elsewhere"
 
 @dataclass(frozen=True, slots=True)
 class Destination:
-    """A place where an output may be made: an absolute path, or a URL to upload files to.
+    """Destination of an output: an absolute path, or a URL that files are uploaded to.
 
     Attributes:
-        given: The path as the user names it.
+        given: Path as typed by the user.
     """
 
     given: TreePath
@@ -36,7 +36,7 @@ class Destination:
     upload: bool = False
 
     def free_bytes(self) -> int:
-        """Free bytes of the file system that is written to, be it on the way to a URL."""
+        """Return the free bytes of the file system that is written to, even for an upload."""
         return destinations.free_bytes(Path(tempfile.gettempdir() if self.upload else self.path))
 
 
@@ -47,12 +47,12 @@ def require_destination(
     is_checkpoint: Callable[[TreePath], bool],
     elsewhere: str = ELSEWHERE,
 ) -> Destination:
-    """Return a destination after checking that an output may be made there.
+    """Check that an output may be created at *target*, and return it.
 
-    *elsewhere* is the hint where it would be in the source.
+    *elsewhere* is the hint if the destination overlaps the source.
     """
     if is_url(target):
-        # What is there is looked at when the run begins.
+        # The URL is only accessed when the run begins.
         if source == target or source in target.parents or target in source.parents:
             raise RefusedError("source and destination overlap", where=str(target))
         if not target.name or len(target.parts) < 2:
@@ -78,13 +78,16 @@ def require_destination(
 
 
 def replaceable(path: TreePath) -> bool:
-    """Return whether *path* is a checkpoint and holds nothing else of its owner's.
+    """Check if *path* is a checkpoint without unrelated files.
 
-    A directory must look like one of the formats, and hold its files, files of the kinds that
-    travel with a model, what its manifest says was carried along, and what programs note of them,
-    nothing else: a project with one stray weight file in it is no checkpoint. A file must be named
-    as checkpoints are, or be readable as one: documents are zip files, too. Damaged ones may be
-    replaced, and what ranks saved without the metadata that comes last.
+    A directory must match a format and contain only the files of that format, known sidecar files,
+    files that its manifest lists as copied, and notes of programs: a project with one stray weight
+    file is not a checkpoint. A file must have a suffix of checkpoints or be readable as one,
+    because documents are zip files as well. Damaged checkpoints may be replaced, and so may saves
+    of ranks that lack their metadata.
+
+    Raises:
+        RefusedError: The checkpoint contains unrelated files.
     """
     sniffed = formats.sniff(path)
     if not sniffed and not formats.interrupted(path):
@@ -111,9 +114,9 @@ def replaceable(path: TreePath) -> bool:
 
 
 def _beside(path: TreePath) -> tuple[Collection[str], list[str]]:
-    """Return what in a folder travels with its checkpoint, and what is neither that nor part of it.
+    """Return the names of sidecar files in a folder, and of unrelated files.
 
-    Of one that cannot be read, names tell what is part of it.
+    If the checkpoint cannot be read, its files are recognized by their names.
     """
     try:
         found = formats.open_checkpoint(path, asked=ReadOptions(partial=True), manifest=False)
@@ -124,7 +127,7 @@ def _beside(path: TreePath) -> tuple[Collection[str], list[str]]:
 
 
 def _files(path: TreePath, names: Iterable[str]) -> Iterator[str]:
-    """Yield *names*, and of folders among them what is in there."""
+    """Yield *names*, with folders replaced by the files in them."""
     for name in names:
         inside = (path / name).rglob("*") if name.endswith("/") else ()
         yield from (str(item.relative_to(path)) for item in inside if not item.is_dir())

@@ -1,4 +1,4 @@
-"""A conversion while it is planned: inputs, tensors of the output, and where they are written."""
+"""Draft of a conversion while it is planned."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from ckptctl.planner.plan import RawCopy
 
 @dataclass(frozen=True, slots=True)
 class Quantization:
-    """The quantized tensors of an output.
+    """Quantized tensors of an output.
 
     Attributes:
         plain: The tensors of the output before quantization.
-        parts: The plain tensor of each quantized tensor and of each of its scales, by name.
+        parts: Unquantized tensor of each quantized tensor and of each scale tensor, by name.
         config: The ``quantization_config`` for config.json.
     """
 
@@ -36,19 +36,19 @@ class Quantization:
 
     @property
     def weights(self) -> tuple[str, ...]:
-        """Return the names of the plain tensors that are quantized."""
+        """Names of the weights that are quantized."""
         return tuple(dict.fromkeys(self.parts.values()))
 
     @property
     def unquantized(self) -> tuple[OutputTensor, ...]:
-        """Return matrices, and stacks of matrices, that are not quantized."""
+        """Matrices, and stacks of matrices, that are not quantized."""
         made = set(self.weights)
         return tuple(one for one in self.plain if one.name not in made and len(one.shape) > 1)
 
 
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """The plan of a conversion under construction; each stage and step takes one and returns one.
+    """Plan of a conversion under construction. Each stage and step takes one and returns one.
 
     Fields are grouped by the function that sets them first; later steps may change them. Until then
     they are empty, except *model* and *located*, which begin as the checkpoint that was opened.
@@ -58,7 +58,7 @@ class Draft:
         target: The format that is written.
         destination: Where the output is made.
         source: The checkpoint as it was opened. No step changes it.
-        assets: Its configuration and side files, which steps may change.
+        assets: Its configuration and sidecar files, which steps may change.
         model: The checkpoint as steps have changed it, and from ``understand_model`` on its model
             type, layout and prefix.
         located: The same checkpoint with the places of the bytes that are read, and with virtual
@@ -74,12 +74,12 @@ class Draft:
         selection: Tensors and other values that are converted. Set by ``select_tensors``, as the
             next two.
         expected_names: Names of all tensors that the model should have, selected or not.
-        missing: Names of what cannot be converted because it is absent or incomplete, and why.
+        missing: Names of absent or incomplete items that cannot be converted, with reasons.
         change: How tensors of one layout become those of another. Set by ``plan_layout_change``.
         mapped: The tensors of the output by name, as elements of tensors of *located*. Set by
             ``list_output_tensors``, as the next three.
         tensors: The tensors of the output, in order.
-        blobs: The values of the output that are no tensors.
+        blobs: Non-tensor values of the output.
         redundant: Elements of tensors of *located* that are dropped. Before anything is written,
             ``run_conversion`` proves that they are zero, or the same as others.
         quantization: The tensors that are quantized while they are copied, or None. Set by
@@ -88,8 +88,8 @@ class Draft:
         output_layout: Where each tensor lies in the files of the output. Set by ``lay_out``, as the
             next.
         strings: Metadata strings of these files.
-        written: Side files that are written, by name. Set by steps at ``files``, as the next.
-        copies: Side files that are copied.
+        written: Sidecar files that are written, by name. Set by steps at ``files``, as the next.
+        copies: Sidecar files that are copied.
     """
 
     options: ConversionOptions
@@ -121,11 +121,11 @@ class Draft:
 
     @property
     def catalog(self) -> Catalog:
-        """Return the checkpoint as steps have changed it."""
+        """Catalog of the checkpoint after the steps so far."""
         return self.model.catalog
 
     def with_catalog(self, catalog: Catalog) -> Draft:
-        """Return the draft with another checkpoint to convert."""
+        """Return a copy of the draft that converts *catalog* instead."""
         return replace(self, model=replace(self.model, catalog=catalog))
 
     def argument_of(self, step: str) -> str:
@@ -135,12 +135,12 @@ class Draft:
 
     @property
     def is_adapter(self) -> bool:
-        """Whether it has low-rank factors."""
+        """Whether the checkpoint contains low-rank factors."""
         return self.model.is_adapter
 
     @property
     def includes_training_state(self) -> bool:
-        """Whether ``--only all`` was given: training state is converted, prefixes are kept."""
+        """Whether to convert training state and keep prefixes (``--only all``)."""
         return self.options.only == "all"
 
     @property
@@ -150,7 +150,7 @@ class Draft:
 
     @property
     def layout(self) -> str | None:
-        """Layout to write, or None for that of the source.
+        """Layout to write, or None to keep that of the source.
 
         A model without a head keeps its names (``layers.0``): transformers loads these, too.
         """
@@ -165,19 +165,19 @@ class Draft:
 
     @property
     def own_tensors(self) -> tuple[OutputTensor, ...]:
-        """Tensors of the output without those that ``--tied drop`` drops."""
+        """Tensors of the output, without those that ``--tied drop`` omits."""
         if self.options.tied != "drop":
             return self.tensors
         return tuple(one for one in self.tensors if one.alias_of is None)
 
     @property
     def ranks(self) -> int:
-        """Number of model-parallel ranks that the output is divided among."""
+        """Number of model-parallel ranks that the output is split across."""
         return len(self.like.files) if self.like and self.target.parallel else self.options.mp
 
     @property
     def keep_hint(self) -> str:
-        """Say which options keep what surrounds the model."""
+        """Hint with the options that keep training state."""
         everything = (
             spell_option("--only all")
             if self.target.nested

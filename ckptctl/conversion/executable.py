@@ -1,8 +1,8 @@
-"""What the executor does for a conversion: the files, the copies, the manifest and the digest.
+"""Executable plan of a conversion: files, copies, manifest and digest.
 
-``ckptctl.manifest.json`` says what an output holds, with a checksum for every box of every tensor.
-Its schema is published in ``docs/reference/manifest.md``. It names no machine, user or time, so
-that equal inputs and options give equal bytes.
+``ckptctl.manifest.json`` lists the contents of an output, with a checksum for every box of every
+tensor. Its schema is published in ``docs/reference/manifest.md``. It contains no machine, user or
+time, so that equal inputs and options give equal bytes.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from ckptctl.version import __version__
 
 
 def build_plan(draft: Draft) -> Plan:
-    """Plan what writes an output: what its format lays out, and the files beside that."""
+    """Build the plan for the executor from a completed draft."""
     output, catalog, root = draft.output_layout, draft.located, draft.located.root
     checksum, single_file = draft.options.checksum, draft.target.single_file
     beside = tuple(document(name, content) for name, content in draft.written.items())
@@ -91,7 +91,7 @@ def build_plan(draft: Draft) -> Plan:
 
 
 def _require_apart(output: OutputLayout, beside: Sequence[OutputFile]) -> None:
-    """Refuse a file that is carried along under the name of one that is written."""
+    """Raise if a copied sidecar file has the name of a written file."""
     written = {MANIFEST, *(file.path for file in output.files), *output.contents}
     twice = [file.path for file in beside if file.path in written]
     if twice:
@@ -103,7 +103,7 @@ def _require_apart(output: OutputLayout, beside: Sequence[OutputFile]) -> None:
 
 
 def provenance(draft: Draft) -> dict[str, object]:
-    """Return what the manifest of the output says of where it comes from."""
+    """Build the description of the source for the manifest."""
     found: dict[str, object] = {
         "name": last_name(draft.catalog.path),
         "format": draft.catalog.format,
@@ -121,7 +121,7 @@ def provenance(draft: Draft) -> dict[str, object]:
 
 
 def last_name(path: TreePath) -> str:
-    """Return the name of a checkpoint without its directory."""
+    """Return the name of a checkpoint without its directory, as valid UTF-8."""
     return path.name.encode(errors="replace").decode()
 
 
@@ -135,9 +135,9 @@ def digest_of(
     computed: Mapping[str, Computed],
     checks: Sequence[CheckedRange] = (),
 ) -> str:
-    """Hexadecimal SHA-256 of what decides an output's bytes.
+    """Compute the SHA-256, as hexadecimal digits, of everything that determines an output's bytes.
 
-    The contents of the sources do not count, and neither do the directories that they lie in.
+    Contents and directories of the sources are not included.
     """
     found = hashlib.sha256(repr(checksum).encode())
     for file in files:
@@ -146,7 +146,7 @@ def digest_of(
         found.update(repr(record).encode())
     for transfer in transfers:
         found.update(repr((transfer.name, transfer.tensor, transfer.targets)).encode())
-    text_of_boxes = lru_cache(maxsize=64)(repr)  # a few such columns are those of most tensors
+    text_of_boxes = lru_cache(maxsize=64)(repr)  # most tensors share a few of these columns
     for entry in entries_read(transfers):
         for part in (entry.name, entry.dtype, entry.shape, *columns_of(entry.extents)):
             text = text_of_boxes(part) if isinstance(part, BoxColumns) else repr(part)
@@ -171,7 +171,7 @@ def manifest(
     boxes: Mapping[str, Sequence[TensorPlace]],
     records: Sequence[Record],
 ) -> OutputFile:
-    """Return the manifest as an output file whose checksums are filled in at the end."""
+    """Build the manifest; its checksums are filled in after all records are written."""
     carried = head.get("carried")
     for name in carried if isinstance(carried, Mapping) else ():
         _encoded(name, "file", name)
@@ -194,7 +194,7 @@ def manifest(
 
 
 def _encoded(text: str, kind: Literal["file", "tensor"], name: str) -> bytes:
-    """Encode what a manifest says of a file or tensor called *name*."""
+    """Encode a part of the manifest about the file or tensor called *name*."""
     try:
         return text.encode()
     except UnicodeEncodeError:
@@ -223,7 +223,7 @@ def _tensor(
     itemsize = dtypes.itemsize(tensor.dtype)
     for place in boxes:
         record, box = records[place.record], place.box
-        # Where a record holds several boxes, its checksum is that of none of them.
+        # The checksum of a record with several boxes does not apply to any of them.
         whole = record.nbytes == box.numel * itemsize
         chunk = {
             "offsets": _numbers(box.offsets, 6),
@@ -246,7 +246,7 @@ def _numbers(values: tuple[int, ...], depth: int) -> str:
 
 
 def _indented(values: Mapping[str, str] | Sequence[str], depth: int) -> str:
-    """Return an object or array of *values*, which are JSON already."""
+    """Format an object or array whose *values* are already JSON."""
     begin, end, items = "[", "]", values
     if isinstance(values, Mapping):
         begin, end, items = "{", "}", [f'"{name}": {value}' for name, value in values.items()]

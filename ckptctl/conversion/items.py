@@ -1,4 +1,4 @@
-"""What each item says of itself, and whether its copies hold the same."""
+"""Headers of stored items, and comparison of replicas."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from ckptctl.tree import TreePath
 
 
 def resolved(catalog: Catalog) -> tuple[Catalog, list[Finding]]:
-    """Return *catalog* with the headers of all items read, less the bad ones; and what is wrong.
+    """Read the headers of all items; return the readable items and the findings about others.
 
-    A format stops at the first bad item: those that fail are halved until each is found.
+    A format stops at the first bad item, so a catalog that fails is split until each is found.
     """
     findings: list[Finding] = []
     found: list[Catalog] = []
@@ -33,7 +33,7 @@ def resolved(catalog: Catalog) -> tuple[Catalog, list[Finding]]:
         try:
             found.append(formats.resolve(part))
         except MissingPackageError:
-            raise  # which says nothing of this item
+            raise  # not a problem of this item
         except CkptError as error:
             halves = _halves(part)
             pending += halves
@@ -52,7 +52,7 @@ def resolved(catalog: Catalog) -> tuple[Catalog, list[Finding]]:
 
 
 def _halves(part: Catalog) -> list[Catalog]:
-    """Return *part* in two, the first one last; nothing where it is one item."""
+    """Split *part* into two catalogs, the second half first; empty for a single item."""
     names = [*part.tensors, *part.blobs]
     if len(names) > 1:
         middle = len(names) // 2
@@ -76,7 +76,7 @@ def _taken(catalog: Catalog, names: list[str]) -> Catalog:
 
 
 def _refused(error: CkptError, part: Catalog) -> Finding:
-    """Return what is wrong with one item; a value that is merely not understood is no damage."""
+    """Build the finding for an item that cannot be read."""
     name = next(iter([*part.tensors, *part.blobs]), None)
     found = of_error(error, part.root, name)
     for extent in (extent for entry in part.tensors.values() for extent in entry.extents):
@@ -86,7 +86,7 @@ def _refused(error: CkptError, part: Catalog) -> Finding:
 
 
 def _is_sound(root: TreePath, blob: Blob) -> bool:
-    """Return whether a checksum proves the pickle of *blob*, whatever it says."""
+    """Check if a checksum proves that the pickle of *blob* is undamaged."""
     try:
         with source_files(root) as files:
             span = FileRange(files, blob.file or "", blob.offset, blob.nbytes)
@@ -104,14 +104,14 @@ WHAT = "replicas have different values"
 
 
 def replicated(catalog: Catalog, names: Collection[str]) -> Catalog:
-    """Return the tensors among *names* that have replicas, and nothing else."""
+    """Select the tensors among *names* that have replicas."""
     kept = {name: copies for name, copies in catalog.replicas.items() if copies and name in names}
     tensors = {name: catalog.tensors[name] for name in kept if name in catalog.tensors}
     return replace(catalog, tensors=tensors, replicas=kept, blobs={})
 
 
 def with_copies(catalog: Catalog) -> Catalog:
-    """Return *catalog* with replicas as further extents, so that all of them are looked at."""
+    """Add replicas as further extents, so that they are checked as well."""
     tensors = {
         name: replace(entry, extents=(*entry.extents, *catalog.replicas[name]))
         if catalog.replicas.get(name)
@@ -122,14 +122,14 @@ def with_copies(catalog: Catalog) -> Catalog:
 
 
 def portion_of(catalog: Catalog, ranks: Coordinator) -> Catalog:
-    """Return the tensors with replicas that this rank compares; see :func:`replicated`."""
+    """Select the tensors with replicas that this rank compares."""
     names = [name for name, copies in catalog.replicas.items() if copies]
     weights = {name: sum(copy.nbytes for copy in catalog.replicas[name]) for name in names}
     return replicated(catalog, portion(ranks, names, weights.__getitem__))
 
 
 def require_equal(catalog: Catalog, advance: Advance | None = None) -> None:
-    """Read every replica and the copy that is used; refuse the first that differs."""
+    """Read every replica and compare it with the copy in use; raise at the first difference."""
     resolved = formats.resolve(catalog)
     for found in _different(resolved, advance, checked=False):
         raise UnsupportedError(
@@ -142,9 +142,10 @@ def require_equal(catalog: Catalog, advance: Advance | None = None) -> None:
 
 
 def differing(catalog: Catalog) -> Iterator[Finding]:
-    """Yield every replica that differs from the copy that is used, or cannot be read.
+    """Yield a finding for each replica that differs from the copy in use or cannot be read.
 
-    All of them were compared with their recorded checksums before: those that match are not read.
+    All replicas were compared with their recorded checksums before. Replicas with the same recorded
+    checksum as the copy in use are not read again.
     """
     for entry in replicated(catalog, catalog.replicas).tensors.values():
         try:
@@ -155,7 +156,7 @@ def differing(catalog: Catalog) -> Iterator[Finding]:
 
 
 def _different(catalog: Catalog, advance: Advance | None, *, checked: bool) -> Iterator[Finding]:
-    """Yield the replicas that differ; *checked*: the data was compared with its checksums."""
+    """Yield a finding for each replica that differs from the copy in use."""
     with open_reader(catalog) as files:
         for name, copies in catalog.replicas.items():
             entry = catalog.tensors[name]
@@ -172,6 +173,6 @@ def _different(catalog: Catalog, advance: Advance | None, *, checked: bool) -> I
 
 
 def _alone(entry: TensorEntry, extent: Extent) -> TensorEntry:
-    """Return the box of an extent as a tensor of its own."""
+    """Return the box of an extent as a separate tensor."""
     sizes = extent.box.sizes
     return replace(entry, shape=sizes, extents=(replace(extent, box=Box.whole(sizes)),))

@@ -1,4 +1,4 @@
-"""The files of an output: where its format and its ranks put everything."""
+"""Layout of an output: places of its tensors in files and on ranks."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def open_reference(path: str | TreePath, target: WritableFormat) -> Catalog:
 
 
 def lay_out(draft: Draft) -> Draft:
-    """Let the target format say where everything goes, and which strings its files carry."""
+    """Let the target format place all tensors in files, and select the metadata strings."""
     target, options, change, ranks = draft.target, draft.options, draft.change, draft.ranks
     shares = division(change, target.layout) if ranks > 1 else None
     metadata = kept_strings(draft.catalog, draft.tensors, target, draft.notes)
@@ -52,7 +52,7 @@ def lay_out(draft: Draft) -> Draft:
     if options.max_shard_size is not None:
         shard_bytes = parse_bytes(options.max_shard_size)
     elif target.sharded or target.one_file:
-        # Who has several files in that format expects several.
+        # A source with several files in the same format becomes several files.
         several = draft.catalog.format == target.name and len(draft.catalog.files) > 1
         sizes = [(one.name, one.nbytes) for one in draft.tensors if one.alias_of is None]
         shard_bytes = shard_limit(sizes, 0 if several else target.one_file)
@@ -91,14 +91,14 @@ def lay_out(draft: Draft) -> Draft:
 
 
 def _files_of(like: Catalog, files: Sequence[str]) -> dict[str, int]:
-    """Return for each tensor of a reference the index of its file among *files*."""
+    """Map each tensor of a reference to the index of its file among *files*."""
     index = {name: position for position, name in enumerate(files)}
     stored = ((name, one.extents[0].file) for name, one in like.tensors.items() if one.extents)
     return {name: index[file] for name, file in stored}
 
 
 def _require_same_keys(like: Catalog, draft: Draft) -> None:
-    """Refuse an output that has not exactly the keys of the reference."""
+    """Raise if the keys of the output and of the reference differ."""
     known = dict.fromkeys(tensor.name for tensor in draft.tensors)
     there = dict.fromkeys(name for name, entry in like.tensors.items() if entry.extents)
     missing = [name for name in there if name not in known]
@@ -116,11 +116,11 @@ def _require_same_keys(like: Catalog, draft: Draft) -> None:
 
 
 Divide = Callable[[OutputTensor, int], Sequence[RankShard | None]]
-"""Returns what each of so many ranks holds of a tensor, or None if it holds nothing."""
+"""Function that returns each rank's shard of a tensor, or None for ranks without one."""
 
 
 def division(change: Change, layout: str | None) -> Divide | None:
-    """How ranks divide tensors; None: nobody knows."""
+    """Return a function that divides tensors among ranks, or None if no rule is known."""
     family, sizes = change.family, Sizes(change.sizes or {}, {})
     if family is None or layout is None:
         return None

@@ -1,4 +1,4 @@
-"""What is no plain tensor: tensors inside of other leaves, and the strings that a file carries."""
+"""Non-tensor values: tensors nested in them, and the metadata strings of files."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from ckptctl.storage.pickles.inert import walk
 from ckptctl.storage.zips.zip_reader import StoredTensor
 
 Parts = Mapping[str, tuple[str, ...]]
-"""For each leaf that was taken apart the names of what it became."""
+"""Names of the leaves that each unpacked leaf became."""
 
 
 def unpacked(catalog: Catalog, names: Collection[str]) -> tuple[Catalog, Parts]:
-    """Return *catalog* with the tensors in its leaves as tensors of their own."""
+    """Make tensors that are nested in other leaves separate tensors of *catalog*."""
     tensors, parts = dict(catalog.tensors), dict[str, tuple[str, ...]]()
     blobs: dict[str, Blob] = {}
     for name, blob in catalog.blobs.items():
@@ -40,7 +40,7 @@ def unpacked(catalog: Catalog, names: Collection[str]) -> tuple[Catalog, Parts]:
 def inside_model(
     catalog: Catalog, parts: Parts, outside: Collection[str], root: str, keep_root: bool
 ) -> Iterator[tuple[ComposedTensor, Path]]:
-    """Yield what becomes of tensors that were taken out of leaves of the model."""
+    """Yield the mapping of tensors that were unpacked from leaves of the model."""
     for name in (part for names in parts.values() for part in names):
         entry = catalog.tensors.get(name)
         if entry is not None and name not in outside and name.startswith(root):
@@ -68,7 +68,7 @@ def _add(
 
 
 DERIVED = ("format", "total_size", "total_parameters")
-"""Keys whose values are written anew, or follow from the tensors."""
+"""Metadata keys whose values are rewritten or derived from the tensors."""
 _HASH = re.compile(r"(?i)hash|sha256|md5")
 _WORD = re.compile(r"[^\s\"'\[\]{}(),:]+")
 
@@ -76,10 +76,10 @@ _WORD = re.compile(r"[^\s\"'\[\]{}(),:]+")
 def kept_strings(
     catalog: Catalog, tensors: Sequence[OutputTensor], target: WritableFormat, notes: Notes
 ) -> dict[str, str]:
-    """Return the strings of *catalog* that an output keeps; skip others as ``__metadata__.KEY``.
+    """Select the metadata strings that remain valid in the output; note the others as skipped.
 
-    A string that says something of single tensors, or of their bytes, holds only while names,
-    shapes and dtypes are the same and nothing is computed.
+    A string that describes tensors or contains a hash remains valid only if names, shapes and
+    dtypes are unchanged and nothing is computed.
     """
     made = {one.name: (one.dtype, one.shape) for one in tensors}
     there = {name: (entry.dtype, entry.shape) for name, entry in catalog.tensors.items()}
@@ -98,7 +98,7 @@ def kept_strings(
 
 
 def without_hashes(strings: Mapping[str, str], notes: Notes) -> dict[str, str]:
-    """Return *strings* for a file whose bytes of tensors are not those of the source."""
+    """Remove hashes of the source's bytes from *strings*."""
     hashes = [key for key in strings if _HASH.search(key)]
     for key in hashes:
         _skip_string(key, "it is a hash of the source's bytes", notes)
@@ -110,7 +110,7 @@ def _skip_string(key: str, why: str, notes: Notes) -> None:
 
 
 def same_data(catalog: Catalog, mapped: Iterable[ComposedTensor], output: OutputLayout) -> bool:
-    """Return whether the tensors of an output are one file's, byte for byte and in its order."""
+    """Check if the output stores its tensors in one file, like the source and in the same order."""
     if any(not one.renames or one.sources[0].key != one.key for one in mapped):
         return False
     held = sorted(
@@ -131,18 +131,18 @@ def _tells_of_tensors(key: str, text: str, names: Collection[str]) -> bool:
 
 
 def unrooted(blob: Blob, root: str) -> Blob:
-    """Return a leaf of the model as it is named when the model is at the top."""
+    """Return *blob* without the prefix *root* in its name and path."""
     return replace(blob, name=blob.name.removeprefix(root), path=inside(blob.path, root))
 
 
 def container(path: Path, root: str) -> tuple[Path, str]:
-    """Return the head of *path*, which is below *root*, that lies in it, and what that spells."""
+    """Split *path* at the container that *root* names; return its keys and its prefix."""
     held = ((path[:n], f"{join(path[:n])}.") for n in range(len(path) - 1, 0, -1))
     return next(((head, prefix) for head, prefix in held if root.startswith(prefix)), ((), ""))
 
 
 def inside(path: Path, root: str) -> Path:
-    """Return *path* without *root*, whose last part may be a part of one name."""
+    """Return *path* without *root*, which may end within a key."""
     head, prefix = container(path, root)
     first, *others = path[len(head) :]
     rest = root.removeprefix(prefix)

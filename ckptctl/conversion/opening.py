@@ -1,4 +1,4 @@
-"""The source of a conversion: opened as options say, and the model that is found in it."""
+"""Source of a conversion: opening it and recognizing its model."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from ckptctl.tree import TreePath
 
 
 def open_draft(src: str | TreePath, dst: str | TreePath, options: ConversionOptions) -> Draft:
-    """Check what is asked for, and read the index of the source and what describes its model."""
+    """Check the options and destination, and open the source and its configuration."""
     target = formats.target(options.to)
     require_sense(options, target)
     source = existing_source(src, dst)
@@ -56,14 +56,14 @@ def open_draft(src: str | TreePath, dst: str | TreePath, options: ConversionOpti
 
 
 def understand_model(draft: Draft) -> Draft:
-    """Find the model in the checkpoint, as the steps at the source have made it."""
+    """Recognize the model in the checkpoint after the steps at ``source``."""
     model = understand(draft.catalog, draft.assets.documents, draft.model.request)
     return replace(draft, model=replace(model, described=draft.assets.described))
 
 
 @contextmanager
 def explain_errors(draft: Draft) -> Iterator[None]:
-    """Let errors say that the source was replaced while it was read, or that it is quantized."""
+    """Make errors in the block mention a replaced source or a quantized checkpoint."""
     opened = draft.source.opened
     with blaming(lambda: require_unreplaced(opened)), advised(draft.model):
         yield

@@ -1,4 +1,4 @@
-"""The plan and the result of a conversion, as people and programs see them."""
+"""Plan and result of a conversion, as shown to users."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ from ckptctl.units import counted, format_bytes
 
 START_UP = 32 << 20
 PER_TENSOR = 7_000
-"""Bytes for each tensor that the source stores."""
+"""Memory per stored tensor of the source, in bytes."""
 PER_TRANSFER = 3_000
-"""Bytes for each tensor that is written: 2,400 for one of 36,945 experts."""
+"""Memory per written tensor, in bytes. Measured: 2,400 with 36,945 expert tensors."""
 TORCH = 270 << 20
 QUANTIZING = 32 << 20
-"""Bytes for each thread that quantizes: half a million elements in several dtypes."""
+"""Memory per quantizing thread, in bytes, for half a million elements in several dtypes."""
 
 
 Reasons: TypeAlias = Mapping[str, Annotated[str, JsonField("reason")]]
@@ -47,7 +47,7 @@ DRY_RUN = JsonField(
 
 @dataclass(frozen=True, slots=True)
 class OutputFile:
-    """A file of the output."""
+    """File of the output."""
 
     path: Annotated[str, JsonField("path relative to the target")]
     nbytes: Annotated[int, JsonField("size in bytes", name="bytes")]
@@ -65,20 +65,20 @@ class ConversionPlan(
     "root tensors mapped bytes free_bytes memory_bytes threads arithmetic digest files summary "
     "dropped left_out missing base taken decided not_carried quantized notes",
 ):
-    """What a conversion will do, complete before a byte moves.
+    """Complete plan of a conversion, before anything is written.
 
     Attributes:
         source: The source's catalog, resolved.
-        recognition: What it was recognized as.
-        options: What was asked for.
-        change: How the layout changes.
-        output: The tensors that will be written, in order.
-        plan: What the executor does.
-        redundant: Elements of the source that are dropped, to be proven redundant.
-        upload: Whether its files are uploaded one by one: the destination is a URL.
-        replicated: The tensors with copies that are to be compared; None: none are.
-        log: What was said while it was made, and why something is not in the output.
-        quantization: What is quantized on the way; None: nothing is.
+        recognition: Model recognized in the source.
+        options: Options of the conversion.
+        change: Change of layout.
+        output: Tensors that will be written, in order.
+        plan: Plan for the executor.
+        redundant: Dropped elements of the source, whose redundancy is verified before the run.
+        upload: Whether the destination is a URL, to which files are uploaded one by one.
+        replicated: Tensors with replicas to compare, or None.
+        log: Notes of the planning, and reasons for items that are not in the output.
+        quantization: Quantized tensors, or None.
     """
 
     source: Annotated[Catalog, JsonField("absolute path", name="source", of="path")]
@@ -121,7 +121,7 @@ class ConversionPlan(
 
     @property
     def dry_run(self) -> Annotated[bool, DRY_RUN]:
-        """Return that nothing was done yet."""
+        """Always True: a plan has not been run."""
         return True
 
     @property
@@ -154,7 +154,7 @@ class ConversionPlan(
             "`-lora` for adapters"
         ),
     ]:
-        """Return the family, if one is known."""
+        """Model type of the change, or else of the recognized model."""
         return self.change.family.name if self.change.family else self.recognition.model_type
 
     @property
@@ -166,7 +166,7 @@ class ConversionPlan(
     def mapped(
         self,
     ) -> Annotated[int, JsonField("number of tensors with a new name or axis order")]:
-        """Return how many of them have another name or axis order than in the source."""
+        """Number of tensors with another name or axis order than in the source."""
         made = {zeros.key for zeros in self.change.zeros}
         first = ((one.sources[0].key, one.targets[0].key) for one in self.change.tensors)
         return sum(source != target and source not in made for source, target in first)
@@ -201,7 +201,7 @@ class ConversionPlan(
             "name in the source; files are listed if their contents are unknown"
         ),
     ]:
-        """Return what is not written because it is not whole, and why."""
+        """Incomplete or missing items that are not written, and the reason for each."""
         return self.log.reasons("missing")
 
     @property
@@ -211,7 +211,7 @@ class ConversionPlan(
         Mapping[str, Annotated[str, JsonField("value used and its source")]],
         JsonField("contradictory facts about the model that `--trust-assets` resolved"),
     ]:
-        """Return the facts on which descriptions differ, and what was taken of each."""
+        """Contradictory facts, with the value that was used for each."""
         return self.log.reasons("decided")
 
     @property
@@ -224,17 +224,17 @@ class ConversionPlan(
             "end with a slash"
         ),
     ]:
-        """Return which files do not travel, and why."""
+        """Sidecar files that are not copied, and the reason for each."""
         return self.log.reasons("not copied")
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Return what the user should know."""
+        """Notes for the user."""
         return self.log.texts()
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """Return what is probably not what the user wants."""
+        """Warnings for the user."""
         return self.log.texts("warning")
 
     @property
@@ -258,12 +258,12 @@ class ConversionPlan(
 
     @property
     def arithmetic(self) -> Annotated[bool, JsonField("whether elements are cast")]:
-        """Return whether elements are computed, cast or transposed one by one: with torch."""
+        """Whether elements are computed, cast or transposed, which requires torch."""
         return calculates(self.plan) or self.permutes
 
     @cached_property
     def permutes(self) -> bool:
-        """Return whether elements are transposed one by one, in memory."""
+        """Whether elements are transposed in memory."""
         return any(map(permutes, self.plan.transfers))
 
     @property
@@ -278,7 +278,7 @@ class ConversionPlan(
         limits = options.limits()
         each = limits.widest
         if self.permutes:
-            # A tile of the target, and what is read for it.
+            # A tile of the target, and the elements that are read for it.
             each = 2 * limits.arithmetic
         buffers = self.threads * (each + (QUANTIZING if self.quantization else 0))
         transfers = PER_TRANSFER * len(self.plan.transfers)
@@ -287,7 +287,7 @@ class ConversionPlan(
 
     @property
     def statement(self) -> str:
-        """Return one line that says what was recognized and what becomes of it."""
+        """Summary in one line: formats, model type, layouts, tensors and size."""
         before, after = self.change.source_layout, self.change.target_layout
         layouts = f"{before} → {after}" if before != after else before or "keys unchanged"
         model_type, evidence = self.model_type, self.recognition.evidence
@@ -314,7 +314,7 @@ class ConversionPlan(
 def describe_plan(
     draft: Draft, plan: Plan, summary: Summary, source_notes: Notes
 ) -> ConversionPlan:
-    """Describe a conversion of which everything is decided, with the notes about its source."""
+    """Describe a planned conversion, with the notes about its source."""
     options, source = draft.options, draft.source
     skipped = draft.notes.reasons("skipped")
     replicas = source.replicas.keys() - draft.missing.keys() - skipped.keys()
@@ -344,13 +344,13 @@ def describe_plan(
 
 @dataclass(frozen=True, slots=True)
 class ConversionResult(Result):
-    """What a conversion did.
+    """Result of a conversion.
 
     Attributes:
-        target: What was published.
-        nbytes: Bytes of the output.
-        log: What was said while it was done.
-        rounded: How far quantized tensors are off, by their names in the output.
+        target: Path or URL of the output.
+        nbytes: Size of the output in bytes.
+        log: Notes of the run.
+        rounded: Quantization errors, by tensor name in the output.
     """
 
     plan: Annotated[ConversionPlan, Inline()]
@@ -365,7 +365,7 @@ class ConversionResult(Result):
 
     @property
     def rounding(self) -> Annotated[dict[str, Rounding], ROUNDED]:
-        """Return how far quantized weights are off, by the names of the plain ones."""
+        """Quantization error of each quantized weight, by unquantized name."""
         made = self.plan.quantization
         if made is None:
             return {}
@@ -374,17 +374,17 @@ class ConversionResult(Result):
 
     @property
     def dry_run(self) -> Annotated[bool, DRY_RUN]:
-        """Return that it was done."""
+        """Always False: the conversion was run."""
         return False
 
     @property
     def missing(self) -> Mapping[str, str]:
-        """Return what was not written because it is not whole, and why."""
+        """Incomplete or missing items that were not written, and the reason for each."""
         return self.plan.missing
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Return what the user should know of the way it was done."""
+        """Notes about the run."""
         return self.log.texts()
 
     @property

@@ -1,4 +1,4 @@
-"""What only data can prove: before a run that nothing is lost, after it that all was written."""
+"""Checks that read tensor data: redundancy before a conversion, and the output after it."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from ckptctl.units import counted
 
 
 def require_redundant(plan: ConversionPlan, ranks: Coordinator) -> None:
-    """Prove that copies of saved tensors are equal, and that dropped data is redundant."""
+    """Verify that replicas are equal and that dropped data is redundant."""
     if plan.replicated is not None:
         replicas_equal(portion_of(plan.replicated, ranks))
     if not plan.redundant:
@@ -44,7 +44,7 @@ def require_redundant(plan: ConversionPlan, ranks: Coordinator) -> None:
 def find_lost(
     files: Readable, catalog: Catalog, redundant: Iterable[RedundantData]
 ) -> Iterator[RedundantData]:
-    """Yield what would be lost of *redundant*, because it is neither zero nor the same."""
+    """Yield the items of *redundant* that are neither zero nor equal to their counterpart."""
     for one in redundant:
         part = _part_of(catalog, one.part)
         if one.same_as is None:
@@ -120,14 +120,14 @@ def lost_part_error(catalog: Catalog, lost: RedundantData) -> MappingError:
 
 
 WINDOW = 4 << 20
-"""Bytes that are compared at a time."""
+"""Bytes that are read and compared at a time."""
 
 
 def require_published(plan: Plan, crcs: Sequence[int], ranks: Coordinator | None = None) -> None:
-    """Read what was published and compare every byte that was written.
+    """Read the published output back and compare every byte that was written.
 
-    Records are compared with their checksums, headers and the like with what they were made of,
-    raw copies with their sources.
+    Records are compared with their checksums, headers and other contents with the plan, and raw
+    copies with their sources.
     """
     ranks = ranks or Alone()
     target = plan.target
@@ -188,7 +188,7 @@ def _copied(files: SourceFiles, sources: SourceFiles, raw: RawCopy) -> bool:
 
 
 def _drop_cache(files: SourceFiles, name: str) -> None:
-    """Ask the system to forget the file's pages, so that the disk itself is read."""
+    """Evict the file's pages from the page cache, so that reads reach the disk."""
     if not files.local:
         return
     descriptor = files.descriptor(name)
@@ -201,7 +201,7 @@ def _drop_cache(files: SourceFiles, name: str) -> None:
 def require_readable(
     plan: Plan, stage: Staging | None, crcs: Sequence[int], ranks: Coordinator
 ) -> None:
-    """Read the published output again, and take it back if it is not what was written."""
+    """Verify the published output, and withdraw it if it is damaged."""
 
     def read_again() -> None:
         sharing.wait_for(Path(plan.target))

@@ -1,6 +1,6 @@
-"""Which part of a checkpoint is converted: what options select, and of that what is complete.
+"""Selection of the part of a checkpoint to convert.
 
-What is incomplete is told by positive evidence, which ``--allow-missing`` goes by.
+``--allow-missing`` skips items for which there is evidence that they are incomplete.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ EXTRA_STATE = "._extra_state/"
 
 
 def select_tensors(draft: Draft) -> Draft:
-    """Select what is converted, as options say, and of that what is complete."""
+    """Select the tensors to convert by options, and skip incomplete ones if allowed."""
     catalog, options, root, notes = draft.catalog, draft.options, draft.model.root, draft.notes
     names, files = find_missing(draft.source) if options.allow_missing else ({}, {})
     selection = select(catalog, root)
@@ -94,9 +94,9 @@ def select_tensors(draft: Draft) -> Draft:
 
 
 def skip_parts(draft: Draft, parts: Mapping[str, str]) -> Draft:
-    """Skip *parts* of the model, by their names in it, and what is useless without them.
+    """Skip *parts* of the model, by name in the model, and state that depends on them.
 
-    The notes say then what is missing of all that was selected.
+    Notes then list the missing items of the selection.
     """
     root, selection = draft.model.root, draft.selection
     gone = {**draft.missing, **{root + name: why for name, why in parts.items()}}
@@ -108,15 +108,15 @@ def skip_parts(draft: Draft, parts: Mapping[str, str]) -> Draft:
 
 
 def _is_wanted(draft: Draft, name: str) -> bool:
-    """Return whether a leaf that is not there would be converted if it were."""
+    """Check if a missing leaf would be converted if it existed."""
     globs = draft.options.include, draft.options.exclude
     return wanted(draft.catalog, name, draft.model.root, *globs, draft.includes_training_state)
 
 
 def _with_states_of_modules(selection: Selection, catalog: Catalog) -> Selection:
-    """Return *selection* with what modules keep beside tensors, as Transformer Engine its scales.
+    """Add non-tensor states of modules, e.g. the scales of Transformer Engine.
 
-    Only programs that write them ask for them.
+    Only programs that write such states expect them.
     """
     found = {name: catalog.blobs[name] for name in selection.rest if EXTRA_STATE in name}
     rest = tuple(name for name in selection.rest if name not in found)
@@ -126,7 +126,7 @@ def _with_states_of_modules(selection: Selection, catalog: Catalog) -> Selection
 def _incomplete(
     draft: Draft, selection: Selection, names: Mapping[str, str]
 ) -> tuple[tuple[str, ...], dict[str, str]]:
-    """Return the model's tensors that only *names* tells of, and what is not written, and why."""
+    """Return missing tensors of the model, and the items that are not written, with reasons."""
     catalog, root = draft.catalog, draft.model.root
     here = {root + name for name in (*selection.tensors, *selection.blobs)}
     outside = selection.rest if draft.includes_training_state else ()
@@ -143,7 +143,7 @@ def _incomplete(
 
 
 def _without(selection: Selection, names: Collection[str]) -> Selection:
-    """Return *selection* without the leaves called *names*, as the checkpoint calls them."""
+    """Remove the leaves called *names* in the checkpoint from *selection*."""
     root = selection.root
     return replace(
         selection,
@@ -156,9 +156,9 @@ def _without(selection: Selection, names: Collection[str]) -> Selection:
 def dependent(
     missing: Iterable[str], model: Iterable[str], outside: Sequence[str], root: str
 ) -> dict[str, str]:
-    """Return the optimizer state that is nothing without what is missing, and why.
+    """Return the optimizer state that is useless without *missing* items, with reasons.
 
-    The moments of a parameter go with it, and with each other; a parameter's settings stay.
+    The moments of a parameter depend on it and on each other. Its settings are kept.
     """
     own = set(model)
     missing = list(missing)
@@ -187,11 +187,11 @@ def _state_of(name: str) -> str:
 
 
 def find_missing(catalog: Catalog) -> tuple[dict[str, str], dict[str, str]]:
-    """Find what is incomplete in a checkpoint read with ``partial``, by the header of each item.
+    """Find the incomplete items of a checkpoint that was read with ``partial``.
 
     Returns:
-        Tensors and other leaves, by their names in the checkpoint, and why; and files that cannot
-        be used and of which nothing tells what they hold, and why.
+        Incomplete leaves by name in the checkpoint, and unusable files with unknown contents, each
+        with the reason.
     """
     _, wrong = resolved(replace(catalog, replicas={}))
     errors = [f for f in (*catalog.findings, *wrong) if f.severity != "warning"]
@@ -217,7 +217,7 @@ def find_missing(catalog: Catalog) -> tuple[dict[str, str], dict[str, str]]:
 
 
 def _gone(boxes: Sequence[tuple[Box, str]]) -> str:
-    """Say where what is missing is; an empty box stands for what may follow there."""
+    """Explain which file of a tensor is missing; an empty box may continue in its file."""
     known = next((file for box, file in boxes if box.numel), None)
     if known is None:
         return f"it may continue in `{boxes[0][1]}`, which cannot be used"
@@ -233,7 +233,7 @@ def _torn(entry: TensorEntry) -> str | None:
 
 
 def _spread(names: dict[str, str], couples: Iterable[tuple[str, str]], why: str) -> None:
-    """Add what goes with what is missing, in either direction."""
+    """Propagate reasons between names that belong together."""
     couples = list(couples)
     grown = True
     while grown:
@@ -252,11 +252,12 @@ class _StoredItem(NamedTuple):
 
 
 def _in_mixed_files(catalog: Catalog, wrong: Sequence[Finding]) -> dict[str, str]:
-    """All that lies in files nothing of which can be trusted, and why.
+    """Return all items in files that do not match the metadata, with reasons.
 
-    A file of another rank or another save holds some items of the right dtype and shape by
-    chance, with other values. One item that cannot be read is a damaged item; several, or one that
-    is sound but another than it should be, or one in a file of another length, are another file.
+    A file of another rank or save may contain items of the right dtype and shape by chance, with
+    other values. A single unreadable item is damaged. The file is considered another file if
+    several items are unreadable, if the bytes of an item are sound but belong to another one, or if
+    its length differs.
     """
     bad: dict[str, list[str]] = defaultdict(list)
     for finding in wrong:
@@ -290,7 +291,7 @@ def _items(catalog: Catalog) -> Iterator[_StoredItem]:
 
 
 def _sound(root: TreePath, item: _StoredItem) -> bool:
-    """Return whether the item can be read, so that not its bytes are wrong but what it is."""
+    """Check if the bytes of an item can be read."""
     try:
         with source_files(root) as files:
             read_archive(files, item.file, item.offset, item.nbytes)

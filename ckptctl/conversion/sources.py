@@ -1,4 +1,4 @@
-"""The checkpoint that a command reads: opened as its options say, and what is then read of it."""
+"""Source checkpoint of a command: opening it and locating its bytes."""
 
 from __future__ import annotations
 
@@ -16,39 +16,39 @@ from ckptctl.storage.files import source_files
 from ckptctl.tree import TreePath
 
 MANY = 100
-"""Leaves that are read from files of their own: those nearest to the root."""
+"""Maximum number of leaves that are read from separate files, nearest to the root first."""
 LARGE = 16_384
-"""Bytes of a leaf with more than a number in it; a `torch.save` zip has a kilobyte at least."""
+"""Maximum size of a leaf that is read. A `torch.save` zip has at least a kilobyte."""
 LONG = 200
-"""Characters of a text that is not short, and about the digits of a number that is not."""
+"""Maximum length of a text in characters, and about that of an integer in digits."""
 
 
 class SourceChoices(Protocol):
-    """The options of a command that say how its source is read."""
+    """Options that determine how a source is read."""
 
     @property
     def format(self) -> str | None:
-        """Format of the checkpoint; None: detect it."""
+        """Format of the checkpoint, or None to detect it."""
 
     @property
     def model_type(self) -> str | None:
-        """Family, for shards that only a family can join."""
+        """Model type, for formats whose shards can only be merged with one."""
 
     @property
     def weights(self) -> Weights | None:
-        """Which of the optimizer's and the model's weights."""
+        """Which weights to read: those of the optimizer or of the model."""
 
     @property
     def tag(self) -> str | None:
-        """Which save of several."""
+        """Tag of the save to read."""
 
     @property
     def rules(self) -> str | TreePath | None:
-        """How ranks divide tensors."""
+        """File with the rules by which ranks split tensors."""
 
     @property
     def ranks(self) -> int | None:
-        """How many ranks saved it."""
+        """Number of ranks that saved the checkpoint."""
 
 
 def open_source(
@@ -75,9 +75,9 @@ def open_source(
 
 
 def located(catalog: Catalog, names: Iterable[str]) -> Catalog:
-    """Prove that the tensors called *names* are whole; a catalog of these alone, and their bytes.
+    """Check that the tensors called *names* are covered, and locate their bytes.
 
-    They come in the order of *names*, of which any number may be given.
+    The returned catalog contains only these tensors, in the order of *names*.
     """
     entries = {name: catalog.tensors[name] for name in names}
     for entry in entries.values():
@@ -86,7 +86,7 @@ def located(catalog: Catalog, names: Iterable[str]) -> Catalog:
 
 
 def with_bytes(catalog: Catalog, entries: Mapping[str, TensorEntry]) -> Catalog:
-    """Find the bytes of *entries*, perhaps of some of their extents alone; of nothing else."""
+    """Locate the bytes of *entries*, which may have only some of their extents."""
     resolved = formats.resolve(replace(catalog, tensors=dict(entries), blobs={}, replicas={}))
     for entry in resolved.tensors.values():
         if entry.unsupported:
@@ -95,14 +95,14 @@ def with_bytes(catalog: Catalog, entries: Mapping[str, TensorEntry]) -> Catalog:
 
 
 def leaf_values(catalog: Catalog, names: Collection[str] | None = None) -> dict[str, str]:
-    """Numbers and short texts among the leaves, as Python writes them.
+    """Read numbers and short texts among the leaves, as Python literals.
 
-    Others, and what is unreadable, are left out.
+    Other and unreadable values are skipped.
 
     Args:
-        catalog: A checkpoint.
-        names: Leaves of it; None: all whose values are at hand or near the root. Behind a URL
-            those alone are that came with the index.
+        catalog: Catalog of the checkpoint.
+        names: Names of leaves, or None for all values that the index contains or that are near the
+            root. Behind a URL only values in the index are returned.
     """
     blobs = [blob for name, blob in catalog.blobs.items() if names is None or name in names]
     read = {blob.name: blob for blob in blobs if blob.file is None}
@@ -120,7 +120,7 @@ def _is_local(catalog: Catalog) -> bool:
 
 
 def _read(catalog: Catalog, blobs: Collection[Blob]) -> Mapping[str, Blob]:
-    """Leaves with their values, without those that cannot be read."""
+    """Read the values of *blobs*, except those that cannot be read."""
     wanted = replace(catalog, tensors={}, replicas={}, blobs={blob.name: blob for blob in blobs})
     try:
         return formats.resolve(wanted).blobs
@@ -131,8 +131,8 @@ def _read(catalog: Catalog, blobs: Collection[Blob]) -> Mapping[str, Blob]:
 
 
 def _plain(value: object) -> bool:
-    # Of subclasses, which a pickle may name, nothing is known; and Python writes no integer of
-    # more than 4,300 digits.
+    # A pickle may contain subclasses with other behavior. Python does not format integers of more
+    # than 4,300 digits.
     if type(value) is int:
         return value.bit_length() <= LONG * 10 // 3
     return type(value) in (bool, float) or (type(value) is str and len(value) <= LONG)

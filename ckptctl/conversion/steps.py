@@ -1,9 +1,9 @@
 """Steps of a conversion, by the place in the pipeline where they run.
 
-Built-in steps are imported when they are carried out, so the pipeline depends on none. Other
-packages add steps by entry points ``ckptctl.steps``, which ``--step`` asks for; see
+Built-in steps are imported when they run, so the pipeline does not depend on them. Other packages
+add steps by entry points ``ckptctl.steps``, which ``--step`` selects; see
 ``docs/how-to/add-a-step.md``. They are loaded when planning begins. At ``files``, they must run
-after the built-in ones, which set the side files.
+after the built-in steps, which set the sidecar files.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ Place = Literal["source", "model", "selection", "layout", "output", "files"]
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """A part of a conversion that takes the draft and returns a changed one.
+    """Step of a conversion, which takes a draft and returns a changed one.
 
     Attributes:
-        name: What it is called.
-        place: What it changes: the ``source`` before its model is understood, the ``model`` before
-            its tensors are selected, the ``selection`` before it is mapped, the ``layout`` before
-            bytes are looked up for it, the ``output`` before it is laid out, or the ``files`` next
-            to its tensors.
-        order: Steps at one place run by ascending order.
-        apply: Carries it out.
-        option: Of built-in steps, the option that asks for it, or ``field=value``; empty: it is
-            always carried out. Steps of other packages are asked for by ``--step NAME``.
+        name: Name of the step.
+        place: Part of the draft that the step changes: the ``source`` before its model is
+            recognized, the ``model`` before its tensors are selected, the ``selection`` before it
+            is mapped, the ``layout`` before bytes are located, the ``output`` before it is laid
+            out, or the ``files`` next to its tensors.
+        order: Steps at one place run in ascending order.
+        apply: Function that takes a draft and returns a changed one.
+        option: Option that selects a built-in step, or ``field=value``; empty if the step always
+            runs. Steps of other packages are selected by ``--step NAME``.
     """
 
     name: str
@@ -50,13 +50,13 @@ class Step:
     option: str = ""
 
     def __post_init__(self) -> None:
-        """Refuse a place that does not exist, where the step would never run."""
+        """Raise if the place does not exist, because the step would never run."""
         if self.place not in get_args(Place):
             raise ValueError(f"unknown place `{self.place}` (one of: {', '.join(get_args(Place))})")
 
 
 def _late(place: str) -> Callable[..., Any]:
-    """Return a function of a module, which is imported when it is called."""
+    """Return a function that imports its module on the first call."""
 
     def apply(*arguments: object) -> Any:
         module, _, function = place.partition(":")
@@ -83,18 +83,18 @@ BUILT_IN = (
 
 @cache
 def entry_points() -> dict[str, EntryPoint]:
-    """Return the entry points of steps by name; none is loaded."""
+    """Return the entry points of steps by name, without loading them."""
     return installed.entry_points(STEPS)
 
 
 @cache
 def load_added(name: str) -> Step:
-    """Return the step of the entry point called *name*."""
+    """Load the step of the entry point called *name*."""
     return installed.load_entry_point(entry_points()[name], Step)
 
 
 def steps_for(options: ConversionOptions) -> list[Step]:
-    """Return the steps that *options* ask for."""
+    """Return the steps that *options* select."""
     steps = []
     for step in BUILT_IN:
         field, _, value = step.option.partition("=")
@@ -105,10 +105,10 @@ def steps_for(options: ConversionOptions) -> list[Step]:
 
 
 def apply_steps(steps: Iterable[Step], place: Place, draft: Draft) -> Draft:
-    """Carry out those of *steps* that are at *place*, in their order.
+    """Apply those of *steps* that are at *place*, in their order.
 
     Raises:
-        MappingError: A step drops tensors of the output, which no summary would mention.
+        MappingError: A step drops tensors of the output, which no summary would show.
     """
     for step in sorted(steps, key=lambda step: step.order):
         if step.place == place:
@@ -120,7 +120,7 @@ def apply_steps(steps: Iterable[Step], place: Place, draft: Draft) -> Draft:
 
 
 def _compare_inputs(step: Step, before: Draft, after: Draft) -> None:
-    """Refuse to read fewer tensors for the output than before the step."""
+    """Raise if the output reads fewer tensors after a step than before."""
     kept = _inputs_of(after)
     dropped = [key for key in _inputs_of(before) if key not in kept]
     if dropped:
@@ -133,7 +133,7 @@ def _compare_inputs(step: Step, before: Draft, after: Draft) -> None:
 
 
 def _inputs_of(draft: Draft) -> dict[str, None]:
-    """Return the names in ``draft.located`` of the tensors that are read for the output."""
+    """Return the names of the tensors in ``draft.located`` that the output reads."""
     written = {tensor.name for tensor in draft.tensors}
     composed = (one for name, one in draft.mapped.items() if name in written)
     return dict.fromkeys(key for one in composed for key in one.keys)

@@ -1,7 +1,7 @@
-"""What went in, what comes out, and what became of every tensor in between, as numbers.
+"""Summary of a conversion: counts of tensors read, written, merged, split and dropped.
 
-Every tensor of the source is dropped, left out, or goes into the output; every tensor of the output
-is made of some of these, of what ``--fill-from`` takes, or of nothing: zeros.
+Every tensor of the source is dropped, skipped, or used in the output. Every tensor of the output is
+computed from these, from tensors of ``--fill-from``, or filled with zeros.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ INTO = "number of resulting tensors"
 
 @dataclass(frozen=True, slots=True)
 class Amount(Result):
-    """Tensors, and their bytes."""
+    """Number of tensors, and their size in bytes."""
 
     tensors: Annotated[int, JsonField("number of tensors, by name")] = 0
     nbytes: Annotated[
@@ -39,7 +39,7 @@ class Amount(Result):
 
 @dataclass(frozen=True, slots=True)
 class Regrouped(Result):
-    """Tensors whose number changes."""
+    """Number of input tensors and of resulting tensors."""
 
     tensors: Annotated[int, JsonField("number of input tensors")] = 0
     into: Annotated[int, JsonField(INTO)] = 0
@@ -50,10 +50,10 @@ class Regrouped(Result):
 
 @dataclass(frozen=True, slots=True)
 class Summary(Result):
-    """How the tensors of the output come from those of the source.
+    """Counts of source and output tensors, by what becomes of them.
 
-    The source's, and those that are taken, are dropped, left out, fused, divided, regrouped,
-    repeated, or each become one; the output's are these, or made.
+    Tensors of the source and of ``--fill-from`` are dropped, skipped, fused, divided, regrouped,
+    repeated, or copied one to one. Other tensors of the output are zeros.
     """
 
     read: Annotated[Amount, JsonField("source tensors", name="in")]
@@ -80,7 +80,7 @@ class Summary(Result):
 
     @property
     def changes(self) -> tuple[str, ...]:
-        """Return what becomes of tensors that are not written one for one, as text."""
+        """Changes other than one-to-one copies, as text."""
         counts = {
             "dropped": self.dropped,
             "skipped": self.left_out,
@@ -100,7 +100,7 @@ class Summary(Result):
 
     @property
     def sentence(self) -> str:
-        """Return it in one line, without zeros, and what stays the same only once."""
+        """Summary in one line, without zero counts."""
         sides = dict.fromkeys(
             f"{counted(side.tensors, 'tensor')}, {format_bytes(side.nbytes)}"
             for side in (self.read, self.written)
@@ -110,7 +110,7 @@ class Summary(Result):
 
     @property
     def is_plain(self) -> bool:
-        """Return whether every tensor is written once, with all its bytes."""
+        """Whether every tensor is written once and unchanged in size."""
         return self.read == self.written and not self.changes
 
 
@@ -118,8 +118,8 @@ def summarize(draft: Draft, output: Draft) -> Summary:
     """Count what becomes of the tensors of the source.
 
     Args:
-        draft: What is converted, before output tensors are quantized.
-        output: What is written.
+        draft: Draft before steps at ``output``, such as quantization.
+        output: Completed draft.
     """
     source, origins, skipped = draft.source, draft.origins, output.notes.reasons("skipped")
     written = {one.name: one for one in draft.own_tensors}
@@ -160,7 +160,7 @@ _NOTHING = TensorEntry("", "uint8", (0,), (), ())
 
 
 class _Origins:
-    """Which tensors of the source, and of what is taken, a tensor is made of."""
+    """Index from tensors to the source and base tensors that they are computed from."""
 
     def __init__(self, draft: Draft) -> None:
         self._source, self._catalog = draft.source, draft.located
@@ -168,12 +168,12 @@ class _Origins:
         self._known: dict[str, frozenset[str]] = {}
 
     def of(self, key: str) -> frozenset[str]:
-        """Return their names; of what is taken with a slash before."""
+        """Return the names of origins; names from the base begin with a slash."""
         if key in self._taken:
             return frozenset((f"/{key}",))
         if key not in self._known:
             name, entry = self._names.get(key, key), self._catalog.tensors[key]
-            # A tensor of no file of its own may be computed of others, or lie in a leaf.
+            # A tensor that is not in the source may be computed, or nested in a leaf.
             found = {name}
             if name not in self._source.tensors:
                 computed = self._catalog.computed
@@ -185,19 +185,19 @@ class _Origins:
         return self._known[key]
 
     def numel(self, name: str) -> int:
-        """Return the elements of one of them."""
+        """Return the number of elements of an origin."""
         own = self._catalog.tensors.get(name.removeprefix("/"))
         return self._source.tensors.get(name, own or _NOTHING).numel
 
     def _holder(self, extent: Extent) -> str | None:
-        """Return the tensor of the source that has the bytes of *extent*."""
+        """Find the source tensor that stores the bytes of *extent*."""
         spans = self._spans.get(extent.file, ())
         at = bisect_right(spans, (extent.offset, MOST)) - 1
         return spans[at][2] if at >= 0 and extent.offset < spans[at][1] else None
 
     @cached_property
     def _spans(self) -> Mapping[str, Sequence[tuple[int, int, str]]]:
-        """Return where the tensors of the source lie, file by file."""
+        """Sorted byte ranges of the source's tensors, by file."""
         found: dict[str, list[tuple[int, int, str]]] = {}
         for name, entry in self._source.tensors.items():
             for one in entry.extents:
@@ -206,7 +206,7 @@ class _Origins:
         return {file: sorted(spans) for file, spans in found.items()}
 
     def _inside(self, entry: TensorEntry) -> Iterator[str]:
-        """Yield what virtual files are made of."""
+        """Yield the source tensors that virtual files are computed from."""
         made = map(self._catalog.computed.get, dict.fromkeys(files_of(entry.extents)))
         for computed in filter(None, made):
             for one in computed.inputs:
@@ -216,10 +216,10 @@ class _Origins:
 
 
 class _Groups:
-    """Tensors of both sides that hang together: what is made of what.
+    """Groups of source and output tensors that are connected by mappings.
 
     Attributes:
-        sources: The tensors that go into the output; of another checkpoint with a slash before.
+        sources: Tensors that the output uses; names from the base begin with a slash.
     """
 
     def __init__(self, origins: _Origins, written: Mapping[str, OutputTensor]) -> None:
@@ -229,7 +229,7 @@ class _Groups:
         self._targets: set[str] = set()
 
     def add(self, composed: ComposedTensor) -> None:
-        """Take in what a tensor of the output is made of."""
+        """Connect a tensor of the output with its origins."""
         if composed.key not in self._written:
             return
         sources = {name for key in composed.keys for name in self._origins.of(key)}
@@ -239,7 +239,7 @@ class _Groups:
             self._above[self._top(node)] = self._top((1, composed.key))
 
     def kinds(self) -> dict[str, Regrouped]:
-        """Return how many tensors become how many, in which way."""
+        """Count input and resulting tensors by kind of group."""
         groups: dict[object, tuple[list[str], list[str]]] = {}
         for name in self.sources:
             groups.setdefault(self._top((0, name)), ([], []))[0].append(name)

@@ -1,8 +1,8 @@
-"""What ``--only all`` adds: optimizer state, counters and other leaves around the model.
+"""Training state that ``--only all`` adds: optimizer state, counters and other leaves.
 
-A moment has its parameter's fully qualified name in its own (``optimizer.state.<fqn>.exp_avg``,
-``torch/distributed/checkpoint/state_dict.py``) and follows that parameter's mapping: moments are
-fused, split, stacked and permuted as the parameters are.
+The name of a moment contains the fully qualified name of its parameter
+(``optimizer.state.<fqn>.exp_avg``, ``torch/distributed/checkpoint/state_dict.py``). Moments are
+fused, split, stacked and permuted like their parameters.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ from ckptctl.planner.mapping.mapped import (
 from ckptctl.planner.mapping.tensors import Change
 
 COPIES = frozenset({"fp32_param", "master_param"})
-"""What optimizers call their own copies of parameters."""
+"""Names of optimizers' own copies of parameters."""
 _STATISTIC = re.compile(r"avg|moment")
-"""What is in their names for what they know of gradients."""
+"""Pattern in the names of gradient statistics."""
 
 
 @dataclass(slots=True)
 class Rest:
-    """Leaves outside the model, under their names in the output.
+    """Leaves outside the model, by name in the output.
 
     Attributes:
-        tensors: By their names; source keys are checkpoint-wide names.
-        paths: Key path of each target.
-        blobs: The leaves that are not tensors.
-        redundant: Counters that are left out, because their parameter becomes one with others.
-        zeros: What moments have where their parameters are filled up with zeros.
+        tensors: Tensors by name; their source keys are names in the checkpoint.
+        paths: Key path of each tensor.
+        blobs: Non-tensor values.
+        redundant: Counters that are dropped because their parameters are merged.
+        zeros: Zeros that pad moments like their parameters.
     """
 
     tensors: dict[str, ComposedTensor] = field(default_factory=dict)
@@ -50,12 +50,12 @@ class Rest:
     zeros: list[Zeros] = field(default_factory=list)
 
     def add_virtual_tensors(self, catalog: Catalog) -> Catalog:
-        """Return *catalog* with the zeros and sums that *tensors* are made of."""
+        """Add the virtual zeros and sums that *tensors* are computed from to *catalog*."""
         return with_sums(with_zeros(catalog, self.zeros, ""), self.tensors.values())
 
 
 def follow(catalog: Catalog, names: Sequence[str], root: str, change: Change) -> Rest:
-    """Map the leaves called *names* along with the model."""
+    """Map the leaves called *names* to match the mapped parameters."""
     tensors = [catalog.tensors[name] for name in names if name in catalog.tensors]
     blobs = [catalog.blobs[name] for name in names if name not in catalog.tensors]
     moments = [entry.name for entry in tensors if entry.shape]
@@ -82,7 +82,7 @@ def follow(catalog: Catalog, names: Sequence[str], root: str, change: Change) ->
 
 
 def _require_no_parts(catalog: Catalog, tensors: Sequence[TensorEntry], change: Change) -> None:
-    """Refuse what an optimizer knows of parts of tensors that are whole here: the names differ."""
+    """Raise if optimizer state was saved for parts of a parameter that are now merged."""
     merged = formats.merged_parameters(catalog, [entry.name for entry in tensors])
     own = {source.key for item in change.tensors for source in item.sources} if merged else {}
     for name, whole in merged.items():
@@ -98,7 +98,7 @@ def _require_no_parts(catalog: Catalog, tensors: Sequence[TensorEntry], change: 
 
 
 class _Follow:
-    """Finds parameter names inside other names and replaces them."""
+    """Mapper that finds parameter names in the names of training state and replaces them."""
 
     def __init__(self, catalog: Catalog, root: str, change: Change) -> None:
         self.root, self.entries = root, catalog.tensors
@@ -113,7 +113,7 @@ class _Follow:
         self.alike: dict[Path, dict[str, TensorEntry]] = {}
 
     def tensor(self, entry: TensorEntry) -> None:
-        """Take a tensor as it is, as a counter, or as a moment of a parameter."""
+        """Map a tensor: a moment of a parameter, a counter, or an unrelated tensor."""
         found, counter = self._parameter(entry.name), entry.shape in ((), (1,))
         if found is None:
             is_state = entry.name.partition(".")[0].lower().startswith("opt")
@@ -151,7 +151,7 @@ class _Follow:
         self.alike.setdefault(pattern, {})[found] = entry
 
     def moments(self) -> None:
-        """Map the moments of one kind together, as their parameters are."""
+        """Map the moments of each kind like their parameters."""
         for moments in self.alike.values():
             wanted = {one.key: one for name in moments for one in self.targets[name]}
             for composed in wanted.values():
@@ -185,12 +185,12 @@ class _Follow:
         self.rest.paths[composed.key] = path
 
     def _parameters_of(self, composed: ComposedTensor) -> Iterator[str]:
-        """Yield the parameters that it is made of, and those that its zeros fill up."""
+        """Yield the parameters that *composed* reads or that its zeros pad."""
         for key in composed.keys:
             yield self.zeros[key].like if key in self.zeros else key
 
     def _moment_of(self, source: SourceTensor, moments: Mapping[str, TensorEntry]) -> SourceTensor:
-        """Return the moment of a parameter, or the zeros that fill up moments as they do that."""
+        """Return the source for a parameter's moment, or for zeros that pad moments."""
         zeros = self.zeros.get(source.key)
         if zeros is None:
             return _source_of(source, moments[source.key].name)
@@ -199,7 +199,7 @@ class _Follow:
         return source._replace(key=self.rest.zeros[-1].key)
 
     def blob(self, blob: Blob) -> None:
-        """Take a leaf that is no tensor; lists of parameter names are translated."""
+        """Map a non-tensor value; lists of parameter names are translated."""
         value = blob.value
         if isinstance(value, list) and value and all(isinstance(item, str) for item in value):
             names = list(dict.fromkeys(name for item in value for name in self._renamed(item)))
@@ -210,7 +210,7 @@ class _Follow:
             self._leaf(replace(blob, name=join(path), path=path), blob.name)
 
     def _leaf(self, blob: Blob, source: str) -> None:
-        """Add a leaf; parameters that become one have to agree on it."""
+        """Add a value; parameters that are merged must have equal values."""
         origin, first = self.leaves.setdefault(blob.name, (source, blob))
         if first is blob:
             self.rest.blobs.append(blob)
@@ -223,11 +223,11 @@ class _Follow:
             )
 
     def _renamed(self, name: str) -> list[str]:
-        """The target's names of a parameter; any other name as it is."""
+        """Return the target names of a parameter, or *name* itself if it is not a parameter."""
         return [one.key for one in self.targets[name]] if name in self.targets else [name]
 
     def _parameter(self, name: str) -> str | None:
-        """The longest parameter name that stands in *name* between dots."""
+        """Find the longest parameter name in *name*, or return None."""
         return next((part for part in name_parts(name) if part in self.targets), None)
 
     def _targets(self, path: Path, found: str) -> list[Path]:
@@ -235,7 +235,7 @@ class _Follow:
 
 
 def _replaced(path: Path, found: str, target: str) -> Path:
-    """Replace the parameter's name in the one component, or the components, that spell it."""
+    """Replace a parameter's name in the key, or the keys, that spell it."""
     for position, key in enumerate(path):
         if isinstance(key, str) and found in name_parts(key):
             new = f".{key}.".replace(f".{found}.", f".{target}.").strip(".")
@@ -252,7 +252,7 @@ def name_parts(name: str) -> Iterator[str]:
 
 
 def _source_of(parameter: SourceTensor, name: str) -> SourceTensor:
-    """Return what an optimizer calls *name* as it is read where *parameter* is its parameter."""
+    """Build the source that reads state *name* in the same way as *parameter*."""
     kinds = {part for part in name.split(".") if part in COPIES or _STATISTIC.search(part)}
     if parameter.plus and not kinds:
         raise RefusedError(

@@ -1,4 +1,4 @@
-"""Turn mapped tensors and laid-out boxes into transfers."""
+"""Transfers from stored tensors to boxes of the output."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from ckptctl.tree import TreePath
 
 
 class Transfers(NamedTuple):
-    """The transfers of an output, and the virtual files that they may read."""
+    """Transfers of an output, and the virtual files that they may read."""
 
     transfers: tuple[Transfer, ...]
     computed: Mapping[str, Computed]
@@ -56,9 +56,9 @@ def plan_transfers(
 def elements_of(
     catalog: Catalog, composed: ComposedTensor, dtype: str, computed: dict[str, Computed]
 ) -> Strided:
-    """Return a tensor of the target as elements of stored ones that are to have *dtype*.
+    """Build a target tensor of *dtype* from elements of stored tensors.
 
-    Where stored ones differ in their dtypes, virtual files with casts are added to *computed*.
+    If the stored tensors differ in dtype, virtual files with casts are added to *computed*.
     """
     read = {key: catalog.tensors[key] for key in composed.keys}
     if len({entry.dtype for entry in read.values()}) > 1:
@@ -89,7 +89,7 @@ def sources_of(
     virtual: Mapping[str, Computed],
     raw: Sequence[RawCopy] = (),
 ) -> tuple[dict[str, Computed], dict[str, FileIdentity]]:
-    """Return the virtual files that are read, and the identities of the real ones below *root*."""
+    """Return the virtual files that are read, and the identities of the real files below *root*."""
     entries = entries_read(transfers)
     read = dict.fromkeys(file for entry in entries for file in files_of(entry.extents))
     computed = reached(virtual, read)
@@ -100,6 +100,6 @@ def sources_of(
 
 
 def identities(root: TreePath, names: Iterable[str]) -> dict[str, FileIdentity]:
-    """Return what must stay the same of each of the files called *names* while it is read."""
+    """Return the identities of the files called *names*."""
     with source_files(root) as files:
         return {name: files.identity(name) for name in names}

@@ -1,9 +1,9 @@
-"""Carrying out a plan whose destination is a URL: file by file, by way of a scratch directory.
+"""Execution of a plan whose destination is a URL: files are uploaded from a scratch directory.
 
-It is in the directory for temporary files (``TMPDIR``). It holds the files in work and at most
-:data:`~ckptctl.storage.execution.finisher.WAITING` complete ones; each is removed when it is
-uploaded. It is locked as long as its process lives: what a killed one left is removed by the next
-run of the same user.
+The scratch directory is in the directory for temporary files (``TMPDIR``). It contains the files in
+progress and at most :data:`~ckptctl.storage.execution.finisher.WAITING` complete files. Each file
+is removed after its upload. The directory is locked while its process lives. The next run of the
+same user removes the directories of killed processes.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ from ckptctl.storage.threads import Advance, terminable
 from ckptctl.tree import INDEXES, FileTree, Upload, UploadRequest, UrlPath
 
 PREFIX = "ckptctl-upload-"
-"""What the scratch directories begin with."""
+"""Prefix of the names of scratch directories."""
 NOT_AT_ONCE = (
     "objects are not published atomically; the index or the configuration was uploaded last"
 )
 
 
 def publishes_at_once(plan: Plan) -> bool:
-    """Return whether all that *plan* writes behind a URL appears in one step."""
+    """Check if all files of *plan* appear at the URL in one atomic step."""
     return _tree(plan).atomic or len(plan.files) == 1
 
 
 def room_needed(plan: Plan) -> int:
-    """Return the bytes of disk that the files in work and those that wait take at most."""
+    """Return the maximum size of the scratch directory in bytes."""
     sizes = sorted((file.size for file in plan.files), reverse=True)
     large = sizes[: WAITING + 2]
     return sum(large) + sum(size for size in sizes[len(large) :] if size <= KEPT)
@@ -56,20 +56,20 @@ def upload(
     written: Callable[[Execution], None],
     proven: Callable[[Sequence[int]], None],
 ) -> Execution:
-    """Carry out *plan* and publish the output at the URL that is its target.
+    """Execute *plan* and publish the output at its URL.
 
     Args:
-        plan: The plan.
-        options: How; to resume means to upload nothing that an interrupted run has uploaded.
+        plan: Plan to execute.
+        options: Execution options. With *resume*, files that an interrupted run uploaded are kept.
         progress: Called with the bytes done since the last call.
-        overwrite: Whether a checkpoint there may be replaced.
-        written: Called with what was done when all is written and nothing published; may raise.
-        proven: Called with the checksums of the records when all is published; if it raises, the
-            output is taken back where that can be done.
+        overwrite: Whether an existing checkpoint may be replaced.
+        written: Called with the execution when everything is written but not published; may raise.
+        proven: Called with the checksums of the records after publishing. If it raises, the output
+            is withdrawn if possible.
 
     Raises:
-        RefusedError: There is something at the URL, or too little room for files on their way.
-        CkptError: Nothing was published.
+        RefusedError: The URL is not empty, or the scratch directory lacks space.
+        CkptError: The upload failed, and nothing was published.
     """
     last = _last(plan)
     read = {plan.source_root: set(plan.sources)}
@@ -109,7 +109,7 @@ def _tree(plan: Plan) -> FileTree:
 
 
 def _last(plan: Plan) -> list[str]:
-    """Return the files without tensors, the index as the last of them."""
+    """Return the files to upload last: those without tensors, the index at the end."""
     full = {record.file for record in plan.records if record.nbytes}
     full |= {raw.target for raw in plan.raw_copies if raw.nbytes}
     names = [file.path for file in plan.files if file.path not in full]
@@ -124,7 +124,7 @@ def _abandon(target: Upload, error: BaseException) -> None:
 
 @contextmanager
 def scratch_directory() -> Iterator[Path]:
-    """Make an empty directory, which is removed in the end with all that is in it."""
+    """Create a locked scratch directory, and remove it at the end of the block."""
     _sweep()
     folder = Path(tempfile.mkdtemp(prefix=PREFIX))
     with lock.held(folder, folder, "using this folder"):
@@ -137,7 +137,7 @@ def scratch_directory() -> Iterator[Path]:
 
 
 def _sweep() -> None:
-    """Remove the directories that killed runs left; others, and what cannot be removed, stay."""
+    """Remove scratch directories of killed runs of the same user."""
     with suppress(OSError):
         for found in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
             if _is_own(found) and (found / lock.NAME).is_file():

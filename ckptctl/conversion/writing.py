@@ -1,4 +1,4 @@
-"""Write the output of a plan and publish it, on this machine or behind a URL."""
+"""Writing and publishing of an output, to a path or a URL."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from ckptctl.storage.threads import Advance
 
 
 def require_ready(plan: ConversionPlan, ranks: Coordinator) -> None:
-    """Prove that all ranks made the same plan, and that what it drops is not lost."""
+    """Verify that all ranks have the same plan, and that dropped data is redundant."""
     if ranks.world > 1:
         _require_same(plan, ranks)
     require_torch_for(plan.plan, "this conversion")
@@ -34,9 +34,9 @@ def require_ready(plan: ConversionPlan, ranks: Coordinator) -> None:
 def write_output(
     plan: ConversionPlan, progress: Advance, ranks: Coordinator, notes: Notes
 ) -> Execution:
-    """Write the output and publish it, whole or not at all: next to its destination, or to a URL.
+    """Write the output completely, then publish it at its path or URL.
 
-    Nothing is uploaded before it is complete.
+    A file is only uploaded when it is complete.
     """
     if plan.upload:
         return _upload(plan, progress, ranks, notes)
@@ -66,8 +66,8 @@ def write_output(
 
 
 def _upload(plan: ConversionPlan, progress: Advance, ranks: Coordinator, notes: Notes) -> Execution:
-    """Write the output in a scratch directory, and upload each file when it is complete."""
-    from ckptctl.conversion import upload  # which nothing on this machine needs
+    """Write the output to a scratch directory, and upload each file when it is complete."""
+    from ckptctl.conversion import upload  # only for URLs
 
     if ranks.world > 1:
         raise UsageError(
@@ -99,13 +99,13 @@ def _require_room(plan: ConversionPlan, stage: Staging | None) -> None:
 
 
 def _require_in_range(plan: ConversionPlan, done: Execution) -> None:
-    """Refuse to publish elements that became infinite, NaN or saturated."""
+    """Raise before publishing if elements became infinite, NaN or saturated."""
     if not plan.options.allow_overflow:
         require_in_range(done.lost, f"pass {spell_option('--allow-overflow')} to write them anyway")
 
 
 def _require_same(plan: ConversionPlan, ranks: Coordinator) -> None:
-    """Prove that all ranks made the same plan, of the same source."""
+    """Verify that all ranks have the same plan for the same source."""
     options = plan.options
     buffers = f"{spell_option('--jobs')}, {spell_option('--memory')}"
     asked = {f"option `{one.name}`": getattr(options, one.name) for one in fields(options)}

@@ -1,1 +1,1 @@
-"""What a checkpoint is, from its names and shapes; what a change of layout makes of it."""
+"""Recognition of models from names, shapes and configuration, and changes of layout."""

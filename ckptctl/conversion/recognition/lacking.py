@@ -1,6 +1,6 @@
-"""What a model lacks, and what is not known of it.
+"""Missing tensors of a model, as far as they can be determined.
 
-What it lacks are tensors that its family's table and its configuration say it has.
+The table of the family and the configuration determine which tensors a model requires.
 """
 
 from __future__ import annotations
@@ -34,20 +34,22 @@ UNKNOWN_ADAPTER = (
 )
 FEW_FAMILIES = 4
 TRANSFORMERS = "hf"
-"""How the layouts of transformers begin."""
+"""Prefix of the layouts of transformers."""
 
 
 @dataclass(frozen=True, slots=True)
 class Lacks:
-    """What a model lacks.
+    """Missing tensors of a model.
 
     Attributes:
-        names: The tensors, by their names in the model; of very many the first ones.
-        certain: Whether it is known to be such a model: a configuration or the user says so, or
-            most of it is there and nothing else. If not, it may be a part of one, or another one.
-        unknown: Why it cannot be known what is missing; empty if it can.
-        strange: Names of its tensors that such a model does not have.
-        more: How many tensors it lacks beside *names*.
+        names: Missing tensors, by name in the model; only the first if there are many.
+        certain: Whether the checkpoint certainly contains such a model, because a configuration or
+            the user states it, or because it has most of the tensors and no others. Otherwise it
+            may be a part of the model, or another model.
+        unknown: Reason why missing tensors cannot be determined, or an empty string.
+        strange: Names of tensors that such a model does not have.
+        more: Number of missing tensors in addition to *names*.
+        begins: Whether only the end of the model is missing, as in the first pipeline stage.
     """
 
     names: tuple[str, ...]
@@ -60,7 +62,7 @@ class Lacks:
 
     @property
     def missing(self) -> dict[str, str]:
-        """Return what certainly lacks, by its name in the checkpoint, and why it is missed."""
+        """Tensors that are certainly missing, by name in the checkpoint, with reasons."""
         names = self.names if self.certain else ()
         one = self.model.model_type
         who = f"`{one}`" if one else "all matching model types"
@@ -69,13 +71,13 @@ class Lacks:
 
     @property
     def scope(self) -> Scope:
-        """Return what the check covers: the model, or no more than the structure."""
+        """Scope of the check: the model, or only the structure."""
         known = self.model.pairs and not self.unknown
         return "model" if known and (self.certain or not self.names) else "structure"
 
     @property
     def doubts(self) -> tuple[str, ...]:
-        """Return what a reader should know of what may be missing."""
+        """Notes on what could not be determined about missing tensors."""
         if self.unknown or not self.model.pairs:
             return (self.unknown or UNKNOWN_MODEL,)
         if self.names and self.certain and self.more:
@@ -87,12 +89,12 @@ class Lacks:
         return (f"this is a part of {self.model.named} or a different model; missing: {missing}",)
 
     def only(self, names: Collection[str]) -> Lacks:
-        """Return the same of those alone of the tensors whose *names* are wanted."""
+        """Return a copy that is limited to the tensors called *names*."""
         kept = tuple(name for name in self.names if name in names)
         return replace(self, names=kept, more=self.more if kept == self.names else 0)
 
     def require_whole(self, where: str) -> None:
-        """Refuse a model that certainly lacks something."""
+        """Raise if tensors are certainly missing."""
         if self.names and self.certain:
             name, layout = self.model.pairs[0]
             family = families.family(name)
@@ -120,13 +122,13 @@ class Lacks:
 
 
 def lacks(model: Model, names: Collection[str], target: str | None = None) -> Lacks:
-    """Return what a model lacks; where several families fit, what it lacks by all of them.
+    """Find the tensors that the model lacks under every family that fits.
 
-    Transformers has classes without a head; who reads another *target* layout expects one.
+    A model without a head is complete for transformers, but not in another *target* layout.
 
     Raises:
-        MappingError: A configuration states what is no size.
-        UsageError: A given size has no such name, or contradicts a file.
+        MappingError: A size in the configuration is not a valid size.
+        UsageError: A size given by the user is unknown, or contradicts a file.
     """
     if not names or is_adapter(names):
         return Lacks((), False, model, UNKNOWN_ADAPTER if names else "")
@@ -139,7 +141,7 @@ def lacks(model: Model, names: Collection[str], target: str | None = None) -> La
     found: dict[str, None] | None = None
     numbers: list[int] = []
     totals: list[int] = []
-    # Of a model that many families may be nobody reads what it lacks by each of them.
+    # Long lists are not needed if many families match.
     most = MANY if len(model.pairs) > FEW_FAMILIES else None
     certain, begins, strange = True, True, tuple[str, ...]()
     for name, layout in model.pairs:
@@ -161,20 +163,20 @@ def lacks(model: Model, names: Collection[str], target: str | None = None) -> La
         totals.append(less.number)
         strange = strange or tuple(matched.unmatched)
         found = keys if found is None else {key: None for key in found if key in keys}
-        if found:  # else nobody asks
+        if found:  # otherwise the answers are not used
             certain = certain and _certain(family, matched, model, less)
             begins = begins and begins_only(family, family.layout(layout), matched, keys)
     more = min(numbers, default=0)
-    if most and more > 0:  # the lists are cut, so that they have fewer keys in common
+    if most and more > 0:  # truncated lists have fewer keys in common
         more = min(totals) - len(found or ())
     names = tuple(found or ())
     return Lacks(names, certain, model, strange=strange, more=more, begins=begins)
 
 
 def _unquantized(model: Model, names: Collection[str]) -> tuple[Model, Collection[str]]:
-    """Return a model that is quantized in a way that no table describes as if it were not.
+    """Return the model and its names as if it were not quantized.
 
-    Its other tensors, and the layers that are quantized, are those of its family.
+    Only applies to quantization schemes that no table describes.
     """
     plain = plain_names(names)
     if plain is names:
@@ -194,7 +196,7 @@ def _unquantized(model: Model, names: Collection[str]) -> tuple[Model, Collectio
 
 
 def _certain(family: Family, matched: Matched, model: Model, less: Lacking) -> bool:
-    """Whether a checkpoint is of *family* although it lacks something."""
+    """Check if a checkpoint certainly contains a model of *family* despite missing tensors."""
     config = model.config or {}
     if matched.unmatched:
         stated = config.get("architectures")
@@ -202,7 +204,7 @@ def _certain(family: Family, matched: Matched, model: Model, less: Lacking) -> b
         return named and "quantization_config" not in config
     if model.request.model_type or model.configured:
         return True
-    # Layers, and something before or after them: a head alone is no model.
+    # Require layers and tensors outside of layers: a head alone is not a model.
     tensors = family.tensors.values()
     there = {bool(tensor.indices) for tensor in tensors if matched.number(tensor)}
     return (

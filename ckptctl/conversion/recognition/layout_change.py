@@ -1,4 +1,4 @@
-"""From the source's tensors to the target's: what is renamed, reordered, dropped or kept."""
+"""Change of layout: tensors that are renamed, reordered, dropped or kept."""
 
 from __future__ import annotations
 
@@ -30,25 +30,26 @@ from ckptctl.tree import TreePath
 from ckptctl.units import counted
 
 LARGEST = 1 << 32
-"""Rows that a vocabulary may be padded to."""
+"""Maximum number of rows of a padded vocabulary."""
 
 
 SUMMED = ("float64", "float32", "float16", "bfloat16")
-"""Dtypes that a number can be added to."""
+"""Dtypes of tensors to which a number can be added."""
 
 
 @dataclass(frozen=True, slots=True)
 class LayoutRequest:
-    """What is asked of a change of layout.
+    """Request for a change of layout.
 
     Attributes:
-        target_layout: What the user or the target format asks for; None: keep the source's.
-        described: Whether the target comes with a description of the model (``params.json``), for
-            which the family has to be known even where no name changes.
-        vocab: Size that the vocabulary is padded or cut to; None: keep it.
-        pads: Whether a vocabulary gets the rows that the target's programs expect.
-        whole: Names of all of the model's tensors, where those to be changed are a part of them.
-        missing: Names of those that are missing and may be.
+        target_layout: Layout requested by the user or the target format, or None to keep that of
+            the source.
+        described: Whether the target has a description of the model (``params.json``), which
+            requires a known family even if no name changes.
+        vocab: Size that the vocabulary is padded or truncated to, or None to keep its size.
+        pads: Whether to pad the vocabulary to the size that the target's programs expect.
+        whole: Names of all tensors of the model, if only a part of them is mapped.
+        missing: Names of tensors that may be missing.
     """
 
     target_layout: str | None
@@ -65,9 +66,9 @@ class LayoutRequest:
 def requested_layout(
     known: Model, tensors: Mapping[str, TensorEntry], asked: LayoutRequest
 ) -> tuple[Family | None, str | None, bool]:
-    """Return the family that a change needs, the layout to write, and whether names are kept.
+    """Determine the family that a change needs, the layout to write, and if names are kept.
 
-    The family is None where *tensors* are copied as no table describes them.
+    The family is None if *tensors* are copied because no table describes them.
     """
     target = asked.target_layout or known.layout
     usual = formats.get(known.catalog.format).layout or "hf"
@@ -89,7 +90,7 @@ def requested_layout(
 def compared_tensors(
     known: Model, family: Family, tensors: Mapping[str, TensorEntry], asked: LayoutRequest
 ) -> Tensors | None:
-    """Return what *tensors* are in the layout of the source, or None if that is not known."""
+    """Match *tensors* to the layout of the source, or return None if that is unknown."""
     if not known.layout:
         return None
     layout, names = family.layout(known.layout), tensors if asked.whole is None else asked.whole
@@ -98,7 +99,7 @@ def compared_tensors(
 
 
 def change_layout(known: Model, tensors: Mapping[str, TensorEntry], asked: LayoutRequest) -> Change:
-    """Map *tensors* of a model to another layout, or to the one that they have."""
+    """Map *tensors* of a model to the requested layout, which may be their own."""
     family, target, same = requested_layout(known, tensors, asked)
     if family is None:
         return _unchanged(known, tensors, target)
@@ -161,7 +162,7 @@ def change_layout(known: Model, tensors: Mapping[str, TensorEntry], asked: Layou
 def _require_no_family(
     known: Model, tensors: Mapping[str, TensorEntry], asked: LayoutRequest
 ) -> None:
-    """Refuse what means nothing without a family."""
+    """Raise if an option is given that requires a known family."""
     where = known.catalog.path
     if known.request.sizes:
         option = spell_option(f"--set {next(iter(known.request.sizes))}")
@@ -187,7 +188,7 @@ def _with_vocabulary(change: Change, size: int) -> Change:
 
 
 def chosen_family(known: Model, target: str | None) -> Family:
-    """Return the family for a change of names; several that say the same are as good as one."""
+    """Return the family for a change of names; equivalent families count as one."""
     if known.model_type is None and known.layout and target and _interchangeable(known, target):
         return families.family(known.candidates[0])
     require_one(known)
@@ -228,7 +229,7 @@ def _unchanged(known: Model, tensors: Mapping[str, TensorEntry], target: str | N
 def apply_change(
     catalog: Catalog, change: Change, root: str, prefix: str = ""
 ) -> tuple[Catalog, dict[str, ComposedTensor]]:
-    """Name the tensors of a changed model, and add its virtual tensors to *catalog*.
+    """Name the tensors of a mapped model, and add its virtual tensors to *catalog*.
 
     Returns:
         *catalog* with the virtual tensors, and the tensors of the target, below *prefix*, as
@@ -240,12 +241,12 @@ def apply_change(
 
 
 def with_zeros(catalog: Catalog, zeros: Sequence[Zeros], root: str) -> Catalog:
-    """Return *catalog* with tensors of zeros in virtual files.
+    """Add tensors of zeros to *catalog*, as virtual files.
 
     Args:
         catalog: The source.
-        zeros: The tensors.
-        root: Prefix in *catalog* of the tensors that they are like.
+        zeros: Tensors of zeros.
+        root: Prefix in *catalog* of the tensors whose dtype they have.
     """
     if not zeros:
         return catalog
@@ -260,9 +261,9 @@ def with_zeros(catalog: Catalog, zeros: Sequence[Zeros], root: str) -> Catalog:
 
 
 def with_sums(catalog: Catalog, tensors: Iterable[ComposedTensor]) -> Catalog:
-    """Return *catalog* with those of its tensors to which a number is added in virtual files.
+    """Replace tensors of *catalog* to which a number is added by virtual files.
 
-    Sums have the dtype of the tensors; they are cast afterwards, if at all.
+    Sums have the dtype of the tensors, and are cast afterwards if requested.
     """
     plus = {source.key: source.plus for one in tensors for source in one.sources if source.plus}
     if not plus:

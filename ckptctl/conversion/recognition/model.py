@@ -1,4 +1,4 @@
-"""The model in a checkpoint: where it lies, which family it is, which layout it has."""
+"""Model in a checkpoint: its prefix, family and layout."""
 
 from __future__ import annotations
 
@@ -46,26 +46,27 @@ SHOWN_CANDIDATES = 12
 CONFIG, ARGUMENTS = "config.json", "arguments"
 HYPER_PARAMETERS = "hyper_parameters"
 HOLDERS = ("config", "model_config", "model", "model_args", "cfg")
-"""What people call the part of a module's arguments that describes the model."""
+"""Common keys for the configuration of the model in a module's arguments."""
 AXIS = "v"
-"""The rows of a vocabulary."""
+"""Axis of the vocabulary's rows."""
 PADDED_LAYOUTS = ("mcore", "mcore-local")
-"""Layouts of programs that pad a vocabulary."""
+"""Layouts of programs that pad the vocabulary."""
 
 
 class WrongTypeError(MappingError):
-    """The model type that the user names is not that of config.json."""
+    """The model type that the user names contradicts config.json."""
 
 
 @dataclass(frozen=True, slots=True)
 class Description:
-    """A file that describes the model.
+    """File that describes the model.
 
     Attributes:
-        name: ``config.json``, ``params.json``, ``arguments``, which has the facts as they are, or
-            ``megatron``, which has them in Megatron's words.
-        complete: Whether silence in a config.json means transformers' default; the arguments of a
-            training may be a part of one.
+        name: ``config.json``, ``params.json``, ``arguments`` (with config.json's keys) or
+            ``megatron`` (with Megatron's keys).
+        place: File or value, for messages.
+        complete: Whether a missing key of a config.json means transformers' default. Training
+            arguments may be incomplete.
     """
 
     name: str
@@ -77,11 +78,11 @@ class Description:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What the user says of the model in a checkpoint; what is None is detected.
+    """Properties of the model that the user sets; None means to detect them.
 
     Attributes:
         root: Prefix of the model's names in the checkpoint.
-        sizes: Axis sizes and numbers of layers that no file has to state.
+        sizes: Axis sizes and numbers of layers.
     """
 
     model_type: str | None = None
@@ -95,22 +96,22 @@ DETECTED = Request()
 
 @dataclass(frozen=True)
 class Model:
-    """What is known of the model in a checkpoint; what costs time is found out when it is asked.
+    """Model recognized in a checkpoint. Costly properties are computed on first use.
 
     Attributes:
-        request: What the user says of it.
-        documents: The configuration that it was understood by.
-        described: All files that describe it, which have to agree where its layout changes.
-        model_type: The family, if exactly one fits.
-        layout: The layout, if exactly one fits; None for an unknown family.
+        request: Properties that the user set.
+        documents: Configuration that was used for recognition.
+        described: All descriptions of the model, which must agree for a change of layout.
+        model_type: Family, if exactly one matches.
+        layout: Layout, if exactly one matches; None for an unknown family.
         alike: Other layouts with the same names and axis orders.
-        root: Prefix of the model's names inside the checkpoint, with its dot; ``""``: the top.
+        root: Prefix of the model's names in the checkpoint, with its dot; empty at the top.
         exact: Whether every key is known and none is missing.
-        inside: Where nothing fits at *root*: prefixes of the models that lie elsewhere in it, each
-            with the families that it may be.
-        pairs: Families and layouts that fit, the first of each that are alike.
-        matched: What the model's keys are in these layouts.
-        denied: Families that would fit if Megatron's records did not contradict them.
+        inside: Prefixes of models elsewhere in the checkpoint with the families that match, if none
+            matches at *root*.
+        pairs: Families and layouts that match; equivalent layouts are listed once.
+        matched: Match of the model's keys in each of these layouts.
+        denied: Families that would match if recorded facts did not contradict them.
     """
 
     catalog: Catalog = field(repr=False, compare=False)
@@ -133,45 +134,45 @@ class Model:
 
     @cached_property
     def selection(self) -> Selection:
-        """Return the model's own leaves, and the names of all others."""
+        """Leaves of the model, and names of all other leaves."""
         return select(self.catalog, self.root)
 
     @cached_property
     def is_adapter(self) -> bool:
-        """Whether it has low-rank factors."""
+        """Whether the checkpoint contains low-rank factors."""
         return is_adapter(self.catalog.tensors)
 
     @property
     def tensors(self) -> Mapping[str, TensorEntry]:
-        """Return the model's tensors by their names in it."""
+        """Tensors of the model by their names in it."""
         return self.selection.tensors
 
     def is_tied(self, family: Family) -> bool:
-        """Return whether the tensors that *family* may tie are tied."""
+        """Check if the tensors that *family* may tie are tied."""
         return is_tied(family, self.config, self.params)
 
     def sizes(self, family: Family, *, implied: bool) -> dict[str, int]:
-        """Return the axis sizes that are stated and, if asked, what these imply."""
+        """Return the axis sizes that files or the user state; add implied sizes if *implied*."""
         return read_sizes(family, self.config, self.params, self.request.sizes, implied=implied)
 
     def lists(self, family: Family) -> dict[str, list[int]]:
-        """Return the lists of layer numbers that are stated."""
+        """Return the lists of layer numbers from the configuration."""
         return read_lists(family, self.config)
 
     def as_type(self, model_type: str) -> Model:
-        """Understand the same checkpoint as *model_type*."""
+        """Recognize the same checkpoint as *model_type*."""
         asked = replace(self.request, model_type=model_type)
         return replace(understand(self.catalog, self.documents, asked), described=self.described)
 
     def match(self, family: Family, layout: Layout, keys: Collection[str]) -> Matched:
-        """Return what *keys* are, as it was found out if they are all of the model's."""
+        """Match *keys* to the layout; reuse the earlier match if they are all of the model's."""
         matched = self.matched.get(layout)
         if matched is not None and list(matched.order) == list(keys):
             return matched
         return match(family, layout, keys)
 
     def strays(self, keys: Collection[str]) -> Sequence[str]:
-        """Return those of *keys* that the family which fits best does not have."""
+        """Return those of *keys* that are unknown to the best-matching family."""
         if self.exact or not self.pairs:
             return ()
         name, layout = self.pairs[0]
@@ -179,22 +180,22 @@ class Model:
         return self.match(family, family.layout(layout), keys).unmatched
 
     def states_padding(self, rows: int, size: int) -> bool:
-        """Return whether Megatron's records say that of *rows* of a vocabulary *size* are used."""
+        """Check if recorded facts state that only *size* of *rows* rows are in use."""
         records = formats.get(self.catalog.format).recorded_facts(self.catalog)
         return records is not None and records.state_padding(rows, size)
 
     def by_names_alone(self, layout: str | None) -> Model:
-        """Return the same of what no table describes, and whose names are those of *layout*."""
+        """Return a copy of unknown model type whose names follow *layout*."""
         return replace(self, model_type=None, candidates=(), layout=layout, pairs=(), matched={})
 
     @property
     def configured(self) -> bool:
-        """Return whether a file describes the model."""
+        """Whether a file describes the model."""
         return self.config is not None or self.params is not None
 
     @property
     def named(self) -> str:
-        """Return the model type as a sentence can show it."""
+        """Model type for messages."""
         return self.model_type or possible(self.candidates) or "unknown model"
 
 
@@ -203,7 +204,7 @@ def understand(
     documents: Mapping[str, Json] | None = None,
     request: Request = DETECTED,
 ) -> Model:
-    """Find the model in *catalog* and say what it is, by *documents* or else the catalog's own."""
+    """Recognize the model in *catalog* by names, shapes and configuration."""
     model_type, layout, root = request.model_type, request.layout, request.root
     documents = catalog.documents if documents is None else documents
     config, params = documents.get("config.json"), documents.get("params.json")
@@ -261,7 +262,7 @@ def understand(
         )
     names = _families(candidates)
     layouts = list(dict.fromkeys(c.layout for c in candidates))
-    # Layouts that differ only in layers that are not adapted: any of them is right.
+    # The layouts only differ in layers without adapter, so any of them is correct.
     any_layout = _exact(fitting) and adapter
     if layout is None and layouts and (len(layouts) == 1 or any_layout):
         layout = layouts[0]
@@ -294,14 +295,14 @@ def understand(
 def descriptions_of(
     catalog: Catalog, roots: Mapping[str, TreePath] | None = None
 ) -> Iterator[Description]:
-    """Yield all that describes the model in a checkpoint, and what the trainer was told.
+    """Yield all descriptions of the model in a checkpoint, including trainer arguments.
 
-    Lightning keeps the arguments of a module as ``hyper_parameters``; a whole config.json may be
-    among them, or single sizes under its names.
+    Lightning stores the arguments of a module as ``hyper_parameters``, which may contain a complete
+    config.json or single keys of it.
 
     Args:
-        catalog: The checkpoint.
-        roots: Where files lie, by name.
+        catalog: Catalog of the checkpoint.
+        roots: Folders of files, by name.
     """
     for name, content in catalog.documents.items():
         if name in DOCUMENTS:
@@ -327,7 +328,7 @@ def descriptions_of(
 
 
 def _below(blobs: Iterable[Blob], path: Path) -> Json:
-    """Return the dictionary of dictionaries that leaves below *path* are."""
+    """Build a nested dictionary from the values of the leaves below *path*."""
     held: dict[str, Any] = {}
     for blob in blobs:
         keys = [key for key in blob.path[len(path) :] if isinstance(key, str)]
@@ -340,10 +341,10 @@ def _below(blobs: Iterable[Blob], path: Path) -> Json:
 
 
 def _require_described(asked: Family, called: str, config: Json, where: TreePath) -> None:
-    """Refuse a model type that a config.json contradicts by naming another known one.
+    """Raise if config.json names another known model type than the user.
 
-    Model types that are a special case of each other, or that have the same table, stand for each
-    other; so do those of text models for the models that contain them.
+    Model types that refine each other, or have the same table, are equivalent. So are text models
+    and the models that contain them.
     """
     parts = [config, *(one for name in MODULES if isinstance(one := config.get(name), Mapping))]
     known = families.families()
@@ -382,7 +383,7 @@ def _families(fitting: Candidates) -> tuple[str, ...]:
 def _inside(
     catalog: Catalog, known: Mapping[str, Family], tried: Mapping[str, Candidates]
 ) -> dict[str, Candidates]:
-    """Return the parts of *catalog* that are exactly a model of a family, by their prefixes."""
+    """Find parts of *catalog* that exactly match a family, by prefix."""
     models: dict[str, Candidates] = {}
     for prefix in subtrees(catalog):
         if prefix in tried or any(prefix.startswith(outer) for outer in models):
@@ -395,10 +396,10 @@ def _inside(
 
 
 def _perhaps_tied(found: Model, known: Mapping[str, Family]) -> Model:
-    """Name the tied families, too, where nothing but equal tensors tells them apart.
+    """Add tied families if only equal tensors tell them apart.
 
-    Meta's files of Llama 3.2 hold the embedding twice, and params.json does not say that the two
-    are one.
+    Meta's files of Llama 3.2 store the embedding twice, and params.json does not state that the
+    tensors are tied.
     """
     family = known.get(found.model_type or "")
     if family is None or family.tied or found.layout is None or not found.exact:
@@ -423,7 +424,7 @@ def _perhaps_tied(found: Model, known: Mapping[str, Family]) -> Model:
 
 
 def _same_crc(tensors: Mapping[str, TensorEntry], one: str, other: str) -> bool:
-    """Whether two tensors have the same recorded checksums, box by box."""
+    """Check if two tensors have the same recorded checksum for every box."""
     crcs = [
         [(extent.box, extent.crc32) for extent in tensors[name].extents]
         for name in (one, other)
@@ -449,7 +450,7 @@ def _require_one_root(
 
 
 def require_one_model(model: Model) -> None:
-    """Refuse a checkpoint of several models of one kind, as a student's beside its teacher's."""
+    """Raise if a checkpoint has several models of one kind, e.g. a teacher and a student."""
     families_of = [set(names) for _, names in model.inside]
     if any(a & b for n, a in enumerate(families_of) for b in families_of[:n]):
         first = model.inside[0][0].rstrip(".")
@@ -463,13 +464,13 @@ def require_one_model(model: Model) -> None:
 
 
 def lying(model: Model) -> str:
-    """Say where in a checkpoint, of which nothing is known at the top, models lie."""
+    """Describe where the models of a checkpoint are, for messages."""
     parts = [f"`{prefix.rstrip('.')}` ({possible(names)})" for prefix, names in model.inside]
     return f"there is a model under {either(parts, 'and')}"
 
 
 def require_one(model: Model) -> None:
-    """Raise MappingError unless family and layout are known without doubt."""
+    """Raise MappingError unless exactly one family and one layout match."""
     if not model.candidates:
         raise HomelessError(
             "unknown model type",
@@ -497,7 +498,7 @@ def _root_option(prefix: str) -> str:
 
 
 def root_hint(model: Model) -> str:
-    """Return what may make a model known that is not."""
+    """Return the hint for an unknown model."""
     if model.denied:
         return (
             f"pass {spell_option(f'--model-type {model.denied[0]}')} to list the "
@@ -516,7 +517,7 @@ def root_hint(model: Model) -> str:
 
 
 def _decided(model: Model) -> str:
-    """Return what says which family it is; a configuration states the sizes of axes as well."""
+    """Return the hint for an ambiguous model."""
     asked = _asked(model)
     if model.config or model.params:
         return (
@@ -529,7 +530,7 @@ def _decided(model: Model) -> str:
 
 
 def _asked(model: Model) -> str:
-    """Return the option that decides, with its values where they are few."""
+    """Return the option that resolves the ambiguity, with its values if they are few."""
     names = model.candidates
     layouts = dict.fromkeys(layout for _, layout in model.pairs)
     if len(names) == 1 and len(layouts) > 1:
@@ -540,7 +541,7 @@ def _asked(model: Model) -> str:
 
 
 def _strange(model: Model) -> str:
-    """Say why no family fits."""
+    """Explain why no family matches."""
     if model.request.model_type:
         return f"no layout of `{model.request.model_type}` has these keys"
     if model.denied:

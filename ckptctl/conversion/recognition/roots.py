@@ -1,8 +1,8 @@
-"""Where in a checkpoint the model lies, which leaves are its own, and which of them are wanted.
+"""Prefixes of models in a checkpoint, and selection of their leaves.
 
-A *root* is a prefix with its dot, ``state_dict.model.``. Containers are dictionaries
-(``{"model": {...}}``); wrappers put a word before every name (``module.`` of data parallelism,
-``_orig_mod.`` of ``torch.compile``). Either may stand in the other, to any depth.
+A *root* is a prefix with its dot, such as ``state_dict.model.``. Containers are dictionaries
+(``{"model": {...}}``). Wrappers add a prefix to every name (``module.`` of data parallelism,
+``_orig_mod.`` of ``torch.compile``). Both can be nested to any depth.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ ROOTS = frozenset(
         *("_orig_mod", "_forward_module", "_fsdp_wrapped_module"),
     }
 )
-"""What containers of a model and wrappers are called."""
+"""Names of containers of models, and of wrappers."""
 PASSED = frozenset({"state", "app", "dcp"})
-"""Those of :data:`ROOTS` that mostly hold a model's container beside others."""
+"""Names in :data:`ROOTS` that usually contain the model's container next to others."""
 WRAPPED = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
-"""What ``torch.compile``, FSDP and activation checkpointing put before a wrapped layer's names."""
+"""Prefixes of ``torch.compile``, FSDP and activation checkpointing for wrapped layers."""
 TRAINING = frozenset(
     {
         *("optimizer", "optimizers", "optim", "opt", "optimizer_state_dict", "optimizer_states"),
@@ -41,18 +41,17 @@ TRAINING = frozenset(
     }
 )
 DEEPEST = 4
-"""Levels below which :func:`subtrees` does not look."""
+"""Maximum depth of the prefixes that :func:`subtrees` returns."""
 FEWEST = 3
-"""Tensors that a part must have to be looked at as a model."""
+"""Minimum number of tensors in a part that may be a model."""
 MOST = 24
-"""Parts that are looked at."""
+"""Maximum number of parts."""
 
 
 def roots(catalog: Catalog) -> list[str]:
-    """Return the prefixes under which a model may lie, the most likely first.
+    """List the prefixes under which a model may be, the most likely first.
 
-    A container counts whatever lies beside it; a wrapper where every name has it, apart from the
-    trainer's own.
+    A container may have siblings. A wrapper must be a prefix of all names except training state.
     """
     inside = _walk(catalog)
     named = containers(catalog, inside)
@@ -61,7 +60,7 @@ def roots(catalog: Catalog) -> list[str]:
 
 
 def containers(catalog: Catalog, among: Sequence[str] | None = None) -> list[str]:
-    """Return the prefixes of dictionaries that are called as models are, the innermost first."""
+    """List the prefixes of dictionaries with names that models have, the innermost first."""
     inside = _walk(catalog) if among is None else among
     held = _dictionaries(catalog) if inside else ()
     named = (root for root in inside if root in held and root.split(".")[-2].lower() not in PASSED)
@@ -69,9 +68,9 @@ def containers(catalog: Catalog, among: Sequence[str] | None = None) -> list[str
 
 
 def subtrees(catalog: Catalog) -> list[str]:
-    """Return the prefixes of parts that may be models whatever they are called, outer ones first.
+    """List prefixes of parts that may be models under any name, outer ones first.
 
-    Names of one root in :data:`ROOTS` and numbered parts, which are layers, are not among them.
+    Numbered parts are layers and are not included.
     """
     count: Counter[str] = Counter()
     for name in _own(catalog, ""):
@@ -85,15 +84,15 @@ def subtrees(catalog: Catalog) -> list[str]:
 
 
 def covers(catalog: Catalog, root: str) -> bool:
-    """Return whether nothing but the trainer's own lies outside of *root*."""
+    """Check if only training state is outside of *root*."""
     return all(name.startswith(root) for name in _own(catalog, ""))
 
 
 def unwrapped(catalog: Catalog) -> Catalog:
-    """Return *catalog* without what wrappers of single layers put into the names.
+    """Remove the names of layer wrappers from the names of *catalog*.
 
-    ``layers.0._orig_mod.wq.weight`` is ``layers.0.wq.weight``; what stands before the model's
-    names is a root and stays. Where two names would become one, all stay.
+    ``layers.0._orig_mod.wq.weight`` becomes ``layers.0.wq.weight``. Prefixes of all names are roots
+    and are kept. If names would no longer be unique, all are kept.
     """
     leaves = (*catalog.tensors, *catalog.blobs)
     if not any(word in name for name in leaves for word in WRAPPED):
@@ -110,7 +109,7 @@ def unwrapped(catalog: Catalog) -> Catalog:
 
 
 def renamed(catalog: Catalog, names: Mapping[str, str]) -> Catalog:
-    """Return *catalog* with other names, of which there are as many."""
+    """Rename all leaves of *catalog*; new names must be unique."""
     tensors = [_renamed(entry, names) for entry in catalog.tensors.values()]
     blobs = [
         replace(one, name=names[one.name], path=_shortened(one.path, one.name, names[one.name]))
@@ -126,7 +125,7 @@ def renamed(catalog: Catalog, names: Mapping[str, str]) -> Catalog:
 
 
 def checked_root(catalog: Catalog, root: str) -> str:
-    """Return a user's ``--root`` with its dot; ``.`` is the top."""
+    """Return the ``--root`` of the user with a trailing dot, or "" for ``.``."""
     prefix = f"{root.strip('.')}." if root.strip(".") else ""
     if any(name.startswith(prefix) for name in catalog.tensors):
         return prefix
@@ -145,25 +144,25 @@ def checked_root(catalog: Catalog, root: str) -> str:
 
 
 def is_training(name: str) -> bool:
-    """Return whether *name* belongs to an optimizer, a scheduler or another trainer part."""
+    """Check if *name* belongs to an optimizer, a scheduler or other training state."""
     head, _, number = name.partition(".")[0].lower().rpartition("_")
     return name.partition(".")[0].lower() in TRAINING or (number.isdecimal() and head in TRAINING)
 
 
 def outside(catalog: Catalog, name: str) -> bool:
-    """Return whether *name* is a trainer's own, in a format that has room for its state."""
+    """Check if *name* is training state, in a format that stores it."""
     apart = formats.get(catalog.format).training and name in catalog.blobs
     return bool(apart) or (has_room(catalog.format) and is_training(name))
 
 
 def has_room(format: str) -> bool:
-    """Return whether a format has room for a trainer's state beside the model."""
+    """Check if a format can store training state."""
     found = formats.get(format)
     return bool(found.training) or not isinstance(found, WritableFormat) or found.nested
 
 
 def _walk(catalog: Catalog) -> list[str]:
-    """Return all roots below the top, outer ones first."""
+    """Find all prefixes below the top, outer ones first."""
     held = _dictionaries(catalog)
     found: list[str] = []
     waiting = [("", _own(catalog, ""))]
@@ -179,7 +178,7 @@ def _walk(catalog: Catalog) -> list[str]:
 
 
 def _own(catalog: Catalog, root: str, names: Iterable[str] | None = None) -> list[str]:
-    """Return the names under *root*, of *names* or of all tensors, that are not a trainer's."""
+    """List the names under *root* that are not training state, among *names* or all tensors."""
     names = catalog.tensors if names is None else names
     if not has_room(catalog.format):
         return list(names)
@@ -187,7 +186,7 @@ def _own(catalog: Catalog, root: str, names: Iterable[str] | None = None) -> lis
 
 
 def _dictionaries(catalog: Catalog) -> frozenset[str]:
-    """Return the prefixes of all dictionaries that tensors lie in."""
+    """List the prefixes of all dictionaries that contain tensors."""
     heads = {entry.path[:-1] for entry in catalog.tensors.values()}
     return frozenset(
         f"{join(head[:length])}." for head in heads for length in range(1, len(head) + 1)
@@ -195,7 +194,7 @@ def _dictionaries(catalog: Catalog) -> frozenset[str]:
 
 
 def _plain(name: str) -> str:
-    """Return *name* without the wrappers of layers in it."""
+    """Remove the names of layer wrappers from *name*."""
     parts = name.split(".")
     first = next((n for n, part in enumerate(parts) if part.lower() not in ROOTS), len(parts))
     return ".".join((*parts[:first], *(part for part in parts[first:] if part not in WRAPPED)))
@@ -208,7 +207,7 @@ def _renamed(entry: TensorEntry, names: Mapping[str, str]) -> TensorEntry:
 
 
 def _shortened(path: Path, name: str, plain: str) -> Path:
-    """Return *path*, which spells *name*, so that it spells *plain*."""
+    """Change *path*, which spells *name*, so that it spells *plain*."""
     if name == plain:
         return path
     head = path[:-1]
@@ -218,11 +217,13 @@ def _shortened(path: Path, name: str, plain: str) -> Path:
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """The model's own leaves under their names inside the model.
+    """Leaves of the model under their names inside the model.
 
     Attributes:
-        root: Prefix that the names had in the checkpoint, with its dot; ``""`` at the top.
-        tensors: The model's tensors; their entries keep their checkpoint-wide names.
+        root: Prefix of the names in the checkpoint, with its dot; empty at the top.
+        tensors: Tensors of the model. Their entries keep their names in the checkpoint.
+        blobs: Non-tensor values of the model.
+        rest: Names of all other leaves in the checkpoint.
     """
 
     root: str
@@ -232,7 +233,7 @@ class Selection:
 
 
 def select(catalog: Catalog, root: str) -> Selection:
-    """Return what lies under *root*; at the top, all but the trainer's own state."""
+    """Select the leaves under *root*; at the top, all except training state."""
     leaves = (*catalog.tensors, *catalog.blobs)
     if root:
         inside = {n: n.removeprefix(root) for n in leaves if n.startswith(root) and n != root}
@@ -257,14 +258,17 @@ def chosen(
     """Apply ``--include`` and ``--exclude`` to the names inside the model.
 
     Args:
-        selection: What there is.
-        include: Globs; none: all.
-        exclude: Globs.
-        everything: Whether what lies outside the model travels and is chosen from, too.
-        lacking: Names that the model lacks: a pattern may be about them alone.
+        selection: Leaves to select from.
+        include: Globs of leaves to keep; all if empty.
+        exclude: Globs of leaves to skip.
+        everything: Whether leaves outside the model are selected as well.
+        lacking: Names of missing tensors, which patterns may also match.
 
     Returns:
-        What is wanted, and the names that are not.
+        The selected leaves, and the names of those not selected.
+
+    Raises:
+        MappingError: A pattern matches no name.
     """
     if not (include or exclude):
         return selection, ()
@@ -299,7 +303,7 @@ def wanted(
     exclude: Sequence[str],
     everything: bool,
 ) -> bool:
-    """Return whether :func:`select` and :func:`chosen` would take a leaf that is not there."""
+    """Check if :func:`select` and :func:`chosen` would select a leaf called *name*."""
     inside = name.startswith(root) and (bool(root) or not outside(catalog, name))
     return (
         (inside or everything)
@@ -309,7 +313,7 @@ def wanted(
 
 
 def unmatched(patterns: Sequence[str], names: Sequence[str]) -> MappingError:
-    """Return the error about patterns that none of *names* matches."""
+    """Build the error for patterns that match none of *names*."""
     return MappingError(
         f"no tensor matches {listed(patterns)}",
         why=f"there are {len(names):,} names, such as {listed(names, 2)}",
@@ -327,7 +331,7 @@ def _matches(name: str, root: str, patterns: Iterable[str]) -> bool:
 
 Part = Literal["model", "optimizer", "scheduler", "loader", "rest"]
 FOLDED: tuple[Part, ...] = ("optimizer", "scheduler", "loader")
-"""Those that are one line each, in this order, behind the model."""
+"""Parts that are shown as one line each after the model, in this order."""
 _WORDS: dict[Part, re.Pattern[str]] = {
     "optimizer": re.compile(r"optim|opt(_\d+)?$"),
     "scheduler": re.compile(r".*scheduler"),
@@ -337,9 +341,9 @@ _CONTAINER = re.compile(r"extra_state|rank_\d+")
 
 
 def part_of(name: str, root: str, format: str) -> Part:
-    """Return the part of a checkpoint in *format* whose model lies under *root*.
+    """Classify a leaf of a checkpoint in *format* whose model is under *root*.
 
-    ``rest`` is what is none of the others: random states, callbacks, a second model.
+    ``rest`` covers random states, callbacks and other models.
     """
     if name.startswith(root) and (root or not (has_room(format) and is_training(name))):
         return "model"

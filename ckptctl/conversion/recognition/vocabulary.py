@@ -1,11 +1,11 @@
-"""The rows that Megatron-Core adds to a vocabulary so that tensor-parallel ranks can divide it.
+"""Padding rows that Megatron-Core adds to a vocabulary for tensor parallelism.
 
 ``args.padded_vocab_size`` is the next multiple of ``make_vocab_size_divisible_by`` (128) times the
-number of these ranks (``megatron/training/tokenizer``). A model with another number of rows loads
-such a checkpoint, too: its embedding and output layer are declared with ``allow_shape_mismatch``,
-and rows that are not there become zeros. The real number is that of config.json. Rows that no token
-means are trained all the same, as those of outputs that never come, so that they need not be zeros:
-then the trainer's own arguments have to say that they are padding.
+number of these ranks (``megatron/training/tokenizer``). Models with another number of rows can load
+such a checkpoint, because embedding and output layer are declared with ``allow_shape_mismatch`` and
+missing rows become zeros. The vocabulary size is that of config.json. Rows without a token are also
+trained, as outputs that never occur, and may be nonzero. Then the trainer's arguments must state
+that they are padding.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ READ = "they must be zero, which is checked before writing"
 
 
 def note_unstated_padding(change: Change, stated: int | None) -> None:
-    """Note that nothing states whether the tensors of a padded layout have padding."""
+    """Add a note if no file states whether the vocabulary is padded."""
     rows = change.sizes.get(AXIS)
     if stated is not None or not rows:
         return
@@ -41,19 +41,19 @@ def note_unstated_padding(change: Change, stated: int | None) -> None:
 
 
 def vocabulary_rows(tensors: Tensors) -> int | None:
-    """Return the rows of a vocabulary that all *tensors* with such show, or None."""
+    """Return the number of vocabulary rows, or None if tensors differ or have none."""
     found = {tensors.shapes[key][dim] for key, dim in tensors.dims_of(AXIS).items()}
     return found.pop() if len(found) == 1 else None
 
 
 def rows_with_padding(tensors: Tensors, size: int | None) -> int | None:
-    """Return the rows of a vocabulary in a padded layout, or None if *size* admits no more."""
+    """Return the number of rows if it exceeds *size*, or None if there is no padding."""
     rows = vocabulary_rows(tensors)
     return rows if rows is not None and size is not None and rows > size else None
 
 
 def without_padding(change: Change, tensors: Tensors, size: int, *, stated: bool) -> Change:
-    """Return *change* to a vocabulary of *size* rows; the others have to be padding."""
+    """Limit *change* to a vocabulary of *size* rows; the other rows must be padding."""
     rows = change.sizes[AXIS]
     read = {source.key for one in change.tensors for source in one.sources}
     regions = []
@@ -74,7 +74,7 @@ def without_padding(change: Change, tensors: Tensors, size: int, *, stated: bool
 
 
 def require_own_rows(change: Change, family: Family) -> None:
-    """Refuse another size where rows that follow the vocabulary would become other tokens."""
+    """Raise if a tensor fuses the vocabulary with other rows, so it cannot be resized."""
     layouts = (family.layout(name) for name in (change.source_layout, change.target_layout) if name)
     leaves = (leaf for layout in layouts for leaf in layout.leaves.values())
     fused = {
@@ -93,13 +93,13 @@ def require_own_rows(change: Change, family: Family) -> None:
 
 
 def padded_size(tensors: Tensors) -> int | None:
-    """Return the rows of a vocabulary in a padded layout, or None if no tensor has such."""
+    """Return the number of vocabulary rows after padding, or None if there is no vocabulary."""
     rows = vocabulary_rows(tensors)
     return None if rows is None else -(-rows // VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE
 
 
 def note_padding(change: Change, rows: int, *, is_asked: bool) -> None:
-    """Note that *change* fills up a vocabulary with zeros, and how to choose the size."""
+    """Add a note that the vocabulary is padded with zeros."""
     other = f"pass {spell_option('--vocab-size')} for another size"
     why = "" if is_asked else f", a multiple of {VOCABULARY_MULTIPLE} ({other})"
     rows_before = counted(change.sizes[AXIS], "row")
