@@ -143,7 +143,7 @@ def _imported(name: str) -> Any:
 
 
 def _unavailable(name: str, why: str) -> type:
-    """Build a placeholder for a name that cannot be imported; calling it retries the import."""
+    """Build a placeholder for a name that cannot be imported. Calling it retries the import."""
 
     def new(_: object, *args: object, **options: object) -> object:
         return _imported(name)(*args, **options)

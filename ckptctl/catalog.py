@@ -378,10 +378,10 @@ class Catalog:
 
     @property
     def nbytes(self) -> int:
-        """Total size of all tensors in bytes; aliases count once."""
+        """Total size of all tensors in bytes. Aliases count once."""
         return sum(t.nbytes for t in self.tensors.values() if t.alias_of is None)
 
     @property
     def numel(self) -> int:
-        """Number of elements of all tensors; aliases count once."""
+        """Number of elements of all tensors. Aliases count once."""
         return sum(t.numel for t in self.tensors.values() if t.alias_of is None)

@@ -108,12 +108,12 @@ class Document:
 
     @cached_property
     def shapes(self) -> tuple[Shape, ...]:
-        """Forms of the document; most have one."""
+        """Forms of the document. Most have one."""
         return tuple(map(Shape.of, self.prints.split(", ")))
 
     @property
     def text(self) -> str:
-        """Description of the document: the second paragraph of its class docstring."""
+        """Description of the document, from the second paragraph of its class docstring."""
         said = inspect.getdoc(self.shapes[0].parts[-1][0]) or ""
         paragraph = said.partition("\n\n")[2].partition("\n\n")[0]
         return "" if _SECTION.match(paragraph) else " ".join(paragraph.split())
@@ -130,7 +130,7 @@ class Document:
         return found
 
     def schema(self, *, closed: bool = False) -> dict[str, Any]:
-        """Build the JSON Schema; a *closed* one rejects unknown fields."""
+        """Build the JSON Schema. A *closed* one rejects unknown fields."""
         found = [_finished(self.described(shape), closed) for shape in self.shapes]
         head = {"$schema": DIALECT, "$id": self.id, "title": self.title}
         if self.text:

@@ -181,7 +181,7 @@ class HomelessError(MappingError):
 
 
 class RefusedError(CkptError):
-    """The operation would not be safe; nothing was changed."""
+    """The operation would not be safe. Nothing was changed."""
 
     exit_code = 6
     code = "refused"

@@ -41,7 +41,7 @@ _USER: ContextVar[Family | None] = ContextVar("user", default=None)
 
 @cache
 def built_in() -> tuple[str, ...]:
-    """Return the built-in model types; imports the package that contains them."""
+    """Return the built-in model types. Imports the package that contains them."""
     home = Path(__file__).parent
     inside, beside = home / "converters", home.parent / "converters"
     folder = inside if inside.is_dir() else beside
@@ -142,7 +142,7 @@ def layouts(known: Iterable[Family]) -> list[str]:
 
 
 def require_layout(family: Family, name: str) -> None:
-    """Raise UsageError if *family* lacks the layout; hint at families that have it."""
+    """Raise UsageError if *family* does not have the layout. Hint at families that do."""
     from ckptctl.planner.layouts import LIST_LAYOUTS
 
     try:

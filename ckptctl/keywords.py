@@ -22,7 +22,7 @@ FUNCTIONS = (
     *("convert", "merge", "consolidate", "verify", "diff", "extract", "inspect", "map", "prune"),
     "extract_lora",
 )
-"""Functions that are searched, in order, for an option that the called function lacks."""
+"""Functions that are searched, in order, for options of other functions."""
 P = ParamSpec("P")
 O_co = TypeVar("O_co", covariant=True)
 R = TypeVar("R")
@@ -104,7 +104,7 @@ def in_python(*options: Any) -> AbstractContextManager[None]:
 
 
 def _as_keywords(mention: Mention, _: Spelling, *, names: Mapping[str, str]) -> str:
-    """Spell *mention* as keyword arguments, of another function if *names* lacks an option."""
+    """Spell *mention* as keyword arguments, of another function if an option is not in *names*."""
     pairs = [one.partition(" ")[::2] for one in mention.options]
     foreign = [name for name, _ in pairs if name.startswith("--") and name not in names]
     other = mention.command

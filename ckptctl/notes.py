@@ -38,7 +38,7 @@ class Notes(list[Note]):
         self.extend(Note(kind, "", text) for text in texts)
 
     def explain(self, kind: Kind, reasons: Mapping[str, str]) -> None:
-        """Add reasons by subject; the last reason for a subject counts."""
+        """Add reasons by subject. The last reason for a subject counts."""
         self.extend(Note(kind, subject, text) for subject, text in reasons.items())
 
     def texts(self, kind: Kind = "note") -> tuple[str, ...]:

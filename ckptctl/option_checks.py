@@ -94,7 +94,7 @@ def quantization_schemes(_: Given | None = None) -> list[str]:
 
 
 def path(value: str | TreePath, hint: str = READ_HERE) -> TreePath:
-    """Return a path; raise with *hint* if it is empty."""
+    """Return a path, or raise with *hint* if it is empty."""
     from ckptctl.storage.urls import path_text  # not needed for `--help`
 
     if not path_text(value):
@@ -124,7 +124,7 @@ def output_file(value: str | TreePath) -> Path:
 
 
 def globs(value: Iterable[str]) -> tuple[str, ...]:
-    """Return globs as a tuple; a single string is one glob."""
+    """Return globs as a tuple. A single string is one glob."""
     if not isinstance(value, Iterable):
         raise UsageError(f"{value!r} is neither a glob nor a list of globs")
     several = (value,) if isinstance(value, str) else tuple(value)
@@ -254,7 +254,7 @@ def axis_sizes(value: Mapping[str, int]) -> dict[str, int]:
 
 
 def parse_sizes(texts: Sequence[str]) -> dict[str, int]:
-    """Parse ``NAME=VALUE`` texts; raise if a name has different values."""
+    """Parse ``NAME=VALUE`` texts. Raise if a name has different values."""
     sizes: dict[str, int] = {}
     for text in texts:
         name, _, number = text.partition("=")

@@ -199,7 +199,7 @@ def _item(value: Any) -> Any:
 
 
 def _fits(value: object, kind: Any) -> bool:
-    """Check if *value* has type *kind*; kinds without a known noun accept everything."""
+    """Check if *value* has type *kind*. Kinds without a known noun accept everything."""
     kind = get_origin(kind) or kind
     if kind is Sequence:
         return isinstance(value, Sequence) and not isinstance(value, str | bytes)
@@ -219,7 +219,7 @@ def number(kind: type[int] | type[float], text: str) -> float:
 
 
 class Options:
-    """Base class of frozen option dataclasses; checks values on creation."""
+    """Base class of frozen option dataclasses. Checks values on creation."""
 
     def __post_init__(self) -> None:
         """Check all values.
@@ -242,7 +242,7 @@ class Options:
 
 
 def require_compatible(options: Sequence[Declared], values: Mapping[str, Any]) -> None:
-    """Raise if options conflict, or lack options that they require.
+    """Raise if options conflict, or if an option that another one requires is missing.
 
     Args:
         options: Options of the command or function; relations to others are ignored.
@@ -327,7 +327,7 @@ def among(
     elsewhere: Mapping[str, str] | None = None,
     lists: str | None = None,
 ) -> str:
-    """Return *value*; raise if it is not one of *known*.
+    """Return *value* if it is one of *known*, or raise.
 
     Args:
         value: Value to check.

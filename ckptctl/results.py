@@ -64,7 +64,7 @@ class Inline:
 
 
 class Result:
-    """Base class of results that ``--json`` prints; *order* names the leading fields."""
+    """Base class of results that ``--json`` prints. *order* names the leading fields."""
 
     __slots__ = ()
     _order: ClassVar[tuple[str, ...]] = ()
@@ -131,7 +131,7 @@ def _json(value: Any) -> object:
 
 @cache
 def printed(of: Any) -> tuple[Printed, ...]:
-    """Return the printed fields of a class; empty if it is not a result."""
+    """Return the printed fields of a class, or none if it is not a result."""
     found: dict[str, Printed] = {}
     for attribute, hint in _hints(of).items():
         if get_origin(hint) is Annotated:

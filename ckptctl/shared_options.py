@@ -91,7 +91,7 @@ def layout(text: str, *, panel: Panel = "Format and model", brief: bool = False)
 
 
 def trust_assets(requires: str = "") -> Option:
-    """Return the option to prefer the files of ``--assets``; see :attr:`Option.requires`."""
+    """Return the option to prefer the files of ``--assets``."""
     return Option(
         "Prefer --assets over other files that contradict it.",
         python="Prefer `assets` over other files that contradict it.",
@@ -289,7 +289,7 @@ class ModelOptions(Options):
     converter: Converter = None
 
     def __post_init__(self) -> None:
-        """Check all values; raise if the model type is unknown, even if it is not needed."""
+        """Check all values. Raise if the model type is unknown, even if it is not needed."""
         super().__post_init__()
         if self.model_type is not None:
             from ckptctl import families

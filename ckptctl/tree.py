@@ -26,7 +26,7 @@ INDEXES = (".index.json", ".metadata")
 
 
 class TreePath(Protocol):
-    """File or folder on this machine or behind a URL: the reading part of ``pathlib.Path``."""
+    """File or folder on this machine or behind a URL, with the methods for reading."""
 
     # fmt: off
     # ruff: noqa: D102
@@ -141,7 +141,7 @@ class Upload(Protocol):
         """Make the uploaded files visible."""
 
     def abandon(self) -> str:
-        """Remove uploaded files if possible, and describe what remains."""
+        """Remove uploaded files if possible, and describe the remaining ones."""
 
     def close(self) -> None:
         """Release the destination after a successful upload."""
@@ -173,13 +173,13 @@ class FileTree(Protocol):
         """
 
     def members(self, url: str) -> Iterable[str]:
-        """Return the names in a folder; empty if there is no such folder."""
+        """Return the names in a folder, or none if there is no such folder."""
 
     def read(self, url: str, offset: int, nbytes: int) -> bytearray:
-        """Return a byte range of a file; shorter at its end."""
+        """Return a byte range of a file, or fewer bytes at its end."""
 
     def prefetch(self, url: str, offset: int) -> None:
-        """Fetch the bytes around *offset* into the cache; negative offsets count from the end."""
+        """Fetch the bytes around *offset* into the cache. Negative offsets count from the end."""
 
     def end(self, url: str, stop: int) -> None:
         """Note that a sequential read of a file ends at byte *stop*."""
@@ -265,7 +265,7 @@ class UrlPath(os.PathLike[str]):
 
     @property
     def parent(self) -> UrlPath:
-        """Parent folder; a host is its own parent."""
+        """Parent folder. A host is its own parent."""
         above = self.url.rpartition("/")[0]
         return self if above.endswith("/") else UrlPath(self.tree, above)
 
@@ -312,11 +312,11 @@ class UrlPath(os.PathLike[str]):
         return entry is not None and not entry.folder
 
     def is_symlink(self) -> bool:
-        """Return False: there are no links behind URLs."""
+        """Return False, because there are no links behind URLs."""
         return False
 
     def readlink(self) -> UrlPath:
-        """Raise OSError: there are no links behind URLs."""
+        """Raise OSError, because there are no links behind URLs."""
         raise OSError(22, os.strerror(22), self.url)
 
     def stat(self) -> os.stat_result:
@@ -358,7 +358,7 @@ class UrlPath(os.PathLike[str]):
     absolute = expanduser = resolve
 
     def open(self, mode: str = "r", **options: Any) -> IO[Any]:
-        """Open the file for reading; only the bytes that are read are fetched."""
+        """Open the file for reading. Only the bytes that are read are fetched."""
         if set(mode) - set("rbt"):
             raise OSError(30, os.strerror(30), self.url)
         file = io.BufferedReader(_Ranges(self))

@@ -43,7 +43,7 @@ def parse_bytes(text: str | int) -> int:
 
 
 def parse_file_size(value: str | int) -> int:
-    """Parse a maximum file size; small numbers require a unit, because they are likely in GB."""
+    """Parse a maximum file size. Small numbers require a unit, because they are likely in GB."""
     if isinstance(value, str) and value.strip().isdecimal() and 0 < int(value) < 1 << 20:
         plain = value.strip()
         raise UsageError(
@@ -72,7 +72,7 @@ def parse_seconds(text: str) -> float:
 
 
 def rfc3339(seconds: float) -> str:
-    """Format a time according to RFC 3339, in UTC; later years are shown as 9999."""
+    """Format a time according to RFC 3339, in UTC. Times after the year 9999 are clipped."""
     return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(min(seconds, LATEST)))
 
 

@@ -32,7 +32,7 @@ UNKNOWN_MODEL = (
 
 
 class Verdict(StrEnum):
-    """Verdict on a checkpoint; see ``shows_torn_write`` for which evidence allows deletion."""
+    """Verdict on a checkpoint. Deletion requires more, see ``shows_torn_write``."""
 
     COMPLETE = "complete"
     DAMAGED = "damaged"
@@ -52,7 +52,7 @@ class Evidence(Protocol):
 
 
 def decide_verdict(findings: Iterable[Evidence]) -> Verdict:
-    """Decide from *findings*; evidence of damage outweighs unknowns."""
+    """Decide from *findings*. Evidence of damage outweighs unknowns."""
     severities = {finding.severity for finding in findings}
     if "error" in severities:
         return Verdict.DAMAGED

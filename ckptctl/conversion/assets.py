@@ -114,7 +114,7 @@ def _existing(root: TreePath) -> TreePath:
 
 
 def gather(catalog: Catalog, directory: str | TreePath | None, globs: Sequence[str] = ()) -> Assets:
-    """Collect the sidecar files of a checkpoint; those of ``--assets`` replace them."""
+    """Collect the sidecar files of a checkpoint. Those of ``--assets`` replace them."""
     root, inner = catalog.root, f"{CONFIGURATION}/"
     places: dict[str, TreePath] = {}
     sizes: dict[str, int] = {}
@@ -194,5 +194,5 @@ def _files(root: TreePath, names: Iterable[str]) -> Iterator[str]:
 
 
 def _matches(name: str, glob: str) -> bool:
-    """Check if *glob* matches a path; leading dots must be matched explicitly."""
+    """Check if *glob* matches a path. Leading dots must be matched explicitly."""
     return fnmatchcase(name, glob) and f"/{name}".count("/.") <= f"/{glob}".count("/.")

@@ -89,7 +89,7 @@ def _repeating(ranges: Ranges[Reader]) -> set[Reader]:
 
 
 def _range(part: Part) -> tuple[int, int]:
-    """Return start and length in elements of a contiguous part; length 0 for other parts."""
+    """Return start and length of a contiguous part in elements, or length 0 for other parts."""
     strides = row_major(part.of.shape)
     steps = sorted((axis.stride * strides[axis.at], axis.size) for axis in part.axes)
     count = 1

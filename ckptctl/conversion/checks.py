@@ -96,7 +96,7 @@ def _require_option_of(asked: ConversionOptions, target: WritableFormat) -> None
 
 
 def existing_source(src: str | TreePath, dst: str | TreePath) -> TreePath:
-    """Return the source; if it is missing, hint that the arguments may be swapped."""
+    """Return the source. If it is missing, hint that the arguments may be swapped."""
     try:
         return formats.existing(src)
     except SourceNotFoundError as error:

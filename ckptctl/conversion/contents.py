@@ -118,7 +118,7 @@ def list_output_tensors(draft: Draft) -> Draft:
 
 
 def _with_values(draft: Draft, apart: Collection[str]) -> tuple[Catalog, Parts]:
-    """Read the non-tensor values that are converted; raise for unsafe ones."""
+    """Read the non-tensor values that are converted. Raise for unsafe ones."""
     catalog, target = draft.catalog, draft.target
     wanted = {n: blob for n, blob in catalog.blobs.items() if target.nested and n not in apart}
     read = formats.resolve(replace(catalog, tensors={}, blobs=wanted)).blobs
@@ -234,7 +234,7 @@ def _dtype(
     dtype: str | None,
     pinned: Collection[str],
 ) -> str:
-    """Choose the dtype of an output tensor; its logical tensors must agree."""
+    """Choose the dtype of an output tensor. Its logical tensors must agree."""
     made = ""
     for name, sources in logical.items():
         stored = entries[sources[0].key].dtype
@@ -279,7 +279,7 @@ def main_dtype(tensors: Iterable[OutputTensor | TensorEntry]) -> str | None:
 
 
 def _shares_memory(draft: Draft, catalog: Catalog, mapped: Mapping[str, ComposedTensor]) -> bool:
-    """Decide whether tensors that share memory still do in the output; add a note if not.
+    """Decide whether tensors that share memory still do in the output. Add a note if not.
 
     Readers of `hf` would miss one of the tensors, unless the configuration states that they are
     tied. Tensors that a known family ties were dropped before. Factors of an adapter are trained

@@ -246,7 +246,7 @@ class WriteOptions(opt.ModelOptions, opt.SourceOptions, _From):
 
 @dataclass(frozen=True, kw_only=True)
 class ConversionOptions(WriteOptions, _To):
-    """Options of a conversion; see ``ckptctl convert --help``."""
+    """Options of a conversion (``ckptctl convert --help``)."""
 
     experts: Annotated[
         Literal["apart", "stacked"] | None,
@@ -276,7 +276,7 @@ class _MergedTo(Options):
 
 @dataclass(frozen=True, kw_only=True)
 class MergeOptions(WriteOptions, _MergedTo):
-    """Options of a merge; see ``ckptctl merge --help``."""
+    """Options of a merge (``ckptctl merge --help``)."""
 
 
 @group
@@ -311,7 +311,7 @@ class _Consolidated(Options):
 
 @dataclass(frozen=True, kw_only=True)
 class ConsolidationOptions(WriteOptions, _Consolidated):
-    """Options of a consolidation; see ``ckptctl consolidate --help``."""
+    """Options of a consolidation (``ckptctl consolidate --help``)."""
 
     def __post_init__(self) -> None:
         """Check all values, and that ``--metadata-only`` is not combined with others."""
@@ -345,4 +345,4 @@ NOT_CONSOLIDATED = (
     *("quantize", "quantize_also", "quantize_not"),
     *("untie", "vocab_size", "stack_layers", "lora_alpha", "step"),
 )
-"""Options that consolidation lacks, because it keeps the trainer's names and sizes."""
+"""Options that consolidation does not have: names and sizes stay those of the trainer."""

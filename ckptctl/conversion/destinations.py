@@ -25,7 +25,7 @@ ELSEWHERE = "choose a new path next to the source or elsewhere"
 
 @dataclass(frozen=True, slots=True)
 class Destination:
-    """Destination of an output: an absolute path, or a URL that files are uploaded to.
+    """Destination of an output, which is an absolute path or a URL.
 
     Attributes:
         given: Path as typed by the user.
@@ -84,7 +84,7 @@ def replaceable(path: TreePath) -> bool:
     files that its manifest lists as copied, and notes of programs: a project with one stray weight
     file is not a checkpoint. A file must have a suffix of checkpoints or be readable as one,
     because documents are zip files as well. Damaged checkpoints may be replaced, and so may saves
-    of ranks that lack their metadata.
+    of ranks without metadata.
 
     Raises:
         RefusedError: The checkpoint contains unrelated files.

@@ -171,7 +171,7 @@ def manifest(
     boxes: Mapping[str, Sequence[TensorPlace]],
     records: Sequence[Record],
 ) -> OutputFile:
-    """Build the manifest; its checksums are filled in after all records are written."""
+    """Build the manifest. Its checksums are filled in after all records are written."""
     carried = head.get("carried")
     for name in carried if isinstance(carried, Mapping) else ():
         _encoded(name, "file", name)

@@ -21,7 +21,7 @@ from ckptctl.tree import TreePath
 
 
 def resolved(catalog: Catalog) -> tuple[Catalog, list[Finding]]:
-    """Read the headers of all items; return the readable items and the findings about others.
+    """Read the headers of all items. Return the readable items and the findings about others.
 
     A format stops at the first bad item, so a catalog that fails is split until each is found.
     """
@@ -52,7 +52,7 @@ def resolved(catalog: Catalog) -> tuple[Catalog, list[Finding]]:
 
 
 def _halves(part: Catalog) -> list[Catalog]:
-    """Split *part* into two catalogs, the second half first; empty for a single item."""
+    """Split *part* into two catalogs, the second half first, or none for a single item."""
     names = [*part.tensors, *part.blobs]
     if len(names) > 1:
         middle = len(names) // 2
@@ -129,7 +129,7 @@ def portion_of(catalog: Catalog, ranks: Coordinator) -> Catalog:
 
 
 def require_equal(catalog: Catalog, advance: Advance | None = None) -> None:
-    """Read every replica and compare it with the copy in use; raise at the first difference."""
+    """Read every replica and compare it with the copy in use. Raise at the first difference."""
     resolved = formats.resolve(catalog)
     for found in _different(resolved, advance, checked=False):
         raise UnsupportedError(

@@ -76,7 +76,7 @@ _WORD = re.compile(r"[^\s\"'\[\]{}(),:]+")
 def kept_strings(
     catalog: Catalog, tensors: Sequence[OutputTensor], target: WritableFormat, notes: Notes
 ) -> dict[str, str]:
-    """Select the metadata strings that remain valid in the output; note the others as skipped.
+    """Select the metadata strings that remain valid in the output. Note the others as skipped.
 
     A string that describes tensors or contains a hash remains valid only if names, shapes and
     dtypes are unchanged and nothing is computed.
@@ -136,7 +136,7 @@ def unrooted(blob: Blob, root: str) -> Blob:
 
 
 def container(path: Path, root: str) -> tuple[Path, str]:
-    """Split *path* at the container that *root* names; return its keys and its prefix."""
+    """Split *path* at the container that *root* names. Return its keys and its prefix."""
     held = ((path[:n], f"{join(path[:n])}.") for n in range(len(path) - 1, 0, -1))
     return next(((head, prefix) for head, prefix in held if root.startswith(prefix)), ((), ""))
 

@@ -121,7 +121,7 @@ class ConversionPlan(
 
     @property
     def dry_run(self) -> Annotated[bool, DRY_RUN]:
-        """Always True: a plan has not been run."""
+        """Always True, because a plan has not been run."""
         return True
 
     @property
@@ -287,7 +287,7 @@ class ConversionPlan(
 
     @property
     def statement(self) -> str:
-        """Summary in one line: formats, model type, layouts, tensors and size."""
+        """Summary of formats, model type, layouts, tensors and size in one line."""
         before, after = self.change.source_layout, self.change.target_layout
         layouts = f"{before} → {after}" if before != after else before or "keys unchanged"
         model_type, evidence = self.model_type, self.recognition.evidence
@@ -374,7 +374,7 @@ class ConversionResult(Result):
 
     @property
     def dry_run(self) -> Annotated[bool, DRY_RUN]:
-        """Always False: the conversion was run."""
+        """Always False, because the conversion was run."""
         return False
 
     @property

@@ -217,7 +217,7 @@ def find_missing(catalog: Catalog) -> tuple[dict[str, str], dict[str, str]]:
 
 
 def _gone(boxes: Sequence[tuple[Box, str]]) -> str:
-    """Explain which file of a tensor is missing; an empty box may continue in its file."""
+    """Explain which file of a tensor is missing."""
     known = next((file for box, file in boxes if box.numel), None)
     if known is None:
         return f"it may continue in `{boxes[0][1]}`, which cannot be used"

@@ -36,7 +36,7 @@ class SourceChoices(Protocol):
 
     @property
     def weights(self) -> Weights | None:
-        """Which weights to read: those of the optimizer or of the model."""
+        """Weights to read, either those of the optimizer or of the model."""
 
     @property
     def tag(self) -> str | None:
@@ -60,7 +60,7 @@ def open_source(
     documents: Mapping[str, Mapping[str, object]] | None = None,
     manifest: bool | None = True,
 ) -> Catalog:
-    """Read the index of a checkpoint; see :func:`ckptctl.formats.open_checkpoint`."""
+    """Read the index of a checkpoint with :func:`ckptctl.formats.open_checkpoint`."""
     asked = ReadOptions(
         chosen.model_type,
         chosen.weights,

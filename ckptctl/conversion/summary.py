@@ -50,7 +50,7 @@ class Regrouped(Result):
 
 @dataclass(frozen=True, slots=True)
 class Summary(Result):
-    """Counts of source and output tensors, by what becomes of them.
+    """Counts of source and output tensors, by kind of change.
 
     Tensors of the source and of ``--fill-from`` are dropped, skipped, fused, divided, regrouped,
     repeated, or copied one to one. Other tensors of the output are zeros.
@@ -115,7 +115,7 @@ class Summary(Result):
 
 
 def summarize(draft: Draft, output: Draft) -> Summary:
-    """Count what becomes of the tensors of the source.
+    """Count the tensors of source and output, by kind of change.
 
     Args:
         draft: Draft before steps at ``output``, such as quantization.
@@ -168,7 +168,7 @@ class _Origins:
         self._known: dict[str, frozenset[str]] = {}
 
     def of(self, key: str) -> frozenset[str]:
-        """Return the names of origins; names from the base begin with a slash."""
+        """Return the names of origins. Names from the base begin with a slash."""
         if key in self._taken:
             return frozenset((f"/{key}",))
         if key not in self._known:

@@ -113,7 +113,7 @@ class _Follow:
         self.alike: dict[Path, dict[str, TensorEntry]] = {}
 
     def tensor(self, entry: TensorEntry) -> None:
-        """Map a tensor: a moment of a parameter, a counter, or an unrelated tensor."""
+        """Map a moment of a parameter, a counter, or an unrelated tensor."""
         found, counter = self._parameter(entry.name), entry.shape in ((), (1,))
         if found is None:
             is_state = entry.name.partition(".")[0].lower().startswith("opt")
@@ -199,7 +199,7 @@ class _Follow:
         return source._replace(key=self.rest.zeros[-1].key)
 
     def blob(self, blob: Blob) -> None:
-        """Map a non-tensor value; lists of parameter names are translated."""
+        """Map a non-tensor value. Lists of parameter names are translated."""
         value = blob.value
         if isinstance(value, list) and value and all(isinstance(item, str) for item in value):
             names = list(dict.fromkeys(name for item in value for name in self._renamed(item)))
@@ -210,7 +210,7 @@ class _Follow:
             self._leaf(replace(blob, name=join(path), path=path), blob.name)
 
     def _leaf(self, blob: Blob, source: str) -> None:
-        """Add a value; parameters that are merged must have equal values."""
+        """Add a value. Parameters that are merged must have equal values."""
         origin, first = self.leaves.setdefault(blob.name, (source, blob))
         if first is blob:
             self.rest.blobs.append(blob)

@@ -68,7 +68,7 @@ def upload(
             is withdrawn if possible.
 
     Raises:
-        RefusedError: The URL is not empty, or the scratch directory lacks space.
+        RefusedError: The URL is not empty, or there is too little space for the scratch directory.
         CkptError: The upload failed, and nothing was published.
     """
     last = _last(plan)
@@ -109,7 +109,7 @@ def _tree(plan: Plan) -> FileTree:
 
 
 def _last(plan: Plan) -> list[str]:
-    """Return the files to upload last: those without tensors, the index at the end."""
+    """Return the files without tensors, which are uploaded last, with the index at the end."""
     full = {record.file for record in plan.records if record.nbytes}
     full |= {raw.target for raw in plan.raw_copies if raw.nbytes}
     names = [file.path for file in plan.files if file.path not in full]

@@ -71,13 +71,13 @@ class Lacks:
 
     @property
     def scope(self) -> Scope:
-        """Scope of the check: the model, or only the structure."""
+        """Scope of the check, either the model or only the structure."""
         known = self.model.pairs and not self.unknown
         return "model" if known and (self.certain or not self.names) else "structure"
 
     @property
     def doubts(self) -> tuple[str, ...]:
-        """Notes on what could not be determined about missing tensors."""
+        """Notes on missing tensors that could not be determined."""
         if self.unknown or not self.model.pairs:
             return (self.unknown or UNKNOWN_MODEL,)
         if self.names and self.certain and self.more:
@@ -122,7 +122,7 @@ class Lacks:
 
 
 def lacks(model: Model, names: Collection[str], target: str | None = None) -> Lacks:
-    """Find the tensors that the model lacks under every family that fits.
+    """Find the tensors that are missing under every family that matches.
 
     A model without a head is complete for transformers, but not in another *target* layout.
 

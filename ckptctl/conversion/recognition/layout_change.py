@@ -188,7 +188,7 @@ def _with_vocabulary(change: Change, size: int) -> Change:
 
 
 def chosen_family(known: Model, target: str | None) -> Family:
-    """Return the family for a change of names; equivalent families count as one."""
+    """Return the family for a change of names. Equivalent families count as one."""
     if known.model_type is None and known.layout and target and _interchangeable(known, target):
         return families.family(known.candidates[0])
     require_one(known)

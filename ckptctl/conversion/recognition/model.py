@@ -78,7 +78,7 @@ class Description:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """Properties of the model that the user sets; None means to detect them.
+    """Properties of the model that the user sets, or None to detect them.
 
     Attributes:
         root: Prefix of the model's names in the checkpoint.
@@ -152,7 +152,7 @@ class Model:
         return is_tied(family, self.config, self.params)
 
     def sizes(self, family: Family, *, implied: bool) -> dict[str, int]:
-        """Return the axis sizes that files or the user state; add implied sizes if *implied*."""
+        """Return the axis sizes that files or the user state. Add implied sizes if *implied*."""
         return read_sizes(family, self.config, self.params, self.request.sizes, implied=implied)
 
     def lists(self, family: Family) -> dict[str, list[int]]:
@@ -165,7 +165,7 @@ class Model:
         return replace(understand(self.catalog, self.documents, asked), described=self.described)
 
     def match(self, family: Family, layout: Layout, keys: Collection[str]) -> Matched:
-        """Match *keys* to the layout; reuse the earlier match if they are all of the model's."""
+        """Match *keys* to the layout. Reuse the earlier match if they are all of the model's."""
         matched = self.matched.get(layout)
         if matched is not None and list(matched.order) == list(keys):
             return matched

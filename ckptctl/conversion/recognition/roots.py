@@ -109,7 +109,7 @@ def unwrapped(catalog: Catalog) -> Catalog:
 
 
 def renamed(catalog: Catalog, names: Mapping[str, str]) -> Catalog:
-    """Rename all leaves of *catalog*; new names must be unique."""
+    """Rename all leaves of *catalog*. New names must be unique."""
     tensors = [_renamed(entry, names) for entry in catalog.tensors.values()]
     blobs = [
         replace(one, name=names[one.name], path=_shortened(one.path, one.name, names[one.name]))
@@ -233,7 +233,7 @@ class Selection:
 
 
 def select(catalog: Catalog, root: str) -> Selection:
-    """Select the leaves under *root*; at the top, all except training state."""
+    """Select the leaves under *root*, or all except training state at the top."""
     leaves = (*catalog.tensors, *catalog.blobs)
     if root:
         inside = {n: n.removeprefix(root) for n in leaves if n.startswith(root) and n != root}

@@ -53,7 +53,7 @@ def rows_with_padding(tensors: Tensors, size: int | None) -> int | None:
 
 
 def without_padding(change: Change, tensors: Tensors, size: int, *, stated: bool) -> Change:
-    """Limit *change* to a vocabulary of *size* rows; the other rows must be padding."""
+    """Limit *change* to a vocabulary of *size* rows. The other rows must be padding."""
     rows = change.sizes[AXIS]
     read = {source.key for one in change.tensors for source in one.sources}
     regions = []
