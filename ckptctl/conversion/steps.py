@@ -115,21 +115,15 @@ def apply_steps(steps: Iterable[Step], place: Place, draft: Draft) -> Draft:
             before, draft = draft, step.apply(draft)
             same = draft.tensors is before.tensors and draft.mapped is before.mapped
             if not same and draft.quantization is before.quantization:
-                _compare_inputs(step, before, draft)
+                inputs = _inputs_of(draft)
+                if dropped := [key for key in _inputs_of(before) if key not in inputs]:
+                    raise MappingError(
+                        f"step `{step.name}` drops {counted(len(dropped), 'tensor')}",
+                        where=listed(dropped),
+                        why="a step at `output` must keep every tensor",
+                        hint="drop tensors in a step at `model`",
+                    )
     return draft
-
-
-def _compare_inputs(step: Step, before: Draft, after: Draft) -> None:
-    """Raise if the output reads fewer tensors after a step than before."""
-    kept = _inputs_of(after)
-    dropped = [key for key in _inputs_of(before) if key not in kept]
-    if dropped:
-        raise MappingError(
-            f"step `{step.name}` drops {counted(len(dropped), 'tensor')}",
-            where=listed(dropped),
-            why="a step at `output` must keep every tensor",
-            hint="drop tensors in a step at `model`",
-        )
 
 
 def _inputs_of(draft: Draft) -> dict[str, None]:

@@ -485,11 +485,19 @@ def require_one(model: Model) -> None:
                 "tensors and configuration" if model.config or model.params else "the tensors"
             )
             matches = f"{described} match {listed(model.candidates, SHOWN_CANDIDATES)}"
+        option = _asked(model)
+        hint = (
+            f"pass {spell_option('--assets DIR')} with the trained model's config.json, which also "
+            f"states the axis sizes, or choose with {option}"
+        )
+        if model.config or model.params:
+            other = f"pass another config.json with {spell_option('--assets DIR')}"
+            hint = f"choose with {option}, or {other}"
         raise MappingError(
             "the model type or layout is ambiguous",
             where=model.catalog.path,
             why=matches,
-            hint=_decided(model),
+            hint=hint,
         )
 
 
@@ -513,19 +521,6 @@ def root_hint(model: Model) -> str:
     return (
         f"set it with {spell_option('--model-type NAME')}, or its prefix with "
         f"{spell_option('--root PREFIX')}"
-    )
-
-
-def _decided(model: Model) -> str:
-    """Return the hint for an ambiguous model."""
-    asked = _asked(model)
-    if model.config or model.params:
-        return (
-            f"choose with {asked}, or pass another config.json with {spell_option('--assets DIR')}"
-        )
-    return (
-        f"pass {spell_option('--assets DIR')} with the trained model's config.json, which also "
-        f"states the axis sizes, or choose with {asked}"
     )
 
 
