@@ -191,7 +191,7 @@ class FileTree(Protocol):
         """List the tree again on next use, but at the same commit."""
 
     def drop(self, url: str) -> None:
-        """Forget all listings of *url* and of paths below and above it, which has changed."""
+        """Forget all listings of *url*, which has changed, and of paths below and above it."""
 
     def failure(self, url: str) -> CkptError | None:
         """Return the last error of the server, or None if there was none."""
