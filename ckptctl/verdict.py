@@ -32,7 +32,7 @@ UNKNOWN_MODEL = (
 
 
 class Verdict(StrEnum):
-    """Verdict on a checkpoint. Deletion requires more, see ``shows_torn_write``."""
+    """Verdict on a checkpoint. Only evidence from files allows deletion."""
 
     COMPLETE = "complete"
     DAMAGED = "damaged"

@@ -164,7 +164,7 @@ def carried(assets: Assets, roots: Sequence[TreePath], globs: Sequence[str]) -> 
             raise UsageError(
                 f"{spell_option(f'--carry {glob}')} matches no file",
                 where=", ".join(map(str, roots)),
-                why=f"files that are not copied by default: {listed(natural(assets.others))}"
+                why="files that are not copied by default: " + listed(natural(assets.others))
                 if assets.others
                 else "all files in the folder are copied by default",
             )

@@ -137,9 +137,8 @@ def change_layout(known: Model, tensors: Mapping[str, TensorEntry], asked: Layou
     except SurplusError as error:
         error.where = str(known.catalog.path)
         if known.described:
-            error.why = (
-                f"the configuration was read from {listed([one.place for one in known.described])}"
-            )
+            places = listed([one.place for one in known.described])
+            error.why = f"the configuration was read from {places}"
         raise
     if size is not None:
         require_own_rows(change, family)

@@ -109,7 +109,7 @@ def test_no_secret_is_shown(url: str, shown: str) -> None:
     assert repr(path) == f"UrlPath({shown!r})"
     assert path.tree.secret_of(shown) == url
     assert path.tree.secret_of(str(path / "sub")).replace("/sub", "") == url
-    again = pickle.loads(pickle.dumps(path))
+    again: UrlPath = pickle.loads(pickle.dumps(path))
     assert again == path and again.tree.secret_of(again.url) == url
 
 
