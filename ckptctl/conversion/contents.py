@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from ckptctl import dtypes, formats
-from ckptctl.catalog import Catalog, Path, TensorEntry
+from ckptctl.catalog import Blob, Catalog, Path, TensorEntry
 from ckptctl.conversion.checks import require_scaled
 from ckptctl.conversion.draft import Draft
 from ckptctl.conversion.leaves import Parts, container, inside, inside_model, unpacked, unrooted
@@ -94,16 +94,8 @@ def list_output_tensors(draft: Draft) -> Draft:
     notes.explain("dropped", {one.name: why.format(one.alias_of) for one in tied})
     if tied and not target.records_ties:
         tensors = tuple(tensor for tensor in tensors if not tensor.alias_of)
-    blobs = list(rest.blobs)
-    for name, blob in catalog.blobs.items():
-        if name in apart or name in outside or not name.startswith(root):
-            continue
-        if not target.nested:
-            notes.explain("skipped", {name: f"{target.name} stores only tensors"})
-        elif not change.identity and not draft.includes_training_state:
-            homeless.append(name)
-        else:
-            blobs.append(blob if draft.includes_training_state else unrooted(blob, root))
+    blobs, unmapped = _select_blobs(draft, catalog, apart | outside.keys())
+    homeless += unmapped
     no_place = f"layout {change.target_layout} cannot store it"
     notes.explain("skipped", dict.fromkeys(homeless, no_place))
     return replace(
@@ -111,10 +103,29 @@ def list_output_tensors(draft: Draft) -> Draft:
         located=catalog,
         mapped=mapped,
         tensors=tensors,
-        blobs=blobs,
+        blobs=[*rest.blobs, *blobs],
         redundant=redundant,
         filled_from=taken,
     )
+
+
+def _select_blobs(
+    draft: Draft, catalog: Catalog, apart: Collection[str]
+) -> tuple[list[Blob], list[str]]:
+    """Return the model's non-tensor values for the output, and names that have no place in it."""
+    root, target, keeps_names = draft.model.root, draft.target, draft.includes_training_state
+    selected: list[Blob] = []
+    unmapped: list[str] = []
+    for name, blob in catalog.blobs.items():
+        if name in apart or not name.startswith(root):
+            continue
+        if not target.nested:
+            draft.notes.explain("skipped", {name: f"{target.name} stores only tensors"})
+        elif not draft.change.identity and not keeps_names:
+            unmapped.append(name)
+        else:
+            selected.append(blob if keeps_names else unrooted(blob, root))
+    return selected, unmapped
 
 
 def _with_values(draft: Draft, apart: Collection[str]) -> tuple[Catalog, Parts]:

@@ -109,12 +109,7 @@ def change_layout(known: Model, tensors: Mapping[str, TensorEntry], asked: Layou
     sizes = known.sizes(family, implied=known.configured)
     stated, pads = sizes.get(AXIS), asked.pads and not same
     rows = rows_with_padding(there, stated) if there and source in PADDED_LAYOUTS else None
-    size = asked.vocab
-    if size is not None and not 0 < size <= LARGEST:
-        raise UsageError(
-            f"{spell_option('--vocab-size')} must be between 1 and {LARGEST:,}",
-            why=f"it is {size:,}",
-        )
+    size = _requested_rows(asked)
     if size is None and not same and there:
         size = stated if rows is not None else padded_size(there) if pads else None
     try:
@@ -151,11 +146,24 @@ def change_layout(known: Model, tensors: Mapping[str, TensorEntry], asked: Layou
         change = without_padding(change, there, size, stated=known.states_padding(rows, size))
     elif source in PADDED_LAYOUTS and not pads and not same:
         note_unstated_padding(change, stated)
-    if same:
-        place = {name: position for position, name in enumerate(tensors)}
-        ordered = sorted(change.tensors, key=lambda item: place[item.sources[0].key])
-        change = replace(change, tensors=tuple(ordered))
-    return change
+    return _in_source_order(change, tensors) if same else change
+
+
+def _requested_rows(asked: LayoutRequest) -> int | None:
+    """Return the requested number of vocabulary rows, or None to keep it."""
+    size = asked.vocab
+    if size is not None and not 0 < size <= LARGEST:
+        raise UsageError(
+            f"{spell_option('--vocab-size')} must be between 1 and {LARGEST:,}",
+            why=f"it is {size:,}",
+        )
+    return size
+
+
+def _in_source_order(change: Change, tensors: Iterable[str]) -> Change:
+    positions = {name: position for position, name in enumerate(tensors)}
+    ordered = sorted(change.tensors, key=lambda item: positions[item.sources[0].key])
+    return replace(change, tensors=tuple(ordered))
 
 
 def _require_no_family(
