@@ -250,10 +250,6 @@ def numbers(data: bytearray, dtype: str) -> Sequence[Number]:
     if dtype == "bfloat16":
         halves = struct.unpack(f"<{count}H", data)
         return struct.unpack(f"<{count}f", b"".join(struct.pack("<HH", 0, h) for h in halves))
-    return _with_torch(data, dtype)
-
-
-def _with_torch(data: bytearray, dtype: str) -> Sequence[Number]:
     import_torch()
     import torch
 

@@ -192,9 +192,12 @@ def _errors(
         import_torch()
     import torch
 
-    different = None if dtype_a != dtype_b else _bits_differ(a, b, dtypes.itemsize(dtype_a))
     x, y = _numbers(a, dtype_a), _numbers(b, dtype_b)
-    if different is None:
+    if dtype_a == dtype_b:
+        item = dtypes.itemsize(dtype_a)
+        rows = [torch.frombuffer(data, dtype=torch.uint8).view(-1, item) for data in (a, b)]
+        different = (rows[0] != rows[1]).any(1)
+    else:
         different = (x != y) & ~(x.isnan() & y.isnan())
     x, y, gap = x[different], y[different], None
     if dtype_a == dtype_b and dtype_a in WIDE:
@@ -217,13 +220,6 @@ def _errors(
         return errors, None
     first = torch.where(finite, gap, float("inf")).argmax()
     return errors, int(different.nonzero().flatten()[first])
-
-
-def _bits_differ(a: bytearray, b: bytearray, itemsize: int) -> Tensor:
-    import torch
-
-    pair = [torch.frombuffer(one, dtype=torch.uint8).view(-1, itemsize) for one in (a, b)]
-    return (pair[0] != pair[1]).any(1)
 
 
 def _numbers(data: bytearray, dtype: str) -> Tensor:

@@ -18,6 +18,7 @@ import threading
 import zlib
 from collections.abc import Callable, Iterator
 from functools import lru_cache
+from itertools import accumulate
 from typing import TYPE_CHECKING
 
 from ckptctl.storage.files import SourceFiles
@@ -71,17 +72,8 @@ def _multiply(a: int, b: int) -> int:
     return product
 
 
-def _squares() -> tuple[int, ...]:
-    """Return x^(8·2^k) for k = 0 .. 63."""
-    power = 1 << 23
-    found = []
-    for _ in range(64):
-        found.append(power)
-        power = _multiply(power, power)
-    return tuple(found)
-
-
-_POWERS = _squares()
+_POWERS = tuple(accumulate(range(63), lambda power, _: _multiply(power, power), initial=1 << 23))
+"""x^(8·2^k) modulo the CRC polynomial, for k = 0 .. 63."""
 
 
 @lru_cache(maxsize=4096)
@@ -134,21 +126,15 @@ def windows(
     files: SourceFiles, file: str, offset: int, nbytes: int, advance: Advance | None = None
 ) -> Iterator[memoryview]:
     """Yield a range of a file piece by piece; each piece is gone when the next one is there."""
-    buffer = _buffer()
+    buffer: memoryview | None = getattr(_local, "buffer", None)
+    if buffer is None or len(buffer) != WINDOW:
+        buffer = _local.buffer = memoryview(bytearray(WINDOW))
     for start in range(0, nbytes, len(buffer)):
         view = buffer[: nbytes - start]
         files.readv(file, [view], offset + start)
         yield view
         if advance:
             advance(len(view))
-
-
-def _buffer() -> memoryview:
-    """Return this thread's buffer."""
-    found: memoryview | None = getattr(_local, "buffer", None)
-    if found is None or len(found) != WINDOW:
-        found = _local.buffer = memoryview(bytearray(WINDOW))
-    return found
 
 
 def crc_of(

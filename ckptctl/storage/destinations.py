@@ -16,6 +16,7 @@ from ckptctl.errors import (
     spell_option,
     storage_errors,
 )
+from ckptctl.storage.file_system import mounted_in
 from ckptctl.storage.paths import real_path, require_local
 from ckptctl.storage.urls import SCHEME, local_path
 from ckptctl.tree import TreePath
@@ -126,8 +127,6 @@ def is_empty_folder(path: Path) -> bool:
 
 def _require_movable(folder: Path) -> None:
     """Refuse a folder whose place nothing can take, or nothing may: an output is renamed to it."""
-    from ckptctl.storage.file_system import mounted_in  # which not all who look need
-
     if os.path.ismount(folder) or mounted_in(real_path(folder)):
         what = "the destination is a mount point"
     elif folder.samefile(os.curdir) and is_empty_folder(folder):

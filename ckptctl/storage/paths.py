@@ -191,7 +191,15 @@ def leads_outside(path: TreePath, root: TreePath) -> bool:
     the ``blobs/`` that all repositories share (huggingface_hub, ``utils/_shared_blobs.py``).
     """
     root, real = real_path(root), real_path(path)
-    return not real.is_relative_to(root) and not _in_hub_blobs(root, real)
+    if real.is_relative_to(root):
+        return False
+    repository = hub_repository(root)
+    if repository is None:
+        return True
+    shared = real.parent.parent == repository.parent / "blobs"
+    return real.parent != repository / "blobs" and not (
+        shared and _SHARED_BLOB.fullmatch(real.name)
+    )
 
 
 def is_there(path: TreePath) -> bool:
@@ -201,14 +209,4 @@ def is_there(path: TreePath) -> bool:
     """
     return path.is_file() or (
         path.is_symlink() and (real_path(path).is_symlink() or leads_outside(path, path.parent))
-    )
-
-
-def _in_hub_blobs(root: TreePath, real: TreePath) -> bool:
-    repository = hub_repository(root)
-    if repository is None:
-        return False
-    shared = real.parent.parent == repository.parent / "blobs"
-    return real.parent == repository / "blobs" or (
-        shared and _SHARED_BLOB.fullmatch(real.name) is not None
     )

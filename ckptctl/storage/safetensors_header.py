@@ -191,7 +191,10 @@ def encode_header(
     position = 0
     positions = []
     for name, dtype, shape in tensors:
-        _check_name(name, names)
+        if name == METADATA or name in names:
+            why = "two tensors have this name" if name in names else "the format reserves this name"
+            raise RefusedError(f"safetensors cannot store a tensor named `{name}`", why=why)
+        names.add(name)
         found = dtypes.BY_NAME.get(dtype)
         if found is None or found.safetensors is None:
             raise RefusedError(f"safetensors cannot store {dtype}", where=f"tensor `{name}`")
@@ -219,13 +222,6 @@ def _text(value: object) -> str:
             f"safetensors cannot store the text {ascii(value)[:100]}", why="unpaired surrogate"
         ) from None
     return text
-
-
-def _check_name(name: str, names: set[str]) -> None:
-    if name == METADATA or name in names:
-        why = "two tensors have this name" if name in names else "the format reserves this name"
-        raise RefusedError(f"safetensors cannot store a tensor named `{name}`", why=why)
-    names.add(name)
 
 
 def _shape_text(name: str, dtype: str, shape: tuple[int, ...]) -> str:

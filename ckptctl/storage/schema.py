@@ -210,7 +210,10 @@ def _reader(kind: Any) -> _Reader:
     if origin in (Union, UnionType):
         return partial(_read_either, [_reader(one) for one in inner])
     if origin is Literal:
-        words = Constraint(" or ".join(map(repr, inner)), partial(_is_one, inner))
+        types = {type(choice) for choice in inner}
+        words = Constraint(
+            " or ".join(map(repr, inner)), lambda value: type(value) in types and value in inner
+        )
         return partial(_read_checked, _any, words)
     if kind in (Any, object):
         return _any
@@ -232,10 +235,6 @@ def _reader(kind: Any) -> _Reader:
 
 def _any(value: object, _: _Seen) -> object:
     return value
-
-
-def _is_one(choices: tuple[object, ...], value: object) -> bool:
-    return type(value) in map(type, choices) and value in choices
 
 
 def _read_once(reader: _Reader, value: object, seen: _Seen) -> object:

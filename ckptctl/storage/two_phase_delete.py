@@ -40,7 +40,8 @@ class TwoPhaseDelete:
             self._stack.enter_context(lock.held(self.folder, self.root, DOING))
             self._cramped = False
         except StorageError as error:
-            if not _for_want_of_room(error):
+            cause = error.__cause__
+            if not (isinstance(cause, OSError) and cause.errno in (errno.ENOSPC, errno.EDQUOT)):
                 raise
             if not self._cramped:
                 self._stack.enter_context(lock.held_itself(self.root, DOING))
@@ -164,11 +165,6 @@ def deleting(root: Path) -> Iterator[TwoPhaseDelete]:
             # Whoever stops a run does not wait for what it began: the next one goes on with that.
             if not found.left():
                 trash.remove(found.folder)
-
-
-def _for_want_of_room(error: StorageError) -> bool:
-    cause = error.__cause__
-    return isinstance(cause, OSError) and cause.errno in (errno.ENOSPC, errno.EDQUOT)
 
 
 def _require(path: Path, identity: FileIdentity) -> None:

@@ -141,7 +141,13 @@ def hide(text: str, url: str) -> str:
     """Return *text* without what is secret in *url*: a password, the query that signs it."""
     user, query = secrets(url)
     if user and user != HIDDEN:
-        text = _hide_user(text, user)
+        for one in _spellings(user):
+            text = re.sub(rf"(?<!\w){re.escape(one)}@", f"{HIDDEN}@", text)
+        text = _CREDENTIALS.sub(f"{HIDDEN}@", text)
+        name, colon, password = user.partition(":")
+        if colon:
+            text = _hide_word(text, user, 0)
+        text = _hide_word(text, password if colon else name)
     if query.removeprefix("?"):
         for one in _spellings(query):
             text = text.replace(one, f"?{HIDDEN}")
@@ -188,16 +194,6 @@ def _parts(url: str) -> _UrlParts:
     rest = rest[len(user + sign) :]
     plain = rest.partition("?")[0] if web else rest
     return _UrlParts(found[0].lower(), user, plain, rest[len(plain) :])
-
-
-def _hide_user(text: str, user: str) -> str:
-    for one in _spellings(user):
-        text = re.sub(rf"(?<!\w){re.escape(one)}@", f"{HIDDEN}@", text)
-    text = _CREDENTIALS.sub(f"{HIDDEN}@", text)
-    name, colon, password = user.partition(":")
-    if colon:
-        text = _hide_word(text, user, 0)
-    return _hide_word(text, password if colon else name)
 
 
 def _hide_word(text: str, secret: str, least: int = ALONE) -> str:

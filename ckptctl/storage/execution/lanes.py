@@ -15,7 +15,7 @@ from typing import NamedTuple
 from ckptctl.planner.balance import Share
 from ckptctl.planner.copying.copies import check, lower
 from ckptctl.planner.copying.tile import Limits, Read, Tile, Write
-from ckptctl.planner.plan import CheckedRange, Plan, RawCopy, Transfer
+from ckptctl.planner.plan import CheckedRange, Plan, RawCopy
 from ckptctl.storage.files import SourceFiles
 from ckptctl.storage.sources import Sources
 
@@ -137,15 +137,14 @@ def most_threads(plan: Plan, memory: Container[str], threads: int, numbers: Sequ
     if threads <= PER_FILE:
         return threads
     transfers = [plan.transfers[one] for one in numbers if one < len(plan.transfers)]
-    if not transfers or any(_computes(plan, one) for one in transfers):
+    virtual = plan.computed.keys()
+    if not transfers or any(
+        transfer.casts or (virtual and not virtual.isdisjoint(transfer.files()))
+        for transfer in transfers
+    ):
         return threads
     files = {target.file for one in transfers for target in one.targets}
     return threads if any(file in memory for file in files) else PER_FILE * len(files)
-
-
-def _computes(plan: Plan, transfer: Transfer) -> bool:
-    virtual = plan.computed.keys()
-    return transfer.casts or (bool(virtual) and not virtual.isdisjoint(transfer.files()))
 
 
 def plan_units(
