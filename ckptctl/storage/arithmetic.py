@@ -1,8 +1,8 @@
-"""Arithmetic on bytes, which takes torch: permuting single elements, casting them, their numbers.
+"""Arithmetic on raw bytes with torch: permuting elements, casting them, converting them to numbers.
 
-Elements that are only moved are opaque integers of their size, so every dtype keeps its bits. This
-module, its neighbors ``statistics`` and ``compare`` and those in ``kinds`` are the only ones
-below ``distributed/`` that import torch, and they do so when first called.
+Elements that are only moved are treated as opaque integers of the same size, so every dtype keeps
+its bits. This module, its neighbor ``compare`` and the modules in ``ckptctl.numerics`` are the only
+ones below ``distributed/`` that import torch, and they do so when first called.
 """
 
 from __future__ import annotations
@@ -42,18 +42,18 @@ Number = float | complex
 Axes = Sequence[tuple[int, int, int]]
 OPAQUE = {1: "uint8", 2: "int16", 4: "int32", 8: "int64", 16: "complex128"}
 AT_ONCE = 128
-"""Columns that are transposed at once into part of a larger matrix."""
+"""Columns transposed at a time into a block of a larger matrix."""
 FEW_MATRICES = 512
 AT_A_TIME = 1 << 16
-"""Elements whose range is looked at in double precision."""
+"""Elements checked for range at a time, in double precision."""
 
 
 def import_torch() -> None:
-    """Import torch, which takes a second or more; without the search for cycles a fifth less.
+    """Import torch with the garbage collector paused, which saves a fifth of the import time.
 
     Raises:
-        MissingPackageError: It is not installed, which what does arithmetic has asked before, or
-            it is not whole: a library that it links to is missing, say.
+        MissingPackageError: torch is not installed, or cannot be imported, for example because a
+            shared library is missing.
     """
     require_torch("arithmetic on elements")
     looked_for = gc.isenabled()
@@ -70,16 +70,17 @@ def import_torch() -> None:
 
 
 def keep_to_thread() -> None:
-    """Let torch do what the calling thread asks for in that thread alone, from now on.
+    """Limit torch to one thread for operations of the calling thread.
 
-    ``torch.set_num_threads`` would say so to all threads that use torch for the first time later.
+    Unlike ``torch.set_num_threads``, this does not affect threads that use torch for the first time
+    later.
     """
     import_torch()
     import ctypes
 
     import torch
 
-    # Asking sets the thread up, which would otherwise happen at its first use, and last.
+    # get_num_threads() initializes the thread, which would otherwise undo the limits below.
     if torch.get_num_threads() > 1:
         linked = ctypes.CDLL(torch._C.__file__)
         for name in ("omp_set_num_threads", "MKL_Set_Num_Threads_Local"):
@@ -89,7 +90,7 @@ def keep_to_thread() -> None:
 
 
 def tensor(content: bytearray, dtype: str, shape: tuple[int, ...]) -> Tensor:
-    """Return row-major elements as a tensor, whose memory *content* is."""
+    """Wrap row-major elements in a tensor that shares the memory of *content*."""
     import torch
 
     if not content:
@@ -98,21 +99,21 @@ def tensor(content: bytearray, dtype: str, shape: tuple[int, ...]) -> Tensor:
 
 
 def permute(staged: memoryview, target: memoryview, start: int, axes: Axes, item: int) -> None:
-    """Copy elements from *staged* to *target* by strides.
+    """Copy strided elements from *staged* to *target*.
 
     Args:
-        staged: Bytes whose first element is that with all indices 0.
-        target: Bytes to be filled in part.
-        start: Position of that element in *target*.
+        staged: Source bytes, starting with the element at index 0 on all axes.
+        target: Destination bytes; only the addressed elements are written.
+        start: Byte position of that first element in *target*.
         axes: ``(count, stride in staged, stride in target)`` in bytes, outermost first.
-        item: Bytes of one element: 1, 2, 4, 8 or 16.
+        item: Element size in bytes: 1, 2, 4, 8 or 16.
     """
     import torch
 
     kind = _dtype(OPAQUE[item])
     source = torch.frombuffer(staged, dtype=kind)
     into = torch.frombuffer(target, dtype=kind)
-    # Elements by target address: what torch's copy walks fastest.
+    # Innermost axis has the smallest target stride, which is the order torch copies fastest.
     ordered = sorted(axes, key=lambda axis: -axis[2])
     shape = [axis[0] for axis in ordered]
     near = [axis[1] // item for axis in ordered]
@@ -120,7 +121,7 @@ def permute(staged: memoryview, target: memoryview, start: int, axes: Axes, item
     outer = max(0, len(shape) - 2)
     if math.prod(shape[:outer]) > FEW_MATRICES:
         outer = 0
-    # torch transposes a matrix in blocks, but does not look for matrices inside larger tensors.
+    # torch transposes matrices in blocks, but does not detect them inside larger tensors.
     for index in product(*(range(n) for n in shape[:outer])):
         a = sum(i * s for i, s in zip(index, near, strict=False))
         b = start // item + sum(i * s for i, s in zip(index, far, strict=False))
@@ -131,10 +132,10 @@ def permute(staged: memoryview, target: memoryview, start: int, axes: Axes, item
 
 
 def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
-    """Copy elements; a matrix that is transposed into part of a larger one, by way of dense ones.
+    """Copy elements, transposing into a block of a larger matrix through dense buffers.
 
-    torch transposes into dense memory alone in blocks; else, where rows are a power of two apart,
-    all elements of a column share a few lines of the cache.
+    torch only transposes in blocks into dense memory. Otherwise, if the row stride is a power of
+    two, all elements of a column compete for a few cache lines.
     """
     transposed = target.dim() == 2 and target.stride(1) == 1 and source.stride(0) == 1
     if not transposed or target.is_contiguous():
@@ -148,7 +149,7 @@ def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
 def cast(
     source: memoryview, source_dtype: str, target: memoryview, target_dtype: str
 ) -> OutOfRange:
-    """Convert elements as ``tensor.to(dtype)`` does; return what *target_dtype* cannot hold."""
+    """Cast elements like ``tensor.to(dtype)`` and count values that *target_dtype* cannot hold."""
     import torch
 
     values = torch.frombuffer(source, dtype=_dtype(source_dtype))
@@ -157,11 +158,11 @@ def cast(
 
 
 def out_of_range(made: torch.Tensor, given: Callable[[], torch.Tensor | None]) -> OutOfRange:
-    """Count what became infinite, NaN or saturated; quick where nothing did.
+    """Count elements that became infinite, NaN or saturated.
 
     Args:
-        made: Floating elements.
-        given: Returns as many elements that they were made of; None: all of those were finite.
+        made: Computed floating-point elements. If all are finite, they are not examined one by one.
+        given: Returns the elements they were computed from, or None if those were all finite.
     """
     if _in_range(made):
         return NONE
@@ -174,7 +175,7 @@ def out_of_range(made: torch.Tensor, given: Callable[[], torch.Tensor | None]) -
 
 
 def _lost(made: torch.Tensor, source: torch.Tensor | None) -> OutOfRange:
-    """Count what of *made* is out of range, in twice eight bytes for each element and more."""
+    """Count out-of-range elements of *made* in float64."""
     import torch
 
     values = made.to(torch.float64)
@@ -188,7 +189,7 @@ def _lost(made: torch.Tensor, source: torch.Tensor | None) -> OutOfRange:
 
 
 def _in_range(values: torch.Tensor) -> bool:
-    """Return whether all elements are finite: by their sum, or where that is not, by their bits.
+    """Return whether all elements are finite, by their sum or else by their exponent bits.
 
     Both are many times faster than ``isfinite`` of each.
     """
@@ -205,7 +206,7 @@ def _in_range(values: torch.Tensor) -> bool:
 
 @cache
 def _exponent(dtype: torch.dtype, opaque: torch.dtype) -> int:
-    """Return the bits of infinity, which NaN has, too."""
+    """Return the exponent bits shared by infinity and NaN."""
     import torch
 
     return int(torch.tensor(math.inf, dtype=dtype).view(opaque))
@@ -213,14 +214,14 @@ def _exponent(dtype: torch.dtype, opaque: torch.dtype) -> int:
 
 @cache
 def _holds(target: str, source: str) -> bool:
-    """Return whether every number of the dtype *source* is in the range of *target*."""
+    """Return whether *target* can represent the range of *source*."""
     import torch
 
     return torch.finfo(_dtype(target)).max >= torch.finfo(_dtype(source)).max
 
 
 def elements(view: memoryview, dtype: str, columns: int) -> torch.Tensor:
-    """Return the elements in *view*, which is not copied, as ``[rows, columns]``."""
+    """Return the elements of *view* as ``[rows, columns]``, without a copy."""
     import torch
 
     return torch.frombuffer(view, dtype=_dtype(dtype)).view(-1, columns)
@@ -242,7 +243,7 @@ def plain(dtype: str) -> bool:
 
 
 def numbers(data: bytearray, dtype: str) -> Sequence[Number]:
-    """Return dense elements of *dtype*; those that are no numbers as bytes."""
+    """Decode dense elements to numbers, or to bytes if *dtype* has no numeric values."""
     code = "B" if dtype in dtypes.UNMEASURED else CODES.get(dtype)
     count = len(data) // dtypes.itemsize(dtype)
     if code:
@@ -262,5 +263,5 @@ def numbers(data: bytearray, dtype: str) -> Sequence[Number]:
 
 
 def shown(value: Number) -> str:
-    """Return a number as summaries show it."""
+    """Format a number for summaries."""
     return f"{value:.5g}" if isinstance(value, (float, complex)) else str(value)

@@ -1,4 +1,4 @@
-"""Buffers of one thread, each for one purpose."""
+"""Reusable buffers of one thread."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from ckptctl.planner.copying.tile import Pattern
 from ckptctl.storage.files import IOV_MAX
 
 MAX_VIEWS = 1 << 14
-"""Views that one thread keeps."""
+"""Cached views per thread."""
 TILE = "tile"
-"""The buffer that is asked for first of each tile, or each step of a long one."""
+"""Buffer for the bytes of a tile, or of one step of a long tile."""
 STAGING = "staging"
 CAST = "cast"
 BufferParts = tuple[int, list[memoryview]]
-"""Bytes, and at most IOV_MAX parts of the buffer that hold them."""
+"""A number of bytes, and at most IOV_MAX buffer views that hold them."""
 
 
 class TileBuffers:
-    """Buffers that grow to what was needed last, each for one purpose.
+    """Named buffers that grow to the largest size requested.
 
     Attributes:
-        step: Bytes of a long range that are read at a time; None: as the run has it.
+        step: Bytes of a long range to read at a time, or None to use the limit of the run.
     """
 
     step: int | None = None
@@ -33,7 +33,7 @@ class TileBuffers:
         self._view_count = 0
 
     def get(self, name: str, nbytes: int) -> memoryview:
-        """Return the buffer *name*, of at least *nbytes*; what it held is left in it."""
+        """Return the buffer *name* with at least *nbytes* bytes, without clearing its content."""
         buffer = self._buffers.get(name)
         if buffer is None or len(buffer) < nbytes:
             self._views, self._view_count = {}, 0
@@ -43,7 +43,7 @@ class TileBuffers:
         return buffer
 
     def places(self, pattern: Pattern, buffer: memoryview) -> list[BufferParts]:
-        """Return the places of *pattern* in the buffer ``TILE``; tiles alike share them."""
+        """Return views of *buffer* for *pattern*, cached for tiles with equal patterns."""
         parts = self._views.get(pattern)
         if parts is None:
             if self._view_count + len(pattern.runs) > MAX_VIEWS:
@@ -54,17 +54,17 @@ class TileBuffers:
 
     @property
     def nbytes(self) -> int:
-        """Return the bytes of all of them."""
+        """Total size of all buffers in bytes."""
         return sum(map(len, self._buffers.values()))
 
     def _allocate(self, nbytes: int) -> memoryview:
-        """Return memory in whole pages, as direct reads take it."""
+        """Allocate page-aligned memory, as required for direct reads."""
         pages = mmap.mmap(-1, max(nbytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         return memoryview(pages)
 
 
 def scattered(pattern: Pattern, buffer: memoryview) -> Iterator[BufferParts]:
-    """Yield the places of *pattern* in any memory."""
+    """Split *buffer* into views for the runs of *pattern*."""
     for first in range(0, len(pattern.runs), IOV_MAX):
         runs = pattern.runs[first : first + IOV_MAX]
         views = [buffer[start : start + nbytes] for start, nbytes in runs]

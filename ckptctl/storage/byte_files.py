@@ -1,7 +1,7 @@
-"""Files as a run sees them: bytes that are read or written by position, wherever they lie.
+"""Interfaces for files that are read or written by position.
 
-A plan has names. What opens a name (:class:`~ckptctl.storage.computed.OpenFiles`) knows whether it
-is stored here or behind a URL, computed, or memory; nobody else asks.
+A plan refers to files by name. :class:`~ckptctl.storage.computed.OpenFiles` opens a name as a local
+file, a remote file, a computed file or memory; the other code does not distinguish them.
 """
 
 from __future__ import annotations
@@ -12,17 +12,17 @@ from collections.abc import Iterable, Mapping, Sequence
 from ckptctl.storage.outcome import NOTHING, Outcome
 
 MEMORY_STEP = 4 << 20
-"""Bytes of memory that are written at a time: the next step waits for the interpreter's lock."""
+"""Bytes of memory written at a time, because every step waits for the GIL."""
 Piece = tuple[int, int, int]
-"""Where bytes begin in a file, how many they are, and where they go in a buffer."""
+"""Offset in the file, number of bytes, and offset in the buffer."""
 
 
 class ByteSource(ABC):
-    """A file that one thread reads.
+    """File opened for reading by one thread.
 
     Attributes:
-        descriptor: Descriptor that the kernel can copy from, or None.
-        together: Whether pieces are best read in one call of :meth:`gather`.
+        descriptor: Descriptor for ``copy_file_range``, or None.
+        together: Whether to pass all pieces to one call of :meth:`gather`.
     """
 
     descriptor: int | None = None
@@ -30,12 +30,12 @@ class ByteSource(ABC):
 
     @abstractmethod
     def read_into(self, offset: int, views: Sequence[memoryview], nbytes: int) -> None:
-        """Fill *views*, one after the other, from *offset* on.
+        """Fill *views* in order with the bytes from *offset*.
 
         Args:
             offset: First byte.
             views: At most ``IOV_MAX`` writable byte views.
-            nbytes: Their length in all.
+            nbytes: Total length of *views* in bytes.
 
         Raises:
             DamagedError: The file ends before they are full.
@@ -43,49 +43,48 @@ class ByteSource(ABC):
         """
 
     def gather(self, pieces: Iterable[Piece], buffer: memoryview) -> Outcome:
-        """Read *pieces* into their places in *buffer*; quickest when neighbors follow each other.
+        """Read *pieces* into *buffer*, fastest if neighboring pieces follow each other.
 
-        Returns what of them became infinite, NaN or saturated when it was computed, and how far
-        what was quantized is off.
+        Returns out-of-range counts and quantization errors of the elements, for computed files.
         """
         for offset, nbytes, start in pieces:
             self.read_into(offset, [buffer[start : start + nbytes]], nbytes)
         return NOTHING
 
     def best_step(self, offset: int, nbytes: int) -> int:  # noqa: ARG002
-        """Return how many bytes are best read from *offset* on, about *nbytes*."""
+        """Return the preferred number of bytes to read at *offset*, about *nbytes*."""
         return nbytes
 
     def view(self, offset: int, nbytes: int) -> memoryview | None:  # noqa: ARG002
-        """Return bytes that lie in memory, until the next call, or None if they must be read."""
+        """Return a view of bytes already in memory, valid until the next call, or None."""
         return None
 
     @property
     def past_cache(self) -> bool:
-        """Return whether long ranges are best read with :meth:`read_past_cache`."""
+        """Whether long ranges should be read with :meth:`read_past_cache`."""
         return False
 
     def read_past_cache(self, offset: int, nbytes: int, room: memoryview) -> memoryview | None:  # noqa: ARG002
-        """Read bytes into whole pages of *room*, past the page cache.
+        """Read bytes with direct I/O into whole pages of *room*.
 
         Returns:
-            A part of *room* with at most *nbytes* bytes from *offset* on, or None if that failed.
+            A slice of *room* with at most *nbytes* bytes from *offset*, or None if the read failed.
         """
         return None
 
     def end(self, stop: int) -> None:  # noqa: B027
-        """Note that a range that is read ends at byte *stop*: nothing is read ahead of that."""
+        """Announce that the current range ends at byte *stop*, to limit read-ahead."""
 
     def close(self) -> None:  # noqa: B027
-        """Let go of descriptors; nothing is read afterwards."""
+        """Close descriptors. The file cannot be read afterwards."""
 
 
 class ByteSink(ABC):
-    """A file that one thread writes.
+    """File opened for writing by one thread.
 
     Attributes:
-        descriptor: Descriptor that the kernel can copy to, or None.
-        checksummed: Whether a checksum is taken of what is written.
+        descriptor: Descriptor for ``copy_file_range``, or None.
+        checksummed: Whether to compute checksums of the bytes written.
     """
 
     descriptor: int | None = None
@@ -93,22 +92,22 @@ class ByteSink(ABC):
 
     @abstractmethod
     def write(self, offset: int, view: memoryview) -> None:
-        """Write all of *view* from *offset* on.
+        """Write all of *view* at *offset*.
 
         Raises:
             StorageError: The write failed.
         """
 
     def view(self, offset: int, nbytes: int) -> memoryview | None:  # noqa: ARG002
-        """Return memory that can be filled in place of a write, or None if there is none."""
+        """Return memory to fill directly instead of calling :meth:`write`, or None."""
         return None
 
     def close(self) -> None:  # noqa: B027
-        """Let go of descriptors; nothing is written afterwards."""
+        """Close descriptors. The file cannot be written afterwards."""
 
 
 class HostMemory(ByteSource, ByteSink):
-    """Memory of this process; it is read, or filled."""
+    """Host memory as a readable and writable file."""
 
     checksummed = False
 
@@ -122,11 +121,11 @@ class HostMemory(ByteSource, ByteSink):
             offset += len(view)
 
     def best_step(self, offset: int, nbytes: int) -> int:  # noqa: ARG002
-        """Return :data:`MEMORY_STEP`: no buffer is needed."""
+        """Return :data:`MEMORY_STEP`, because no buffer is needed."""
         return MEMORY_STEP
 
     def view(self, offset: int, nbytes: int) -> memoryview:
-        """Return a part of the memory."""
+        """Return a slice of the memory."""
         return self._content[offset : offset + nbytes]
 
     def write(self, offset: int, view: memoryview) -> None:
@@ -134,15 +133,15 @@ class HostMemory(ByteSource, ByteSink):
         self._content[offset : offset + len(view)] = view
 
     def close(self) -> None:
-        """Do nothing: others hold the memory."""
+        """Do nothing, because the memory belongs to the caller."""
 
 
 Memory = memoryview | ByteSource | ByteSink
-"""Memory that a plan reads or fills: of the host, or an object that knows better."""
+"""Memory that a plan reads or fills: host memory, or an object that accesses device memory."""
 
 
 def memory_files(memory: Mapping[str, Memory]) -> dict[str, ByteSource | ByteSink]:
-    """Return *memory* as files."""
+    """Wrap host memory in file objects."""
     return {
         name: HostMemory(held) if isinstance(held, memoryview) else held
         for name, held in memory.items()

@@ -1,8 +1,7 @@
-"""Whether two stored tensors hold the same bytes, and how far their elements are apart.
+"""Comparison of stored tensors: equal bytes, and differences between elements.
 
-Equal bytes need no numbers. Where they differ, torch
-turns both pieces into float64; it is imported then and not before. Without torch, elements that
-differ are counted, whatever they mean.
+Equal bytes are not converted to numbers. Otherwise torch, imported on first use, converts both
+sides to float64. Without torch, only the elements whose bits differ are counted.
 """
 
 from __future__ import annotations
@@ -25,15 +24,15 @@ if TYPE_CHECKING:
     from ckptctl.storage.files import Readable
 
 WINDOW = 8 << 20
-"""Bytes of a tensor that are read at a time."""
+"""Bytes of a tensor to read at a time."""
 WIDE = frozenset({"int64", "uint64"})
-"""Dtypes whose numbers float64 cannot tell apart."""
+"""Dtypes with values that float64 cannot represent exactly."""
 NEAR = 2.0**62
-"""Numbers less than this apart can be subtracted as int64."""
+"""Limit for differences that are computed exactly in int64."""
 
 
 def equal(files: Readable, a: TensorEntry, b: TensorEntry) -> bool:
-    """Return whether *a* and *b* have one dtype, one shape and the same bytes."""
+    """Return whether *a* and *b* have the same dtype, shape and bytes."""
     if (a.dtype, a.shape) != (b.dtype, b.shape):
         return False
     if a.extents == b.extents:
@@ -45,10 +44,10 @@ def equal(files: Readable, a: TensorEntry, b: TensorEntry) -> bool:
 def same_elements(
     files: Readable, one: TensorEntry, other: TensorEntry, *, of_any_size: bool = False
 ) -> bool | None:
-    """Return whether two tensors of one extent each hold the same; None: that is not known.
+    """Return whether two single-extent tensors are equal, or None if they were not compared.
 
-    Large ones are read only if they may be *of_any_size*. Recorded checksums that differ are enough
-    to tell two tensors apart; those that match are no evidence until the bytes are read.
+    Tensors larger than :data:`WINDOW` are read only if *of_any_size* is set. Different recorded
+    checksums prove that the tensors differ; equal ones prove nothing until the bytes are read.
     """
     if (one.dtype, one.shape) != (other.dtype, other.shape):
         return False
@@ -61,7 +60,7 @@ def same_elements(
 
 
 def has_same_checksum(one: Extent, other: Extent) -> bool:
-    """Return whether both extents record the same checksum of as many bytes; nothing is read."""
+    """Return whether both extents have the same size and the same recorded checksum."""
     known = one.crc32 is not None and one.crc32 == other.crc32
     return known and one.nbytes == other.nbytes
 
@@ -72,17 +71,17 @@ def all_zero(files: Readable, entry: TensorEntry) -> bool:
 
 
 def _windows(files: Readable, entry: TensorEntry) -> Iterator[bytearray]:
-    from ckptctl.storage.tensor_reader import TensorReader  # which few readers of formats need
+    from ckptctl.storage.tensor_reader import TensorReader  # loads the planner: start-up time
 
     return TensorReader(files, entry).windows(nbytes=WINDOW)
 
 
 @dataclass(frozen=True, slots=True)
 class Errors:
-    """How two tensors of one shape differ.
+    """Differences between two tensors of the same shape.
 
-    The largest differences include those within tolerances, and are None where no element differs,
-    or none of those that do is finite, or the dtype has no numbers.
+    The largest differences include those within tolerances. They are None if no finite elements
+    differ, or if the dtype has no numeric values.
     """
 
     count: Annotated[int, JsonField("number of elements")] = 0
@@ -104,7 +103,7 @@ class Errors:
     ] = None
 
     def __add__(self, other: Errors) -> Errors:
-        """Return the errors of both parts together."""
+        """Combine the errors of two parts of a tensor."""
         return Errors(
             self.count + other.count,
             self.differing + other.differing,
@@ -120,7 +119,7 @@ class Errors:
 
 @dataclass(frozen=True, slots=True)
 class Tolerance:
-    """What counts as equal: ``|a - b| <= atol + rtol * |b|``, as of ``numpy.isclose``.
+    """Tolerances for equal elements: ``|a - b| <= atol + rtol * |b|``, as in ``numpy.isclose``.
 
     Attributes:
         atol: Absolute.
@@ -144,14 +143,13 @@ def errors_between(
     """Compare the elements of two windows.
 
     Args:
-        a: Dense elements.
-        b: As many, in the same order.
-        dtype_a: torch's name.
-        dtype_b: torch's name.
-        box: Where the window lies in the tensors.
-        tolerance: What counts as equal, beside equal bits; None: nothing else, or between two
-            dtypes, equal numbers.
-        bitwise: Count elements of one dtype whose bits differ, without torch.
+        a: Dense elements of A.
+        b: The corresponding elements of B.
+        dtype_a: Dtype of A, by its torch name.
+        dtype_b: Dtype of B, by its torch name.
+        box: Position and shape of the window in both tensors.
+        tolerance: Tolerances, or None to require equal bits (equal values if the dtypes differ).
+        bitwise: Count elements whose bits differ, without torch, if both dtypes are the same.
     """
     if a == b and dtype_a == dtype_b:
         return Errors(box.numel)
@@ -163,7 +161,7 @@ def errors_between(
 
 
 def _index(box: Box, position: int) -> tuple[int, ...]:
-    """Return the index in the tensor of the element at *position* in a window of it."""
+    """Convert a flat *position* in a window to an index of the tensor."""
     found: list[int] = []
     for offset, size in zip(reversed(box.offsets), reversed(box.sizes), strict=True):
         position, inside = divmod(position, size)
@@ -172,7 +170,7 @@ def _index(box: Box, position: int) -> tuple[int, ...]:
 
 
 def _bits(a: bytearray, b: bytearray, dtype_a: str, dtype_b: str) -> tuple[Errors, int | None]:
-    """Return how many elements differ in their bits, all of two dtypes, and the first that does."""
+    """Count elements whose bits differ, and find the first (all differ if the dtypes do)."""
     if dtype_a != dtype_b:
         return Errors(differing=len(a)), None
     itemsize = dtypes.itemsize(dtype_a)
@@ -187,7 +185,7 @@ def _bits(a: bytearray, b: bytearray, dtype_a: str, dtype_b: str) -> tuple[Error
 def _errors(
     a: bytearray, b: bytearray, dtype_a: str, dtype_b: str, tolerance: Tolerance | None
 ) -> tuple[Errors, int | None]:
-    """Return the errors without what *box* says, and the position of the worst element."""
+    """Return the errors without element count and index, and the position of the worst element."""
     if "torch" not in sys.modules:
         import_torch()
     import torch
@@ -230,7 +228,7 @@ def _numbers(data: bytearray, dtype: str) -> Tensor:
 
 
 def _integers_apart(a: bytearray, b: bytearray, different: Tensor, x: Tensor, y: Tensor) -> Tensor:
-    """Subtract 64-bit integers as such where they are near each other."""
+    """Subtract 64-bit integers exactly if they are close to each other."""
     import torch
 
     i, j = (torch.frombuffer(one, dtype=torch.int64)[different] for one in (a, b))

@@ -1,10 +1,9 @@
 """Virtual files: tensors that are computed when their elements are read.
 
-A :class:`Kind` computes the elements of one kind of virtual file. Modules of
-:mod:`ckptctl.numerics.kinds` each have ``KINDS``, their kinds by name; nothing else needs to be
-told about them. What is read becomes rectangles of the file's elements, as large as they can be and
-of at most a few megabytes. A kind fills an :class:`Output`, such a rectangle, from the
-:class:`InputTensor` that the file is made of.
+A :class:`Kind` computes the elements of one kind of virtual file. Each module of
+:mod:`ckptctl.numerics.kinds` defines ``KINDS``, a dict of its kinds by name, and is found
+automatically. Reads are split into rectangles of elements of at most a few megabytes. A kind fills
+an :class:`Output`, one such rectangle, from the :class:`InputTensor` objects of the file.
 """
 
 from __future__ import annotations
@@ -40,32 +39,32 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 PACKAGE = "ckptctl.numerics.kinds"
 RECTANGLE = 1 << 20
-"""Bytes computed at a time."""
+"""Bytes to compute at a time."""
 GAP = 16 << 10
-"""Bytes of a stored file that are sooner read than passed over by another call."""
+"""Longest gap between two reads of a stored file that is read instead of skipped, in bytes."""
 CACHED = 8 << 20
-"""Bytes of small inputs that each thread keeps for the next call."""
+"""Bytes of small inputs that each thread caches."""
 SEEK = 64 << 10
-"""Bytes that are read in the time in which reading begins anew elsewhere."""
+"""Bytes that can be read in the time of a seek."""
 MOST = 8 << 20
-"""Bytes of whole rows that are read where a part of them is asked for."""
+"""Most bytes of complete rows to read if only some of their columns are requested."""
 PIECE = 1 << 20
-"""Bytes of a matrix that are read at a time."""
+"""Bytes of a matrix to read at a time."""
 
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """How one kind of virtual file is computed.
+    """Implementation of one kind of virtual file.
 
     Attributes:
-        compute: Fills a rectangle; where it quantizes, it returns how far the elements are off.
-        overflows: Whether its arithmetic can leave the range of a dtype.
-        keeps_infinite: Whether elements that are infinite or NaN in the first input, which has the
-            file's shape, may be so here; else arithmetic has made them.
-        needs_torch: Whether torch computes a file.
-        rows: How many rows are best computed together, from a multiple of that number on.
-        package: The package that computes it, which an extra of the same name installs; empty:
-            there is none beside torch.
+        compute: Fills an output rectangle and, if it quantizes, returns the quantization error.
+        overflows: Whether its arithmetic can exceed the range of a dtype.
+        keeps_infinite: Whether infinite and NaN elements of the first input, which has the shape
+            of the file, are passed through. Otherwise all such elements come from arithmetic.
+        needs_torch: Returns whether computing a file requires torch.
+        rows: Number of rows to compute together, aligned to a multiple of that number.
+        package: Package other than torch that computes it, installed by an extra of the same
+            name, or empty.
     """
 
     compute: Callable[[Output], Rounding | None]
@@ -78,7 +77,7 @@ class Kind:
 
 @cache
 def kinds() -> dict[str, Kind]:
-    """Return the kinds by name."""
+    """Load all kinds of virtual files, by name."""
     package = importlib.import_module(PACKAGE)
     names = sorted(module.name for module in pkgutil.iter_modules(package.__path__))
     modules = (importlib.import_module(f"{PACKAGE}.{name}") for name in names)
@@ -86,29 +85,29 @@ def kinds() -> dict[str, Kind]:
 
 
 def can_overflow(computed: Computed) -> bool:
-    """Return whether *computed* does arithmetic that can leave the range of a dtype."""
+    """Return whether the arithmetic of *computed* can exceed the range of a dtype."""
     return kinds()[computed.kind].overflows
 
 
 def needs_torch(computed: Computed) -> bool:
-    """Return whether torch computes *computed*."""
+    """Return whether computing *computed* requires torch."""
     return kinds()[computed.kind].needs_torch(computed)
 
 
 def takes_torch(plan: Plan) -> bool:
-    """Return whether elements are computed, cast or transposed one by one: with torch."""
+    """Return whether *plan* requires torch to compute, cast or transpose elements."""
     return calculates(plan) or any(map(permutes, plan.transfers))
 
 
 def calculates(plan: Plan) -> bool:
-    """Return whether elements are computed or cast: with torch."""
+    """Return whether *plan* requires torch to compute or cast elements."""
     if any(map(needs_torch, plan.computed.values())):
         return True
     return any(transfer.casts for transfer in plan.transfers)
 
 
 def require_torch_for(plan: Plan, what: str) -> None:
-    """Refuse *plan*, before anything is read, where it takes torch and there is none."""
+    """Raise if *plan* requires torch or another package that is not installed."""
     if not has_torch() and takes_torch(plan):
         require_torch(what, "elements are cast, computed or transposed one by one")
     packages = {kinds()[computed.kind].package for computed in plan.computed.values()}
@@ -118,15 +117,15 @@ def require_torch_for(plan: Plan, what: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """A rectangle of a virtual file, which is seen as a matrix of its last dimension.
+    """Rectangle of a virtual file, as a matrix with the last dimension as columns.
 
     Attributes:
-        opened: The files of this thread.
-        computed: The definition of the file.
-        inputs: The tensors that it is made of.
-        rows: Consecutive rows.
-        columns: Consecutive elements of each of them.
-        memory: Room for exactly those elements, row-major.
+        opened: Open files of this thread.
+        computed: Definition of the virtual file.
+        inputs: Tensors that it is computed from.
+        rows: Range of rows to compute.
+        columns: Range of columns to compute.
+        memory: Row-major buffer of exactly these elements.
     """
 
     opened: OpenFiles
@@ -138,27 +137,27 @@ class Output:
 
     @property
     def arguments(self) -> Any:
-        """Return what else the kind has to know, of a type of its own."""
+        """Arguments of the kind, of a type defined by it."""
         return self.computed.arguments
 
     @property
     def elements(self) -> torch.Tensor:
-        """Return the elements, ``[rows, columns]``, to be written."""
+        """Elements to fill, ``[rows, columns]``."""
         return elements(self.memory, self.computed.dtype, len(self.columns))
 
     def groups(self, size: int) -> range:
-        """Return the groups of so many columns that the rectangle has elements of."""
+        """Return the indices of the groups of *size* columns that overlap the rectangle."""
         return range(self.columns.start // size, -(-self.columns.stop // size))
 
     def write(self, values: torch.Tensor, first: int = 0) -> None:
-        """Write, cast, the columns out of *values*: more of the same rows, from *first* on."""
+        """Cast and write this rectangle's columns of *values*, which start at column *first*."""
         wide = values.reshape(len(self.rows), -1)
         self.elements.copy_(wide[:, self.columns.start - first : self.columns.stop - first])
 
     def scratch(self, use: str, dtype: str, count: int) -> torch.Tensor:
-        """Return room for *count* elements, whatever is in it, until the next call for *use*.
+        """Return an uninitialized buffer of *count* elements, valid until the next call with *use*.
 
-        New memory for each rectangle would cost more than most of what is done in it.
+        Allocating it for each rectangle would cost more than most of the computation.
         """
         nbytes = count * dtypes.itemsize(dtype)
         room = self.opened.buffers.get(f"/{use}", nbytes)[:nbytes]
@@ -166,7 +165,7 @@ class Output:
 
 
 class InputTensor:
-    """One tensor that a virtual file is made of, read as a matrix of its last dimension.
+    """Input tensor of a virtual file, as a matrix with the last dimension as columns.
 
     Attributes:
         entry: The tensor.
@@ -180,13 +179,13 @@ class InputTensor:
 
     @property
     def files(self) -> SourceFiles:
-        """Return the files that it lies in."""
+        """Files of the checkpoint that contains the tensor."""
         return self._opened.roots(self._root)
 
     def read(self, rows: range, columns: range | None = None) -> torch.Tensor:
-        """Return consecutive columns, or all, of consecutive rows, until the next call.
+        """Read *columns* (or all) of *rows*.
 
-        No more than the columns is read where that is faster.
+        The result is valid until the next call. Complete rows are read if that is faster.
         """
         width, item = last_of(self.entry.shape), dtypes.itemsize(self.entry.dtype)
         part = columns or range(width)
@@ -202,9 +201,9 @@ class InputTensor:
         return matrix if taken == part else matrix[:, part.start : part.stop]
 
     def read_all(self) -> torch.Tensor:
-        """Return all of a small tensor as it is shaped; kept for the next call, so do not write.
+        """Read a small tensor in its own shape. The result is cached and must not be modified.
 
-        Nothing bounds its size: it is for tensors that are small by nature.
+        The size is not limited, so use it only for tensors that are always small.
         """
         entry = self.entry
         content = self._opened.cached(self._key, lambda: memoryview(self._reader.read()))
@@ -213,15 +212,15 @@ class InputTensor:
     def read_transposed(
         self, columns: range, dtype: str, convert: Callable[[torch.Tensor], torch.Tensor]
     ) -> torch.Tensor:
-        """Return consecutive columns of a matrix, converted some rows at a time and transposed.
+        """Read columns of a matrix, converted in batches of rows, and transpose them.
 
         Args:
-            columns: The columns.
-            dtype: That of the result of *convert*.
-            convert: Is called for some rows.
+            columns: Range of columns.
+            dtype: Dtype of the result of *convert*.
+            convert: Converts a batch of rows.
 
         Returns:
-            ``[columns, rows]``; kept for the next call, so do not write.
+            ``[columns, rows]``, which is cached and must not be modified.
         """
         import torch
 
@@ -230,8 +229,8 @@ class InputTensor:
 
         def read() -> memoryview:
             parts = [
-                # torch transposes in blocks where it writes dense memory. One row is dense already,
-                # in memory that the next one takes, so it has to be copied, too.
+                # torch transposes in blocks if the target is dense. A single row is already
+                # dense, but its buffer is reused by the next batch, so it has to be copied too.
                 convert(self.read(range(start, min(start + step, height)), columns))
                 .t()
                 .clone(memory_format=torch.contiguous_format)
@@ -247,9 +246,9 @@ class InputTensor:
         return elements(self._opened.cached((*self._key, columns), read), dtype, height)
 
     def source_rows(self, rows: range) -> torch.Tensor | None:
-        """Return the elements that the checkpoint itself has in *rows*, or None if all are finite.
+        """Return the stored elements behind *rows*, or None if all of them are finite.
 
-        Infinite and NaN elements among them are not made by arithmetic.
+        Infinite and NaN elements among them do not come from arithmetic.
         """
         made = self._opened.computed(self.entry.extents[0].file)
         return made.source_rows(rows) if made and made.kind.overflows else self.read(rows)
@@ -261,13 +260,13 @@ class InputTensor:
 
 
 class OpenFiles:
-    """The files that one thread reads, stored or computed, opened as they are asked for.
+    """Stored and computed files that one thread reads, opened on demand.
 
     Attributes:
-        roots: Returns the files below a directory.
-        bytes_read: Bytes that were read from stored files.
-        depth: How many virtual files are being computed, each for the one before it.
-        unused: Where bytes go that are read but not asked for.
+        roots: Returns the source files of a directory.
+        bytes_read: Bytes read from stored files.
+        depth: Nesting depth of virtual files being computed as inputs of each other.
+        unused: Buffer for bytes in gaps that are read but not needed.
     """
 
     def __init__(
@@ -284,22 +283,22 @@ class OpenFiles:
         self.unused = memoryview(bytearray(GAP))
 
     def source(self, files: SourceFiles, name: str) -> ByteSource:
-        """Return *name*, a virtual file or one of *files*, which is read before the next one."""
+        """Open *name* as a virtual file or one of *files*, to be read before the next call."""
         return self.computed(name) or StoredFile(self, files, name)
 
     def computed(self, name: str) -> ComputedFile | None:
-        """Return the virtual file called *name*, or None if it is a stored one."""
+        """Return the virtual file called *name*, or None if it is a stored file."""
         file = self._virtual.get(name)
         if file is None and name in self._computed:
             file = self._virtual[name] = ComputedFile(self, name, self._computed[name])
         return file
 
     def reader(self, root: TreePath) -> RootReader:
-        """Return a reader of the files below *root*, virtual ones included."""
+        """Create a reader of the files below *root* and of virtual files."""
         return RootReader(self, self.roots(root))
 
     def cached(self, key: tuple[object, ...], read: Callable[[], memoryview]) -> memoryview:
-        """Return the result of *read* for *key*, of an earlier call where it is small."""
+        """Return the cached result of *read* for *key*, or call it and cache the result."""
         content = self._cache.pop(key, None)
         if content is None:
             content = read()
@@ -311,7 +310,7 @@ class OpenFiles:
 
     @property
     def buffers(self) -> TileBuffers:
-        """Return the buffers of what is being computed, which those it is made of do not touch."""
+        """Buffers for the current nesting depth, so that inputs do not overwrite them."""
         buffers = self._buffers.get(self.depth)
         if buffers is None:
             buffers = self._buffers[self.depth] = TileBuffers()
@@ -319,12 +318,12 @@ class OpenFiles:
 
 
 class StoredFile(ByteSource):
-    """A file that is read through :class:`SourceFiles`, which several threads share.
+    """File that is read through :class:`SourceFiles`, which threads share.
 
     Args:
-        opened: Counts what is read.
-        files: The files below its root.
-        name: Its name there.
+        opened: Counts the bytes read.
+        files: Source files that contain it.
+        name: Name relative to their root.
     """
 
     def __init__(self, opened: OpenFiles, files: SourceFiles, name: str) -> None:
@@ -338,11 +337,11 @@ class StoredFile(ByteSource):
         self._files.readv(self.name, views, offset)
 
     def gather(self, pieces: Iterable[Piece], buffer: memoryview) -> Outcome:
-        """See :meth:`ByteSource.gather`; what lies between near pieces is read with them.
+        """See :meth:`ByteSource.gather`. Small gaps between pieces are read with them.
 
-        No more than twice the bytes of the pieces is read.
+        At most twice the bytes of the pieces are read.
 
-        This is a hot path: there may be thousands of pieces, of a few microseconds each.
+        This is a hot path: there may be thousands of pieces, each taking a few microseconds.
         """
         unused = self._opened.unused
         views, begin, end = list[memoryview](), 0, 0
@@ -365,7 +364,7 @@ class StoredFile(ByteSource):
 
 
 class ComputedFile(ByteSource):
-    """A virtual file."""
+    """Virtual file opened for reading."""
 
     together = True
 
@@ -383,7 +382,7 @@ class ComputedFile(ByteSource):
         self._width = last_of(computed.shape) * self._item or 1  # of an empty tensor
 
     def read_into(self, offset: int, views: Sequence[memoryview], nbytes: int) -> None:  # noqa: ARG002
-        """See :meth:`ByteSource.read_into`; what became of the elements is not looked at."""
+        """See :meth:`ByteSource.read_into`. Losses and rounding errors are ignored."""
         for view in views:
             for _ in self._computing([(offset, len(view), 0)], view):
                 pass
@@ -399,9 +398,9 @@ class ComputedFile(ByteSource):
         return Outcome(lost, rounding)
 
     def best_step(self, offset: int, nbytes: int) -> int:
-        """Return how many bytes are best read from *offset* on.
+        """Return the preferred number of bytes to read at *offset*.
 
-        They end with a row, or with rows that are best computed together; at most 2 * *nbytes*.
+        At most 2 * *nbytes* bytes that end at a row, or at a group of rows computed together.
         """
         for stride in (self._width * self.kind.rows, self._width):
             end = max((offset + nbytes) // stride, offset // stride + 1) * stride
@@ -420,7 +419,7 @@ class ComputedFile(ByteSource):
     def _computing(
         self, pieces: Iterable[Piece], buffer: memoryview
     ) -> Iterator[tuple[Output, Rounding]]:
-        """Fill *buffer*, rectangle by rectangle, each with how far its elements are off."""
+        """Fill *buffer* one rectangle at a time and yield each with its rounding error."""
         together = self._width * self.kind.rows
         limit = max(RECTANGLE // together, 1) * together
         limit = limit if limit <= 2 * RECTANGLE else RECTANGLE
@@ -446,7 +445,7 @@ class ComputedFile(ByteSource):
 
 @dataclass(slots=True)
 class Rectangle:
-    """Equal parts of consecutive rows; all numbers but *row* and *rows* in bytes."""
+    """Same byte range of consecutive rows (*row* and *rows* count rows, the other fields bytes)."""
 
     row: int
     rows: int
@@ -455,7 +454,7 @@ class Rectangle:
     places: list[tuple[int, int]]
 
     def take(self, row: int, rows: int, start: int, nbytes: int, limit: int) -> bool:
-        """Grow by other rows if they continue this rectangle; return whether they do."""
+        """Extend the rectangle by the following rows if they fit, and return whether they do."""
         if row != self.row + self.rows or start != self.start or nbytes != self.nbytes:
             return False
         if (self.rows + rows) * nbytes > limit:
@@ -464,7 +463,7 @@ class Rectangle:
         return True
 
     def place(self, start: int, nbytes: int) -> None:
-        """Add a place in the buffer for the next bytes."""
+        """Add a destination in the buffer for the next bytes."""
         last = self.places[-1] if self.places else None
         if last and last[0] + last[1] == start:
             self.places[-1] = (last[0], last[1] + nbytes)
@@ -473,7 +472,7 @@ class Rectangle:
 
 
 def rectangles(pieces: Iterable[Piece], width: int, limit: int = RECTANGLE) -> Iterator[Rectangle]:
-    """Yield the rectangles that cover *pieces*."""
+    """Split *pieces* of a matrix of *width* bytes per row into rectangles of *limit* bytes."""
     last: Rectangle | None = None
     for offset, nbytes, place in pieces:
         for row, rows, start, size in _parts(offset, nbytes, width, limit):
@@ -488,7 +487,7 @@ def rectangles(pieces: Iterable[Piece], width: int, limit: int = RECTANGLE) -> I
 
 
 def _parts(offset: int, nbytes: int, width: int, limit: int) -> Iterator[tuple[int, int, int, int]]:
-    """Yield ``(row, rows, start in a row, bytes of a row)`` for a range of bytes."""
+    """Split a byte range into ``(row, rows, start in row, bytes per row)``."""
     while nbytes:
         row, start = divmod(offset, width)
         rows, size = min(nbytes, limit) // width, width
@@ -500,7 +499,7 @@ def _parts(offset: int, nbytes: int, width: int, limit: int) -> Iterator[tuple[i
 
 
 class RootReader:
-    """The files below one root and the virtual ones, by name."""
+    """Files below one root, and virtual files, by name."""
 
     def __init__(self, opened: OpenFiles, files: SourceFiles) -> None:
         self._opened = opened
@@ -508,17 +507,17 @@ class RootReader:
 
     @property
     def bytes_read(self) -> int:
-        """Return the bytes that this thread read from files."""
+        """Bytes that this thread read from stored files."""
         return self._opened.bytes_read
 
     def readv(self, name: str, views: Sequence[memoryview], offset: int) -> None:
-        """Fill *views*, one after the other, from *offset* of the file *name* on."""
+        """Fill *views* in order with the bytes of the file *name* from *offset*."""
         source = self._opened.source(self._files, name)
         source.read_into(offset, views, sum(map(len, views)))
 
 
 class CatalogReader(threading.local, RootReader):
-    """Reads in any thread: what computes has buffers, so each thread has its own."""
+    """Reader for any number of threads, with separate buffers for each."""
 
     def __init__(self, catalog: Catalog, roots: Callable[[TreePath], SourceFiles]) -> None:
         RootReader.__init__(self, OpenFiles(catalog.computed, roots), roots(catalog.root))
@@ -526,7 +525,7 @@ class CatalogReader(threading.local, RootReader):
 
 @contextmanager
 def open_reader(catalog: Catalog) -> Iterator[CatalogReader]:
-    """Open what reads the files of *catalog*, virtual ones included."""
+    """Open a reader of the stored and virtual files of *catalog*."""
     roots = {catalog.root} | {root for root, _ in made_of(catalog.computed)}
     with ExitStack() as stack:
         sources = {root: stack.enter_context(source_files(root)) for root in roots}
@@ -540,11 +539,12 @@ class _Result(Generic[T]):
 
 
 class SharedResults(Generic[T]):
-    """Results that all threads share, by the files that they are of: each is computed once.
+    """Cache of results per source files, shared by threads, with each result computed once.
 
     Args:
-        is_too_much: Returns whether results, each None until it is there, are too many to keep;
-            those used longest ago are let go then. None: all are kept as long as the files.
+        is_too_much: Returns whether the cached results (None while being computed) exceed the
+            limit; the least recently used ones are then evicted. If None, all are kept as long as
+            the files.
     """
 
     def __init__(self, is_too_much: Callable[[Sequence[T | None]], bool] | None = None) -> None:
@@ -555,7 +555,7 @@ class SharedResults(Generic[T]):
         )
 
     def get(self, files: SourceFiles, key: object, compute: Callable[[], T]) -> T:
-        """Return the result of *compute* for *key* of *files*, perhaps that of another thread."""
+        """Return the cached result for *key* of *files*, or *compute* it."""
         with self._lock:
             known = self._by_files.setdefault(files, OrderedDict())
             result = known.setdefault(key, _Result())
@@ -571,10 +571,10 @@ class SharedResults(Generic[T]):
 
 
 def last_of(shape: tuple[int, ...]) -> int:
-    """Return the last dimension of *shape*; 1 where there is none."""
+    """Return the size of the last dimension, or 1 for a scalar."""
     return shape[-1] if shape else 1
 
 
 def rectangle(rows: range, columns: range) -> Box:
-    """Return a box of a matrix."""
+    """Build a two-dimensional box."""
     return Box((rows.start, columns.start), (len(rows), len(columns)))

@@ -1,14 +1,14 @@
-"""CRC-32 checksums, also of adjacent blocks without reading them again; digests of the Hub.
+"""CRC-32 checksums, combining them for adjacent blocks, and the digests of git and the Hub.
 
-Intel's ISA-L computes them ten times faster than most builds of zlib (54 and 4 GB/s on one core),
-which is what makes a checksum of every tensor cheaper than leaving it out would be worth.
+Intel's ISA-L computes CRC-32 ten times faster than most builds of zlib (54 and 4 GB/s on one core),
+which makes it cheap enough to checksum every tensor.
 
 Appending *n* zero bytes multiplies the CRC's polynomial by x^(8n) modulo the CRC polynomial, a
 linear map on 32 bits; zlib's ``crc32_combine`` (``crc32.c``) does the same.
 
-The digests that git and the Hugging Face Hub know files by: gitglossary(7), "object identifier",
-the SHA-1 of ``blob``, the size and the content; git-lfs' ``docs/spec.md``, the SHA-256 of the
-content. ``huggingface_hub/utils/_verification.py`` tells them apart as it is done here.
+The digests by which git and the Hugging Face Hub identify files are the SHA-1 of ``blob``, the size
+and the content (gitglossary(7), "object identifier"), and the SHA-256 of the content (git-lfs,
+``docs/spec.md``). ``huggingface_hub/utils/_verification.py`` distinguishes them in the same way.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _ONE = 1 << 31
 
 
 def combine(crc1: int, crc2: int, len2: int) -> int:
-    """Return the CRC-32 of two blocks in a row."""
+    """Combine the CRC-32 of two adjacent blocks, the second of *len2* bytes."""
     t0, t1, t2, t3, t4, t5, t6, t7 = _tables(len2)
     return (
         t0[crc1 & 15]
@@ -62,7 +62,7 @@ def combine(crc1: int, crc2: int, len2: int) -> int:
 
 
 def _multiply(a: int, b: int) -> int:
-    """Return a·b modulo the CRC polynomial; bit 31 is the coefficient of x^0."""
+    """Multiply two polynomials modulo the CRC polynomial (bit 31 is the coefficient of x^0)."""
     product = 0
     while a:
         if a & _ONE:
@@ -78,7 +78,7 @@ _POWERS = tuple(accumulate(range(63), lambda power, _: _multiply(power, power), 
 
 @lru_cache(maxsize=4096)
 def _tables(nbytes: int) -> tuple[tuple[int, ...], ...]:
-    """Return the CRC of each hexadecimal digit of a CRC followed by *nbytes* zero bytes."""
+    """Build tables that map each hex digit of a CRC to its CRC after *nbytes* zero bytes."""
     operator = _ONE
     for bit, power in enumerate(_POWERS):
         if nbytes >> bit & 1:
@@ -98,12 +98,12 @@ def _digit(columns: list[int]) -> tuple[int, ...]:
 
 
 def algorithm_of(digest: str) -> str | None:
-    """Return the algorithm of a digest, told by its length; None: it is none."""
+    """Identify the algorithm of a hex digest by its length, or return None if it is no digest."""
     return ALGORITHMS.get(len(digest)) if _HEXADECIMAL.fullmatch(digest) else None
 
 
 def hasher(algorithm: str, size: int) -> _Hash:
-    """Return a hash, ``git-sha1`` or one of :mod:`hashlib`, for a file of *size* bytes."""
+    """Create a ``git-sha1`` or :mod:`hashlib` hash object for a file of *size* bytes."""
     import hashlib  # with OpenSSL, which `ckptctl inspect` should not wait for
 
     found = hashlib.new(algorithm.removeprefix(GIT), usedforsecurity=False)
@@ -113,7 +113,7 @@ def hasher(algorithm: str, size: int) -> _Hash:
 
 
 def is_digest_of(digest: str, content: bytes) -> bool:
-    """Return whether *digest* is that of *content*."""
+    """Return whether *digest* matches *content*."""
     algorithm = algorithm_of(digest)
     if algorithm is None:
         return False
@@ -125,7 +125,7 @@ def is_digest_of(digest: str, content: bytes) -> bool:
 def windows(
     files: SourceFiles, file: str, offset: int, nbytes: int, advance: Advance | None = None
 ) -> Iterator[memoryview]:
-    """Yield a range of a file piece by piece; each piece is gone when the next one is there."""
+    """Yield a byte range of a file in windows, each valid until the next one."""
     buffer: memoryview | None = getattr(_local, "buffer", None)
     if buffer is None or len(buffer) != WINDOW:
         buffer = _local.buffer = memoryview(bytearray(WINDOW))
@@ -140,7 +140,7 @@ def windows(
 def crc_of(
     files: SourceFiles, file: str, offset: int, nbytes: int, advance: Advance | None = None
 ) -> int:
-    """Return the CRC-32 of a range of a file; see :func:`windows` for what it takes."""
+    """Compute the CRC-32 of a byte range of a file, calling *advance* with the bytes read."""
     crc = 0
     for view in windows(files, file, offset, nbytes, advance):
         crc = crc32(view, crc)

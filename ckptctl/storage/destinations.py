@@ -1,4 +1,4 @@
-"""Where an output may appear: what is refused before anything is made there."""
+"""Checks of a destination before anything is written there."""
 
 from __future__ import annotations
 
@@ -24,12 +24,18 @@ from ckptctl.units import counted
 
 STAGING = ".ckptctl-staging"
 Recognize = Callable[[TreePath], bool]
-"""Whether a path is something that may be overwritten; see also :class:`Replaceable`."""
+"""Returns whether a path may be overwritten; see also :class:`Replaceable`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Replaceable:
-    """What may be overwritten, and what it is called."""
+    """Kind of output that may be overwritten.
+
+    Attributes:
+        recognize: Returns whether a path is one.
+        noun: Its name in messages, with an article.
+        file: Whether it is a file instead of a folder.
+    """
 
     recognize: Recognize
     noun: str = "a checkpoint"
@@ -44,7 +50,7 @@ ANYTHING = Replaceable(lambda _: True)
 
 
 def destination(target: Path) -> Path:
-    """Return *target* as an absolute path whose parents are resolved and whose name is not."""
+    """Resolve the parent of *target*, but not its name, to an absolute path."""
     require_path(target)
     if target.name in ("", ".", ".."):
         raise RefusedError(
@@ -56,7 +62,7 @@ def destination(target: Path) -> Path:
 
 
 def require_path(path: str | os.PathLike[str]) -> None:
-    """Refuse a URL, and what was one: ``Path("s3://a")`` is ``s3:/a``, a folder of this machine."""
+    """Reject a URL, or a path made from one (``Path("s3://a")`` is the local path ``s3:/a``)."""
     require_local(path, "URLs are not supported here", hint="pass a path")
     for folder in Path(local_path(path)).parents:
         if SCHEME.match(f"{folder.name}//") and not folder.is_dir():
@@ -69,23 +75,23 @@ def require_path(path: str | os.PathLike[str]) -> None:
 
 
 def require_folder(path: Path) -> None:
-    """Refuse what is there and is no folder, where one is to be."""
+    """Reject an existing path that is not a folder."""
     if path.exists() and not path.is_dir():
         raise UsageError("expected a folder, found a file", where=str(path))
 
 
 def staging_directory(target: Path) -> Path:
-    """Return the staging directory of *target*."""
+    """Return the path of the staging directory for *target*."""
     return target.parent / f".{target.name}{STAGING}"
 
 
 def staged_name(name: str) -> str:
-    """Return the name of the target that has a staging directory called *name*; empty: none."""
+    """Return the target name of a staging directory called *name*, or an empty string."""
     return name[1:].removesuffix(STAGING) if name[0] == "." and name.endswith(STAGING) else ""
 
 
 def check_target(target: Path, *, overwrite: bool, is_checkpoint: Recognize) -> None:
-    """Refuse a destination that must not be touched."""
+    """Reject a destination that must not be replaced."""
     if target.is_symlink():
         raise RefusedError(
             "the destination is a symbolic link",
@@ -121,12 +127,12 @@ def check_target(target: Path, *, overwrite: bool, is_checkpoint: Recognize) -> 
 
 
 def is_empty_folder(path: Path) -> bool:
-    """Return whether *path* is a folder with nothing in it: an output may take its place."""
+    """Return whether *path* is an empty folder, which an output may replace."""
     return path.is_dir() and not path.is_symlink() and not any(path.iterdir())
 
 
 def _require_movable(folder: Path) -> None:
-    """Refuse a folder whose place nothing can take, or nothing may: an output is renamed to it."""
+    """Reject a folder that the output cannot be renamed to."""
     if os.path.ismount(folder) or mounted_in(real_path(folder)):
         what = "the destination is a mount point"
     elif folder.samefile(os.curdir) and is_empty_folder(folder):
@@ -145,7 +151,7 @@ def _require_movable(folder: Path) -> None:
 
 
 def require_writable(target: Path) -> None:
-    """Refuse a destination where nothing can be made, before anything is read for it."""
+    """Reject a destination that cannot be created, before reading any source."""
     parent = target.parent
     while not os.path.lexists(parent) and parent != parent.parent:
         parent = parent.parent
@@ -160,7 +166,7 @@ def require_writable(target: Path) -> None:
 
 
 def free_bytes(path: Path) -> int:
-    """Return the free bytes of the file system that *path* is, or will be, on."""
+    """Return the free bytes of the file system that contains, or will contain, *path*."""
     path = path.absolute()
     while not path.exists() and path != path.parent:
         path = path.parent
@@ -170,7 +176,7 @@ def free_bytes(path: Path) -> int:
 
 
 def require_space(path: Path, needed: int, held: int = 0) -> None:
-    """Refuse a run that cannot fit."""
+    """Raise unless *needed* bytes, including *held* allocated ones, fit on disk."""
     free = free_bytes(path)
     if free < needed - held:
         raise RefusedError(
@@ -181,7 +187,7 @@ def require_space(path: Path, needed: int, held: int = 0) -> None:
 
 
 def already_exists(target: TreePath, kind: Replaceable = ANYTHING) -> RefusedError:
-    """Return the error of a destination that exists."""
+    """Build the error for a destination that exists."""
     if kind(target):
         hint = (
             f"choose another destination, or pass {spell_option('--overwrite')} to replace "

@@ -1,6 +1,6 @@
-"""What a safe output asks of the file system: renames, syncs, and where others are mounted.
+"""File system operations for safe output: atomic renames, syncs and mount points.
 
-Renames never overwrite by accident: Linux's ``renameat2`` (man 2 rename).
+Renames never overwrite by accident, because they use Linux's ``renameat2`` (man 2 rename).
 """
 
 from __future__ import annotations
@@ -31,21 +31,21 @@ def _libc() -> ctypes.CDLL:
 
 
 class UnsupportedRenameError(Exception):
-    """The kernel or the file system has no such rename."""
+    """The kernel or the file system does not support this rename."""
 
 
 def rename(source: Path, target: Path, flags: int) -> None:
     """Rename *source* to *target* atomically.
 
     Args:
-        source: What is renamed.
-        target: Its new name.
-        flags: ``NOREPLACE``: fail if *target* exists. ``EXCHANGE``: swap the two.
+        source: Path to rename.
+        target: New path.
+        flags: ``NOREPLACE`` to fail if *target* exists, or ``EXCHANGE`` to swap the two.
 
     Raises:
         FileExistsError: *target* exists (``NOREPLACE``).
-        UnsupportedRenameError: Not here.
-        OSError: Anything else that went wrong.
+        UnsupportedRenameError: The kernel or the file system does not support it.
+        OSError: The rename failed for another reason.
     """
     call = getattr(_libc(), "renameat2", None)
     if call is None:
@@ -61,11 +61,11 @@ def rename(source: Path, target: Path, flags: int) -> None:
 def move(path: Path, target: Path) -> None:
     """Rename *path* to *target*, which does not exist.
 
-    Where the system cannot do that in one step, *target* is looked for before the rename.
+    If the system does not support an atomic rename without replacement, *target* is checked first.
 
     Raises:
         FileExistsError: *target* exists.
-        OSError: It could not be done.
+        OSError: The rename failed.
     """
     try:
         rename(path, target, NOREPLACE)
@@ -76,7 +76,7 @@ def move(path: Path, target: Path) -> None:
 
 
 def write_file(path: Path, *parts: bytes, sync: bool = True) -> None:
-    """Write a new file."""
+    """Write a new file, or raise if it exists."""
     with storage_errors("write", path), path.open("xb") as file:
         file.writelines(parts)
         file.flush()
@@ -85,7 +85,7 @@ def write_file(path: Path, *parts: bytes, sync: bool = True) -> None:
 
 
 def add_file(path: Path, content: Sequence[bytes], *, sync: bool) -> None:
-    """Write a new file, and have its name on the disk, too."""
+    """Write a new file and, with *sync*, sync it and its directory."""
     write_file(path, *content, sync=sync)
     if sync:
         sync_directory(path.parent)
@@ -102,10 +102,10 @@ def sync_directory(path: Path) -> None:
 
 
 def begin_writeback(descriptor: int) -> None:
-    """Let the disk begin with what a file holds so far, without waiting for it.
+    """Start writing dirty pages of a file to disk, without waiting.
 
-    Unlike an early ``fsync`` it commits nothing to the file system's journal, which all who write
-    on that disk would wait for. What fails here is said by the ``fsync`` that follows later.
+    Unlike an early ``fsync``, it does not commit the file system's journal, which would block other
+    writers. Errors are reported by the ``fsync`` that follows.
     """
     call = getattr(_libc(), "sync_file_range", None)
     if call is not None:
@@ -113,20 +113,20 @@ def begin_writeback(descriptor: int) -> None:
 
 
 def mounted_in(path: Path) -> list[Path]:
-    """Return the mount points at the resolved *path* and below it, bind mounts too, in order."""
+    """List the mount points at and below the resolved *path*, including bind mounts, sorted."""
     found = (point for point, _ in _mounts())
     return sorted({point for point in found if point.is_relative_to(path)})
 
 
 def type_of(path: Path) -> str | None:
-    """Return the type of the file system of a resolved path: ``ext4``, ``nfs4``; None: unknown."""
+    """Return the file system type of a resolved path, such as ``ext4``, or None if unknown."""
     over = [(point, kind) for point, kind in _mounts() if path.is_relative_to(point)]
-    # What was mounted last at a point hides what was there.
+    # The last mount at a mount point hides earlier ones.
     return max(reversed(over), key=lambda one: len(one[0].parts))[1] if over else None
 
 
 def _mounts() -> list[tuple[Path, str]]:
-    """Return mount points and the types of what is mounted there (man 5 proc_pid_mountinfo)."""
+    """Read the mount points and file system types of this process (man 5 proc_pid_mountinfo)."""
     try:
         lines = _MOUNTS.read_text(errors="surrogateescape").splitlines()
     except OSError:

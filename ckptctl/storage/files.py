@@ -1,8 +1,8 @@
-"""Reading the files of a checkpoint by position, and only the files of that checkpoint.
+"""Read access to the files of a checkpoint by position.
 
-Those of this machine are opened ``O_RDONLY`` and read with ``preadv``, never through a memory map:
-a file that shrinks under one kills the process. Names that come from inside a checkpoint cannot
-leave it.
+Local files are opened ``O_RDONLY`` and read with ``preadv``. They are never memory-mapped, because
+a mapped file that is truncated kills the process. Names that come from inside a checkpoint cannot
+lead out of it.
 """
 
 from __future__ import annotations
@@ -29,38 +29,39 @@ from ckptctl.storage.paths import OutsideError, contained, leads_outside, real_p
 from ckptctl.tree import TreePath, UrlPath
 
 AT_ONCE = 1 << 16
-"""Bytes that are asked for without looking first whether the file has so many."""
+"""Most bytes to request without checking the size of the file first."""
 MAX_OFFSET = (1 << 63) - 1 - AT_ONCE
-"""The last byte from which so many can be asked for: ``off_t`` is signed."""
+"""Largest offset of such a request, because ``off_t`` is signed."""
 MAX_OPEN = 256
 MOST = 4 << 20
-"""Bytes that are asked of a tree behind a URL at once."""
+"""Bytes requested from a remote tree at a time."""
 IOV_MAX = 1024
 
 
 class Readable(Protocol):
-    """Files that can be read by position."""
+    """Object that can read files by position."""
 
     def readv(self, name: str, views: Sequence[memoryview], offset: int) -> None:
-        """Fill *views*, one after the other, from *offset* of the file *name* on."""
+        """Fill *views* in order with the bytes of the file *name* from *offset*."""
 
 
 def source_files(root: TreePath) -> SourceFiles:
-    """Return the files below a directory."""
+    """Open the files below a local or remote directory."""
     return UrlFiles(root) if isinstance(root, UrlPath) else LocalFiles(Path(root))
 
 
 class SourceFiles(ABC):
-    """The files below one root, on this machine or behind a URL, for many threads.
+    """Files below one root, local or remote, shared by threads.
 
     Attributes:
-        root: The root, as a path.
-        local: Whether they are files of this machine, which have descriptors.
+        root: Root directory.
+        local: Whether the files are local and have descriptors.
 
     Raises:
-        DamagedError: By all that take a name: it leads elsewhere, or is no regular file.
-        SourceNotFoundError: By all that take a name: there is no such file.
-        StorageError: By all that read: the read failed.
+        OutsideError: A name leads out of the root.
+        SourceNotFoundError: There is no file of that name.
+        UnsupportedError: A name refers to something other than a regular file.
+        StorageError: A read failed.
     """
 
     root: TreePath
@@ -73,41 +74,41 @@ class SourceFiles(ABC):
         self.close()
 
     def close(self) -> None:  # noqa: B027
-        """Let go of descriptors, and of what was kept of remote files."""
+        """Close descriptors and drop cached data of remote files."""
 
     def forget(self) -> None:  # noqa: B027
-        """Forget what was learnt of files that may change; of local ones nothing is kept."""
+        """Drop cached metadata of remote files, which may have changed."""
 
     @abstractmethod
     def path(self, name: str) -> TreePath:
-        """Return the path of *name* after checking that it is there, and stays inside the root."""
+        """Return the path of *name* after checking that it exists and is inside the root."""
 
     @abstractmethod
     def identity(self, name: str) -> FileIdentity:
-        """Return what must stay the same while *name* is being read."""
+        """Return the identity of *name*, which must not change while it is read."""
 
     @abstractmethod
     def read_some(self, name: str, offset: int, nbytes: int) -> bytes:
-        """Return a range of bytes; fewer where the file ends."""
+        """Read up to *nbytes* bytes, fewer at the end of the file."""
 
     @abstractmethod
     def fill(self, name: str, views: Sequence[memoryview], offset: int) -> int:
-        """Fill *views* from *offset* on, and return how many bytes there were for them."""
+        """Fill *views* with the bytes from *offset* and return the number of bytes read."""
 
     def size(self, name: str) -> int:
         """Return the size of *name* in bytes."""
         return self.identity(name).size
 
     def digest(self, name: str) -> str | None:  # noqa: ARG002
-        """Return the digest of the content of *name* where its place tells it, as the Hub does.
+        """Return the digest of *name* if the remote store provides one, as the Hub does.
 
         Returns:
-            SHA-256, or git's SHA-1 of a blob, in hexadecimal; None: only reading it would tell.
+            SHA-256 or git's blob SHA-1 in hexadecimal, or None if the file must be read to know.
         """
         return None
 
     def read(self, name: str, offset: int, nbytes: int) -> bytes:
-        """Return exactly *nbytes* bytes from *offset*.
+        """Read exactly *nbytes* bytes from *offset*.
 
         Raises:
             DamagedError: The file ends before that.
@@ -123,11 +124,11 @@ class SourceFiles(ABC):
         return bytes(buffer)
 
     def readv(self, name: str, views: Sequence[memoryview], offset: int) -> None:
-        """Fill *views*, one after the other, from *offset* on.
+        """Fill *views* in order with the bytes from *offset*.
 
         Args:
-            name: The file.
-            views: Writable byte views; any number of them.
+            name: File name relative to the root.
+            views: Any number of writable byte views.
             offset: First byte.
 
         Raises:
@@ -140,29 +141,29 @@ class SourceFiles(ABC):
             raise self._truncated(name, offset + done, wanted - done)
 
     def prefetch(self, name: str, offset: int) -> None:  # noqa: B027
-        """Get the bytes around *offset* into memory, where it takes a while to get them.
+        """Fetch the bytes around *offset* of a remote file into memory.
 
         Args:
-            name: The file.
-            offset: A byte; from the end, where negative.
+            name: File name relative to the root.
+            offset: Byte position, relative to the end if negative.
 
         Raises:
-            CkptError: There are none; whoever reads them is told again.
+            CkptError: The fetch failed. Reading the bytes raises the error again.
         """
 
     def end(self, name: str, stop: int) -> None:  # noqa: B027
-        """Note that a range that is read ends at byte *stop*: nothing is read ahead of that.
+        """Announce that the current range ends at byte *stop*, to limit read-ahead.
 
         Args:
-            name: The file.
-            stop: The first byte behind the range.
+            name: File name relative to the root.
+            stop: First byte after the range.
         """
 
     def descriptor(self, name: str) -> int:
-        """Return an own, new descriptor of *name*; the caller closes it.
+        """Open a new descriptor of *name* that the caller closes.
 
         Raises:
-            StorageError: It cannot be opened, or is not :attr:`local`.
+            StorageError: The file cannot be opened, or is not :attr:`local`.
         """
         raise StorageError(
             f"`{name}` is remote and cannot be opened as a local file", where=str(self.root)
@@ -178,7 +179,7 @@ class SourceFiles(ABC):
 
 
 class LocalFiles(SourceFiles):
-    """The files below one directory, opened on demand and kept open."""
+    """Files below a local directory, opened on demand and kept open."""
 
     local = True
 
@@ -266,7 +267,7 @@ class LocalFiles(SourceFiles):
             self._release(descriptor)
 
     def _hold(self, name: str) -> int:
-        """Return the descriptor of *name*, which stays open until it is released."""
+        """Acquire the descriptor of *name*, which stays open until it is released."""
         with self._lock:
             descriptor = self._open.get(name)
             if descriptor is None:
@@ -283,7 +284,7 @@ class LocalFiles(SourceFiles):
             self._users[descriptor] -= 1
 
     def _shrink(self) -> None:
-        """Close the descriptors used longest ago, of those that nobody uses, down to the limit."""
+        """Close the least recently used idle descriptors, down to the limit."""
         for name, descriptor in list(self._open.items()):
             if len(self._open) <= MAX_OPEN:
                 return
@@ -294,18 +295,18 @@ class LocalFiles(SourceFiles):
 
 
 class UrlFiles(SourceFiles):
-    """The files below one URL; none of them has a descriptor."""
+    """Files below a URL, without descriptors."""
 
     def __init__(self, root: UrlPath) -> None:
         self._tree = root.tree
         self.root: UrlPath = UrlPath(root.tree, root.tree.look(root.url))
 
     def close(self) -> None:
-        """Let go of what was read."""
+        """Drop cached data."""
         self._tree.trim()
 
     def forget(self) -> None:
-        """Look at the place anew from now on."""
+        """Drop cached metadata and listings."""
         self._tree.forget(self.root.url)
 
     def path(self, name: str) -> UrlPath:
@@ -358,7 +359,7 @@ class UrlFiles(SourceFiles):
 
 
 def after(views: Sequence[memoryview], count: int) -> list[memoryview]:
-    """Return the rest of *views* behind their first *count* bytes."""
+    """Return *views* without their first *count* bytes."""
     for index, view in enumerate(views):
         if count < len(view):
             return [view[count:], *views[index + 1 :]]
@@ -367,18 +368,18 @@ def after(views: Sequence[memoryview], count: int) -> list[memoryview]:
 
 
 class MemoryFiles(SourceFiles):
-    """One file, whatever its name."""
+    """Single file in memory, returned for every name."""
 
     def __init__(self, content: bytes, root: TreePath) -> None:
         self.root = root
         self._content = content
 
     def path(self, name: str) -> TreePath:
-        """Return the path that it is shown under."""
+        """Return the path to show in messages."""
         return self.root / name
 
     def identity(self, name: str) -> FileIdentity:  # noqa: ARG002
-        """Return its size: it does not change."""
+        """Return an identity that only records the size."""
         return FileIdentity(len(self._content), 0, 0, 0, 0)
 
     def read_some(self, name: str, offset: int, nbytes: int) -> bytes:  # noqa: ARG002

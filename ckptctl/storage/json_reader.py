@@ -1,7 +1,7 @@
-"""JSON as RFC 8259 has it, stricter than :mod:`json` where that module is lenient.
+"""JSON reader that follows RFC 8259, stricter than :mod:`json`.
 
-Refused: duplicate keys, NaN and infinities, numbers that overflow, lone surrogates, a byte order
-mark, anything but UTF-8, and nesting that :mod:`json` cannot follow.
+It rejects duplicate keys, NaN and infinities, numbers that overflow, unpaired surrogates, a byte
+order mark, encodings other than UTF-8, and nesting that :mod:`json` cannot follow.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ MAX_BYTES = 100_000_000
 MAX_DIGITS = 400
 CHUNK = 1 << 20
 MAX_VALUE = 100_000_000
-"""Most characters of one value of a text that is read piece by piece."""
+"""Most characters of one value in an incrementally read text."""
 _DECODER = json.JSONDecoder()
 _SPACE = re.compile(r"[ \t\r\n]*")
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
@@ -30,19 +30,19 @@ _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 def read_json(
     files: SourceFiles, name: str, max_bytes: int = MAX_BYTES, *, constants: bool = False
 ) -> object:
-    """Return the value in the file *name*.
+    """Read the JSON value in the file *name*.
 
     Args:
         files: Files of the checkpoint.
-        name: The one to read.
-        max_bytes: Refuse longer ones.
+        name: File to read.
+        max_bytes: Largest accepted file size.
         constants: As in :func:`loads`.
 
     Raises:
-        DamagedError: It is cut off, or something else was put in its place.
-        UnsupportedError: It is not strict JSON in another way, or larger than *max_bytes*.
+        DamagedError: The file is truncated or was replaced by something else.
+        UnsupportedError: It is not strict JSON, or larger than *max_bytes*.
         SourceNotFoundError: There is no such file.
-        StorageError: The operating system failed the read.
+        StorageError: The read failed.
     """
     where = str(files.root / name)
     size = files.size(name)
@@ -58,7 +58,7 @@ def read_json(
 def read_json_object(
     files: SourceFiles, name: str, *, constants: bool = False
 ) -> dict[str, object]:
-    """Return the object in the file *name*, as :func:`read_json` does."""
+    """Read the JSON object in the file *name* (see :func:`read_json`)."""
     content = read_json(files, name, constants=constants)
     if not isinstance(content, dict):
         raise UnsupportedError(f"`{name}` is not a JSON object", where=str(files.root / name))
@@ -73,14 +73,14 @@ def loads(
     parse_int: Callable[[str], int] | None = None,
     constants: bool = False,
 ) -> object:
-    """Return the value of a JSON text.
+    """Parse a JSON text.
 
     Args:
-        data: The text in UTF-8.
-        where: The file, for errors.
-        max_bytes: Refuse longer texts.
-        parse_int: What makes an integer of its digits; it may raise ValueError.
-        constants: Accept ``NaN``, ``Infinity`` and ``-Infinity``, which Python's own writer makes.
+        data: UTF-8 text.
+        where: File name for errors.
+        max_bytes: Largest accepted size.
+        parse_int: Converts digits to an integer; may raise ValueError.
+        constants: Accept ``NaN``, ``Infinity`` and ``-Infinity``, which Python's writer produces.
     """
     _check_size(len(data), max_bytes, where)
     try:
@@ -101,7 +101,7 @@ def loads(
 
 
 def _is_cut(data: bytes, error: Exception) -> bool:
-    """Return whether *data* ends before its value does: nothing is wrong with what is there."""
+    """Return whether *error* only means that *data* is truncated."""
     text = data.rstrip()
     if isinstance(error, UnicodeDecodeError):
         return error.reason == "unexpected end of data"
@@ -159,10 +159,10 @@ def _integer(text: str) -> int:
 
 
 class JsonText:
-    """A JSON text of any length that is read value by value, and not stricter than :mod:`json`.
+    """Incremental reader for JSON texts of any length, as lenient as :mod:`json`.
 
-    Of millions of values one is in memory at a time; of a text that is cut off, what stands before
-    the cut can be had. What is wrong is a ValueError.
+    It holds one value in memory at a time, so a truncated text can be read up to the truncation.
+    Malformed text raises ValueError.
     """
 
     def __init__(self, file: IO[str]) -> None:
@@ -171,7 +171,7 @@ class JsonText:
         self._at = 0
 
     def members(self) -> Iterator[str]:
-        """Yield the keys of the object that comes; whoever gets one reads its value."""
+        """Yield the keys of the next object, whose values the caller reads."""
         for _ in self._between("{", "}"):
             key = self.value()
             if not isinstance(key, str):
@@ -180,12 +180,12 @@ class JsonText:
             yield key
 
     def items(self) -> Iterator[object]:
-        """Yield the values of the array that comes."""
+        """Yield the values of the next array."""
         for _ in self._between("[", "]"):
             yield self.value()
 
     def value(self) -> object:
-        """Return the value that comes."""
+        """Read the next value."""
         self.ahead()
         while True:
             try:
@@ -199,7 +199,7 @@ class JsonText:
                 return found
 
     def ahead(self) -> str:
-        """Return the letter that comes; none at the end."""
+        """Return the next character other than white space, or an empty string at the end."""
         while True:
             space = _SPACE.match(self._text, self._at)
             self._at = space.end() if space else self._at
@@ -209,12 +209,12 @@ class JsonText:
                 return ""
 
     def end(self) -> None:
-        """Prove that nothing comes any more."""
+        """Raise unless the text ends here."""
         if self.ahead():
             raise ValueError("extra data after the JSON text")
 
     def _between(self, first: str, last: str) -> Iterator[None]:
-        """Yield before each of the things between two brackets, separated by commas."""
+        """Yield before each of the comma-separated items between two brackets."""
         self._one_of(first)
         more = self.ahead() != last
         while more:

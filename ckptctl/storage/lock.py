@@ -1,4 +1,4 @@
-"""A lock that ends with its process: ``flock`` on the file ``lock`` in a folder of its own."""
+"""Lock released when its process ends: ``flock`` on the file ``lock`` in a dedicated folder."""
 
 from __future__ import annotations
 
@@ -14,28 +14,28 @@ from ckptctl.errors import RefusedError, StorageError, storage_errors
 NAME = "lock"
 _LOCKS = Path("/proc/locks")
 _SWEEP = "sweep"
-"""Follows the process in the file of a lock that is held to remove what a killed run left."""
+"""Follows the PID in the file of a lock that is held to remove files of a killed run."""
 _SWEEP_SECONDS = 60.0
-"""For which a run waits while such a lock is held: no output may be lost because of it."""
+"""How long a run waits for such a lock, so that its output is not lost."""
 _UNNAMED_SECONDS = 1.0
-"""For which a run waits where the file does not name the holder: it took the lock just now."""
+"""How long a run waits if the file does not name the holder, who has just locked it."""
 _RETRY_SECONDS = 0.01
 
 
 @contextmanager
 def held(folder: Path, target: Path, doing: str, *, to_sweep: bool = False) -> Iterator[None]:
-    """Hold the lock of *folder*, which is made if need be.
+    """Hold an exclusive lock on *folder*, creating the folder if necessary.
 
     Args:
-        folder: Where the lock is.
-        target: What an error is about.
-        doing: What the holder does, for an error.
-        to_sweep: Whether *folder* is only locked to remove what a killed run left in it. Others
-            wait for that to end, and are refused otherwise.
+        folder: Folder of the lock file.
+        target: Path to show in errors.
+        doing: Activity to name in errors of other processes, such as "writing to X".
+        to_sweep: Whether the lock is only held to remove files of a killed run. Other processes
+            wait for such a lock, and raise for any other.
 
     Raises:
         RefusedError: Another run holds the lock.
-        StorageError: The system failed a call.
+        StorageError: The lock could not be created or acquired.
     """
     descriptor = _lock(folder, target, doing, to_sweep=to_sweep)
     try:
@@ -46,9 +46,9 @@ def held(folder: Path, target: Path, doing: str, *, to_sweep: bool = False) -> I
 
 @contextmanager
 def held_itself(folder: Path, doing: str) -> Iterator[None]:
-    """Hold a lock on a folder that is there, and make nothing for it: a full disk has no room.
+    """Hold a lock on an existing folder itself, which needs no disk space.
 
-    Not every file system has such locks, and who goes by :func:`held` does not see them.
+    Not every file system supports this, and :func:`held` does not conflict with such a lock.
     """
     with storage_errors("lock", folder):
         descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -60,9 +60,9 @@ def held_itself(folder: Path, doing: str) -> Iterator[None]:
 
 
 def holder(folder: Path) -> str | None:
-    """Return the process of this machine that holds the lock of *folder*; None: none does.
+    """Return the PID of the local process that holds the lock of *folder*, or None.
 
-    Nothing is locked to find out, so that nobody finds it taken meanwhile (man 5 proc_locks).
+    This does not acquire the lock, so it does not block others (man 5 proc_locks).
     """
     try:
         return _holding((folder / NAME).stat())
@@ -71,7 +71,7 @@ def holder(folder: Path) -> str | None:
 
 
 def _holding(locked: os.stat_result) -> str | None:
-    """Return the process that holds a lock; None: none does, or the system does not tell."""
+    """Find the PID that holds a lock in ``/proc/locks``, or return None."""
     try:
         lines = _LOCKS.read_text().splitlines()
     except OSError:
@@ -93,18 +93,18 @@ def _lock(folder: Path, target: Path, doing: str, *, to_sweep: bool) -> int:
             with storage_errors("create", folder):
                 folder.mkdir(exist_ok=True)
             descriptor = os.open(path, flags, 0o666)
-        except FileNotFoundError:  # somebody removed the folder just now
+        except FileNotFoundError:  # another process removed the folder just now
             continue
         except OSError as error:
             with suppress(OSError):
-                folder.rmdir()  # it stays where somebody else has put something into it
+                folder.rmdir()  # it stays if another process has added files
             raise StorageError.from_os_error(error, "create", str(path)) from error
         except BaseException:  # a signal that was turned into an exception
             _remove_unused(folder)
             raise
         try:
             _take(descriptor, target, doing, wait=not to_sweep)
-            # Whoever held it before may have removed it in the meantime.
+            # The previous holder may have removed the file in the meantime.
             if path.stat().st_ino == os.fstat(descriptor).st_ino:
                 with suppress(OSError):  # a full disk has no room for it, and need not have
                     os.ftruncate(descriptor, 0)
@@ -122,9 +122,9 @@ def _lock(folder: Path, target: Path, doing: str, *, to_sweep: bool) -> int:
 
 
 def _remove_unused(folder: Path) -> None:
-    """Remove *folder* if nothing but a lock is in it, which nobody holds.
+    """Remove *folder* if it only contains a lock file that no process holds.
 
-    Who has just made the lock, and not taken it, finds it gone and makes another one.
+    A process that has just created the lock file, but not locked it, creates it again.
     """
     with suppress(OSError):
         if [item.name for item in folder.iterdir()] == [NAME] and holder(folder) is None:
@@ -138,7 +138,7 @@ def _take(descriptor: int, target: Path, doing: str, *, wait: bool) -> None:
         try:
             return fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            # Whoever took it just now may not have written its number yet.
+            # A process that has just acquired the lock may not have written its PID yet.
             written, holding = _written(descriptor), _holding(os.fstat(descriptor))
             if wait and time.monotonic() - began < _patience(written, holding):
                 time.sleep(_RETRY_SECONDS)
@@ -154,14 +154,14 @@ def _take(descriptor: int, target: Path, doing: str, *, wait: bool) -> None:
 
 
 def _patience(written: str, holding: str | None) -> float:
-    """Return for how long to wait for a lock whose file names *written*, and *holding* holds."""
+    """Return the seconds to wait for a lock with file content *written*, held by PID *holding*."""
     if written.endswith(_SWEEP):
         return _SWEEP_SECONDS
     return 0.0 if written == holding else _UNNAMED_SECONDS
 
 
 def _written(descriptor: int) -> str:
-    """Return the process that a lock's file names; nothing for a folder's own lock."""
+    """Read the content of a lock file, empty for a lock on the folder itself."""
     with suppress(IsADirectoryError):
         return os.pread(descriptor, 32, 0).decode("ascii", "replace").strip()
     return ""

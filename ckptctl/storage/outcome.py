@@ -1,4 +1,4 @@
-"""What became of elements that were computed or cast: lost, or off by some rounding."""
+"""Statistics of computed and cast elements: out-of-range values and rounding errors."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ ROUNDED = JsonField("quantization error, by unquantized tensor")
 
 @dataclass(frozen=True, slots=True)
 class OutOfRange:
-    """Numbers of elements that a cast, a dequantization or a merge could not keep.
+    """Counts of elements that a cast, dequantization or merge could not represent.
 
-    What a source holds itself is none of them: its infinities and NaN may stay what they are.
+    Infinities and NaN that a source already contains are not counted.
     """
 
     infinite: Annotated[int, JsonField("elements that became infinite")] = 0
@@ -41,7 +41,7 @@ class OutOfRange:
 
     @property
     def total(self) -> int:
-        """Return the number of all of them."""
+        """Total number of elements out of range."""
         return self.infinite + self.nan + self.saturated
 
     def __str__(self) -> str:
@@ -53,7 +53,7 @@ NONE = OutOfRange()
 
 
 def worst(found: Mapping[str, OutOfRange]) -> str:
-    """Return the tensors with most such elements, their numbers, and how many more there are."""
+    """Format the tensors with the most out-of-range elements and the number of further tensors."""
     names = sorted(found, key=lambda name: (-found[name].total, name))
     more = len(names) - SHOWN
     head = "; ".join(f"`{name}`: {found[name]}" for name in names[:SHOWN])
@@ -61,7 +61,7 @@ def worst(found: Mapping[str, OutOfRange]) -> str:
 
 
 def require_in_range(found: Mapping[str, OutOfRange], hint: str) -> None:
-    """Refuse elements that became infinite, NaN or saturated."""
+    """Raise if any elements became infinite, NaN or saturated."""
     if found:
         raise RefusedError(
             "elements became infinite, NaN or saturated", why=worst(found), hint=hint
@@ -70,12 +70,12 @@ def require_in_range(found: Mapping[str, OutOfRange], hint: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Rounding:
-    """Differences between quantized elements and plain ones, as sums that can be added.
+    """Quantization error as sums that can be added.
 
     Attributes:
         largest: The largest absolute difference.
         squares: The sum of the squares of all differences.
-        whole: The sum of the squares of the plain elements.
+        whole: The sum of the squares of the unquantized elements.
     """
 
     largest: float = 0.0
@@ -90,7 +90,7 @@ class Rounding:
         )
 
     def __bool__(self) -> bool:
-        """Return whether anything was quantized that is not 0."""
+        """Return whether any nonzero elements were quantized."""
         return self.whole > 0 or self.largest > 0
 
     @property
@@ -108,7 +108,7 @@ class Rounding:
 
 
 def summed_up(found: Mapping[str, Rounding]) -> str:
-    """Return one line on all of *found*, and the tensor that is the furthest off."""
+    """Format the overall quantization error and the tensor with the largest error."""
     total = sum(found.values(), EXACT)
     worst = max(found, key=lambda name: found[name].relative_rms)
     return (
@@ -118,7 +118,7 @@ def summed_up(found: Mapping[str, Rounding]) -> str:
 
 
 def _shortened(value: float) -> float:
-    """Return *value* without the digits that depend on the order in which numbers were added."""
+    """Round *value* to digits that do not depend on the order of summation."""
     return float(f"{value:.6g}")
 
 
@@ -127,7 +127,7 @@ EXACT = Rounding()
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What of some elements was lost, and how far those that were quantized are off."""
+    """Out-of-range counts and quantization error of some elements."""
 
     lost: OutOfRange = NONE
     rounding: Rounding = EXACT

@@ -1,7 +1,7 @@
-"""Whether the page cache has a file, and reading past it where it has not.
+"""Detection of files that are not in the page cache, and direct reads of them.
 
-A read through the cache copies each page once more, and asks the disk for little at a time. Direct
-reads need memory, offsets and lengths in whole pages.
+A read through the cache copies each page once more and issues small requests to the disk. Direct
+reads need page-aligned memory, offsets and lengths.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ from functools import cache
 
 PAGE = mmap.PAGESIZE
 LEAST = 16 << 20
-"""Bytes of a file that is worth the look."""
+"""Smallest file size that is checked, in bytes."""
 SAMPLES = 16
 
 
 def cold(descriptor: int) -> bool:
-    """Return whether less than half of a file's pages, by a sample, are in the page cache.
+    """Return whether less than half of the sampled pages of a file are in the page cache.
 
-    ``mincore`` reads nothing, unlike ``preadv2(RWF_NOWAIT)``, which starts to read ahead.
+    ``mincore`` does not read, unlike ``preadv2(RWF_NOWAIT)``, which starts read-ahead.
     """
     size = os.fstat(descriptor).st_size
     if size < LEAST or not hasattr(os, "O_DIRECT"):
         return False
     libc = _libc()
-    # Nothing in it is ever touched: a file that shrinks does no harm.
+    # The mapping is never accessed, so a file that is truncated does no harm.
     first = libc.mmap(None, size, mmap.PROT_READ, mmap.MAP_SHARED, descriptor, 0)
     if first == ctypes.c_void_p(-1).value:
         return False
@@ -55,7 +55,7 @@ def _libc() -> ctypes.CDLL:
 
 
 def past_cache(descriptor: int) -> int | None:
-    """Turn an own descriptor into one for direct reads; close it where there are none."""
+    """Switch a descriptor to direct reads, or close it and return None if that is unsupported."""
     with suppress(OSError):
         flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
         fcntl.fcntl(descriptor, fcntl.F_SETFL, flags | os.O_DIRECT)

@@ -1,4 +1,4 @@
-"""Paths and URLs as users name them, of which it is asked here which one is; and names inside.
+"""Paths and URLs given by users, and relative names found inside checkpoints.
 
 Names and links that come from inside a checkpoint must not lead out of it.
 """
@@ -20,14 +20,14 @@ P = TypeVar("P", bound=TreePath)
 LOOKED_AT = 1000
 SHOWN = 3
 _REPOSITORY = re.compile(r"[A-Za-z0-9][\w-]*/[\w.-]+")
-"""``ORG/NAME``."""
+"""Hub repository, ``ORG/NAME``."""
 _FILES = frozenset((".bin", ".ckpt", ".gguf", ".json", ".pt", ".pth", ".safetensors", ".zip"))
-"""What names of files end with, and those of repositories do not."""
+"""File suffixes that repository names do not have."""
 _SHARED_BLOB = re.compile(r"[0-9a-f]{64}")
 
 
 def named(path: str | os.PathLike[str]) -> TreePath:
-    """Return the path that a user names, which may be a URL; nothing is looked at yet."""
+    """Parse a path or URL given by the user, without accessing it."""
     if isinstance(path, UrlPath):
         return path
     if is_url(path):
@@ -38,13 +38,13 @@ def named(path: str | os.PathLike[str]) -> TreePath:
 
 
 def source_path(path: str | os.PathLike[str]) -> TreePath:
-    """Return the path that a user wants to be read; behind a URL it is looked at."""
+    """Parse a path or URL to read from, accessing a URL to resolve it."""
     found = named(path)
     return UrlPath(found.tree, found.tree.look(found.url)) if isinstance(found, UrlPath) else found
 
 
 def home_expanded(path: P) -> P:
-    """Return a path that a user names, with the home that a ``~`` in front stands for."""
+    """Expand a leading ``~`` of a path given by the user."""
     try:
         return path.expanduser()
     except RuntimeError:
@@ -56,12 +56,12 @@ def home_expanded(path: P) -> P:
 
 
 def shown(path: str | os.PathLike[str]) -> str:
-    """Return *path* as it was named, without what is secret in a URL."""
+    """Return *path* as given, without the secrets of a URL."""
     return str(named(path)) if is_url(path) else str(path)
 
 
 def is_known(path: str | os.PathLike[str]) -> bool:
-    """Return whether *path* is a path, or a URL of a kind that fsspec knows."""
+    """Return whether *path* is a local path, or a URL with a scheme supported by fsspec."""
     if not is_url(path):
         return True
     import fsspec
@@ -70,9 +70,9 @@ def is_known(path: str | os.PathLike[str]) -> bool:
 
 
 def require_answers(path: TreePath) -> None:
-    """Prove that what is behind a URL has answered whenever it was asked.
+    """Raise if any request to a remote tree has failed.
 
-    Readers take a file that cannot be read for a damaged one, which is right on this machine only.
+    Readers treat an unreadable file as damaged, which is only right for local files.
     """
     if isinstance(path, UrlPath) and (failure := path.tree.failure(path.url)):
         raise failure
@@ -86,19 +86,19 @@ def require_local(
     hint: str | None = None,
     error: type[CkptError] = UsageError,
 ) -> None:
-    """Refuse a URL where only paths of this machine make sense."""
+    """Raise if *path* is a URL."""
     if is_url(path):
         raise error(what, where=masked(os.fspath(path)), why=why, hint=hint)
 
 
 def path_hint(path: str | TreePath) -> str:
-    """Return a hint on a path at which there is nothing: what there is in its place."""
+    """Return a hint for a path that does not exist."""
     if is_url(path):
         return "check the URL; nothing was found there"
     absolute = home_expanded(Path(path)).absolute()
     if absolute.exists():
         return f"`{absolute}` is a file"
-    there = next(one for one in absolute.parents if one.is_dir())
+    there = next(parent for parent in absolute.parents if parent.is_dir())
     wanted = absolute.relative_to(there).parts[0]
     if (there / wanted).is_symlink():
         return _link_hint(there / wanted)
@@ -107,7 +107,7 @@ def path_hint(path: str | TreePath) -> str:
         return f"start the URL with `{scheme}://`"
     try:
         with os.scandir(there) as found:
-            names = [one.name for one in islice(found, LOOKED_AT) if one.name[0] != "."]
+            names = [entry.name for entry in islice(found, LOOKED_AT) if entry.name[0] != "."]
     except OSError:
         return f"`{there}` cannot be listed"
     close = nearest(wanted, names)
@@ -120,21 +120,21 @@ def path_hint(path: str | TreePath) -> str:
 
 
 def names_repository(path: str | TreePath) -> bool:
-    """Return whether a path is what a repository of the Hub is called, too: ``ORG/NAME``."""
+    """Return whether a path could also be a Hub repository ``ORG/NAME``."""
     return bool(_REPOSITORY.fullmatch(str(path))) and Path(path).suffix not in _FILES
 
 
 def hub_url(path: str | TreePath) -> str | None:
-    """Return the URL of the Hub's repository that *path* may mean; None: none.
+    """Return the URL of the Hub repository that *path* may mean, or None.
 
-    There is none where there is a folder ``ORG`` here.
+    It is None if a local folder ``ORG`` exists.
     """
     here = Path(path).absolute().parent.is_dir()
     return f"{HUB}://{path}" if names_repository(path) and not here else None
 
 
 def _link_hint(link: Path) -> str:
-    """Return the hint on a symbolic link that leads to nothing."""
+    """Return the hint for a broken symbolic link."""
     said = f"`{link}` is a symbolic link to `{link.readlink()}`"
     try:
         link.stat()
@@ -146,14 +146,14 @@ def _link_hint(link: Path) -> str:
 
 
 class OutsideError(UnsupportedError):
-    """A name or a link leads out of a checkpoint, and so is not read.
+    """A name or link leads out of the checkpoint and is not read.
 
-    What it leads to may be whole: for who wants to know whether a checkpoint is, it proves nothing.
+    The file it leads to may be complete, so this is no evidence that the checkpoint is damaged.
     """
 
 
 def contained(name: str, where: str) -> str:
-    """Return *name* if it is a plain relative path below a checkpoint's root."""
+    """Normalize *name*, which must be a relative path without ``..``."""
     pure = PureWindowsPath(name)
     parts = pure.parts
     if not parts or pure.drive or pure.root or ".." in parts or "\0" in name or "\\" in name:
@@ -166,10 +166,10 @@ def contained(name: str, where: str) -> str:
 
 
 def real_path(path: P) -> P:
-    """Return *path* without links, up to a link that leads to itself; a URL has none.
+    """Resolve symbolic links, except a link to itself (URLs have none).
 
-    ``Path.resolve`` raises ``RuntimeError`` there before Python 3.13: an error that nobody expects
-    of a file. Whoever opens what this returns gets the system's own.
+    ``Path.resolve`` raises ``RuntimeError`` for such a link before Python 3.13, which no caller
+    expects of a file. Opening the result raises the system's own error.
     """
     try:
         return path.resolve()
@@ -178,17 +178,17 @@ def real_path(path: P) -> P:
 
 
 def hub_repository(root: TreePath) -> TreePath | None:
-    """Return the repository in a Hugging Face cache whose snapshot *root* is, or lies in."""
+    """Return the repository in a Hugging Face cache whose snapshot contains *root*, or None."""
     found = (parent.parent for parent in root.parents if parent.name == "snapshots")
     return next(found, None)
 
 
 def leads_outside(path: TreePath, root: TreePath) -> bool:
-    """Return whether links lead from *path* out of *root*.
+    """Return whether symbolic links lead from *path* out of *root*.
 
-    They may leave it only the way the Hugging Face cache uses them: from
-    ``snapshots/<revision>/`` into the ``blobs/`` directory of the same repository, and on to
-    the ``blobs/`` that all repositories share (huggingface_hub, ``utils/_shared_blobs.py``).
+    The links of the Hugging Face cache are allowed: from ``snapshots/<revision>/`` into the
+    ``blobs/`` directory of the same repository, and on to the ``blobs/`` shared by all repositories
+    (huggingface_hub, ``utils/_shared_blobs.py``).
     """
     root, real = real_path(root), real_path(path)
     if real.is_relative_to(root):
@@ -205,7 +205,7 @@ def leads_outside(path: TreePath, root: TreePath) -> bool:
 def is_there(path: TreePath) -> bool:
     """Return whether *path* is a file, or a link to itself or out of its folder.
 
-    Nothing tells what such a link stands for. One that leads to nothing inside stands for no file.
+    The target of such a link is unknown. A link to a missing file in the folder does not count.
     """
     return path.is_file() or (
         path.is_symlink() and (real_path(path).is_symlink() or leads_outside(path, path.parent))

@@ -1,4 +1,4 @@
-"""Processes by a name that no later one has, so that what a dead one left is known for that."""
+"""Unique identities of processes, to recognize files of processes that have ended."""
 
 from __future__ import annotations
 
@@ -9,20 +9,19 @@ from pathlib import Path
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
 _NAMESPACE = Path("/proc/self/ns/pid")
 _STATE, _BEGAN = 0, 19
-"""Places of the state and the start time behind a process's name in its ``stat`` (man 5 proc)."""
+"""Indices of the state and the start time after the process name in ``stat`` (man 5 proc)."""
 _OVER = ("Z", "X")
-"""States of a process that has ended and that its parent has not asked for."""
+"""States of a process that has ended but was not reaped by its parent."""
 
 
 @dataclass(frozen=True, slots=True)
 class Process:
-    """A process.
+    """Identity of a process.
 
     Attributes:
-        host: Name of its machine, for messages.
-        system: What its number counts in: this boot of this machine, and the PID namespace; empty:
-            unknown.
-        number: Its PID.
+        host: Host name, for messages.
+        system: Boot ID and PID namespace that *number* belongs to, or empty if unknown.
+        number: PID.
         began: Clock ticks between the boot and its start.
     """
 
@@ -33,13 +32,13 @@ class Process:
 
 
 def own() -> Process:
-    """Return this process."""
+    """Return the identity of this process."""
     number = os.getpid()
     return Process(os.uname().nodename, _system(), number, _began(number) or 0)
 
 
 def ended(process: Process) -> bool:
-    """Return whether *process* is known to have ended; nobody here knows of other systems."""
+    """Return whether *process* has certainly ended, which is only known on the same system."""
     same = bool(process.system) and process.system == _system()
     return same and _began(process.number) != process.began
 
@@ -52,7 +51,7 @@ def _system() -> str:
 
 
 def _began(number: int) -> int | None:
-    """Return the clock tick at which a process began; None: there is none that runs."""
+    """Return the start time of a running process in clock ticks, or None if it is not running."""
     try:
         text = Path(f"/proc/{number}/stat").read_text()
     except OSError:

@@ -1,13 +1,13 @@
-"""The one atomic step in which a finished output appears under its final name.
+"""Atomic publication of a finished output under its final name.
 
-Work happens in a sibling directory of one fixed name, ``.NAME.ckptctl-staging``::
+Outputs are built in a sibling directory with a fixed name, ``.NAME.ckptctl-staging``::
 
     lock       held (flock) by the process at work; contains its pid
     journal    what is durably written (see execution/journal.py)
     data/      the output: the directory to be published, or the directory of the one file
 
-Killed at any point, a run leaves the destination as it was or complete, and at most that directory
-beside it, which the next run for the same destination uses or removes.
+A run that is killed at any point leaves the destination unchanged or complete, and at most this
+directory next to it, which the next run for the same destination uses or removes.
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ DOING = "writing to this destination"
 LEFT = "partial output from an interrupted run exists for this destination"
 IN_PLACE = "the output was published, but it may not survive a power failure"
 _OWN = frozenset((lock.NAME, DATA, JOURNAL, "failed"))
-"""What runs put into a staging directory; the last: how one of many ranks tells the others."""
+"""Files of a staging directory; ``failed`` reports the failure of one of several ranks."""
 
 
 class Staging:
-    """The place where one output is made."""
+    """Staging directory of one output."""
 
     def __init__(
         self, target: Path, *, overwrite: bool, single_file: bool, is_checkpoint: Recognize
@@ -69,14 +69,14 @@ class Staging:
         self._is_checkpoint = is_checkpoint
 
     def held(self) -> int:
-        """Return the bytes on disk that are already taken by the staged output."""
+        """Return the disk space that the staged output already takes, in bytes."""
         return held_in(self.data)
 
     def publish(self) -> list[str]:
-        """Give the output its final name; its files and directories are synced already."""
+        """Rename the output, whose files are synced, to its final name, and return notes."""
         check_target(self.target, overwrite=self._overwrite, is_checkpoint=self._is_checkpoint)
         with storage_errors("publish", self.target):
-            # After an exchange `data` is the old output: no journal may vouch for it.
+            # After an exchange, `data` is the old output, which no journal may describe.
             self.journal.unlink(missing_ok=True)
             sync_directory(self.root)
             self._rename()
@@ -90,11 +90,11 @@ class Staging:
         return self.notes
 
     def revert(self) -> str:
-        """Take the published output back; it is removed with the staging directory.
+        """Move the published output back into the staging directory and restore the previous one.
 
         Raises:
-            RefusedError: Something else has been put in its place; nothing is touched.
-            StorageError: The system failed the rename or a sync.
+            RefusedError: The output was replaced in the meantime; nothing is changed.
+            StorageError: The rename or a sync failed.
         """
         with storage_errors("withdraw the output", self.target):
             if _inode(self.target) != self._identity:
@@ -141,7 +141,7 @@ class Staging:
             )
 
     def _fill(self) -> None:
-        """Let the output take the place of an empty folder, with its mode, in one step."""
+        """Atomically replace an empty folder by the output, keeping its mode."""
         self._finished.chmod(stat.S_IMODE(self.target.lstat().st_mode))
         try:
             self._finished.rename(self.target)
@@ -153,13 +153,13 @@ class Staging:
 
 
 def unfinished(target: Path) -> Unfinished | None:
-    """Return what an interrupted run left for *target*; None: nothing, or a run is at work."""
+    """Return the partial output of an interrupted run for *target*, or None if a run is active."""
     root = staging_directory(target)
     return None if lock.holder(root) else left_in(root)
 
 
 def data_directory(target: Path) -> Path:
-    """Return the folder in which the output for *target* is made."""
+    """Return the folder in which the output for *target* is built."""
     return staging_directory(target) / DATA
 
 
@@ -175,18 +175,18 @@ def staging(
     single_file: bool = False,
     is_checkpoint: Recognize = lambda _: False,
 ) -> Iterator[Staging]:
-    """Make room beside *target* to build it in, and clean up afterwards.
+    """Create a staging directory next to *target*, and remove it afterwards.
 
     Args:
-        target: The destination. Its parent directories are made.
-        overwrite: Whether to replace what is there.
-        resume: Whether to keep what an earlier, unfinished run staged.
-        restart: Whether to throw that away otherwise, even if it could be gone on with.
-            A save does: training must not end because of it.
-        keep_on_error: Whether to leave the staged files after an error, for *resume*.
-        keep_on_interrupt: Whether to leave them after Ctrl-C or SIGTERM, if they are of use to it.
-        single_file: Whether the output is the one file ``data/NAME`` instead of ``data``.
-        is_checkpoint: Whether a path is something that may be overwritten.
+        target: The destination. Its parent directories are created.
+        overwrite: Whether to replace an existing output.
+        resume: Whether to keep the partial output of an interrupted run.
+        restart: Whether to discard partial output even if it could be resumed. Saves do, because
+            training must not stop for it.
+        keep_on_error: Whether to keep the staged files after an error, for *resume*.
+        keep_on_interrupt: Whether to keep them after Ctrl-C or SIGTERM, if they can be resumed.
+        single_file: Whether the output is the single file ``data/NAME`` instead of ``data``.
+        is_checkpoint: Returns whether a path may be overwritten.
     """
     target = destination(target)
     found = Staging(
@@ -225,7 +225,7 @@ def staging(
 
 @contextmanager
 def sweeping(target: str | os.PathLike[str] | None) -> Iterator[None]:
-    """Let a run that is refused remove what one left that was killed when all was done."""
+    """If the block raises `RefusedError`, remove stale staging files of a killed run."""
     try:
         yield
     except RefusedError:
@@ -238,17 +238,20 @@ def sweeping(target: str | os.PathLike[str] | None) -> Iterator[None]:
 
 
 def sweep(target: Path, untouched: float = 0.0) -> bool:
-    """Remove what a killed run left for *target*, if no other can go on with it; say whether.
+    """Remove the staging directory of a killed run unless it can be resumed.
 
     Args:
         target: The destination.
-        untouched: So many seconds nobody may have written to it, by the file system's clock: the
-            process that held the lock is not the only one that writes. What was written to since is
-            not even locked: a run that begins may just be about to lock it.
+        untouched: Seconds for which no process may have written to it, by the clock of the file
+            system, because the holder of the lock is not the only writer. A directory that was
+            written to since is not even locked, as a new run may be about to lock it.
+
+    Returns:
+        Whether the directory was removed.
 
     Raises:
-        RefusedError: A run is at work there, or it is none of ours.
-        StorageError: It could not be removed.
+        RefusedError: A run is active, or the directory was not created by ckptctl.
+        StorageError: The directory could not be removed.
     """
     root = staging_directory(target)
     journal, locked = root / JOURNAL, root / lock.NAME
@@ -272,7 +275,7 @@ def sweep(target: Path, untouched: float = 0.0) -> bool:
 
 
 def _seconds_untouched(root: Path) -> float:
-    """Return for how long a staging directory was not written to, by the file system's clock."""
+    """Return the seconds since the last write to a staging directory, by the file system clock."""
     locked = root / lock.NAME
     os.utime(locked)
     written = (item.lstat().st_mtime for item in (root, *root.rglob("*")) if item != locked)
@@ -280,9 +283,9 @@ def _seconds_untouched(root: Path) -> float:
 
 
 def _require_own(root: Path) -> None:
-    """Refuse a folder that only has the name of a staging directory: all in it is removed.
+    """Raise if a staging directory, which will be deleted, contains files of other programs.
 
-    Whoever makes one begins with its lock. NFS has names for what is removed while it is open.
+    A staging directory always has a lock. NFS renames open files that are removed (``.nfs*``).
     """
     if root.is_symlink() or not root.is_dir():
         return  # there is none, or who locks it says what is wrong
@@ -310,7 +313,7 @@ def _prepare(found: Staging, *, resume: bool) -> None:
 
 
 def _discard(found: Staging) -> list[str]:
-    """Remove the staging directory; return what to say where that fails."""
+    """Remove the staging directory and return a note if that fails."""
     failures: list[str] = []
     for path in (found.journal, found.data, found.root):
         try:
@@ -326,7 +329,7 @@ def _discard(found: Staging) -> list[str]:
 
 
 def _tell(error: BaseException, left: Sequence[str]) -> None:
-    """Add to *error* what it leaves behind."""
+    """Add notes on remaining files to *error*."""
     if isinstance(error, CkptError):
         error.why = "; ".join(filter(None, (error.why, *left)))
     else:

@@ -1,7 +1,7 @@
-"""Several files, or several places of one, that are read in turn behind a URL.
+"""Read-ahead for remote files, or places in a file, that are read one after the other.
 
-A request takes 50 to 150 ms however little it asks for: what is known to be read next is asked for
-while the one before is looked at.
+A request takes 50 to 150 ms regardless of its size, so the next places are requested while the
+current one is processed.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from ckptctl.storage.files import SourceFiles
 from ckptctl.storage.threads import thread_pool
 
 AHEAD = 16
-"""How many are asked for at a time."""
+"""Number of items to prefetch."""
 FileOffset = tuple[str, int]
-"""A file, and a byte in it; from its end, where negative."""
+"""File name and byte offset, relative to the end if negative."""
 T = TypeVar("T")
 
 
 def ahead(
     files: SourceFiles, items: Iterable[T], places: Callable[[T], Iterable[FileOffset]]
 ) -> Iterator[T]:
-    """Yield *items* while the next ones are being fetched; of local files nothing is.
+    """Yield *items* while prefetching the next ones, unless they are local.
 
-    What cannot be fetched is an error where it is read.
+    A place that cannot be fetched raises when it is read.
     """
     if files.local:
         yield from items
@@ -48,22 +48,22 @@ def ahead(
 
 
 def heads_ahead(files: SourceFiles, names: Iterable[str]) -> Iterator[str]:
-    """Yield *names* of files that are read from the front, as safetensors are."""
+    """Yield *names* of files that are read from the start, such as safetensors."""
     return ahead(files, names, lambda name: ((name, 0),))
 
 
 def zips_ahead(files: SourceFiles, names: Iterable[str]) -> Iterator[str]:
-    """Yield *names* of files of ``torch.save``: a directory ends them, the pickle begins them."""
+    """Yield *names* of ``torch.save`` files, which are read at the end first, then at the start."""
     return ahead(files, names, zip_ends)
 
 
 def zip_ends(name: str) -> tuple[FileOffset, ...]:
-    """Return the places at which a file of ``torch.save`` is read."""
+    """Return the places at which a ``torch.save`` file is read."""
     return (name, -1), (name, 0)
 
 
 def ends(part: Extent | Blob) -> Iterator[FileOffset]:
-    """Yield the places at which an item that is a zip of its own is read."""
+    """Yield the first and last byte of an item that is a separate zip."""
     if part.file is not None:
         yield part.file, part.offset
         yield part.file, part.offset + part.nbytes - 1

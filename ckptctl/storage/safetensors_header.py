@@ -1,9 +1,9 @@
-"""The header of a safetensors file, read and written.
+"""Reader and writer of safetensors headers.
 
 Format: eight bytes of little-endian length, that many bytes of JSON, the data
-(https://huggingface.co/docs/safetensors; ``safetensors/src/tensor.rs``). The reader refuses
-everything that the reference reader refuses, and also what the specification forbids and the
-reference lets pass: duplicate keys, leading white space, unknown fields, more than 64 dimensions.
+(https://huggingface.co/docs/safetensors; ``safetensors/src/tensor.rs``). The reader rejects
+everything that the reference reader rejects, and also violations of the specification that it
+accepts: duplicate keys, leading white space, unknown fields, more than 64 dimensions.
 """
 
 from __future__ import annotations
@@ -39,15 +39,15 @@ Span = tuple[str, tuple[int, ...], int, int]
 
 @dataclass(frozen=True, slots=True)
 class SafetensorsHeader:
-    """What the header says.
+    """Parsed header of a safetensors file.
 
     Attributes:
-        tensors: For each name, in the header's order: torch's dtype, the shape as torch counts
-            it, the first byte in the file and the byte after the last.
+        tensors: For each name, in the order of the header: the torch dtype, the torch shape, the
+            first byte in the file and the byte after the last.
         metadata: The ``__metadata__`` strings.
         length: Bytes of the file before the data.
-        unread: Names among *tensors* with a dtype that is not known, which is called as in the
-            header; their shape is that of the header, too.
+        unread: Names of tensors with an unknown dtype; *tensors* has their dtype and shape as
+            written in the header.
     """
 
     tensors: dict[str, Span]
@@ -59,9 +59,11 @@ class SafetensorsHeader:
 def read_header(
     files: SourceFiles, name: str, *, unread: bool = False, start: int = 0
 ) -> SafetensorsHeader:
-    """Read the header of a safetensors file; *unread* describes unknown dtypes, or refuses them.
+    """Read the header of a safetensors file.
 
-    With *start* there is something else before it.
+    With *unread*, tensors of unknown dtypes are returned, too, instead of an error. The data begins
+    at byte *start* of the file. A truncated file raises DamagedError, any other malformed one
+    UnsupportedError.
     """
     where = f"{files.root / name}" + (f", at byte {start:,}" if start else "")
     size = files.size(name) - start
@@ -116,7 +118,7 @@ def read_header(
 
 
 def unread_reason(code: str) -> str:
-    """Return the reason for which tensors with the dtype *code* of a header are not read."""
+    """Return why tensors with the header dtype *code* cannot be read."""
     return f"the dtype {code[:40]!r} is not supported: {_UNKNOWN}"
 
 
@@ -163,7 +165,7 @@ def _integers(value: object) -> bool:
 
 
 def _check_spans(tensors: Mapping[str, Span], nbytes: int, where: str) -> None:
-    """Check that the tensors fill the data without hole or overlap."""
+    """Check that the tensors fill the data without gap or overlap."""
     expected = 0
     for key, (_, _, begin, end) in sorted(tensors.items(), key=lambda item: item[1][2:]):
         if begin != expected:
@@ -180,11 +182,15 @@ def _check_spans(tensors: Mapping[str, Span], nbytes: int, where: str) -> None:
 def encode_header(
     tensors: Sequence[tuple[str, str, tuple[int, ...]]], metadata: Mapping[str, str]
 ) -> tuple[bytes, tuple[int, ...]]:
-    """Return the bytes before the data, and where each tensor goes.
+    """Encode the header of a safetensors file.
+
+    Args:
+        tensors: Name, torch dtype and torch shape of each tensor, in file order.
+        metadata: The ``__metadata__`` strings.
 
     Returns:
-        Length and header, padded with spaces so that the data begins at a multiple of 8; and the
-        first byte of each tensor in the file.
+        Length and header, padded with spaces to align the data to 8 bytes, and the file offset of
+        each tensor.
     """
     parts = [f'"{METADATA}":{_text(dict(metadata))}'] if metadata else []
     names: set[str] = set()

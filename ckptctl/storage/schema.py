@@ -1,4 +1,4 @@
-"""The structure of foreign data, stated once as types, and typed values read by it.
+"""Schemas for untrusted data, declared as types, and readers that return typed values.
 
 ::
 
@@ -11,8 +11,8 @@
     with malformed("malformed rules file", where):
         rules = read_as(tuple[Rule, ...], content["rule"], "rule")
 
-The data may be hostile. Nothing is called that it names, a value that lies in many places is read
-once, so that time and memory grow with the input, and messages show little of it.
+The data may be hostile. Nothing that it names is called, a value that is referenced many times is
+read once, so that time and memory grow with the input, and messages show only a few characters.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ from ckptctl.storage.pickles.inert import Inert
 from ckptctl.units import counted
 
 SHOWN = 40
-"""Characters of a value, or of a key, that a message shows."""
+"""Most characters of a value or key in a message."""
 T = TypeVar("T")
 _Seen = defaultdict[Any, dict[int, Any]]
-"""What was read, by the reader and the identity of the value."""
+"""Results by reader and identity of the value."""
 _Reader = Callable[[Any, _Seen], Any]
 _CALLED = {
     int: "an integer",
@@ -60,33 +60,33 @@ _CALLED = {
 
 
 class Schema:
-    """A base of dataclasses that state what a dict contains.
+    """Base of dataclasses that describe the keys of a dict.
 
-    Fields without a default are required. What a class does not mention is ignored.
+    Fields without a default are required. Other keys of the dict are ignored.
     """
 
     __slots__ = ()
 
 
 class ClosedSchema(Schema):
-    """A base of those that mention all that there may be."""
+    """Base of schemas that reject keys without a field."""
 
     __slots__ = ()
 
 
 class ObjectSchema(Schema):
-    """A base of those that state the attributes of an object that a pickle describes."""
+    """Base of schemas for the attributes of a pickled object."""
 
     __slots__ = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Constraint:
-    """A requirement on a value, next to its type in ``Annotated``.
+    """Requirement on a value, next to its type in ``Annotated``.
 
     Attributes:
-        expected: What the value has to be, with an article.
-        test: Decides about a value of the type.
+        expected: Description of valid values, with an article.
+        test: Returns whether a value of the type is valid.
     """
 
     expected: str
@@ -94,12 +94,12 @@ class Constraint:
 
 
 def within(least: int, end: int) -> Constraint:
-    """Require an integer from *least* on and below *end*."""
+    """Require an integer with ``least <= value < end``."""
     return Constraint(f"an integer from {least} to {end - 1}", lambda value: least <= value < end)
 
 
 def sized(least: int, most: int) -> Constraint:
-    """Require at least *least* and at most *most* items."""
+    """Require *least* to *most* items."""
     return Constraint(
         f"{least:,} to {counted(most, 'item')}", lambda value: least <= len(value) <= most
     )
@@ -110,17 +110,17 @@ FILLED = Constraint("a collection that is not empty", bool)
 
 
 class MalformedError(ValueError):
-    """Evidence that foreign data are malformed, for :func:`malformed` around the raise."""
+    """Malformed data, to which :func:`malformed` adds the context."""
 
 
 class MismatchError(MalformedError):
-    """A value that differs from its schema.
+    """A value does not match its schema.
 
     Args:
-        expected: What it has to be, with an article.
-        value: What it is.
-        name: Its name, or the last part of it.
-        problem: What is said instead of both.
+        expected: Description of valid values, with an article.
+        value: The actual value.
+        name: Name of the value, or the last part of it.
+        problem: Message that replaces the description of both.
     """
 
     def __init__(
@@ -137,7 +137,7 @@ class MismatchError(MalformedError):
 
 
 def describe(value: object) -> str:
-    """Return what *value* is, in a few words."""
+    """Describe *value* in a few words."""
     if isinstance(value, str):
         return repr(value[:SHOWN])
     if type(value) is int and value.bit_length() > 64:
@@ -149,15 +149,15 @@ def describe(value: object) -> str:
 
 
 def read_as(kind: type[T], value: object, name: str = "") -> T:
-    """Return *value* as *kind* states it.
+    """Convert *value* to the type *kind*.
 
     Args:
-        kind: A :class:`Schema`, a plain type, or a collection of them.
-        value: What was read from a file.
-        name: What messages call it.
+        kind: A :class:`Schema`, a built-in type, or a collection of them.
+        value: Untrusted value read from a file.
+        name: Name of the value in messages.
 
     Raises:
-        MismatchError: It has another structure; see :func:`malformed`.
+        MismatchError: The value does not match; see :func:`malformed`.
     """
     try:
         found: T = _reader(cast("Any", kind))(value, defaultdict(dict))
@@ -168,7 +168,7 @@ def read_as(kind: type[T], value: object, name: str = "") -> T:
 
 
 def find(kind: type[T], value: object, *names: str) -> T | None:
-    """Return a member of *value*, by the names on the way to it, if it is of that kind, or None."""
+    """Return the nested member *names* of *value* if it matches *kind*, or None."""
     for name in names:
         value = value.get(name) if isinstance(value, dict) else None
     try:
@@ -181,7 +181,7 @@ def find(kind: type[T], value: object, *names: str) -> T | None:
 def malformed(
     what: str, where: str, hint: str | None = None, error: type[CkptError] = UnsupportedError
 ) -> Iterator[None]:
-    """Turn what goes wrong while fields are taken out of foreign data into one error."""
+    """Convert exceptions raised while reading untrusted data into one *error*."""
     try:
         yield
     except (LookupError, TypeError, ValueError, AttributeError, RecursionError) as found:
@@ -191,7 +191,7 @@ def malformed(
 
 
 def attributes(record: object) -> Mapping[str, object]:
-    """Return the attributes of an inert record, from its dict or its slots."""
+    """Return the attributes of an inert record, from its ``__dict__`` or its slots."""
     state = record.state if isinstance(record, Inert) else record
     if isinstance(state, tuple) and len(state) == 2:
         slots = [one or {} for one in state]
@@ -203,12 +203,12 @@ def attributes(record: object) -> Mapping[str, object]:
 
 @lru_cache(maxsize=1024)
 def _reader(kind: Any) -> _Reader:
-    """Return the reader of a kind: a function of a value and of what was read before."""
+    """Build the function that reads values of *kind*."""
     origin, inner = get_origin(kind), get_args(kind)
     if origin is Annotated:
         return partial(_read_checked, _reader(inner[0]), inner[1])
     if origin in (Union, UnionType):
-        return partial(_read_either, [_reader(one) for one in inner])
+        return partial(_read_either, [_reader(item) for item in inner])
     if origin is Literal:
         types = {type(choice) for choice in inner}
         words = Constraint(
@@ -218,15 +218,17 @@ def _reader(kind: Any) -> _Reader:
     if kind in (Any, object):
         return _any
     if origin is tuple and inner[-1] is not Ellipsis:
-        reader: _Reader = partial(_read_row, [_reader(one) for one in inner])
+        reader: _Reader = partial(_read_row, [_reader(item) for item in inner])
     elif origin in (tuple, list):
         reader = partial(_read_elements, origin, _reader(inner[0]))
     elif origin in (dict, Mapping):
         reader = partial(_read_entries, _reader(inner[0]), _reader(inner[1]))
     elif issubclass(kind, Schema):
         hints = get_type_hints(kind, include_extras=True)
-        members = {one.name: _reader(hints[one.name]) for one in fields(kind)}
-        required = {one.name for one in fields(kind) if one.default is one.default_factory}
+        members = {member.name: _reader(hints[member.name]) for member in fields(kind)}
+        required = {
+            member.name for member in fields(kind) if member.default is member.default_factory
+        }
         reader = partial(_read_members, kind, members, required)
     else:
         return _instance(kind)
@@ -238,7 +240,7 @@ def _any(value: object, _: _Seen) -> object:
 
 
 def _read_once(reader: _Reader, value: object, seen: _Seen) -> object:
-    """Read a value once, however often it occurs."""
+    """Read a value, or return the result of an earlier read of the same object."""
     known, place = seen[reader], id(value)
     if place not in known:
         known[place] = reader(value, seen)
@@ -246,7 +248,7 @@ def _read_once(reader: _Reader, value: object, seen: _Seen) -> object:
 
 
 def _instance(kind: type) -> _Reader:
-    """Return a reader of single values: a closure, since most of what is read goes through one."""
+    """Build a reader of single values, as a closure for speed."""
 
     def read_instance(value: object, _: _Seen) -> object:
         if type(value) is not kind and (kind in _CALLED or not isinstance(value, kind)):
@@ -264,7 +266,7 @@ def _read_checked(reader: _Reader, constraint: Constraint, value: object, seen: 
 
 
 def _read_either(readers: Sequence[_Reader], value: object, seen: _Seen) -> object:
-    """Read a value as the first kind that fits, or else tell of the closest one."""
+    """Read a value with the first reader that accepts it, or raise the most specific error."""
     errors = []
     for reader in readers:
         try:

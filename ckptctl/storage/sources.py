@@ -1,4 +1,4 @@
-"""The source files of a plan, and proof that they stay what they were when it was made."""
+"""Source files of a plan, and detection of changes to them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class Sources:
-    """Every directory that a plan reads from, open for its whole run."""
+    """Source directories of a plan, open while it is executed."""
 
     def __init__(self, plan: Plan, stack: ExitStack) -> None:
         self._plan = plan
@@ -32,18 +32,19 @@ class Sources:
         self._identities |= plan.inputs
 
     def files(self, root: TreePath) -> SourceFiles:
-        """Return the files below one of the plan's directories."""
+        """Return the files below one of the source directories."""
         return self._open[root]
 
     def listed(self) -> list[tuple[object, ...]]:
-        """Return names and identities, whatever directory they are in: what a journal is about.
+        """List file names and identities for the header of the journal.
 
-        Without the devices: each machine, and each mount, gives a network file system another.
+        Directories and device numbers are omitted. Network file systems have a different device
+        number on each machine and mount.
         """
         return sorted((name, *astuple(one)[:-1]) for (_, name), one in self._identities.items())
 
     def check(self) -> None:
-        """Compare every source file with what it was when it was first looked at."""
+        """Raise `ChangedError` if a source file differs from its state when the plan was made."""
         require_unreplaced(self._plan.opened)
         sizes = {file.path: file.size for file in self._plan.files}
         for files in self._open.values():
@@ -64,7 +65,7 @@ class Sources:
                 raise ChangedError(*key, _difference(identity, found))
 
     def _identity(self, root: TreePath, name: str) -> FileIdentity:
-        # By path, not by the open descriptor: a replaced file must not pass as the old one.
+        # By path instead of the open descriptor, to detect replaced files.
         try:
             found = self._open[root].path(name).stat()
         except (SourceNotFoundError, FileNotFoundError):
@@ -79,7 +80,7 @@ def identity_of(path: TreePath) -> FileIdentity:
 
 
 def require_unreplaced(opened: tuple[TreePath, FileIdentity] | None) -> None:
-    """Make sure that what was opened still lies under its path."""
+    """Raise if another file has replaced the opened one at its path."""
     if opened is None:
         return
     path, before = opened
@@ -95,7 +96,7 @@ def require_unreplaced(opened: tuple[TreePath, FileIdentity] | None) -> None:
 
 @contextmanager
 def blaming(check: Callable[[], None]) -> Iterator[None]:
-    """Blame an error within on a change of the source, where *check* finds that it changed."""
+    """If the block fails, call *check* first, which raises if the source changed."""
     try:
         yield
     except CkptError:

@@ -1,4 +1,4 @@
-"""What lies in place of a file: a pointer of Git LFS, a web page, an error message, zeros.
+"""Detection of content that replaces a file: Git LFS pointers, web pages, error messages, zeros.
 
 Sources: the Git LFS specification (``docs/spec.md``: a pointer begins with its version line and has
 less than 1,024 bytes); the S3 API reference, "Error responses".
@@ -13,14 +13,14 @@ from ckptctl.storage.files import SourceFiles
 from ckptctl.tree import TreePath
 
 LONGEST = 1 << 20
-"""Bytes; nothing that stands in for a file is longer."""
+"""Largest size of a replacement, in bytes."""
 EDGE = 1 << 16
 ZIP, ZIP_END, ZIP_TAIL = b"PK\3\4", b"PK\5\6", 22
-"""What begins a zip, what its last bytes begin with, and how many these are: torch adds none."""
+"""Start of a zip, start of its end record, and size of that record (torch adds no comment)."""
 ZIP_REACH = ZIP_TAIL + 0xFFFF
-"""Where torch looks for the end of a zip: a comment may follow, or what fills up a block."""
+"""Bytes in which torch searches the end record, which a comment or padding may follow."""
 HEAD = 512
-"""Bytes that tell what it is."""
+"""Bytes needed to detect a replacement."""
 GIT_LFS = b"version https://git-lfs.github.com/spec/"
 PULL = "run `git lfs pull` in the repository to fetch the file"
 HDF5 = b"\x89HDF\r\n\x1a\n"
@@ -41,21 +41,21 @@ _SIGNATURES = (
     (b"BZh", "bzip2", "unpack it"),
     (b"\xfd7zXZ\0", "xz", "unpack it"),
 )
-"""What the first bytes of files tell: the kind, and what to do about it."""
+"""Magic bytes of files, the kind of file, and a hint."""
 _PAGE = (b"<!doctype html", b"<html")
 _ERROR = (b"<?xml", b"<error>")
 
 
 def zeros(files: SourceFiles, name: str) -> str:
-    """Return the description of a file that begins with zeros."""
+    """Describe a file that starts with zeros."""
     return "it contains only zeros" if only_zeros(files.path(name)) else "it starts with zeros"
 
 
 def only_zeros(path: TreePath) -> bool:
-    """Return whether the first and the last 64 KiB of a file are zeros, and it is not empty.
+    """Return whether the first and last 64 KiB of a non-empty file are zeros.
 
-    A crash leaves such a file where room was made and nothing was written yet. No format begins
-    with zeros.
+    A crash can leave such a file after space was allocated and before data was written. No format
+    starts with zeros.
     """
     with path.open("rb") as file:
         head = file.read(EDGE)
@@ -64,7 +64,7 @@ def only_zeros(path: TreePath) -> bool:
 
 
 def unwritten(path: TreePath) -> str:
-    """Return why a file of ``torch.save`` was not written to its end; empty: no sign of that."""
+    """Return why a ``torch.save`` file is incomplete, or an empty string if it seems complete."""
     size = path.stat().st_size
     if not size:
         return "it is empty"
@@ -78,7 +78,7 @@ def unwritten(path: TreePath) -> str:
 
 
 def likely_kind(head: bytes) -> tuple[str, str] | None:
-    """Return what a file with the first bytes *head* looks like and a hint, or None if unknown."""
+    """Guess the kind of file from its first bytes, with a hint, or return None."""
     for sign, kind, hint in _SIGNATURES:
         if head.startswith(sign):
             return kind, hint
@@ -96,14 +96,14 @@ def likely_kind(head: bytes) -> tuple[str, str] | None:
 
 
 def begins_as_zip(files: SourceFiles, name: str) -> bool:
-    """Return whether the first bytes of a file are those of a zip."""
+    """Return whether a file starts like a zip."""
     return files.size(name) > len(ZIP) and files.read(name, 0, len(ZIP)) == ZIP
 
 
 def require_content(files: SourceFiles, name: str) -> None:
-    """Refuse a file that holds something else instead of what it is called after.
+    """Raise if a file contains a replacement instead of its expected content.
 
-    For files that could not be read: others need not be looked at.
+    Called for files that could not be parsed.
     """
     size = files.size(name)
     if size > LONGEST:

@@ -1,4 +1,4 @@
-"""Reading boxes of tensors into memory, wherever their elements lie; without torch."""
+"""Reader of tensor boxes into memory, for any layout in files and without torch."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from ckptctl.storage.files import Readable
 
 WINDOW = 8 << 20
 NEAR = 512
-"""Elements that lie this near to each other in a file are read with all that lies between them."""
+"""Largest stride, in elements, at which elements are read together with the gaps between them."""
 FAR = 32 << 10
-"""Rows that start this near to each other are read together if little lies between them."""
+"""Largest stride, in bytes, at which rows with small gaps are read together."""
 MOST_BETWEEN = 1 << 20
-"""Bytes that are read at a time where not all of them are elements."""
+"""Bytes to read at a time if they contain gaps."""
 
 
 class TensorReader:
-    """Reads boxes of a tensor, row-major."""
+    """Reader of row-major boxes of a tensor."""
 
     def __init__(self, files: Readable, tensor: Strided | TensorEntry) -> None:
         if isinstance(tensor, TensorEntry):
@@ -37,7 +37,7 @@ class TensorReader:
 
     @cached_property
     def _range(self) -> tuple[str, int] | None:
-        """The file and the first byte, where all elements are one range in their order."""
+        """File and first byte if all elements are one contiguous range, or None."""
         whole = Box.whole(self._shape)
         by_source = self._reader.dense(whole.offsets, whole.sizes).items()
         places = [(source.file, block) for source, blocks in by_source for block in blocks]
@@ -55,20 +55,20 @@ class TensorReader:
                 self._copy(source.file, block, view)
 
     def read(self, box: Box | None = None) -> bytearray:
-        """Return the elements of *box*, or all of them."""
+        """Read the elements of *box*, or of the complete tensor."""
         box = box or Box.whole(self._shape)
         buffer = bytearray(box.numel * self._reader.item)
         self.fill(box, memoryview(buffer))
         return buffer
 
     def windows(self, box: Box | None = None, nbytes: int = WINDOW) -> Iterator[bytearray]:
-        """Yield the elements of *box*, or of all of the tensor, at most *nbytes* at a time."""
+        """Yield the elements of *box*, or of the complete tensor, at most *nbytes* at a time."""
         box = box or Box.whole(self._shape)
         for part in boxes_within(box.sizes, nbytes // self._reader.item):
             yield self.read(Box(tuple(map(add, box.offsets, part.offsets)), part.sizes))
 
     def _copy(self, file: str, block: Block, view: memoryview) -> None:
-        # An expanded dimension comes first: what it repeats is then read as a whole.
+        # Expanded dimensions (stride 0) come first, so that repeated elements are read at once.
         axes = sorted(block.axes, key=lambda axis: axis[1] > 0)
         count, near, far = axes.pop() if axes else (1, 0, 0)
         item, run = self._reader.item, block.run
@@ -90,7 +90,7 @@ class TensorReader:
 def _spread(
     source: memoryview, near: int, target: memoryview, far: int, run: int, item: int
 ) -> None:
-    """Copy runs that lie *near* bytes apart to where they lie *far* bytes apart."""
+    """Copy runs with a stride of *near* bytes to a stride of *far* bytes."""
     if run == item <= 8:
         word = dtypes.WORDS[item]
         target.cast(word)[:: far // item] = source.cast(word)[:: near // item]
@@ -101,7 +101,7 @@ def _spread(
 
 
 def boxes_within(shape: tuple[int, ...], limit: int) -> Iterator[Box]:
-    """Yield boxes of at most *limit* elements that tile a tensor; none where it is empty."""
+    """Yield boxes of at most *limit* elements that tile a tensor (none if it is empty)."""
     if 0 not in shape:
         for domain in domains((0,) * len(shape), shape, limit):
             for part in domain.cut(domain.step):
@@ -109,7 +109,7 @@ def boxes_within(shape: tuple[int, ...], limit: int) -> Iterator[Box]:
 
 
 def windows_as_stored(files: Readable, entry: TensorEntry, nbytes: int) -> Iterator[bytearray]:
-    """Yield all elements, at most *nbytes* at a time, in the order in which extents store them."""
+    """Yield all elements in the order of the extents, in windows of at most *nbytes*."""
     item = dtypes.itemsize(entry.dtype)
     step = max(1, nbytes // item) * item
     for extent in entry.extents:

@@ -1,4 +1,4 @@
-"""Threads at work: how many, how far they are, one that fails ends all, and SIGTERM does."""
+"""Worker threads: default counts, progress, error propagation and SIGTERM."""
 
 from __future__ import annotations
 
@@ -26,25 +26,25 @@ PATIENCE = 0.8
 """Seconds."""
 
 MOST = 16
-"""Threads of a process by default: what has been measured to gain."""
+"""Default limit of threads per process; measurements show no gain above it."""
 LAUNCHERS = (
     "LOCAL_WORLD_SIZE",  # torchrun
     "OMPI_COMM_WORLD_LOCAL_SIZE",  # Open MPI
     "MPI_LOCALNRANKS",  # MPICH, Intel MPI
     "SLURM_STEP_TASKS_PER_NODE",  # srun; like "4(x2)"
 )
-"""Where launchers say how many processes they start on each host."""
+"""Variables in which launchers report the number of processes per host."""
 
 
 def cores() -> int:
-    """Return the number of cores that this process may use."""
+    """Return the number of cores available to this process."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
 
 
 def _processes_here() -> int | None:
-    """Return the number of processes that the launcher started on this host; None: unknown."""
+    """Return the number of processes that the launcher started on this host, or None if unknown."""
     for name in LAUNCHERS:
         digits = os.environ.get(name, "").partition("(")[0].partition(",")[0]
         if digits.isdecimal() and int(digits):
@@ -53,7 +53,7 @@ def _processes_here() -> int | None:
 
 
 def default_threads(processes: int = 1) -> int:
-    """Return the number of threads of one of several processes: its part of the cores.
+    """Return the number of threads per process, which share the cores of the host.
 
     More threads than cores make a save of many ranks slower.
     """
@@ -61,7 +61,7 @@ def default_threads(processes: int = 1) -> int:
 
 
 class Supervisor:
-    """Stops all threads of a run when one fails, and reports progress to the thread that waits."""
+    """Stops all threads of a run if one fails, and reports progress to the waiting thread."""
 
     def __init__(self) -> None:
         self.stop = threading.Event()
@@ -70,12 +70,12 @@ class Supervisor:
         self._reported = 0
 
     def ended(self, error: BaseException | None, leave: Callable[[], None]) -> None:
-        """Take note that a thread ended, and stop the others if it failed.
+        """Register the end of a thread, and stop the others if it failed.
 
         Args:
-            error: What went wrong in it; None: nothing.
-            leave: Takes the thread off those at work, in one step with that: to whoever finds the
-                work over, every error is known.
+            error: Exception of the thread, or None.
+            leave: Removes the thread from the active ones in the same step, so that all errors are
+                known when no thread is active.
         """
         with self.changed:
             if error is not None:
@@ -87,7 +87,7 @@ class Supervisor:
     def watch(
         self, finished: Callable[[], bool], total: Callable[[], int], progress: Advance
     ) -> None:
-        """Wait until *finished*, and report what was done meanwhile."""
+        """Report progress until *finished*, and raise the first error of a thread."""
         while True:
             with self.changed:
                 over = finished()
@@ -104,12 +104,12 @@ class Supervisor:
 
 
 class Crew:
-    """Threads that do the same work.
+    """Group of threads that run the same function.
 
     Args:
-        supervisor: Learns of each thread that it ended, and how.
-        work: What each of them calls.
-        count: How many there are.
+        supervisor: Notified when a thread ends.
+        work: Function to run in each thread.
+        count: Number of threads.
     """
 
     def __init__(self, supervisor: Supervisor, work: Callable[[], None], count: int) -> None:
@@ -131,7 +131,7 @@ class Crew:
         return not self._working
 
     def join(self) -> None:
-        """Wait a moment for the threads; one that hangs in the kernel holds only descriptors."""
+        """Wait briefly for the threads (one that hangs in the kernel only holds descriptors)."""
         end = time.monotonic() + PATIENCE
         for thread in self._threads:
             if thread.ident is not None:
@@ -151,7 +151,7 @@ class Crew:
 
 @contextmanager
 def no_collection() -> Iterator[None]:
-    """Pause the search for cycles: it walks all objects again and again while many are made."""
+    """Pause the garbage collector, which is slow while many objects are created."""
     collecting = gc.isenabled()
     gc.disable()
     try:
@@ -162,12 +162,12 @@ def no_collection() -> Iterator[None]:
 
 
 class Terminated(KeyboardInterrupt):
-    """SIGTERM arrived; handled like Ctrl-C."""
+    """SIGTERM was received, which is handled like Ctrl-C."""
 
 
 @contextmanager
 def terminable() -> Iterator[None]:
-    """Turn SIGTERM into an exception, unless somebody else handles it."""
+    """Turn SIGTERM into an exception, unless another handler is installed."""
     main = threading.current_thread() is threading.main_thread()
     if not main or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
         yield
@@ -180,20 +180,20 @@ def terminable() -> Iterator[None]:
     try:
         yield
     finally:
-        if signal.getsignal(signal.SIGTERM) is terminate:  # nobody took it over meanwhile
+        if signal.getsignal(signal.SIGTERM) is terminate:  # not replaced meanwhile
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 def daemon(target: Callable[..., None], *args: object) -> threading.Thread:
-    """Return a thread, not started, in this context, that does not keep the process alive."""
+    """Create a daemon thread, not started, that runs in the current context."""
     run = copy_context().run
     return threading.Thread(target=run, args=(target, *args), name=_WORKER, daemon=True)
 
 
 def thread_pool(threads: int) -> ThreadPoolExecutor:
-    """Return a pool of threads in this context.
+    """Create a thread pool that runs in the current context.
 
-    Its module brings `logging`: most commands need neither.
+    `concurrent.futures` imports `logging`, and most commands need neither.
     """
     from concurrent.futures import ThreadPoolExecutor
 
@@ -207,10 +207,10 @@ def thread_pool(threads: int) -> ThreadPoolExecutor:
 
 
 def leave(code: int) -> None:
-    """End the process with *code* at once if a :func:`daemon` is still at work, else do nothing.
+    """Exit with *code* immediately if a :func:`daemon` thread is still running, else do nothing.
 
-    While the interpreter shuts down it ends such a thread where that next asks for it. Inside of
-    torch, which may be just being imported, the whole process is aborted by that.
+    On shutdown, the interpreter ends such a thread when it next acquires the GIL. Inside torch, for
+    example during its import, this aborts the process.
     """
     if all(thread.name != _WORKER for thread in threading.enumerate()):
         return
@@ -221,16 +221,16 @@ def leave(code: int) -> None:
 
 
 Watch = Callable[[int], AbstractContextManager[Advance | None]]
-"""Takes the bytes in all; its context yields what is to be called with bytes done, or None."""
+"""Takes the total bytes; its context yields a callback for bytes done, or None."""
 
 
 def unwatched(_: int) -> AbstractContextManager[None]:
-    """Show nothing."""
+    """Report no progress."""
     return nullcontext()
 
 
 class ByteCount:
-    """Counts the bytes that are done, from any thread, and passes them on to a progress bar."""
+    """Thread-safe counter of bytes that forwards them to a progress bar."""
 
     def __init__(self, advance: Advance | None = None) -> None:
         self.total = 0
@@ -247,7 +247,7 @@ class ByteCount:
 
 @contextmanager
 def one_of_many(advance: Advance | None, nbytes: int) -> Iterator[Advance]:
-    """Yield what is to be called with the bytes of one part of the whole, as they are done."""
+    """Yield a progress callback for a part of *nbytes*, and report the rest of them at the end."""
     left = nbytes
 
     def told(done: int) -> None:

@@ -1,8 +1,8 @@
-"""Removing directories for good, without ever leaving them.
+"""Recursive deletion that never leaves the directory.
 
-Every step is relative to an open directory, symbolic links are removed and never followed, and what
-lies on another file system (a mount point) is left alone. Folders may nest as deep as they like:
-one of them is open at a time.
+Every step is relative to an open directory, symbolic links are removed but never followed, and
+other file systems (mount points) are not touched. Folders may be nested arbitrarily deep, because
+only one is open at a time.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _OPEN = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 def remove(path: Path) -> None:
-    """Remove the file or directory at *path*; nothing happens if there is none."""
+    """Remove the file or directory at *path*, if it exists."""
     try:
         with _opened(path.parent, _OPEN & ~os.O_NOFOLLOW) as walk:
             walk.remove(path.name)
@@ -31,7 +31,7 @@ def remove(path: Path) -> None:
 
 
 def clear(path: Path) -> None:
-    """Remove everything inside the directory at *path*."""
+    """Remove the contents of the directory at *path*."""
     with storage_errors("empty", path), _opened(path, _OPEN) as walk:
         for name in _names(walk.descriptor):
             walk.remove(name)
@@ -39,7 +39,7 @@ def clear(path: Path) -> None:
 
 @dataclass(slots=True)
 class _Level:
-    """A folder that was entered: its name, what it lies in, and what is left to remove in it."""
+    """Folder being emptied, with the identity of its parent and the names still to remove."""
 
     name: str
     above: tuple[int, int]
@@ -47,7 +47,7 @@ class _Level:
 
 
 class _Walk:
-    """A way through folders, of which the last one alone is open."""
+    """Path into nested folders with only the innermost one open."""
 
     def __init__(self, descriptor: int, path: Path) -> None:
         self.descriptor = descriptor
@@ -56,7 +56,7 @@ class _Walk:
         self._levels: list[_Level] = []
 
     def remove(self, name: str) -> None:
-        """Remove *name* and all that it holds, and be where it was before."""
+        """Remove *name* recursively, and return to the starting folder."""
         self._remove_or_enter(name)
         while self._levels:
             left = self._levels[-1].left
@@ -87,14 +87,14 @@ class _Walk:
             os.rmdir(name, dir_fd=self.descriptor)
 
     def _leave(self, level: _Level) -> None:
-        """Go back to where *level* was entered from, and nowhere else; remove it there."""
+        """Return to the parent of *level* and remove it, or raise if the folder was moved."""
         self._go(os.open(os.pardir, _OPEN, dir_fd=self.descriptor))
         if _identity(self.descriptor) != level.above:
             raise RefusedError("it was moved in the meantime", where=self._where(level.name))
         os.rmdir(level.name, dir_fd=self.descriptor)
 
     def _go(self, descriptor: int) -> None:
-        # Ctrl-C may come in between: a folder that stays open is better than one closed twice.
+        # On Ctrl-C in between, leaking a descriptor is better than closing one twice.
         left, self.descriptor = self.descriptor, descriptor
         os.close(left)
 

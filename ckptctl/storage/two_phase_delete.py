@@ -1,11 +1,11 @@
-"""Delete in two phases: rename into a trash folder, then remove what lies there.
+"""Two-phase deletion: rename into a trash folder, then remove its contents.
 
-Whatever is interrupted leaves every thing whole under its own name, or in
-``ROOT/.ckptctl-trash/``, which the next run for *ROOT* empties. Its name is none that a trainer
-takes for a checkpoint: several search names for ``step-N``.
+After an interruption, every entry is complete under its own name, or in
+``ROOT/.ckptctl-trash/``, which the next run for *ROOT* empties. No trainer takes this name for a
+checkpoint (several search names for ``step-N``).
 
-A disk can be so full that this folder cannot be made (ext4 without a free block). Then the first
-thing that is removed takes its name, and is the folder from then on.
+A disk can be too full to create this folder (ext4 without a free block). The first entry to be
+removed then takes its name and becomes the trash folder.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ DOING = "removing checkpoints here"
 
 
 class TwoPhaseDelete:
-    """Deletes things from one folder; made by :func:`deleting`."""
+    """Deletes entries of one folder, created by :func:`deleting`."""
 
     def __init__(self, root: Path, stack: ExitStack) -> None:
         self.root = root
@@ -35,7 +35,7 @@ class TwoPhaseDelete:
         self._cramped = False
 
     def lock(self) -> None:
-        """Make the trash folder and lock it; where there is no room, lock *root* until there is."""
+        """Create and lock the trash folder, or lock *root* if the disk is full."""
         try:
             self._stack.enter_context(lock.held(self.folder, self.root, DOING))
             self._cramped = False
@@ -50,12 +50,12 @@ class TwoPhaseDelete:
     def delete(
         self, name: str, identity: FileIdentity, still: Callable[[], None] = lambda: None
     ) -> None:
-        """Remove the entry *name* of the folder, if *still* does not raise that it has changed.
+        """Remove the entry *name* of the folder, unless *still* raises because it has changed.
 
         Raises:
-            RefusedError: It is something else by now, or another file system is mounted in it; it
-                is as it was.
-            StorageError: The system refused; what could not be removed is in the trash.
+            RefusedError: The entry was replaced, or another file system is mounted in it; it is
+                unchanged.
+            StorageError: The removal failed; the rest of the entry is in the trash.
         """
         path = self.root / name
         still()
@@ -63,7 +63,7 @@ class TwoPhaseDelete:
         self.take(path, name)
 
     def take(self, path: Path, name: str) -> None:
-        """Remove what lies at *path*, in the folder or below it."""
+        """Remove *path*, which is inside the folder, through the trash."""
         if self._cramped:
             self._take_the_first(path)
             return
@@ -78,24 +78,24 @@ class TwoPhaseDelete:
             ) from error
 
     def make_room(self, name: str) -> Path:
-        """Return a path in the trash that is free, named after *name*."""
+        """Return a free path in the trash, named after *name*."""
         if self._cramped:
             raise self._no_room(self.root)
         trash.remove(self.folder / name)
         return self.folder / name
 
     def now(self) -> float:
-        """Return the time by the clock of the file system, which may be another machine's."""
+        """Return the current time by the file system's clock, which may be that of a server."""
         path = self.root if self._cramped else self.folder / lock.NAME
         os.utime(path)
         return path.stat().st_mtime
 
     def left(self) -> list[str]:
-        """Return the names of what is in the trash."""
+        """List the names in the trash."""
         return leftovers(self.root)
 
     def sweep(self) -> None:
-        """Remove what is in the trash, as far as it can be; :meth:`left` says what cannot."""
+        """Empty the trash as far as possible (:meth:`left` lists the rest)."""
         for name in self.left():
             with suppress(CkptError):
                 if not mounted_in(self.folder / name):
@@ -104,7 +104,7 @@ class TwoPhaseDelete:
             self.lock()
 
     def _take_the_first(self, path: Path) -> None:
-        """Remove what lies at *path* where there is no room for a trash: it becomes the trash."""
+        """Remove *path* on a full disk, where it becomes the trash folder."""
         if path.is_dir():
             usable = os.access(path, os.W_OK | os.X_OK) and not os.path.lexists(path / lock.NAME)
             if not usable:
@@ -134,7 +134,7 @@ class TwoPhaseDelete:
 
 
 def leftovers(root: Path) -> list[str]:
-    """Return the names of what an earlier run has not removed from the trash of *root*."""
+    """List the names that an earlier run left in the trash of *root*."""
     folder = root / TRASH
     if folder.is_symlink() or not folder.is_dir():
         return []
@@ -142,9 +142,9 @@ def leftovers(root: Path) -> list[str]:
 
 
 def tidy(root: Path) -> None:
-    """Remove the empty trash that a run has left which was killed at its end.
+    """Remove an empty trash folder that a killed run left.
 
-    Where another run is at it, it stays; and where nothing may be written nobody minds it.
+    It stays if another run holds it, or if the folder is not writable.
     """
     if os.path.lexists(root / TRASH) and not leftovers(root):
         with suppress(CkptError), deleting(root):
@@ -153,7 +153,7 @@ def tidy(root: Path) -> None:
 
 @contextmanager
 def deleting(root: Path) -> Iterator[TwoPhaseDelete]:
-    """Lock *root* against other runs that remove from it, and empty its trash before and after."""
+    """Lock *root* against other deletions, and empty its trash before and after."""
     with ExitStack() as stack:
         found = TwoPhaseDelete(root, stack)
         found.lock()
@@ -162,7 +162,7 @@ def deleting(root: Path) -> Iterator[TwoPhaseDelete]:
             yield found
             found.sweep()
         finally:
-            # Whoever stops a run does not wait for what it began: the next one goes on with that.
+            # On an interruption the trash is not emptied: the next run does that.
             if not found.left():
                 trash.remove(found.folder)
 

@@ -1,7 +1,7 @@
-"""What an interrupted run left beside its destination, and who may throw it away.
+"""Partial output that an interrupted run left next to its destination.
 
-It lies in the staging directory (see :mod:`ckptctl.storage.publish`): a journal of what is durably
-written, and that data. Without a journal there is nothing to go on with.
+The staging directory (see :mod:`ckptctl.storage.publish`) contains a journal of durably written
+data, and that data. Without a journal a run cannot be resumed.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ JOURNAL = "journal"
 
 
 class UnfinishedWorkError(RefusedError):
-    """A run would throw away what an interrupted one has done."""
+    """The partial output of an interrupted run would be discarded."""
 
 
 @dataclass(frozen=True, slots=True)
 class Unfinished:
-    """The work of an interrupted run.
+    """Partial output of an interrupted run.
 
     Attributes:
         root: The staging directory.
-        nbytes: What its files take on the disk.
-        age: Seconds since something was last noted as durable.
+        nbytes: Disk space of its files, in bytes.
+        age: Seconds since the last entry of the journal.
     """
 
     root: Path
@@ -37,7 +37,7 @@ class Unfinished:
     age: float
 
     def refusal(self, what: str, hint: str) -> UnfinishedWorkError:
-        """Return the error that *what* stands in the way."""
+        """Build the error for partial output that would be lost, with its size and age."""
         name = self.root.name.removeprefix(".").rpartition(".")[0]
         why = (
             f"it contains {format_bytes(self.nbytes)}, last written {format_seconds(self.age)} ago"
@@ -46,7 +46,7 @@ class Unfinished:
 
 
 def left_in(root: Path) -> Unfinished | None:
-    """Return what a run left in a staging directory; None: nothing that can be gone on with."""
+    """Return the partial output in a staging directory, or None if it cannot be resumed."""
     try:
         noted = (root / JOURNAL).lstat()
     except OSError:
@@ -57,6 +57,6 @@ def left_in(root: Path) -> Unfinished | None:
 
 
 def held_in(folder: Path) -> int:
-    """Return the bytes on disk that the files below *folder* take."""
+    """Return the disk space of the files below *folder*, in bytes."""
     files = (entry for entry in folder.rglob("*") if entry.is_file())
     return sum(file.lstat().st_blocks * 512 for file in files)

@@ -1,4 +1,4 @@
-"""URLs where a path may stand: what is one, what is a name with a colon, what must not be shown."""
+"""URLs as paths: detection, local ``file://`` URLs, and masking of secrets."""
 
 from __future__ import annotations
 
@@ -11,26 +11,26 @@ from urllib.parse import quote, unquote, unquote_to_bytes
 from ckptctl.errors import UsageError
 
 SCHEME = re.compile(r"(?:[A-Za-z][A-Za-z0-9+.-]*::)*[A-Za-z][A-Za-z0-9+.-]*://")
-"""With those that fsspec would chain, which are refused."""
+"""A scheme, including fsspec's chained ones, which are rejected later."""
 _CHAINED = re.compile(r"::[A-Za-z][A-Za-z0-9+.-]*://")
 LOCAL = ("file://", "local://")
 THIS_MACHINE = ("", "localhost")
 HUB = "hf"
 WITHOUT_HOST = ("memory://",)
-"""Schemes of which fsspec takes `x:///y` for `x://y`."""
+"""Schemes for which fsspec treats ``x:///y`` as ``x://y``."""
 EXAMPLE = "use a URL such as `hf://ORG/NAME` or `s3://BUCKET/PATH`"
 HIDDEN = "***"
 WEB = ("http", "https")
 ALONE = 6
-"""Characters from which on a secret is recognized by itself; shorter ones are parts of words."""
+"""Shortest secret that is masked outside of a URL; shorter ones are parts of words."""
 _PASSWORD_WITH_SLASH = re.compile(r"(?!\[)[^/@:]*:(?!\d*/)[^/@]*/.*@", re.DOTALL)
-"""A colon that no port follows, and an ``@`` behind a slash that should have been ``%2F``."""
+"""A colon without a port, and an ``@`` after a slash that should have been ``%2F``."""
 _WEB_PASSWORD_WITH_SLASH = re.compile(
     r"(?!\[)[^/?#@:]*:(?!\d*(?:[/?#]|$))[^/?#@]*[/?#].*@", re.DOTALL
 )
 _CREDENTIALS = re.compile(r"(?<=://)[^\s/@]+@")
 _QUERY = re.compile(r"(://(?:[^\s?:]|:(?!//))*+\?)(?!\*{3})\S*[^\s'\")>\],:;.]")
-"""What is secret in any URL of a text: clients spell it in their own way."""
+"""Query of any URL in a text, because clients spell URLs differently."""
 PACKAGES = {
     "s3": "s3fs",
     "s3a": "s3fs",
@@ -47,7 +47,7 @@ PACKAGES = {
 
 
 def path_text(path: str | os.PathLike[str]) -> str:
-    """Return a path or URL as text; anything else is refused."""
+    """Convert a path or URL to text, or raise for other types."""
     text = os.fspath(path) if isinstance(path, str | os.PathLike) else None
     if not isinstance(text, str):
         raise UsageError(f"{path!r} is not a path")
@@ -55,16 +55,16 @@ def path_text(path: str | os.PathLike[str]) -> str:
 
 
 def is_url(path: str | os.PathLike[str]) -> bool:
-    """Return whether *path* is a URL that is no path of this machine.
+    """Return whether *path* is a URL other than ``file://``.
 
-    A path with a colon is none: ``a:b/c`` has no ``://``, and ``./a://b`` does not begin with it.
+    A path with a colon is not: ``a:b/c`` has no ``://``, and ``./a://b`` does not begin with it.
     """
     text = path_text(path)
     return SCHEME.match(text) is not None and not normal(text).startswith(LOCAL)
 
 
 def local_path(path: str | os.PathLike[str]) -> str:
-    """Return *path* without the scheme of local files, as RFC 8089 reads it.
+    """Convert a ``file://`` URL to a path (RFC 8089), leaving paths unchanged.
 
     The host is empty or ``localhost``, the path absolute, and ``%20`` a space.
     """
@@ -92,13 +92,13 @@ def local_path(path: str | os.PathLike[str]) -> str:
 
 
 def normal(url: str) -> str:
-    """Return *url* with its scheme in lower case, which RFC 3986 (3.1) has for all spellings."""
+    """Convert the scheme of *url* to lower case (RFC 3986, section 3.1)."""
     found = SCHEME.match(url)
     return found[0].lower() + url[found.end() :] if found else url
 
 
 def tidy(url: str) -> str:
-    """Return *url* without slashes at its end."""
+    """Normalize the scheme and trailing slashes of *url*, or raise if a component is empty."""
     scheme, _, rest, query = _parts(url)
     host, *folders = rest.rstrip("/").removeprefix("/" * (scheme in WITHOUT_HOST)).split("/")
     if not rest.rstrip("/"):
@@ -114,31 +114,31 @@ def tidy(url: str) -> str:
 
 
 def scheme_of(url: str) -> str:
-    """Return the scheme in lower case, without those it is chained to; empty: there is none."""
+    """Return the last scheme of *url* in lower case, or an empty string."""
     found = SCHEME.match(url)
     return found[0].removesuffix("://").rpartition("::")[2].lower() if found else ""
 
 
 def masked(url: str) -> str:
-    """Return *url* without passwords and without the query that signs it, as it may be shown."""
+    """Mask passwords and remove the query of *url*, so that it can be shown."""
     scheme, user, rest, _ = _parts(url)
     return f"{scheme}{HIDDEN}@{rest}" if user else scheme + rest
 
 
 def without_query(url: str) -> tuple[str, str]:
-    """Return a web address without its query, and that with its mark; others have none."""
+    """Split a web URL into address and query including ``?`` (empty for other URLs)."""
     query = _parts(url).query
     return url.removesuffix(query), query
 
 
 def secrets(url: str) -> tuple[str, str]:
-    """Return the secrets of *url*, credentials and query; empty where there are none."""
+    """Return the credentials and the query of *url*, empty if it has none."""
     _, user, _, query = _parts(url)
     return user, query
 
 
 def hide(text: str, url: str) -> str:
-    """Return *text* without what is secret in *url*: a password, the query that signs it."""
+    """Mask the secrets of *url* (a password, a signed query) in *text*."""
     user, query = secrets(url)
     if user and user != HIDDEN:
         for one in _spellings(user):
@@ -156,7 +156,7 @@ def hide(text: str, url: str) -> str:
 
 
 def install_hint(scheme: str) -> str:
-    """Return the hint on how to install the file system of a scheme."""
+    """Return a hint on installing the file system package of a scheme."""
     package = PACKAGES.get(scheme)
     if package is None:
         return "install the fsspec package for this scheme"
@@ -164,13 +164,13 @@ def install_hint(scheme: str) -> str:
 
 
 class _UrlParts(NamedTuple):
-    """A URL, cut where its parts begin.
+    """Components of a URL.
 
     Attributes:
-        scheme: With its ``://``, in lower case.
-        user: What stands before the ``@``, if that is secret.
+        scheme: Scheme with ``://``, in lower case.
+        user: Credentials before the ``@``, if they are secret.
         rest: Host and path.
-        query: That of a web address, with its mark.
+        query: Query of a web URL, with its ``?``.
     """
 
     scheme: str
@@ -187,7 +187,7 @@ def _parts(url: str) -> _UrlParts:
     with_slash = _WEB_PASSWORD_WITH_SLASH if web else _PASSWORD_WITH_SLASH
     authority = re.split("[/?#]" if web else "/", rest, maxsplit=1)[0]
     user, sign, _ = (rest if with_slash.match(rest) else authority).rpartition("@")
-    # Without a password the name may be a token, where it is not the login of a machine.
+    # A name without password may be a token, unless it is a login name.
     secret = ":" in user or web or scheme_of(url) == HUB or user == HIDDEN
     if not user or not secret:
         user = sign = ""
@@ -197,7 +197,7 @@ def _parts(url: str) -> _UrlParts:
 
 
 def _hide_word(text: str, secret: str, least: int = ALONE) -> str:
-    """Return *text* without the words that are *secret*, if that is long enough to be one."""
+    """Mask *secret* in *text* as a complete word, if it has at least *least* characters."""
     for one in _spellings(secret):
         if len(one) >= least:
             before, behind = r"(?<!\w)" * one[0].isalnum(), r"(?!\w)" * one[-1].isalnum()
@@ -206,5 +206,5 @@ def _hide_word(text: str, secret: str, least: int = ALONE) -> str:
 
 
 def _spellings(secret: str) -> Iterator[str]:
-    """Yield *secret* as it is, and as clients spell it."""
+    """Yield *secret* as it is, and percent-encoded and decoded."""
     yield from sorted(filter(None, {secret, unquote(secret), quote(secret)}), key=len, reverse=True)

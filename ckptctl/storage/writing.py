@@ -1,8 +1,8 @@
-"""What runs note beside a checkpoint behind a URL: a lock, and which objects were committed.
+"""Files that runs keep next to a remote checkpoint: a lock, and a list of committed objects.
 
-The lock says which run writes there, or removes what is there, and how far it has come;
-:mod:`~ckptctl.remote.lock` takes it. The objects are noted just before what makes them a
-checkpoint is written. Who reads asks :func:`unfinished`.
+The lock names the run that writes or deletes the checkpoint, and its progress;
+:mod:`~ckptctl.remote.lock` acquires it. The objects are listed just before the file is written that
+makes them a checkpoint. Readers call :func:`unfinished`.
 """
 
 from __future__ import annotations
@@ -21,29 +21,29 @@ from ckptctl.units import counted
 
 BUSY = "another process is writing to the same destination"
 NAME = ".ckptctl-writing"
-"""The lock of a folder (:mod:`~ckptctl.remote.lock`)."""
+"""Name of the lock of a folder (:mod:`~ckptctl.remote.lock`)."""
 SILENCE = 300.0
-"""Seconds without one after which a holder is taken for dead."""
+"""Seconds without a refresh after which the holder of a lock is considered dead."""
 SILENCE_OF_THE_LIVING = 3600.0
-"""Likewise, of a process that is there: it was stopped, or could not remove its lock."""
+"""The same for a running process, which was suspended or could not remove its lock."""
 GONE = ".ckptctl-removed"
-"""A file that never is there: whoever removes a checkpoint is done when nothing is."""
+"""Name of a file that never exists, which stands for the end of a deletion."""
 METADATA = ".metadata"
-"""What makes the files of a save a checkpoint, and is written last."""
+"""File that completes a save and is written last."""
 OBJECTS = ".ckptctl-objects"
-"""The objects of a checkpoint, with their sizes and versions."""
+"""List of the objects of a checkpoint, with their sizes and versions."""
 HELD: set[str] = set()
-"""Tokens of the locks that this process holds."""
+"""Tokens of the locks held by this process."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sent:
-    """A file behind a URL, as it was uploaded or is there.
+    """Remote file, as uploaded or as listed.
 
     Attributes:
-        size: Bytes.
-        version: What the store calls its content; else when it was written.
-        digest: SHA-256 of its content, if a later run may go on with it.
+        size: Size in bytes.
+        version: Version (ETag or generation) assigned by the store, or else its modification time.
+        digest: SHA-256 of its content, if a later run may reuse the upload.
     """
 
     size: int
@@ -53,15 +53,16 @@ class Sent:
 
 @dataclass(frozen=True, slots=True)
 class Writing:
-    """What the lock says.
+    """Content of the lock.
 
     Attributes:
-        token: Of the run that wrote it, and of no other.
-        process: Its process; None: it has let go, and left files for a later run.
-        names: The files that it writes.
-        removed: Those that it removes to make room, once it has begun with that.
-        sent: Those that a later run need not send again.
-        doomed: The files of a checkpoint that is removed; none: nothing of it is gone yet.
+        token: Unique token of the run.
+        process: Process of the run, or None if the run released the lock and left files for a later
+            run.
+        names: Files that the run writes.
+        removed: Files that it removes to make space, once it has begun to.
+        sent: Uploaded files that a later run can reuse.
+        doomed: Files of a checkpoint that is being deleted; empty if none is deleted yet.
     """
 
     token: str
@@ -73,30 +74,30 @@ class Writing:
 
     @property
     def removes(self) -> bool:
-        """Return whether a checkpoint is removed, and none is written."""
+        """Whether the run deletes a checkpoint."""
         return self.names == (GONE,)
 
     def is_all(self, found: Collection[str]) -> bool:
-        """Return whether all files that the run writes are among *found*."""
+        """Return whether *found* contains all files that the run writes."""
         return set(self.names) <= set(found)
 
     def explains(self, found: Collection[str]) -> bool:
-        """Return whether *found* are what is left of the run, which did not come to its end."""
+        """Return whether *found* are files of this run, which did not finish."""
         known = {*self.names, *self.removed, *self.doomed}
         return set(found) <= known and not self.is_all(found)
 
     def to_bytes(self) -> bytes:
-        """Return it as it is stored."""
+        """Serialize the content of the lock."""
         return json.dumps({"ckptctl": 1, **asdict(self)}).encode()
 
 
 def parse(content: bytes) -> Writing | None:
-    """Return the content of a lock; None: it is not understood."""
+    """Parse a lock, or return None if it is malformed."""
     try:
         found = json.loads(content)
         process = found["process"] and processes.Process(**found["process"])
-        sent, doomed = (_files(found.get(one, {})) for one in ("sent", "doomed"))
-        names, removed = (tuple(map(str, found[one])) for one in ("names", "removed"))
+        sent, doomed = (_files(found.get(key, {})) for key in ("sent", "doomed"))
+        names, removed = (tuple(map(str, found[key])) for key in ("names", "removed"))
         return Writing(str(found["token"]), process, names, removed, sent, doomed)
     except (ValueError, KeyError, TypeError, AttributeError):
         return None
@@ -107,7 +108,7 @@ def _files(said: Mapping[str, Mapping[str, Any]]) -> dict[str, Sent]:
 
 
 def is_dead(found: Writing, age: Callable[[], float | None]) -> bool:
-    """Return whether nobody holds a lock."""
+    """Return whether a lock's holder is dead, where *age* returns the seconds since a refresh."""
     own = processes.own()
     if found.process is None or processes.ended(found.process):
         return True
@@ -119,35 +120,35 @@ def is_dead(found: Writing, age: Callable[[], float | None]) -> bool:
 
 
 class UnfinishedError(DamagedError):
-    """What lies there is not to be read yet, not even in parts."""
+    """The checkpoint is being written or deleted, and nothing of it may be read."""
 
 
 def unfinished(folder: TreePath) -> CkptError | None:
-    """Return the reason for which *folder* is not to be read; None: there is none.
+    """Return an error if the checkpoint in *folder* must not be read, or None.
 
-    A lock that a dead run has left is of no account where all files are there: it ended between the
-    last one and the removal of its lock, or before it removed what it was going to replace. That of
-    one that removed the checkpoint counts until what it removed is replaced.
+    The lock of a dead run is ignored if all of its files exist, because the run ended before it
+    removed the lock or the files that it was going to replace. The lock of a dead deletion counts
+    until the deleted files are replaced.
 
     Returns:
-        An :class:`UnfinishedError` where something lacks, an :class:`UnsupportedError` where
-        nothing proves that.
+        An :class:`UnfinishedError` if files are missing, or an :class:`UnsupportedError` if the
+        objects differ from the committed ones.
     """
     return _locked(folder) or _contradicted(folder)
 
 
 def removal_left_in(folder: TreePath) -> Mapping[str, Sent] | None:
-    """Return what a dead run was removing from *folder*; None: none was, or it is not dead."""
+    """Return the files that a dead run was deleting from *folder*, or None."""
     said = _of_a_dead_run(folder)
     return said.doomed if said and said.removes else None
 
 
 def save_left_in(folder: TreePath) -> bool:
-    """Return whether a save in several parts was killed there, with which nothing can go on."""
+    """Return whether a multipart save into *folder* was killed and cannot be resumed."""
     said = _of_a_dead_run(folder)
     if said is None or said.removes or said.sent or not said.names:
         return False
-    index = said.names[0]  # what a conversion writes last it names last, too
+    index = said.names[0]  # the file that is written last
     return index == METADATA and not _exists(folder / index)
 
 
@@ -197,7 +198,7 @@ def _said(folder: TreePath, content: bytes, age: float) -> UnfinishedError | Non
 
 
 def _half_removed(folder: TreePath, said: Writing, who: str) -> UnfinishedError | None:
-    """Return the reason not to read what a dead run left of a checkpoint that it removed."""
+    """Return the error for a checkpoint that a dead run has deleted in part, or None."""
     left = any(is_as(folder / name, one) for name, one in said.doomed.items())
     replaced = not left and any(item.name != NAME for item in folder.iterdir())
     if not said.doomed or replaced:
@@ -207,7 +208,7 @@ def _half_removed(folder: TreePath, said: Writing, who: str) -> UnfinishedError 
 
 
 def is_as(path: TreePath, expected: Sent, *, moved: bool = False) -> bool:
-    """Return whether a file is as it was; of a copy on a disk, or that was *moved*, by its size."""
+    """Return whether a file is unchanged, judging local and *moved* files only by size."""
     try:
         status = path.stat()
     except (OSError, ValueError):
@@ -220,13 +221,13 @@ def is_as(path: TreePath, expected: Sent, *, moved: bool = False) -> bool:
 
 
 def committed(url: str, files: Mapping[str, Sent]) -> bytes:
-    """Encode the objects of a checkpoint at *url*."""
+    """Serialize the list of objects of a checkpoint at *url*."""
     objects = {name: [one.size, one.version] for name, one in sorted(files.items())}
     return json.dumps({"ckptctl": 1, "at": url, "objects": objects}).encode()
 
 
 def _contradicted(folder: TreePath) -> CkptError | None:
-    """Return what is not as it was committed, if that was noted."""
+    """Return an error if an object differs from the committed one, or None."""
     noted = folder / OBJECTS
     try:
         if not noted.is_file():

@@ -1,8 +1,8 @@
-"""YAML of other programs: mappings, lists and plain values; when read, nothing is made of a tag.
+"""Restricted YAML for configuration files: mappings, lists and plain values, without tags.
 
-PyYAML comes with huggingface_hub. Its safe loader is narrowed further: no dates, no numbers to the
-base of 60, no merging of mappings, and an object that a tag asks for becomes a note of its name.
-The events of the parser are counted before any value is made; libyaml parses where it is there.
+PyYAML comes with huggingface_hub. Its safe loader is restricted further: no dates, no base-60
+numbers, no merge keys, and a value with an unknown tag becomes a record of the tag. Parser events
+are counted before any value is constructed, and libyaml is used if available.
 """
 
 from __future__ import annotations
@@ -17,24 +17,24 @@ from ckptctl.storage.schema import read_as
 from ckptctl.units import counted
 
 LARGEST = 1 << 20
-"""So many bytes of text are read; a configuration has a few thousand lines."""
+"""Most characters to parse; a configuration has a few thousand lines."""
 NODES = 50_000
-"""So many values are taken, those that aliases repeat counted each time."""
+"""Most values, counting those repeated by aliases each time."""
 DEEPEST = 64
-"""So many levels; the scanner takes seconds over some hundreds of ``[`` and ``{``."""
+"""Most nesting levels; the scanner takes seconds for some hundreds of ``[`` and ``{``."""
 LONGEST_PLAIN = 4096
-"""Characters of a value without quotes; numbers are looked for in it."""
+"""Most characters of an unquoted value, which the loader matches against number patterns."""
 TAG = "!"
-"""The key under which a value that is not made is named."""
+"""Key of the record for a value with an unknown tag."""
 TOO_DEEP = "the values are nested too deeply"
 _PLAIN = ("null", "bool", "int", "float")
 
 
 def parsed(text: str, where: str) -> Mapping[str, object]:
-    """Return the mapping that *text* states; its keys are text.
+    """Parse a mapping with string keys.
 
     Raises:
-        UnsupportedError: It is no YAML, no mapping, or more than any configuration states.
+        UnsupportedError: The text is not valid YAML, not a mapping, or too large.
     """
     import yaml
 
@@ -54,7 +54,7 @@ def parsed(text: str, where: str) -> Mapping[str, object]:
 
 
 def dumped(values: Mapping[str, object]) -> bytes:
-    """Return YAML that states *values*, which JSON can state, too: without tags and aliases."""
+    """Serialize JSON-compatible *values* to YAML without tags and aliases."""
     import yaml
 
     plain = json.loads(json.dumps(values, allow_nan=False))
@@ -62,13 +62,13 @@ def dumped(values: Mapping[str, object]) -> bytes:
 
 
 def _require_few_events(text: str, loader: Any) -> None:
-    """Refuse more values or levels than a configuration has, before any of them is made."""
+    """Raise if the text has too many values or levels, before constructing any of them."""
     import yaml
 
     values = depth = 0
     for event in yaml.parse(text, Loader=loader):
         values += isinstance(event, yaml.NodeEvent)
-        if values > 2 * NODES:  # keys are counted here, too
+        if values > 2 * NODES:  # keys are counted too
             raise ValueError(f"it contains more than {NODES:,} values")
         depth += isinstance(event, yaml.CollectionStartEvent)
         depth -= isinstance(event, yaml.CollectionEndEvent)
@@ -80,7 +80,7 @@ def _require_few_events(text: str, loader: Any) -> None:
 
 
 def _require_small(content: object) -> None:
-    """Refuse what aliases make large, or endless."""
+    """Raise if aliases expand *content* too much or without end."""
     seen, waiting = 0, [content]
     while waiting:
         value = waiting.pop()
@@ -95,7 +95,7 @@ def _require_small(content: object) -> None:
 
 @cache
 def _loader() -> Any:
-    """Return the class of a loader that knows the types of JSON."""
+    """Create the loader class, which only constructs the types of JSON."""
     import yaml
 
     native = getattr(yaml, "CSafeLoader", None)
@@ -126,7 +126,7 @@ def _opened(loader: Any, token: Any) -> None:
 
 
 def _number(make: Callable[[Any, Any], object]) -> Callable[[Any, Any], object]:
-    """Return a function that makes a number as *make* does; to the base of 60 it is text."""
+    """Wrap the constructor of a number to return base-60 numbers as text."""
 
     def made(loader: Any, node: Any) -> object:
         text = loader.construct_scalar(node)
@@ -140,7 +140,7 @@ def _type(tag: str | None) -> str:
 
 
 def _named(loader: Any, node: Any) -> object:
-    """Return what stands for a value with a tag that is not followed; a tuple is a list."""
+    """Construct a value with an unknown tag, as a record of the tag (a list for a Python tuple)."""
     if _type(node.tag) == "python/tuple" and node.id == "sequence":
         return loader.construct_sequence(node, deep=True)
     return {TAG: node.tag}

@@ -1,6 +1,6 @@
-"""Decompressing what was written through Zstandard, a piece at a time.
+"""Incremental decompression of Zstandard data.
 
-Python can from 3.14 on; before, one of three packages does it.
+Python 3.14 has a module for it; earlier versions need one of three packages.
 """
 
 from __future__ import annotations
@@ -19,24 +19,24 @@ STEP = 1 << 20
 MAGIC = b"\x28\xb5\x2f\xfd"
 HEAD = 64
 MAX_UNPACKED = 256 << 20
-"""Bytes that all values of one checkpoint may unpack to: they are held in memory."""
+"""Most bytes of all decompressed values of a checkpoint, which are held in memory."""
 TOO_LARGE = "requires too much memory"
-"""What libzstd says of a window above 128 MiB, as it writes them when it is asked to."""
+"""Error of libzstd for a window above 128 MiB, which it only writes on request."""
 MODULES: tuple[str, ...] = ("compression.zstd", "zstandard", "backports.zstd", "pyzstd")
-"""What can decompress, in the order in which it is tried."""
+"""Modules for decompression, in order of preference."""
 
 
 class MemoryBudget:
-    """What the values of one checkpoint may still unpack to."""
+    """Remaining bytes to which the values of a checkpoint may decompress."""
 
     def __init__(self) -> None:
         self.left = MAX_UNPACKED
 
     def take(self, nbytes: int, where: str) -> None:
-        """Count bytes that are unpacked into memory.
+        """Subtract *nbytes* from the budget.
 
         Raises:
-            UnsupportedError: There are more than a checkpoint may have.
+            UnsupportedError: The budget is exceeded.
         """
         self.left -= nbytes
         if self.left < 0:
@@ -48,7 +48,7 @@ class MemoryBudget:
 
 
 class _Compressed:
-    """A range of a file, as these modules read it."""
+    """Byte range of a file as a stream for the decompression modules."""
 
     def __init__(self, files: SourceFiles, name: str, offset: int, nbytes: int) -> None:
         self._files = files
@@ -57,7 +57,7 @@ class _Compressed:
         self._end = offset + nbytes
 
     def read(self, size: int = -1) -> bytes:
-        """Return the next bytes, at most *size*."""
+        """Read up to *size* bytes."""
         left = self._end - self._offset
         found = self._files.read(self._name, self._offset, left if size < 0 else min(size, left))
         self._offset += len(found)
@@ -65,30 +65,30 @@ class _Compressed:
 
     @property
     def left(self) -> int:
-        """Return how many bytes follow."""
+        """Number of remaining bytes."""
         return self._end - self._offset
 
     def skip(self, size: int, take: Callable[[int], bytes]) -> None:
-        """Pass over *size* bytes, of which *take* reads the last one."""
+        """Skip *size* bytes, calling *take* for the last one to detect truncation."""
         if size:
             self._offset += min(size - 1, self.left)
             take(1)
 
 
 def is_zstd(extension: str) -> bool:
-    """Return whether *extension*, as ``torch/distributed/checkpoint/_extension.py`` has it, is it.
+    """Return whether *extension* is DCP's Zstandard extension.
 
-    Its descriptors are ``NAME[@DOMAIN][/VERSION]``.
+    Descriptors are ``NAME[@DOMAIN][/VERSION]`` (``torch/distributed/checkpoint/_extension.py``).
     """
     name, _, version = extension.partition("/")
     return name == "stream.zstd" and version.partition(".")[0] == "1"
 
 
 def require_zstd(where: TreePath) -> ModuleType:
-    """Return a module that decompresses what lies at *where*.
+    """Import a module for decompression (errors name *where*).
 
     Raises:
-        MissingPackageError: There is none.
+        MissingPackageError: No such module is installed.
     """
     for name in MODULES:
         try:
@@ -106,10 +106,18 @@ def require_zstd(where: TreePath) -> ModuleType:
 def whole_value(
     files: SourceFiles, name: str, offset: int, nbytes: int, extension: str, budget: MemoryBudget
 ) -> bytes:
-    """Return what a range of a file holds that went through *extension*, taken from *budget*.
+    """Decompress a byte range completely, as written by *extension*.
+
+    Args:
+        files: Files of the checkpoint.
+        name: File name.
+        offset: First byte.
+        nbytes: Compressed bytes.
+        extension: DCP extension descriptor.
+        budget: Budget for the decompressed bytes.
 
     Raises:
-        CkptError: As :func:`decompressed`; or that extension is another one.
+        CkptError: As :func:`decompressed`, or the extension is not supported.
     """
     where = f"{files.root / name}, at byte {offset:,}"
     if not is_zstd(extension):
@@ -122,12 +130,12 @@ def whole_value(
 
 
 def decompressed(files: SourceFiles, name: str, offset: int, nbytes: int) -> Iterator[bytes]:
-    """Yield what a range of a file holds, at most :data:`STEP` bytes at a time.
+    """Decompress a byte range in blocks of at most :data:`STEP` bytes.
 
     Raises:
-        MissingPackageError: Nothing that is installed decompresses.
-        DamagedError: The range is damaged.
-        UnsupportedError: Nothing was compressed there.
+        MissingPackageError: No module for decompression is installed.
+        DamagedError: The data is damaged or truncated.
+        UnsupportedError: The data is not Zstandard data.
     """
     module = require_zstd(files.root / name)
     where = f"{files.root / name}, at byte {offset:,}"
@@ -147,14 +155,14 @@ def decompressed(files: SourceFiles, name: str, offset: int, nbytes: int) -> Ite
         raise UnsupportedError("not Zstandard data", where=where, why=why) from error
     empty = not begun and _is_empty_frame(module, files.read_some(name, offset, HEAD))
     if not (empty or hasattr(module, "ZstdFile")):
-        # its reader ends where the bytes do, without an error
+        # these readers do not report truncated data
         _require_whole_frames(_Compressed(files, name, offset, nbytes), where)
     if not begun:
         raise UnsupportedError("the Zstandard data is empty", where=where)
 
 
 def _require_whole_frames(source: _Compressed, where: str) -> None:
-    """Refuse frames that are cut off; their blocks are passed over (RFC 8878, section 3.1)."""
+    """Raise if the last frame is truncated, by walking block headers (RFC 8878, section 3.1)."""
 
     def take(size: int) -> bytes:
         found = source.read(size)
@@ -165,7 +173,7 @@ def _require_whole_frames(source: _Compressed, where: str) -> None:
 
     nbytes = source.left
     while source.left:
-        if take(4) != MAGIC:  # a frame to be skipped: the reader has seen all others
+        if take(4) != MAGIC:  # a skippable frame, as the reader has checked all others
             source.skip(int.from_bytes(take(4), "little"), take)
             continue
         (head,) = take(1)
@@ -180,15 +188,15 @@ def _require_whole_frames(source: _Compressed, where: str) -> None:
 
 
 def _is_frame(module: ModuleType, head: bytes) -> bool:
-    """Return whether *head* is of a frame with content, or of bytes that were never written."""
+    """Return whether *head* starts a non-empty frame, or is all zeros (never written)."""
     return not any(head) or (head.startswith(MAGIC) and not _is_empty_frame(module, head))
 
 
 def _is_empty_frame(module: ModuleType, head: bytes) -> bool:
-    """Return whether *head* begins with a frame that ends without content.
+    """Return whether *head* starts with an empty frame.
 
-    Such a frame comes before what torch writes past its extensions, as safetensors. Its index has
-    the lengths that the tensors had without it.
+    torch writes such a frame before data that bypasses its extensions, such as safetensors. Its
+    index has the lengths that the tensors had without it.
     """
     reader = module.ZstdDecompressor()
     if hasattr(reader, "decompressobj"):

@@ -1,4 +1,4 @@
-"""How a plan is carried out, and what was done."""
+"""Options and result of executing a plan."""
 
 from __future__ import annotations
 
@@ -11,25 +11,26 @@ from ckptctl.storage.outcome import OutOfRange, Rounding
 from ckptctl.storage.threads import Advance, default_threads
 
 ARITHMETIC = 224 * MIB
-"""Bytes of buffers in all, for arithmetic."""
+"""Total size of the buffers for arithmetic, in bytes."""
 LEAST = 64 << 10
-"""Bytes of buffers that a thread has at least."""
+"""Smallest buffer size of a thread, in bytes."""
 
 
 @dataclass(frozen=True, slots=True)
 class ExecutionOptions:
-    """How a plan is carried out; none of it changes a byte of the output but CRCs.
+    """Options for executing a plan, which do not change the output other than its checksums.
 
     Attributes:
-        jobs: Threads.
-        memory: Bytes of buffers in all, arithmetic apart.
-        checksum: Whether to compute CRCs of records and check those of sources.
-        resume: Whether to believe the journal of an earlier run.
+        jobs: Number of threads, or 0 for the default.
+        memory: Total size of buffers in bytes, without those for arithmetic.
+        checksum: Whether to compute checksums of records and verify those of sources.
+        resume: Whether to resume from the journal of an earlier run.
         journal_every: Bytes written between entries of the journal.
-        sync: Whether files and directories have to be on disk in the end.
-        shared: Whether others write below the same directory: then nothing there is removed.
-        direct: Whether plain ranges of files that are not in the page cache are read past it. They
-            stay out of it, so it is for those who read alone, and once.
+        sync: Whether to sync files and directories at the end.
+        shared: Whether other processes write to the same directory, so that nothing there is
+            removed.
+        direct: Whether to read contiguous ranges of uncached files with direct I/O. They are not
+            added to the page cache, so this is for files that one process reads once.
         pace: Called by each thread with the bytes that it has just done; it may wait.
     """
 
@@ -45,15 +46,15 @@ class ExecutionOptions:
 
     @property
     def threads(self) -> int:
-        """Return the number of threads: *jobs*, or as many as the cores and *memory* are for."""
+        """Number of threads: *jobs*, or as many as the cores and *memory* allow."""
         return self.jobs or max(1, min(default_threads(), self.memory // LEAST))
 
     def limits(self, *, short: bool = False) -> Limits:
-        """Return the sizes of tiles that keep within *memory*.
+        """Compute tile sizes that fit into *memory*.
 
         Args:
-            short: Whether plain ranges are no longer than other tiles: several processes share a
-                plan by whole tiles.
+            short: Whether to limit contiguous ranges to the size of other tiles, because several
+                processes share the tiles of a plan.
         """
         each = max(LEAST, self.memory // self.threads // 64 * 64)
         return Limits(
@@ -65,24 +66,22 @@ class ExecutionOptions:
         )
 
     def threads_within(self, limits: Limits) -> int:
-        """Return for how many threads the memory is enough where tiles are of another's sizes."""
+        """Return the number of threads that fit into memory with the tile sizes *limits*."""
         most = min(self.memory // limits.widest, ARITHMETIC // (2 * limits.arithmetic))
         return max(1, min(self.threads, most))
 
 
 @dataclass(frozen=True, slots=True)
 class Execution:
-    """What was done.
+    """Result of executing a plan.
 
     Attributes:
-        crcs: CRC-32 of each record of the plan; all 0 without checksums.
+        crcs: CRC-32 of each record of the plan, all 0 without checksums.
         bytes_written: Bytes of records and raw copies that this run wrote.
-        resumed_bytes: Those that an earlier run had written.
-        bytes_read: Bytes read into memory from source files, those that computed tensors are made
-            of included.
-        lost: What became infinite, NaN or saturated, by the name of the tensor in the output;
-            none: nothing did.
-        rounding: How far the elements that were quantized are off, by the same name.
+        resumed_bytes: Bytes that an earlier run had written.
+        bytes_read: Bytes read from source files, including the inputs of computed tensors.
+        lost: Counts of elements that became infinite, NaN or saturated, by output tensor.
+        rounding: Quantization errors, by output tensor.
     """
 
     crcs: list[int]

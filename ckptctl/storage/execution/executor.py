@@ -1,4 +1,4 @@
-"""Carrying out a plan: files at their full size, filled in parallel by position, then synced.
+"""Execution of a plan: files are created at full size, filled in parallel, then synced.
 
 A run creates the output files, or resumes those of an earlier run, and deals their units to threads
 (:mod:`~ckptctl.storage.execution.lanes`). Each thread copies units
@@ -37,7 +37,7 @@ from ckptctl.storage.sources import Sources, blaming
 from ckptctl.storage.threads import Advance, Crew, Supervisor
 
 SYNC_EVERY = 64 * MIB
-"""Bytes of a file between the times at which the disk is asked to begin with it."""
+"""Bytes written to a file before the next writeback is started."""
 
 
 def execute(
@@ -53,16 +53,16 @@ def execute(
     """Create the output files of *plan* below *root*, fill them and sync them.
 
     Args:
-        plan: What to do.
-        root: An existing directory of this run's own, not yet visible to anybody.
-        options: How.
-        progress: Called from this thread only, with the bytes finished since the last call; what
-            an earlier run had done counts too.
-        journal: The journal's file, outside *root*; None: none is kept.
-        memory: What :func:`~ckptctl.catalog.memory_name` of the plan stands for: bytes of tensors,
-            which stay as they are while the plan is carried out, or which it fills.
-        uploads: Where complete files go; None: they stay below *root*.
-        buffers: Makes those of one thread, in that thread.
+        plan: Plan to execute.
+        root: Existing directory that only this run uses and that is not yet visible to others.
+        options: Execution options.
+        progress: Called from this thread only, with the bytes finished since the last call,
+            including those of an earlier run.
+        journal: Journal file, outside *root*, or None for no journal.
+        memory: Memory for each :func:`~ckptctl.catalog.memory_name` of the plan: tensors that it
+            reads, which must not change meanwhile, or that it fills.
+        uploads: Queue that uploads complete files, or None to keep them below *root*.
+        buffers: Creates the buffers of a thread, in that thread.
     """
     with ExitStack() as stack:
         run = PlanRun(plan, root, options, stack, memory, uploads=uploads, buffers=buffers)
@@ -76,7 +76,7 @@ def execute(
 
 
 class PlanRun:
-    """A plan while it is carried out."""
+    """Execution of a plan."""
 
     def __init__(
         self,
@@ -98,7 +98,7 @@ class PlanRun:
         self._limits = options.limits(short=share is not None)
         self._threads = options.threads
         self._stack = stack
-        # A run and its threads refer to each other: tensors must not wait to be collected with it.
+        # A run and its threads refer to each other, which would delay freeing the tensors.
         stack.callback(self._release_memory)
         self._share = share
         self.sources = Sources(plan, stack)
@@ -115,10 +115,10 @@ class PlanRun:
         self._workers = []
 
     def prepare(self, journal: Path | None) -> None:
-        """Create the output files, or keep those of an earlier run with the units in its journal.
+        """Create the output files, or keep those of an earlier run and the units in its journal.
 
         Args:
-            journal: The journal's file, or None to keep none.
+            journal: Journal file, or None for no journal.
         """
         if journal is not None:
             header = {
@@ -138,10 +138,10 @@ class PlanRun:
         self.output.create()
 
     def fill(self, progress: Advance) -> None:
-        """Do all units, in threads, and the frames of files; raise what went wrong first.
+        """Execute all units in threads, finish the files, and raise the first error.
 
-        Where the plan is shared, the frames of files that others write, too, are left; what this
-        process wrote of them is synced.
+        If the plan is shared, the frames of files that other processes also write are omitted, and
+        the data that this process wrote to them is synced.
         """
         every = self._options.journal_every if self._journal else 0
         self._ledger = Ledger(self._plan, every, SYNC_EVERY)
@@ -175,7 +175,7 @@ class PlanRun:
 
     @contextmanager
     def _finishing(self, progress: Advance) -> Iterator[None]:
-        """Have files finished in the background; in the end wait for that."""
+        """Finish files in background threads, and wait for them at the end of the block."""
         self._finisher = Finisher(
             self._plan,
             self._root,
@@ -196,7 +196,7 @@ class PlanRun:
             crew.join()
 
     def _units(self, numbers: Iterable[int]) -> Iterator[Unit]:
-        """Yield the units of some transfers, copies and checks that an earlier run has not done."""
+        """Yield the units of transfers, copies and checks that an earlier run has not done."""
         for index in numbers:
             units = plan_units(self._plan, index, self.sources, self._limits, self._share)
             for unit in units:
@@ -207,7 +207,7 @@ class PlanRun:
                     self._pass_on(self._ledger.commit([(unit, earlier)], resumed=True))
 
     def _is_intact(self, unit: Unit, done: Done) -> bool:
-        """Return whether the output files still have what an earlier run journaled."""
+        """Return whether the output files still contain the data of a journaled unit."""
         writes = unit.tile.written()
         if (len(writes), len(unit.tile.checked())) != (len(done.written), len(done.read)):
             return False
@@ -216,7 +216,7 @@ class PlanRun:
         return all(map(eq, map(self.output.crc, writes), done.written))
 
     def _do_units(self, work: Lanes) -> None:
-        """Do units until none is left; one thread."""
+        """Execute units until none is left (one thread)."""
         files = RunFiles(
             self._plan.computed,
             self.sources.files,
@@ -251,7 +251,7 @@ class PlanRun:
                 self._pass_on(self._ledger.commit(finished))
 
     def _pass_on(self, news: News) -> None:
-        """Have the finisher do what a commit made possible."""
+        """Pass files and units of a commit on to the finisher."""
         for path in news.finished:
             self._finisher.finish(path)
         for path in news.ripe:
@@ -267,11 +267,11 @@ class PlanRun:
         return self._read_elsewhere + sum(worker.bytes_read for worker in self._workers)
 
     def books(self) -> Books:
-        """Return this process's part of a shared plan, for the one that finishes it."""
+        """Return this process's part of a shared plan, for the process that finishes it."""
         return self._ledger.books()._replace(read=self._bytes_read())
 
     def finish(self, others: Sequence[Books]) -> None:
-        """Write the frames that are left of a shared plan, and sync."""
+        """Write the remaining frames of a shared plan, and sync."""
         finished = {path for books in (self.books(), *others) for path in books.finished}
         for books in others:
             self._ledger.add(books)
@@ -284,7 +284,7 @@ class PlanRun:
         self.output.sync_directories()
 
     def result(self) -> Execution:
-        """Return the result; every record is complete by now."""
+        """Return the result, or raise if a record is incomplete."""
         self._require_all()
         ledger, records = self._ledger, range(len(self._plan.records))
         outcomes = ledger.outcomes()

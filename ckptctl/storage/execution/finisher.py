@@ -1,8 +1,8 @@
-"""Finishing complete files: frames, syncs and uploads, in threads of their own.
+"""Background threads that finish complete files: frames, syncs and uploads.
 
-So waiting for a disk or a network stops no copy. Files that are uploaded take disk space until they
-are: new ones are begun only while few wait, so that a run needs the space of a few files, not that
-of its output.
+Waiting for a disk or network therefore does not block copying. Files take disk space until they
+are uploaded. New ones are only started while few are waiting, so that a run needs space for a few
+files instead of the complete output.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from ckptctl.storage.threads import Crew, Supervisor
 
 THREADS = 3
 WAITING = 2
-"""Complete files that may wait, or be on their way, when another one is begun."""
+"""Complete files that may be waiting or uploading when another one is started."""
 KEPT = 10_000_000
-"""Files up to this size stay on the disk until all is done."""
+"""Largest file that stays on disk after its upload, in bytes."""
 
 Put = Callable[[str, Path], None]
-"""Takes a file's name in the output and where it is now."""
+"""Uploads a file, given its name in the output and its local path."""
 Task = Callable[[], None]
 
 
@@ -35,7 +35,7 @@ class Finisher:
     """Completes output files in the background.
 
     Attributes:
-        crew: Its threads.
+        crew: Threads of the finisher.
     """
 
     def __init__(
@@ -63,13 +63,13 @@ class Finisher:
         self.crew = Crew(supervisor, self._work, min(THREADS, max(1, len(plan.files))))
 
     def finish(self, path: str) -> None:
-        """Write the frame of a file whose records are complete, and sync it."""
+        """Write the frame of a file with complete records, and sync it."""
         if self._uploads:
             self._uploads.announce(path)
         self._tasks.put(lambda: self._finish(path))
 
     def sync(self, path: str) -> None:
-        """Let the disk begin with what a file holds so far."""
+        """Start writing a file's dirty pages to disk."""
         if not self._sync:
             return
         with self._lock:
@@ -79,16 +79,16 @@ class Finisher:
         self._tasks.put(lambda: self._begin_writeback(path))
 
     def record(self, units: Sequence[Done], paths: Sequence[str]) -> None:
-        """Note *units* in the journal once the files at *paths* are on disk."""
+        """Add *units* to the journal once the files at *paths* are synced."""
         self._tasks.put(lambda: self._record(units, paths))
 
     def close(self) -> None:
-        """Let the threads end when everything asked for is done."""
+        """End the threads after all queued tasks."""
         for _ in range(len(self.crew)):
             self._tasks.put(None)
 
     def stop(self) -> None:
-        """Let the threads end as soon as they can."""
+        """End the threads as soon as possible."""
         self._stopped = True
         self.close()
 
@@ -121,7 +121,7 @@ class Finisher:
 
 
 class UploadQueue:
-    """Between those who fill files and the place that they go to."""
+    """Uploads complete files, and limits how many are waiting."""
 
     def __init__(self, put: Put, last: Collection[str]) -> None:
         self._put = put
@@ -130,19 +130,19 @@ class UploadQueue:
         self._waiting = 0
 
     def wait(self, stopped: Callable[[], bool]) -> None:
-        """Return once there is room for another file, or all is over."""
+        """Wait until another file may be started, or the run is stopped."""
         with self._changed:
             while self._waiting >= WAITING and not stopped():
                 self._changed.wait(0.1)
 
     def announce(self, name: str) -> None:
-        """Count a file that is going to be complete at once."""
+        """Count a file that is about to be complete."""
         if name not in self._last:
             with self._changed:
                 self._waiting += 1
 
     def take(self, name: str, path: Path) -> None:
-        """Bring a complete file to its place, and free its disk; the last ones wait for the end."""
+        """Upload a complete file and free its disk space, except for files that come last."""
         if name in self._last:
             return
         try:
@@ -155,7 +155,7 @@ class UploadQueue:
                 self._changed.notify_all()
 
     def close(self, root: Path, ready: Callable[[], None]) -> None:
-        """Bring the files that come last to their place, in their order."""
+        """Upload the files that come last, in order, calling *ready* before the last one."""
         for number, name in enumerate(self._last, 1):
             if number == len(self._last):
                 ready()

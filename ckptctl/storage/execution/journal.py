@@ -1,10 +1,10 @@
-"""What a run has done: the ledger in memory, and the journal on disk that a later run resumes from.
+"""Progress of a run: a ledger in memory, and a journal on disk to resume from.
 
-The ledger counts bytes of files and joins checksums of records and sources. The journal is a text
-file of lines ``<crc32 of the rest, 8 hex digits> <JSON>``. The first names the plan, and how it is
-cut into units: a run that resumes cuts it likewise. Each later one lists units and their checksums,
-and is appended only after the data it describes has been synced. A truncated or damaged line ends
-the file: what follows it is ignored.
+The ledger counts bytes of files and combines checksums of records and sources. The journal is a
+text file of lines ``<crc32 of the rest, 8 hex digits> <JSON>``. The first line identifies the plan
+and its division into units, which a resumed run repeats. Each later line lists units and their
+checksums, and is only appended after their data has been synced. A truncated or damaged line ends
+the journal; later lines are ignored.
 """
 
 from __future__ import annotations
@@ -39,15 +39,15 @@ VERSION = 5
 OTHER_RUN = "the interrupted run had other options, or the source has changed since"
 OTHER_VERSION = "another version of ckptctl began the interrupted run"
 LEAST_SIZES = (LEAST, LEAST, LEAST, 1 << 12)
-"""Of limits, in bytes: what so many threads have of buffers that nobody begins more."""
+"""Smallest valid limits in bytes, for the largest number of threads."""
 OUTCOMES = (0, len(fields(OutOfRange)))
 ROUNDINGS = (0, len(fields(Rounding)))
 Header = Mapping[str, object]
 _Key = tuple[int, int]
 Parts = list[tuple[int, int, int]]
-"""``(position, bytes, CRC-32)`` of the parts of a record or of a recorded range of a source."""
+"""``(position, bytes, CRC-32)`` of parts of a record or of a recorded range of a source."""
 SourceRange = tuple[TreePath, RecordedRange]
-"""A recorded range, and the directory that its file is relative to."""
+"""Directory and recorded range of a file in it."""
 
 
 class Done(NamedTuple):
@@ -58,8 +58,8 @@ class Done(NamedTuple):
         number: Index of its tile.
         written: CRC-32 of each of its writes.
         read: CRC-32 of each of its checked reads.
-        lost: The numbers of an :class:`~ckptctl.storage.outcome.OutOfRange`; empty: nothing.
-        rounding: Those of a :class:`~ckptctl.storage.outcome.Rounding`; likewise.
+        lost: Fields of an :class:`~ckptctl.storage.outcome.OutOfRange`, or empty.
+        rounding: Fields of a :class:`~ckptctl.storage.outcome.Rounding`, or empty.
     """
 
     transfer: int
@@ -71,12 +71,12 @@ class Done(NamedTuple):
 
 
 class News(NamedTuple):
-    """What a commit brought about.
+    """Consequences of a commit.
 
     Attributes:
-        finished: Output files all of whose bytes but the frame are written; memory is none.
-        ripe: Output files with many bytes that no sync has been asked for.
-        durable: Units to be journaled, and the files they wrote; empty: not yet.
+        finished: Output files that are complete except for their frames, without memory.
+        ripe: Output files with many bytes written since the last writeback.
+        durable: Units to be journaled and the files that they wrote, empty if not due yet.
     """
 
     finished: list[str]
@@ -85,15 +85,15 @@ class News(NamedTuple):
 
 
 class Books(NamedTuple):
-    """What one of several processes entered, for the one that finishes their plan.
+    """Ledger entries of one process, for the process that finishes a shared plan.
 
     Attributes:
-        whole: CRC-32 of records that were written in one piece, by index.
-        parts: Of the other records.
-        sources: Parts of recorded ranges of sources that are not read completely yet.
-        written: Bytes of each output file.
-        finished: Output files that need nothing more.
-        outcomes: What became of elements that were computed or cast, by transfer.
+        whole: CRC-32 of records written by one unit, by index.
+        parts: Parts of the other records.
+        sources: Parts of incompletely read recorded ranges of sources.
+        written: Bytes written to each output file.
+        finished: Output files that are finished.
+        outcomes: Outcome of computed and cast elements, by transfer.
         read: Bytes read from source files.
     """
 
@@ -107,7 +107,7 @@ class Books(NamedTuple):
 
 
 class Ledger:
-    """The books of a run; safe to use from many threads."""
+    """Thread-safe record of the progress of a run."""
 
     def __init__(self, plan: Plan, journal_every: int, sync_every: int) -> None:
         self._plan = plan
@@ -134,21 +134,21 @@ class Ledger:
         self.resumed = 0
 
     def untouched(self) -> list[str]:
-        """Return the output files that have nothing but a frame."""
+        """List the output files that only consist of a frame."""
         return [file.path for file in self._plan.files if not self._all[file.path]]
 
     def unfinished(self) -> list[str]:
-        """Return the output files that still lack bytes."""
+        """List the output files with missing bytes."""
         with self._lock:
             return [path for path, left in self._left.items() if left]
 
     def begun(self) -> list[str]:
-        """Return the output files that have some of their bytes, but not all."""
+        """List the output files that are only written in part."""
         with self._lock:
             return [path for path, left in self._left.items() if 0 < left < self._all[path]]
 
     def books(self) -> Books:
-        """Return all entries."""
+        """Return all entries of this process."""
         with self._lock:
             written = {p: n - self._left[p] for p, n in self._all.items() if n > self._left[p]}
             finished = [path for path in written if not self._left[path]]
@@ -156,7 +156,7 @@ class Ledger:
             return Books(self._whole, self._parts, self._sources, written, finished, outcomes)
 
     def add(self, books: Books) -> None:
-        """Enter what another process did."""
+        """Add the entries of another process."""
         with self._lock:
             self._whole |= books.whole
             for record, parts in books.parts.items():
@@ -173,7 +173,7 @@ class Ledger:
             self._check(place, parts)
 
     def commit(self, units: Iterable[tuple[Unit, Done]], *, resumed: bool = False) -> News:
-        """Enter finished units."""
+        """Add finished units."""
         news = News([], [], ([], []))
         complete: list[tuple[SourceRange, Parts]] = []
         with self._lock:
@@ -188,7 +188,7 @@ class Ledger:
         return news
 
     def outcomes(self) -> dict[str, Outcome]:
-        """Return what became of elements that were computed or cast, by the tensor's name."""
+        """Return the outcome of computed and cast elements, by tensor name."""
         found: dict[str, Outcome] = {}
         with self._lock:
             for transfer, outcome in sorted(self._outcomes.items()):
@@ -200,7 +200,7 @@ class Ledger:
         self._outcomes[transfer] = self._outcomes.get(transfer, NOTHING) + outcome
 
     def crc(self, record: int) -> int:
-        """Return the CRC-32 of a finished record; 0 for an empty one, and for memory."""
+        """Return the CRC-32 of a finished record, or 0 if it is empty or in memory."""
         if self._plan.records[record].file not in self._files:
             return 0
         if record in self._whole:
@@ -245,7 +245,7 @@ class Ledger:
             self._pending_bytes += total
 
     def _enter_reads(self, unit: Unit, done: Done) -> list[tuple[SourceRange, Parts]]:
-        """Enter the checked reads; return the recorded ranges that are complete now."""
+        """Add the checked reads, and return the recorded ranges that are now complete."""
         complete: list[tuple[SourceRange, Parts]] = []
         root = self._plan.root_of(unit.transfer)
         for read, crc in zip(unit.tile.checked(), done.read, strict=True):
@@ -256,7 +256,7 @@ class Ledger:
         return complete
 
     def _cover(self, place: SourceRange, more: Parts) -> tuple[SourceRange, Parts] | None:
-        """Enter parts of a recorded range; return it if it is complete now."""
+        """Add parts of a recorded range, and return it if it is now complete, or None."""
         parts = self._sources.setdefault(place, [])
         parts += more
         self._covered[place] += sum(nbytes for _, nbytes, _ in more)
@@ -278,15 +278,15 @@ def checksum_error(
 ) -> DamagedError:
     """Build the error for a tensor whose CRC-32 is not the recorded one.
 
-    A zip records its checksums itself. Those of any other file stand in the manifest next to it,
-    which a user who changed the file on purpose can remove.
+    A zip contains its checksums. Those of any other file are in the manifest next to it, which a
+    user who changed the file on purpose can remove.
 
     Args:
-        name: The tensor.
-        root: The directory that *file* is relative to.
-        file: The file that holds its bytes.
-        computed: The CRC-32 of these bytes.
-        recorded: The CRC-32 that is recorded of them.
+        name: Tensor name.
+        root: Directory that *file* is relative to.
+        file: File that contains the tensor.
+        computed: Computed CRC-32 of its bytes.
+        recorded: Recorded CRC-32 of its bytes.
     """
     hint = "copy the checkpoint again from its source"
     by = "the file"
@@ -303,7 +303,7 @@ def checksum_error(
 
 
 def _joined(parts: Parts, nbytes: int) -> int | None:
-    """Return the CRC-32 of *parts* one after the other, None unless they are all of *nbytes*."""
+    """Combine the CRC-32 of adjacent *parts*, or return None unless they cover *nbytes* bytes."""
     end, value = 0, 0
     for at, size, crc in sorted(parts):
         if at != end:
@@ -314,20 +314,20 @@ def _joined(parts: Parts, nbytes: int) -> int | None:
 
 
 class Journal:
-    """An append-only journal.
+    """Append-only journal.
 
     Attributes:
-        done: The units that it vouches for.
-        limits: What cut them: those of the run that began it.
+        done: Units recorded as durable.
+        limits: Tile sizes of the run that started the journal.
 
     Args:
-        path: Its file.
-        header: What it is about.
-        limits: Those of this run, for a journal that begins.
-        resume: Whether to load what an earlier run wrote.
+        path: Journal file.
+        header: Description of the plan and its sources.
+        limits: Tile sizes of this run, for a new journal.
+        resume: Whether to load the journal of an earlier run.
 
     Raises:
-        UnfinishedWorkError: An earlier run carried out another plan.
+        UnfinishedWorkError: An earlier run executed another plan.
     """
 
     def __init__(self, path: Path, header: Header, limits: Limits, *, resume: bool) -> None:
@@ -352,23 +352,23 @@ class Journal:
         return self
 
     def __exit__(self, *_: object) -> None:
-        # Does not wait for a write that hangs in the kernel: that one closes when it returns.
+        # Do not wait for a write that hangs in the kernel, which closes the file when it returns.
         with self._lock:
             self._closed = True
             if not self._writing:
                 os.close(self._descriptor)
 
     def restart(self) -> None:
-        """Forget everything, because the data that it lists is missing."""
+        """Discard all entries, because their data is missing."""
         self._pending = self._first
         self._cut(0)
         self.done = {}
         self.limits = self._own
 
     def append(self, units: Sequence[Done]) -> None:
-        """Add *units*, whose data is on disk, and sync; a closed journal stays as it is.
+        """Append *units*, whose data is on disk, and sync, unless the journal is closed.
 
-        For one thread at a time.
+        Only one thread may call this at a time.
         """
         with self._lock:
             if self._closed:
@@ -393,7 +393,7 @@ class Journal:
             os.lseek(self._descriptor, size, os.SEEK_SET)
 
     def _load(self) -> int:
-        """Fill ``done`` and ``limits``, and return the number of valid bytes of the file."""
+        """Load ``done`` and ``limits``, and return the number of valid bytes of the file."""
         with os.fdopen(os.dup(self._descriptor), "rb") as lines:
             first = next(lines, b"")
             header = _parse_line(first)
@@ -437,7 +437,7 @@ def _parse_line(line: bytes) -> dict[str, Any] | None:
 
 
 def _parse_limits(value: Any, check: bool) -> Limits | None:
-    """Return the limits in a header, or None unless a run may have had them."""
+    """Parse the limits in a header, or return None if they are not valid."""
     match value:
         case [*sizes, bool(checked)] if checked is check and _are_counts(sizes):
             within = len(sizes) == len(LEAST_SIZES) and all(map(le, LEAST_SIZES, sizes))

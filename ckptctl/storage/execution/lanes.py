@@ -1,9 +1,9 @@
-"""The units of work of a plan, and which thread does which of them next.
+"""Units of work of a plan, and their assignment to threads.
 
-Threads that write one file wait for each other in the kernel, so every output file has a lane of
-its own. A thread stays in its lane while there are others to begin; then it does batch by batch
-wherever the most is left for each thread, but only as many do one lane as gain by it. So all lanes
-end at about the same time.
+Threads that write the same file wait for each other in the kernel, so every output file has a
+separate lane. A thread stays in its lane while other lanes are not started. After that, it takes
+batches from the lane with the most remaining bytes per thread, up to the number of threads that a
+lane benefits from. So all lanes end at about the same time.
 """
 
 from __future__ import annotations
@@ -21,20 +21,19 @@ from ckptctl.storage.sources import Sources
 
 BATCH_BYTES = 1 << 18
 BATCH_UNITS = 64
-"""What a thread takes at a time, so that small units cost few locks."""
+"""Units per batch, which reduce locking for small units."""
 PER_FILE = 4
-"""Threads that gain by writing one file; more only burn the time of a core."""
+"""Threads that speed up writing one file; more of them only use CPU time."""
 
 
 class Unit(NamedTuple):
-    """A tile and its name in the journal.
+    """Tile and its identity in the journal.
 
     Attributes:
-        transfer: Index of the transfer; raw copies count on from the last one, and checks from
-            these.
+        transfer: Index of the transfer; raw copies and then checks are numbered after transfers.
         number: Index of the tile in the transfer.
-        tile: What is to be done.
-        files: Where its source files are.
+        tile: Reads and writes to do.
+        files: Source files of its reads.
     """
 
     transfer: int
@@ -44,12 +43,12 @@ class Unit(NamedTuple):
 
 
 class Lane:
-    """The units of one output file, or the checks of a source file, handed out in order.
+    """Queue of the units of one output file, or of the checks of a source file.
 
     Attributes:
-        left: Bytes that are not handed out yet, about.
-        most: Threads that may work on it at a time.
-        workers: Threads that do.
+        left: Approximate bytes that are not assigned yet.
+        most: Most threads that may work on it at a time.
+        workers: Threads that currently work on it.
     """
 
     def __init__(self, units: Iterator[Unit], most: int, left: int = 0) -> None:
@@ -61,7 +60,7 @@ class Lane:
         self.empty = False
 
     def take(self) -> list[Unit]:
-        """Return the next few units, small ones together; none: the lane is at its end."""
+        """Pop the next batch of units, empty if the lane is exhausted."""
         taken: list[Unit] = []
         total = 0
         with self._lock:
@@ -80,10 +79,10 @@ class Lanes:
     """All lanes of a run.
 
     Args:
-        lanes: In the order in which they are started.
-        threads: How many there are; as long as there is a fresh lane for each, they stay in theirs.
-        room: Returns once another lane may be started; then all threads work on one as long as
-            there is work in it. None: each thread has a lane of its own while there are enough.
+        lanes: Lanes in the order in which they are started.
+        threads: Number of threads. They stay in their lanes while there is a new lane for each.
+        room: Waits until another lane may be started; all threads then work on one lane until it
+            is exhausted. None to give each thread a separate lane while there are enough.
     """
 
     def __init__(self, lanes: list[Lane], threads: int, room: Callable[[], None] | None) -> None:
@@ -94,7 +93,7 @@ class Lanes:
         self._lock = threading.Lock()
 
     def units(self) -> Iterator[tuple[list[Unit], bool]]:
-        """Yield batches for one thread, and whether its lane is its own, until nothing is left."""
+        """Yield batches for one thread, and whether it is the only thread in the lane."""
         while lane := self._claim():
             while batch := lane.take():
                 yield batch, lane.workers == 1
@@ -120,7 +119,7 @@ class Lanes:
             return lane
 
     def _most_left(self, lanes: list[Lane]) -> Lane | None:
-        """Return the lane with the most to do for each thread, of those that gain by another."""
+        """Return the lane with the most remaining bytes per thread that benefits from one more."""
         gaining = [lane for lane in lanes if not lane.empty and lane.workers < lane.most]
         if not gaining:
             return None
@@ -130,9 +129,9 @@ class Lanes:
 
 
 def most_threads(plan: Plan, memory: Container[str], threads: int, numbers: Sequence[int]) -> int:
-    """Return how many of a run's *threads* gain by doing the transfers *numbers* together.
+    """Return how many of *threads* speed up the transfers *numbers*.
 
-    *memory* has the names of what is filled in memory.
+    *memory* contains the names of files in memory.
     """
     if threads <= PER_FILE:
         return threads
@@ -143,16 +142,16 @@ def most_threads(plan: Plan, memory: Container[str], threads: int, numbers: Sequ
         for transfer in transfers
     ):
         return threads
-    files = {target.file for one in transfers for target in one.targets}
+    files = {target.file for transfer in transfers for target in transfer.targets}
     return threads if any(file in memory for file in files) else PER_FILE * len(files)
 
 
 def plan_units(
     plan: Plan, number: int, sources: Sources, limits: Limits, share: Share | None
 ) -> Iterator[Unit]:
-    """Yield the units of a transfer, raw copy or check, or the *share* of them, by its number.
+    """Yield the units, or the *share* of them, of the transfer, raw copy or check *number*.
 
-    Their order depends on nothing but the arguments.
+    Their order only depends on the arguments.
     """
     transfers, root = plan.transfers, plan.source_root
     if number < len(transfers):

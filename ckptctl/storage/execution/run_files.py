@@ -1,4 +1,4 @@
-"""The files of a run, opened by name for each thread, and the output files as a whole."""
+"""Files of a run, opened by name for each thread, and its output files."""
 
 from __future__ import annotations
 
@@ -27,23 +27,23 @@ from ckptctl.tree import TreePath
 from ckptctl.units import counted
 
 MAX_OPEN = 64
-"""Files, each with one descriptor, or two where it is read past the page cache."""
+"""Open files, each with one descriptor, or two if it is also read with direct I/O."""
 ITEM = 16
-"""A step ends between two elements, of any dtype."""
+"""Direct reads end at a multiple of the largest element size."""
 LocalFile = TypeVar("LocalFile", "LocalSource", "LocalSink")
 
 
 class RunFiles(OpenFiles):
-    """The files of one thread of a run: memory, virtual files, stored ones and outputs.
+    """Memory, virtual files, stored files and output files of one thread.
 
-    Of those that have descriptors of this thread's own, the last few stay open.
+    The most recently used files with descriptors stay open.
 
     Args:
-        computed: The plan's virtual files.
-        roots: Returns the files below a directory.
-        root: Where output files lie.
-        memory: The plan's memory, by name.
-        direct: Whether long ranges of files that are not in the page cache are read past it.
+        computed: Virtual files of the plan.
+        roots: Returns the source files of a directory.
+        root: Directory of the output files.
+        memory: Memory of the plan, by name.
+        direct: Whether to read long ranges of uncached files with direct I/O.
     """
 
     def __init__(
@@ -64,10 +64,10 @@ class RunFiles(OpenFiles):
         self._open = OrderedDict()
 
     def source(self, files: SourceFiles, name: str) -> ByteSource:
-        """Open *name*: memory, a virtual file or one of *files*.
+        """Open *name* as memory, a virtual file or one of *files*.
 
-        Files with descriptors are closed when ``MAX_OPEN`` others have been opened after them, so
-        the result is for immediate use.
+        Files with descriptors are closed after ``MAX_OPEN`` others have been opened, so the result
+        is for immediate use.
         """
         found = self._memory.get(name) or self._used(files, name)
         if found is None:
@@ -78,7 +78,7 @@ class RunFiles(OpenFiles):
         return found
 
     def sink(self, name: str) -> ByteSink:
-        """Open *name*: memory or an output file; see :meth:`source`."""
+        """Open *name* as memory or an output file (see :meth:`source`)."""
         found = self._memory.get(name) or self._used(None, name)
         if found is None:
             found = self._keep(None, LocalSink(self._root, name))
@@ -86,9 +86,9 @@ class RunFiles(OpenFiles):
         return found
 
     def close(self) -> None:
-        """Close all of them, and let go of memory.
+        """Close all files, and release memory.
 
-        Virtual files refer to what opened them: tensors must not wait to be collected with both.
+        Virtual files refer to this object, which would delay freeing the tensors of both.
         """
         self._memory = {}
         self._virtual.clear()
@@ -98,7 +98,7 @@ class RunFiles(OpenFiles):
             self._open.clear()
 
     def _used(self, files: SourceFiles | None, name: str) -> LocalSource | LocalSink | None:
-        """Return a file that is open, and make it the last to be closed."""
+        """Return an open file and mark it as most recently used, or return None."""
         key = files, name
         found = self._open.get(key)
         if found is not None:
@@ -113,20 +113,20 @@ class RunFiles(OpenFiles):
 
 
 class LocalSource(StoredFile):
-    """A source file of this machine, with a descriptor of this thread's own.
+    """Local source file with a separate descriptor for this thread.
 
     Args:
-        opened: Counts what is read.
-        files: The files below its root.
-        name: Its name there.
-        direct: Whether it may be read past the page cache.
+        opened: Counts the bytes read.
+        files: Source files that contain it.
+        name: Name relative to their root.
+        direct: Whether direct I/O is allowed.
     """
 
     def __init__(self, opened: OpenFiles, files: SourceFiles, name: str, *, direct: bool) -> None:
         super().__init__(opened, files, name)
         self.descriptor: int = files.descriptor(name)
         self._direct: int | None = None
-        self._unseen = direct  # whether nobody has looked if it is in the page cache
+        self._unseen = direct  # whether the page cache is still to be checked
 
     def read_into(self, offset: int, views: Sequence[memoryview], nbytes: int) -> None:
         """See :meth:`ByteSource.read_into`."""
@@ -140,7 +140,7 @@ class LocalSource(StoredFile):
 
     @property
     def past_cache(self) -> bool:
-        """See :meth:`ByteSource.past_cache`: so they are where the page cache does not have it."""
+        """See :meth:`ByteSource.past_cache`. True if the page cache does not contain the file."""
         if self._unseen:
             self._unseen = False
             if cold(self.descriptor):
@@ -148,7 +148,7 @@ class LocalSource(StoredFile):
         return self._direct is not None
 
     def read_past_cache(self, offset: int, nbytes: int, room: memoryview) -> memoryview | None:
-        """See :meth:`ByteSource.read_past_cache`; after a failure none is tried again."""
+        """See :meth:`ByteSource.read_past_cache`. After a failure, direct I/O is disabled."""
         if self._direct is None:
             return None
         before = offset % PAGE
@@ -175,7 +175,7 @@ class LocalSource(StoredFile):
 
 
 class LocalSink(ByteSink):
-    """An output file that exists."""
+    """Existing output file opened for writing."""
 
     def __init__(self, root: Path, name: str) -> None:
         self.name = name
@@ -197,18 +197,18 @@ class LocalSink(ByteSink):
             raise _write_failed(error, self._path) from error
 
     def sync(self) -> None:
-        """Have the disk hold what is written."""
+        """Sync the file."""
         with storage_errors("sync", self._path):
             os.fsync(self.descriptor)
 
     def close(self) -> None:
-        """Close the file; over NFS this may be what says that written bytes are lost."""
+        """Close the file, which may report lost writes on NFS."""
         with storage_errors("close", self._path):
             os.close(self.descriptor)
 
 
 def _write_failed(error: OSError, path: Path) -> StorageError:
-    """Return the error of a failed write to *path*."""
+    """Build the error for a failed write to *path*."""
     failure = StorageError.from_os_error(error, "write", str(path))
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         found = os.statvfs(path.parent)
@@ -219,7 +219,7 @@ def _write_failed(error: OSError, path: Path) -> StorageError:
 
 
 class OutputFiles:
-    """The output files of a plan."""
+    """Output files of a plan."""
 
     def __init__(
         self, files: Sequence[OutputFile], root: Path, *, shared: bool, sync: bool
@@ -230,7 +230,7 @@ class OutputFiles:
         self._sync = sync
 
     def intact(self) -> bool:
-        """Return whether the output files are there, at their full size."""
+        """Return whether all output files exist at their full size."""
         return all(
             path.is_file() and not path.is_symlink() and path.stat().st_size == file.size
             for file in self._files
@@ -265,7 +265,7 @@ class OutputFiles:
             sync_directory(directory)
 
     def crc(self, write: Write) -> int:
-        """Return the CRC-32 of the bytes on disk at the place of *write*."""
+        """Compute the CRC-32 of the bytes on disk that *write* wrote."""
         crc = 0
         with (self._root / write.file).open("rb") as file:
             for at in range(0, write.nbytes, MIB):

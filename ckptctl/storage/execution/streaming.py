@@ -1,4 +1,4 @@
-"""Carrying out a plan where files cannot be written by position: one by one, front to back."""
+"""Execution of a plan into sequential streams, one file after the other."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from ckptctl.storage.sources import Sources
 from ckptctl.storage.threads import thread_pool
 
 Create = Callable[[str], AbstractContextManager[IO[bytes]]]
-"""Opens a new file by its name in the plan."""
+"""Opens a new output file by its name in the plan."""
 
 
 def stream(
@@ -32,19 +32,19 @@ def stream(
     options: ExecutionOptions,
     memory: Mapping[str, Memory] | None = None,
 ) -> None:
-    """Write the output files of *plan*, with one thread.
+    """Write the output files of *plan* sequentially, with one thread.
 
-    Headers with checksums come first, so records are read twice for them. Checksums of sources are
-    always compared.
+    Headers with checksums come first, so their records are read twice. Checksums of sources are
+    always verified.
 
     Args:
-        plan: Each of its transfers fills one record.
-        create: Opens what is written.
-        options: How.
-        memory: As :func:`~ckptctl.storage.execution.executor.execute` takes it.
+        plan: Plan in which each transfer fills one record.
+        create: Opens an output file.
+        options: Execution options.
+        memory: As in :func:`~ckptctl.storage.execution.executor.execute`.
     """
     stop = Event()
-    with thread_pool(1) as pool:  # a thread has streams of devices of its own
+    with thread_pool(1) as pool:  # a thread has its own device streams
         try:
             pool.submit(_stream, plan, create, options, memory or {}, stop).result()
         finally:
@@ -71,7 +71,7 @@ def _stream(
 
 
 class _Streaming:
-    """A plan while it is carried out."""
+    """Execution of a plan into streams."""
 
     def __init__(
         self,
@@ -95,7 +95,7 @@ class _Streaming:
         self._transfers = {record: number for number, record in enumerate(filled)}
 
     def write(self, file: OutputFile, target: IO[bytes]) -> None:
-        """Write a file from front to back."""
+        """Write a file sequentially."""
         records = self._plan.records
         inside = (n for n, record in enumerate(records) if record.file == file.path)
         pending = iter(sorted(inside, key=lambda number: records[number].offset))
@@ -126,7 +126,7 @@ class _Streaming:
 
 
 class _StreamSink(ByteSink):
-    """A file that takes bytes in their order; None: they are only read, for checksums."""
+    """Sequential output stream, or None to only compute checksums."""
 
     def __init__(self, target: IO[bytes] | None, position: int = 0) -> None:
         self._target = target

@@ -1,4 +1,4 @@
-"""Doing the units of a plan: what is read into a buffer, permuted, cast and written."""
+"""Execution of units: read into a buffer, permute, cast and write."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ from ckptctl.storage.files import SourceFiles
 from ckptctl.storage.outcome import NOTHING, Outcome
 
 MIN_DIRECT_BYTES = 256 << 10
-"""Bytes from which on a range is read past the page cache."""
+"""Smallest range that is read with direct I/O, in bytes."""
 Dtypes = tuple[str, str]
-"""torch's names of the dtypes of what is read and what is written."""
+"""Torch dtypes of the source and the output."""
 Places = Callable[[Pattern, memoryview], Iterable[BufferParts]]
-"""Returns the places of a pattern in a buffer."""
+"""Returns the views of a buffer for a pattern."""
 
 
 class Worker:
-    """A thread's means to carry out units, one at a time, in buffers of its own.
+    """Executes units in one thread, one at a time, with its own buffers.
 
     Attributes:
-        is_sole_writer: Whether no other thread writes the same file. ``copy_file_range`` holds the
-            lock of the target while it reads, so with two writers it is slower than read and write.
-        underway: Bytes written of units that are not yet recorded as done.
+        is_sole_writer: Whether no other thread writes the same file. ``copy_file_range`` locks the
+            target while it reads, so with two writers it is slower than read and write.
+        underway: Bytes written by units that are not yet recorded as done.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class Worker:
     ) -> None:
         self._transfers = plan.transfers
         self._checksum = options.checksum
-        # Bytes of a plain range that are copied at a time.
+        # Bytes of a contiguous range to copy at a time.
         self._chunk = buffers.step or limits.tile
         self._files = files
         self._sink = sink
@@ -67,15 +67,15 @@ class Worker:
 
     @property
     def bytes_read(self) -> int:
-        """Return the bytes read from source files, without virtual ones."""
+        """Bytes read from stored source files."""
         return self._files.bytes_read
 
     def close(self) -> None:
-        """Close its files."""
+        """Close the files of the thread."""
         self._files.close()
 
     def do(self, unit: Unit) -> Done:
-        """Carry out a unit; return its checksums, and what became of computed and cast elements."""
+        """Execute a unit and return its checksums and the outcome of computed and cast elements."""
         self._outcome = NOTHING
         done = self._copy_range(unit) if unit.tile.flat else self._copy_tile(unit)
         lost, rounding = self._outcome.lost, self._outcome.rounding
@@ -90,7 +90,7 @@ class Worker:
         read, written = [0] * len(tile.reads), [0] * len(tile.writes)
         for step in range(tile.steps):
             if self._stopped():
-                break  # the unit does not count
+                break  # the unit is not recorded
             if place is None:
                 self._outcome += self._engine.copy(files, tile, step, kinds, read, written)
             else:
@@ -101,14 +101,14 @@ class Worker:
         return Done(unit.transfer, unit.number, written, checked)
 
     def _dtypes(self, unit: Unit) -> Dtypes | None:
-        """Return the dtypes of what is read and written, or None if it is only copied."""
+        """Return source and output dtype, or None if bytes are only copied."""
         if unit.transfer >= len(self._transfers):
             return None
         tensor = self._transfers[unit.transfer].tensor
         return tensor.stored_dtype, tensor.dtype
 
     def _in_place(self, unit: Unit, sink: ByteSink) -> memoryview | None:
-        """Return memory of the sink that a tile can be read into, or None if it needs a buffer."""
+        """Return memory of the sink to read a tile into directly, or None if it needs a buffer."""
         tile = unit.tile
         (write,) = tile.writes
         place = sink.view(write.offset, write.nbytes * tile.steps)
@@ -118,7 +118,7 @@ class Worker:
         return place if kinds is not None and kinds[0] == kinds[1] else None
 
     def _copy_range(self, unit: Unit) -> Done:
-        """Copy a contiguous range, in chunks that stay in the processor's cache."""
+        """Copy a contiguous range in chunks that fit into the CPU cache."""
         read, write = unit.tile.reads[0], unit.tile.writes[0]
         source, sink = self._files.source(unit.files, read.file), self._sink(write.file)
         if self.is_sole_writer and self._kernel_copy and self._copy_in_kernel(unit, source, sink):
@@ -129,7 +129,7 @@ class Worker:
         place = None if direct else self._in_place(unit, sink)
         source.end(read.offset + read.nbytes)
         at = crc = 0
-        while at < read.nbytes and not self._stopped():  # then the unit does not count
+        while at < read.nbytes and not self._stopped():  # a stopped unit is not recorded
             offset, left = read.offset + at, read.nbytes - at
             size = min(source.best_step(offset, self._chunk), left)
             view = source.view(offset, size)
@@ -153,7 +153,7 @@ class Worker:
         return Done(unit.transfer, unit.number, [crc], [crc] if checked else [])
 
     def _copy_in_kernel(self, unit: Unit, source: ByteSource, sink: ByteSink) -> bool:
-        """Let the kernel copy a plain range; return whether it did all of it."""
+        """Copy a range with ``copy_file_range``, and return whether all of it was copied."""
         read, write = unit.tile.reads[0], unit.tile.writes[0]
         if source.descriptor is None or sink.descriptor is None:
             return False
@@ -168,7 +168,7 @@ class Worker:
                     write.offset + done,
                 )
             except OSError as error:
-                # Read and write fail likewise, with an error that names one of the two files.
+                # Read and write fail too, with an error that names one of the two files.
                 self._kernel_copy = error.errno in (errno.EIO, errno.ENOSPC, errno.EINTR)
                 return False
             if not count:
@@ -178,13 +178,13 @@ class Worker:
 
 
 class TileEngine:
-    """Does tiles, one after the other, in the buffers of one thread.
+    """Executes tiles one at a time in the buffers of one thread.
 
     Args:
-        opened: Opens what is read.
-        sink: Opens what is written.
-        buffers: Of this thread.
-        checksum: Whether to compute checksums of what is written.
+        opened: Opens source files.
+        sink: Opens output files.
+        buffers: Buffers of this thread.
+        checksum: Whether to compute checksums of written bytes.
     """
 
     def __init__(
@@ -210,15 +210,15 @@ class TileEngine:
         read: list[int],
         written: list[int],
     ) -> Outcome:
-        """Do a step of a tile; return what became of elements that were computed or cast.
+        """Execute a step of a tile, and return the outcome of computed and cast elements.
 
         Args:
-            files: Where its source files are.
-            tile: What is to be done.
-            step: Which one of its steps.
-            kinds: The dtypes of its elements; None: they are bytes.
-            read: Checksums of its reads so far.
-            written: Checksums of its writes so far.
+            files: Source files.
+            tile: Tile to execute.
+            step: Index of the step.
+            kinds: Source and output dtype, or None to copy bytes.
+            read: Checksums of its reads, updated.
+            written: Checksums of its writes, updated.
         """
         buffer = self._buffers.get(TILE, tile.nbytes)
         outcome = self.fill(files, tile, step, buffer, read, self._buffers.places)
@@ -250,7 +250,7 @@ class TileEngine:
         crcs: list[int],
         places: Places,
     ) -> Outcome:
-        """Read what a step of a tile reads into *buffer*; see :meth:`copy`."""
+        """Read the bytes of a step of a tile into *buffer* (see :meth:`copy`)."""
         if pieces := _single_runs(tile.reads, step):
             return self._opened.source(files, tile.reads[0].file).gather(pieces, buffer)
         outcome, together = NOTHING, dict[ByteSource, list[Piece]]()
@@ -282,7 +282,7 @@ class TileEngine:
         return outcome
 
     def _move(self, files: SourceFiles, tile: Tile, buffer: memoryview, item: int) -> Outcome:
-        """Read what is moved into a staging area, and permute its elements into *buffer*."""
+        """Read the tile's moves into a staging buffer, and permute their elements into *buffer*."""
         outcome = NOTHING
         for move in tile.moves:
             staged = self._buffers.get(STAGING, move.staging)[: move.staging]
@@ -295,8 +295,8 @@ class TileEngine:
 def _single_runs(reads: Sequence[Read], step: int) -> list[Piece]:
     """Return the pieces of reads of one file that each fill one run of the buffer.
 
-    Returns an empty list if a read has several runs, takes a checksum or is of another file. This
-    is a hot path: a tile may have thousands of reads, of a few microseconds each.
+    The list is empty if a read has several runs, needs a checksum, or is of another file. This is
+    a hot path: a tile may have thousands of reads, each taking a few microseconds.
     """
     if len(reads) < 2:
         return []

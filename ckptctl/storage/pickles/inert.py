@@ -1,4 +1,4 @@
-"""What a pickle becomes when nothing in it is run: records, names, and ordinary containers.
+"""Inert objects that represent a pickle without running anything: records, names and containers.
 
 :mod:`ckptctl.storage.pickles.pickle_reader` produces these objects,
 :mod:`ckptctl.storage.pickles.pickle_writer` writes them back as they were.
@@ -18,7 +18,7 @@ MAX_DEPTH = 100
 MAX_KEY_NODES = 128
 MAX_KEY_BITS = 64  # hashes of longer integers collide at will: they are taken modulo 2**61 - 1
 TEXT_SHIFT = 3
-"""So many characters, as a power of two, count as one value where text is shared."""
+"""Log2 of the characters that count as one value, as shared text may be visited many times."""
 NO_SIZES: Mapping[type, Callable[[Any], int]] = {}
 _TEXTS = frozenset({str, bytes, bytearray})
 _ATOMS = frozenset({str, bytes, bool, float, type(None)})
@@ -27,7 +27,7 @@ _LEAVES = _ATOMS | {int}
 
 @dataclass(frozen=True, slots=True)
 class Global:
-    """A class or function that a pickle names; the name only, never the thing.
+    """Name of a class or function referenced by a pickle, which is never imported.
 
     Calling it (REDUCE, NEWOBJ) makes an :class:`Inert` record.
     """
@@ -41,12 +41,12 @@ class Global:
 
 @dataclass(frozen=True, slots=True)
 class Builder:
-    """A table entry that is called with the arguments of REDUCE or NEWOBJ.
+    """Safe replacement for a class or function, called with the arguments of REDUCE or NEWOBJ.
 
     Args:
-        fn: Must be cheap for any arguments: it runs on hostile input.
-        hashes: Whether *fn* hashes the elements of its arguments; they are checked first.
-        source: The name it stands for, so that a mere reference to it can be written back.
+        fn: Function to call. It must be cheap for any arguments, because input may be hostile.
+        hashes: Whether *fn* hashes the elements of its arguments, which are then checked first.
+        source: Name that it replaces, to write back references to it.
     """
 
     fn: Callable[..., object]
@@ -55,18 +55,18 @@ class Builder:
 
 
 class Size(tuple[int, ...]):
-    """A ``torch.Size`` that stood in a pickle as a value of its own."""
+    """A ``torch.Size`` stored as a value of a pickle."""
 
     __slots__ = ()
 
 
 class DictRecord(dict[object, object]):
-    """An ``OrderedDict``, ``defaultdict``, ...: a dict that remembers its class.
+    """Instance of a dict subclass such as ``OrderedDict`` or ``defaultdict``.
 
     Attributes:
-        origin: The class.
-        args: What its constructor was given, as the factory of a ``defaultdict``.
-        state: The instance attributes, as ``{"_metadata": ...}`` of ``Module.state_dict()``.
+        origin: Name of the class.
+        args: Arguments of the constructor, such as the factory of a ``defaultdict``.
+        state: Instance attributes, such as ``{"_metadata": ...}`` of ``Module.state_dict()``.
     """
 
     __slots__ = ("args", "origin", "state")
@@ -82,19 +82,19 @@ class DictRecord(dict[object, object]):
 
 
 class Inert:
-    """An instance of a class that was not imported.
+    """Instance of a class that was not imported.
 
-    Two records are equal when class, arguments and state are; only records that consist of plain
-    values can be hashed. Subclasses may define equality anew.
+    Records are equal if class, arguments and state are. Only records of plain values are hashable.
+    Subclasses may redefine equality.
 
     Attributes:
         module: Module of the class or function.
-        name: Qualified name in it.
+        name: Qualified name in the module.
         args: Positional arguments of the call.
-        state: What BUILD gave, usually a dict of attributes; None: nothing.
-        newobj: Made by NEWOBJ (``cls.__new__``) and not by REDUCE (a call).
-        appended: Elements that APPEND(S) added, for subclasses of list; None: none.
-        entries: Pairs that SETITEM(S) added, for subclasses of dict; None: none.
+        state: Argument of BUILD, usually a dict of attributes, or None.
+        newobj: Whether it was created by NEWOBJ (``cls.__new__``) instead of REDUCE (a call).
+        appended: Elements added by APPEND(S) to a subclass of list, or None.
+        entries: Pairs added by SETITEM(S) to a subclass of dict, or None.
     """
 
     __slots__ = ("_key", "appended", "args", "entries", "module", "name", "newobj", "state")
@@ -124,10 +124,10 @@ class Inert:
         self.state = state
 
     def key(self) -> tuple[object, ...]:
-        """Return the strings and bytes that stand for this record in comparisons.
+        """Return the strings and bytes that identify this record in comparisons.
 
-        Numbers become text, because Python salts the hashes of text alone: those of numbers
-        collide at will, and a hostile file would make every dict lookup linear.
+        Numbers become text, because Python only salts the hashes of text. A hostile file can choose
+        numbers whose hashes collide, which would make every dict lookup linear.
         """
         if self._key is None:
             if self.appended is not None or self.entries is not None:
@@ -154,7 +154,7 @@ class Inert:
 
 
 def _atoms(value: tuple[object, ...], found: list[object]) -> list[object]:
-    """Flatten what :func:`check_key` passed."""
+    """Append the flattened *value*, which :func:`check_key` accepted, to *found*."""
     found.append(f"({len(value)}")
     for item in value:
         if item.__class__ is str or item.__class__ is bytes:
@@ -169,9 +169,9 @@ def _atoms(value: tuple[object, ...], found: list[object]) -> list[object]:
 
 
 def check_key(value: object) -> int:
-    """Check that *value* can be hashed and compared quickly; return how many values it has.
+    """Count the values in *value*, and raise if it is too large to hash and compare quickly.
 
-    A record in it counts with all of its own values, each time that it occurs.
+    A record in it counts with all of its values, each time that it occurs.
     """
     nodes = 0
     pending = [value]
@@ -204,18 +204,18 @@ def _large_key_error(why: str) -> UnsupportedError:
 def check_tree(
     root: object, *, limit: int, where: str, sizes: Mapping[type, Callable[[Any], int]] = NO_SIZES
 ) -> int:
-    """Check that *root*, walked as a tree, is small enough to walk.
+    """Count the values of *root* as a tree, and raise if there are too many to walk it.
 
-    A pickle of 100 bytes can hold a list of lists of lists that each name the next one ten times:
-    ten billion leaves, "a billion laughs". What passes here may be walked recursively and written
-    out: at most *limit* values, at most ``MAX_DEPTH`` deep, no cycles. What is shared counts each
-    time that it is visited, and text counts by its length.
+    A pickle of 100 bytes can contain nested lists that each refer to the next one ten times, which
+    makes ten billion leaves ("a billion laughs"). An accepted object may be walked recursively and
+    written: it has at most *limit* values, ``MAX_DEPTH`` levels and no cycles. Shared values count
+    each time that they are visited, and text counts by its length.
 
     Args:
-        root: The object.
-        limit: The most values.
-        where: The file, for errors.
-        sizes: How many values objects of these classes count; they are not entered.
+        root: Object to check.
+        limit: Most values.
+        where: File name for errors.
+        sizes: Functions that count the values of objects of special classes.
     """
     count = 1
     within: set[int] = set()
@@ -246,7 +246,7 @@ def check_tree(
             raise UnsupportedError(
                 "the pickle is nested too deeply", where=where, why=f"more than {MAX_DEPTH} levels"
             )
-        if id(value) in within:  # each of these levels would copy its items
+        if id(value) in within:  # each level would copy its items
             raise UnsupportedError(
                 "the pickle is nested too deeply", where=where, why="a value contains itself"
             )
@@ -256,7 +256,7 @@ def check_tree(
 
 
 def walk(root: object) -> Iterator[object]:
-    """Yield every value inside *root*, itself included, containers once however often shared."""
+    """Yield *root* and every value in it, shared containers once."""
     seen: set[int] = set()
     pending = [root]
     while pending:

@@ -1,15 +1,15 @@
-"""A pickle machine that imports nothing and calls nothing that a file names.
+"""Pickle reader that imports nothing and calls nothing that a file names.
 
-It knows the opcodes of protocols 0 to 5 (``Lib/pickletools.py``, PEP 307, 3154, 574) that torch and
-Python write. Globals are looked up in a table of inert stand-ins. What ends too early is a
-:class:`~ckptctl.errors.DamagedError`, everything else that is odd an
+It supports the opcodes of protocols 0 to 5 (``Lib/pickletools.py``, PEP 307, 3154, 574) that torch
+and Python write. Globals are looked up in a table of inert replacements. A truncated pickle raises
+:class:`~ckptctl.errors.DamagedError`, any other malformed one
 :class:`~ckptctl.errors.UnsupportedError`.
 
-Differences from :mod:`pickle`, all toward refusing: a key may not occur twice in a dict; keys are
-plain values, small tuples of them, or records; builders may not unfold a shared value again and
-again; there are no more objects than a checkpoint of that size has, those that are shared counted
-each time that they are visited; EXT*, INST, OBJ, text
-persistent ids, Python 2 byte strings of protocol 0 and out-of-band buffers are refused.
+It is stricter than :mod:`pickle`. A key may not occur twice in a dict. Keys are plain values, small
+tuples of them, or records. Builders may not expand a shared value repeatedly. The number of objects
+is limited by the size of the pickle, where shared objects count each time that they are visited.
+EXT*, INST, OBJ, text persistent ids, Python 2 byte strings of protocol 0 and out-of-band buffers
+are rejected.
 """
 
 from __future__ import annotations
@@ -38,28 +38,28 @@ Table = Mapping[tuple[str, str], object]
 Stack = list[object]
 Unknown = Literal["refuse", "inert"]
 MAX_COLLIDING = 64
-"""Different tuples with the same hash: a file can make as many of them as it likes."""
+"""Most tuples with the same hash, of which a hostile file can create any number."""
 LONGEST = 9
-"""Bytes of the longest opcode with a fixed length, and of its number."""
+"""Size of the longest fixed-length opcode with its argument, in bytes."""
 SHARED_ALLOWANCE = 1 << 16
 FREE_OBJECTS = 1_000_000
 PER_OBJECT = 4
-"""Bytes of a pickle for each container, record and entry of the memo beyond those.
+"""Least bytes of a pickle per container, record and memo entry beyond :data:`FREE_OBJECTS`.
 
-A dict is a single byte and takes 72 of memory, an entry of the memo a hundred. State dicts,
-optimizers and ``.metadata`` have seven bytes or more for each of either kind.
+A dict takes one byte in a pickle and 72 in memory, a memo entry a hundred. State dicts, optimizers
+and ``.metadata`` have seven bytes or more for each.
 """
 FREE_VALUES = 1 << 11
 VALUES_PER_BYTE = 8
-"""Values that a pickle may unfold to for each of its bytes, and beyond those.
+"""Values that a pickle may expand to per byte, beyond :data:`FREE_VALUES`.
 
 Without sharing there are fewer values than bytes.
 """
 MAX_MARKS = 1000
 _COPY, _HASHED_COPY = 4, 8
-"""What an element of an argument counts that a builder copies, and that it copies into a set."""
+"""Weight of an argument's element that a builder copies, and that it copies into a set."""
 _CALL, _NEW_GLOBAL = 2, 4
-"""How many objects the result of a call counts, and a global that was not named before."""
+"""Objects counted for the result of a call, and for a new global."""
 SHOWN_NAME = 200
 _MODULES = {"__builtin__": "builtins", "copy_reg": "copyreg"}
 _NAMES = {("builtins", "xrange"): ("builtins", "range")}
@@ -77,15 +77,15 @@ _MALFORMED = (
 )
 STOP = b"."
 SET = 4
-"""How many objects an empty set counts: it takes as much memory as four tuples."""
+"""Objects counted for an empty set, which takes as much memory as four tuples."""
 
 
 class Hook(Protocol):
-    """Takes opcodes off the machine's hands.
+    """Fast path that runs sequences of opcodes instead of the machine.
 
     Attributes:
-        memo: The machine's.
-        taken: How many entries of the memo its opcodes made that are not in *memo*.
+        memo: Memo of the machine.
+        taken: Number of memo entries that its opcodes created without adding them to *memo*.
     """
 
     memo: dict[int, object]
@@ -93,16 +93,16 @@ class Hook(Protocol):
 
     @property
     def sizes(self) -> Mapping[type, Callable[[Any], int]]:
-        """Return how many values its own objects stand for, by their classes."""
+        """Functions that count the values represented by its own objects, by class."""
 
     def __call__(self, data: bytes, pos: int, stack: Stack, outer: list[Stack]) -> int:
-        """Do what the opcodes from *pos* on say, as far as it knows them; return where it ends."""
+        """Run supported opcodes from *pos* on, and return the position after them."""
 
 
 def past_end(data: bytes, where: str, why: str) -> CkptError:
-    """Return the error for a pickle that goes on where its bytes do not.
+    """Build the error for a pickle that needs bytes after its end.
 
-    One without its STOP was cut off; in one that has it a length is wrong.
+    Without a final STOP it was truncated. With one, a length is wrong.
     """
     if data.endswith(STOP):
         return UnsupportedError("malformed pickle", where=where, why=why)
@@ -122,26 +122,26 @@ def loads(
     """Read one pickle.
 
     Args:
-        data: The pickle; bytes after its STOP are refused.
-        where: The file, for errors.
-        table: What stands for each global: a :class:`Builder` is called with the arguments of
+        data: Pickle; bytes after its STOP are an error.
+        where: File name for errors.
+        table: Replacement of each global. A :class:`Builder` is called with the arguments of
             REDUCE and NEWOBJ, a :class:`Global` makes :class:`Inert` records when called, anything
-            else is a constant. Names of Python 2 are translated before the look-up.
-        unknown: What to do with a global that is not in *table*: ``refuse``, or ``inert`` to make
-            records of it.
-        persistent_load: Called with each persistent id; None: there must be none.
-        hook: Called after each BUILD; there must be no numbers for the memo in the pickle if it
-            takes anything.
-        most: Values that it may unfold to; None: as many as follow from its size.
+            else is a constant. Python 2 names are translated before the look-up.
+        unknown: Whether to raise for a global that is not in *table* (``refuse``) or to make
+            records of it (``inert``).
+        persistent_load: Called with each persistent id; None to raise for any.
+        hook: Called after each BUILD. If it handles any opcodes, the pickle must not number memo
+            entries.
+        most: Most values that the pickle may expand to; None to derive the limit from its size.
 
     Returns:
-        Plain values, containers and whatever the table made. It may be walked recursively
-        (:func:`~ckptctl.storage.pickles.inert.check_tree` passed it).
+        Plain values, containers and results of the table. It may be walked recursively
+        (:func:`~ckptctl.storage.pickles.inert.check_tree` accepted it).
 
     Raises:
-        UnsafePickleError: A global is not in *table*, or an opcode asks for one of another kind.
-        DamagedError: The pickle is cut off.
-        UnsupportedError: It is malformed in another way.
+        UnsafePickleError: A global is not in *table*, or an opcode refers to an external object.
+        DamagedError: The pickle is truncated.
+        UnsupportedError: It is malformed.
     """
     machine = Machine(data, where, table, unknown, persistent_load, hook)
     limit = FREE_VALUES + VALUES_PER_BYTE * len(data) if most is None else most
@@ -160,12 +160,12 @@ def loads(
             raise past_end(data, where, why) from error
         raise UnsupportedError("malformed pickle", where=where, why=why) from error
     finally:
-        # Callers keep errors; the frames of their tracebacks would keep all objects that were read.
+        # Callers keep errors, whose tracebacks would otherwise keep all objects alive.
         del machine
 
 
 class Machine:
-    """The state of one run; :data:`COLD` has the opcodes that are too rare for its main loop."""
+    """State machine for one pickle (:data:`COLD` has the opcodes too rare for its main loop)."""
 
     __slots__ = (
         "allowance", "colliding", "data", "globals", "hook", "memo", "most", "persistent_load",
@@ -196,7 +196,7 @@ class Machine:
         self.colliding: dict[int, set[tuple[object, ...]]] = {}
 
     def run_checked(self, limit: int, sizes: Mapping[type, Callable[[Any], int]]) -> object:
-        """Run to STOP; check that the result, walked as a tree, has at most *limit* values."""
+        """Run to STOP and check that the result has at most *limit* values, walked as a tree."""
         root = self.run()
         check_tree(root, limit=limit, where=self.where, sizes=sizes)
         return root
@@ -204,9 +204,9 @@ class Machine:
     def run(self) -> object:
         """Run to STOP.
 
-        One long chain, most frequent opcodes first: a 100,000-tensor ``.metadata`` has twelve
-        million opcodes, and a call for each of them would double the time. Slices that pass the
-        end are short; the next fetch of an opcode then fails, so they need no check.
+        One long chain with the most frequent opcodes first: a 100,000-tensor ``.metadata`` has
+        twelve million opcodes, and a call for each would double the time. Slices beyond the end are
+        short, and the next opcode fetch then fails, so they need no check.
         """
         data = self.data
         memo, most = self.memo, self.most
@@ -306,7 +306,7 @@ class Machine:
             self.pos = pos
 
     def finish(self, stack: list[object], outer: list[list[object]], pos: int) -> object:
-        """Return the one value that is left."""
+        """Return the only value on the stack."""
         if len(stack) != 1 or outer:
             raise UnsupportedError(
                 "malformed pickle", why="the stack does not contain exactly one value at STOP"
@@ -319,7 +319,7 @@ class Machine:
         return stack[0]
 
     def refused(self, op: int, pos: int) -> CkptError:
-        """Return the error for an opcode that is refused or does not exist."""
+        """Build the error for a forbidden or unknown opcode."""
         name = REFUSED.get(op)
         at = f"at byte {pos - 1:,}"
         if not op and not any(self.data[pos:]):
@@ -331,13 +331,13 @@ class Machine:
         )
 
     def make(self, count: int) -> None:
-        """Count objects, and refuse more than a checkpoint of this size has."""
+        """Count new objects, and raise if there are too many for a checkpoint of this size."""
         self.room -= count
         if self.room < 0:
             raise self.boundless()
 
     def boundless(self) -> CkptError:
-        """Return the error for a pickle with more objects than a checkpoint of its size has."""
+        """Build the error for a pickle with too many objects for its size."""
         return UnsupportedError(
             "the pickle contains more objects than a checkpoint of its size",
             why=f"more than {counted(self.most, 'container')}, records or names in "
@@ -345,7 +345,7 @@ class Machine:
         )
 
     def unhook(self) -> None:
-        """Note that the pickle numbers the entries of the memo."""
+        """Disable the hook, because the pickle numbers its memo entries."""
         if len(self.memo) > self.most:
             raise self.boundless()
         if self.hook is not None and self.hook.taken:
@@ -353,7 +353,7 @@ class Machine:
         self.hook = None
 
     def call(self, target: object, args: object, newobj: bool) -> object:
-        """Return the result of REDUCE or NEWOBJ."""
+        """Run REDUCE or NEWOBJ."""
         if type(args) is not tuple:
             raise UnsupportedError("malformed pickle", why="the arguments are not a tuple")
         self.make(_CALL)
@@ -378,16 +378,16 @@ class Machine:
         return target.fn(*args)
 
     def check_keys(self, keys: Iterable[object]) -> None:
-        """Check that each of *keys* can be hashed cheaply."""
+        """Check that each of *keys* is cheap to hash."""
         for key in keys:
             if key.__class__ is not str:
                 values = check_key(key)
-                self.make(values if values > 1 else 0)  # each is hashed, or compared
+                self.make(values if values > 1 else 0)  # each value is hashed or compared
                 if isinstance(key, tuple):
                     self.check_tuple(key)
 
     def check_tuple(self, key: tuple[object, ...]) -> None:
-        """Check that few different keys have the same hash, so that dicts stay quick."""
+        """Limit the number of tuples with the same hash, so that dicts stay fast."""
         number = hash(key)
         self.make(1)
         if self.tuples.setdefault(number, key) != key:
@@ -400,7 +400,7 @@ class Machine:
                 )
 
     def set_items(self, target: object, items: list[object]) -> None:
-        """Put ``key, value, key, value, ...`` into a dict or a record."""
+        """Add ``key, value, key, value, ...`` to a dict or a record."""
         keys, values = items[::2], items[1::2]
         self.check_keys(keys)
         if len(keys) != len(values):
@@ -421,7 +421,7 @@ class Machine:
             )
 
     def find(self, module: str, name: str, pos: int) -> object:
-        """Return the stand-in of a global."""
+        """Look up the replacement of a global."""
         key = (_MODULES.get(module, module), name)
         key = _NAMES.get(key, key)
         found = self.globals.get(key, self)
@@ -442,7 +442,7 @@ class Machine:
 
 
 def shown(text: str) -> str:
-    """Return *text* cut to a printable length."""
+    """Escape *text* and truncate it for a message."""
     text = text.encode("unicode_escape").decode("ascii")
     return text if len(text) <= SHOWN_NAME else text[:SHOWN_NAME] + "…"
 
@@ -458,7 +458,7 @@ def _line(machine: Machine, pos: int) -> tuple[bytes, int]:
 
 
 def _take(machine: Machine, pos: int, width: int) -> tuple[bytes, int]:
-    """Return the bytes behind a length field of *width* bytes."""
+    """Read the bytes after a length field of *width* bytes, and the next position."""
     start = pos + width
     end = start + int.from_bytes(machine.data[pos:start], "little")
     if end > len(machine.data):

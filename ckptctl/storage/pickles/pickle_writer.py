@@ -1,7 +1,7 @@
-"""Pickles of protocol 2, the one that torch writes and its weights-only reader reads.
+"""Writer of protocol 2 pickles, as torch writes and its weights-only reader accepts.
 
-Byte for byte what the C pickler makes of the same objects (``Modules/_pickle.c``), except that
-equal strings are shared even when they are different objects.
+The output is byte for byte that of the C pickler (``Modules/_pickle.c``), except that equal strings
+are shared even if they are different objects.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ _TYPED = {name: Global("torch", found.storage or "") for name, found in dtypes.B
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StorageTensor:
-    """A tensor over a storage of the same ``torch.save`` zip.
+    """Tensor over a storage of the same ``torch.save`` zip.
 
-    The same object at two places is one tensor after loading.
+    The same object in two places is one tensor after loading.
 
     Attributes:
         storage_key: Name of the storage's record below ``data/``.
-        storage_nbytes: Bytes of the whole storage.
-        dtype: torch's name.
-        offset: First element, in elements.
-        shape: Sizes.
-        strides: In elements.
+        storage_nbytes: Size of the storage in bytes.
+        dtype: Dtype, by its torch name.
+        offset: Offset of the first element, in elements.
+        shape: Shape.
+        strides: Strides in elements.
         requires_grad: Whether autograd tracks it.
     """
 
@@ -58,7 +58,7 @@ class StorageTensor:
 
 
 def dumps(obj: object) -> bytes:
-    """Return the pickle of *obj*."""
+    """Pickle *obj*."""
     writer = _PickleWriter()
     try:
         writer.save(obj)
@@ -68,7 +68,7 @@ def dumps(obj: object) -> bytes:
 
 
 class _PickleWriter:
-    """Writes objects, each by the method that its class has in the table below."""
+    """Writes objects with the methods that ``_HANDLERS`` has for their classes."""
 
     __slots__ = ("emit", "globals", "kept", "objects", "out", "size", "strings")
 
@@ -76,27 +76,27 @@ class _PickleWriter:
         self.out = bytearray()
         self.emit = self.out.extend
         self.size = 0
-        """Entries of the memo."""
+        """Number of memo entries."""
         self.strings: dict[str, int] = {}
         self.globals: dict[Global, int] = {}
         self.objects: dict[int, int] = {}
-        """Memo index of each container by its identity."""
+        """Memo index of each container, by identity."""
         self.kept: list[object] = []
-        """Temporary containers, alive so that their identities stay theirs."""
+        """Temporary containers, kept alive so that their ids are not reused."""
 
     def put(self) -> int:
-        """Remember the object just written; return its memo index."""
+        """Add the last written object to the memo and return its index."""
         index = self.size
         self.size = index + 1
         self.emit(_BINPUT[index] if index < 256 else b"r" + _UINT(index))
         return index
 
     def get(self, index: int) -> None:
-        """Write a reference to a remembered object."""
+        """Write a reference to a memo entry."""
         self.emit(_BINGET[index] if index < 256 else b"j" + _UINT(index))
 
     def string(self, text: str) -> None:
-        """Write text; equal texts are shared."""
+        """Write a string, sharing equal ones."""
         index = self.strings.get(text)
         if index is not None:
             self.get(index)
@@ -106,7 +106,7 @@ class _PickleWriter:
         self.strings[text] = self.put()
 
     def integer(self, value: int) -> None:
-        """Write a whole number in the shortest of its forms."""
+        """Write an integer in its shortest form."""
         if 0 <= value < 256:
             self.emit(_BININT1[value])
         elif 0 <= value < 65536:
@@ -150,7 +150,7 @@ class _PickleWriter:
         handler(self, obj)
 
     def known(self, obj: object) -> bool:
-        """Write a reference if the container *obj* was written before."""
+        """Write a reference if *obj* was already written, and return whether it was."""
         index = self.objects.get(id(obj))
         if index is None:
             return False
@@ -163,7 +163,7 @@ class _PickleWriter:
         self.name(found.source)
 
     def fresh_tuple(self, items: Sequence[object]) -> None:
-        """Write a tuple that nothing else refers to."""
+        """Write a tuple that is not shared."""
         count = len(items)
         if not count:
             self.emit(b")")
@@ -218,14 +218,14 @@ class _PickleWriter:
             self.emit(b"u" if len(batch) > 1 else b"s")
 
     def call(self, obj: object, target: Global, args: tuple[object, ...], op: bytes = b"R") -> None:
-        """Write a call and remember its result as *obj*."""
+        """Write a call and add its result to the memo as *obj*."""
         self.name(target)
         self.sequence(args)
         self.emit(op)
         self.objects[id(obj)] = self.put()
 
     def temporary(self, obj: object, target: Global, args: tuple[object, ...]) -> None:
-        """Write a call whose arguments live only here."""
+        """Write a call with temporary arguments, kept alive for the memo."""
         if self.known(obj):
             return
         self.kept.append((obj, args))
@@ -268,10 +268,10 @@ class _PickleWriter:
             self.temporary(value, target, args)
 
     def tensor(self, obj: StorageTensor) -> None:
-        """Write what ``Tensor.__reduce_ex__`` and ``torch.save``'s persistent ids make.
+        """Write a tensor like ``Tensor.__reduce_ex__`` and ``torch.save``'s persistent ids.
 
-        torch cannot load a tensor without a typed storage that requires a gradient; a parameter
-        that wraps one it can.
+        torch cannot load a tensor without typed storage that requires a gradient, but it can load a
+        parameter that wraps one.
         """
         if self.known(obj):
             return
@@ -341,7 +341,7 @@ def _builtin(name: str, args_of: Callable[..., tuple[object, ...]]) -> Callable[
 
 
 def _stable(items: Iterable[object]) -> list[object]:
-    """Return a set's members in an order that does not depend on the process."""
+    """Sort the members of a set in an order that does not depend on the process."""
     return sorted(items, key=lambda item: (type(item).__name__, repr(item)))
 
 

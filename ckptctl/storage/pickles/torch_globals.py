@@ -1,4 +1,4 @@
-"""The globals that a ``torch.save`` pickle and a harmless leaf may name, and what stands for each.
+"""Globals allowed in ``torch.save`` pickles and non-tensor values, and their replacements.
 
 Source: ``torch/_weights_only_unpickler.py`` (what torch itself allows).
 """
@@ -24,9 +24,9 @@ _PLAIN_CLASSES = frozenset(
 
 
 def _rebuild_from_type(fn: object, kind: object, args: object, attributes: object) -> object:
-    """Drop the Python attributes of a plain tensor: they are not data.
+    """Rebuild a regular tensor without its Python attributes, which are not data.
 
-    Subclasses, which only get here when unknown globals are let pass, stay records.
+    Tensor subclasses, which only occur if unknown globals are allowed, stay records.
     """
     plain = type(kind) is Global and kind in _PLAIN_CLASSES
     if plain and isinstance(fn, Builder) and fn.source in _REBUILT:
@@ -166,7 +166,7 @@ def _attribute(owner: object, name: object) -> Global | Inert:
 
 GETATTR = ("builtins", "getattr")
 ATTRIBUTES: dict[tuple[str, str], object] = {GETATTR: Builder(_attribute, source=Global(*GETATTR))}
-"""What stands for nested classes and enum members: their name, and no more.
+"""Replacement of nested classes and enum members by their names.
 
 Protocols before 4 write nested classes as ``getattr(owner, name)``, and Python 3.11.0 to 3.11.3
 enum members in every protocol (CPython, ``Enum.__reduce_ex__``), as the memory format of tensors.

@@ -1,8 +1,8 @@
-"""Tensors as ``torch.save`` pickles describe them, checked against the storage that they declare.
+"""Tensors described by ``torch.save`` pickles, checked against their declared storages.
 
-Sources: ``torch/_utils.py`` (``_rebuild_*``), ``torch/storage.py``. Nothing here believes a number
-of the file: a tensor's elements must lie inside the storage that the pickle declares; whoever
-places that storage must compare it with the bytes that exist.
+Sources: ``torch/_utils.py`` (``_rebuild_*``), ``torch/storage.py``. No number of the file is
+trusted. The elements of a tensor must be inside the storage that the pickle declares, and the code
+that locates the storage must compare its size with the bytes that exist.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ QUANTIZED = {
     "QUInt4x2Storage": ("quint4x2", 1),
     "QUInt2x4Storage": ("quint2x4", 1),
 }
-"""torch's names and sizes of the elements of storages whose tensors are not read."""
+"""Torch dtype and element size of storages whose tensors are not supported."""
 MAX_REPEATED = 1 << 40
-"""Bytes that a view may stand for where it repeats those of its storage."""
+"""Most bytes of an expanded view, whose elements repeat those of its storage."""
 MIRRORED = frozenset({"conj", "neg"})
-"""Flags of views whose elements are not those of the storage, but follow from them."""
+"""Flags of views whose elements are derived from those of the storage."""
 _PARTS = frozenset({"complex32", "complex64", "complex128", "float16", "float32", "float64"})
-"""The dtypes of such views: complex ones, and their parts."""
+"""Dtypes of such views (complex dtypes and their components)."""
 
 
 class UnreadError(UnsupportedError):
-    """One tensor whose elements are not read."""
+    """The elements of a tensor cannot be read."""
 
     def __init__(
         self,
@@ -57,23 +57,23 @@ class UnreadError(UnsupportedError):
 
     @property
     def unread(self) -> str:
-        """Return the reason for which the tensor's elements are not read."""
+        """Message that explains why the tensor is not supported."""
         return f"{self.reason} tensors are not supported"
 
 
 @dataclass(frozen=True, slots=True)
 class TensorView:
-    """A tensor as its pickle describes it, relative to its storage.
+    """Tensor described by a pickle, relative to its storage.
 
     Attributes:
-        dtype: torch's name.
-        shape: Sizes.
-        strides: In elements; None when the elements lie in row-major order without gaps.
-        offset: Bytes from the start of the storage to the first element.
-        nbytes: Bytes from the first element to the last one, both included; 0: no elements.
+        dtype: Dtype, by its torch name.
+        shape: Shape.
+        strides: Strides in elements, or None if the tensor is contiguous.
+        offset: Offset of the first element in the storage, in bytes.
+        nbytes: Bytes from the first to the end of the last element, 0 if there are none.
         storage: Key of the storage.
         storage_nbytes: Declared size of the storage.
-        requires_grad: What the checkpoint records.
+        requires_grad: Recorded value of ``requires_grad``.
     """
 
     dtype: str
@@ -88,13 +88,13 @@ class TensorView:
 
 @dataclass(slots=True, eq=False)
 class StorageRef:
-    """A storage as its persistent id declares it.
+    """Storage declared by a persistent id.
 
     Attributes:
         key: Name of its record.
         dtype: Element type of a typed storage; bytes are ``uint8``.
         nbytes: Declared size.
-        place: Makes what stands for a tensor over it, where it is known where that lies.
+        place: Converts a tensor over the storage to the result of the reader.
     """
 
     key: str
@@ -104,7 +104,7 @@ class StorageRef:
 
 
 def storage_id(pid: object) -> tuple[str, str, int]:
-    """Return key, dtype and bytes of a persistent id ``("storage", class, key, place, numel)``."""
+    """Parse a persistent id ``("storage", class, key, place, numel)`` to key, dtype and bytes."""
     if type(pid) is not tuple or len(pid) != 5 or pid[0] != "storage":
         raise UnsupportedError("malformed storage", why="a persistent id is not a storage")
     _, kind, key, _, numel = pid
@@ -140,7 +140,7 @@ def _sizes(value: object) -> tuple[int, ...]:
 
 @lru_cache(maxsize=4096)
 def geometry(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, int, bool]:
-    """Return the number of elements, those they span, and whether in row-major order."""
+    """Return the number of elements, the span in elements, and whether they are contiguous."""
     numel = math.prod(shape)
     if numel == 0:
         return 0, 0, True
@@ -194,7 +194,7 @@ def _view(
 
 
 def _flagged(metadata: object, view: object) -> object:
-    """Return *view* if it is as its bytes say."""
+    """Return *view*, or raise if the metadata has flags that change its elements."""
     if metadata is not None and not isinstance(metadata, dict):
         raise UnsupportedError("malformed tensor", why="the metadata is not a dict")
     flags = frozenset(str(name) for name, value in (metadata or {}).items() if value)
@@ -290,4 +290,4 @@ REBUILDERS: dict[str, Callable[..., object]] = {
     "_rebuild_device_tensor_from_numpy": _rebuild_device_tensor_from_numpy,
     "_rebuild_device_tensor_from_cpu_tensor": _rebuild_device_tensor_from_cpu_tensor,
 }
-"""What makes tensors, by its name in ``torch._utils``."""
+"""Functions that rebuild tensors, by their names in ``torch._utils``."""

@@ -1,1 +1,1 @@
-"""The zips that torch.save writes, whole files and write items alike."""
+"""Zips written by ``torch.save``, as complete files and as write items of DCP."""

@@ -1,8 +1,8 @@
-"""The directory of a zip, read so strictly that all zip readers agree about what passes.
+"""Strict reader of zip directories that only accepts unambiguous files.
 
-Source: PKWARE APPNOTE 6.3.10. Refused: bytes before the first or after the last record, comments,
+Source: PKWARE APPNOTE 6.3.10. It rejects bytes before the first or after the last record, comments,
 compression, encryption, several disks, duplicate names, overlapping or scattered records, local
-headers that disagree with the central directory, records outside of the range.
+headers that disagree with the central directory, and records outside of the range.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ _GAPS = frozenset({12, 16, 20, 24})
 
 @dataclass(slots=True)
 class ZipRecord:
-    """The bytes of one zip entry.
+    """Byte positions of one zip entry.
 
     Attributes:
         offset: First byte of its data, relative to the zip.
         nbytes: Bytes of its data.
-        crc32: As recorded; meaningless when the archive has no checksums.
+        crc32: Recorded CRC-32, meaningless if the archive has no checksums.
         header: First byte of its local header, relative to the zip.
-        entry: First byte of its directory entry, likewise.
+        entry: First byte of its directory entry, relative to the zip.
     """
 
     offset: int
@@ -58,12 +58,12 @@ class ZipRecord:
 
 @dataclass(frozen=True, slots=True)
 class Directory:
-    """The records of one zip.
+    """Records of one zip.
 
     Attributes:
-        folder: What every name begins with, including the slash.
-        records: By full name.
-        checksums: False when every CRC is 0 although there is data.
+        folder: Common prefix of all names, including the slash.
+        records: Records by full name.
+        checksums: False if every CRC is 0 although there is data.
     """
 
     folder: str
@@ -72,7 +72,7 @@ class Directory:
 
 
 class FileRange:
-    """A part of a file, read in few and bounded pieces."""
+    """Byte range of a file, read with few and bounded reads."""
 
     def __init__(self, files: SourceFiles, name: str, base: int, length: int) -> None:
         self.files = files
@@ -88,20 +88,20 @@ class FileRange:
 
     @property
     def where(self) -> str:
-        """Return the file, and the place in it, for errors."""
+        """File name and offset, for errors."""
         path = str(self.files.root / self.name)
         return f"{path}, at byte {self.base:,}" if self.base else path
 
     def cut(self, why: str) -> DamagedError:
-        """Return the error for a zip that lacks bytes, or has others than it should have."""
+        """Build the error for a zip with missing or changed bytes."""
         return DamagedError("damaged zip", where=self.where, why=why)
 
     def odd(self, why: str) -> UnsupportedError:
-        """Return the error for a zip that is there to its end, but not as it should be."""
+        """Build the error for a zip that is complete but malformed."""
         return UnsupportedError("malformed zip", where=self.where, why=why)
 
     def get(self, start: int, nbytes: int, ahead: int = 0) -> bytes:
-        """Return *nbytes* bytes from *start*; a read fetches at least *ahead*."""
+        """Read *nbytes* bytes from *start*, fetching at least *ahead* bytes at a time."""
         end = start + nbytes
         if start < 0 or end > self.length:
             raise self.cut(f"bytes {start:,} to {end:,} of {self.length:,} are needed")
@@ -117,7 +117,7 @@ class FileRange:
         return found[:nbytes]
 
     def content(self, record: ZipRecord, checked: bool, *, limit: int) -> bytes:
-        """Return the bytes of a small record."""
+        """Read the content of a record of at most *limit* bytes."""
         if record.nbytes > limit:
             raise self.odd(
                 f"a record has {counted(record.nbytes, 'byte')}, but at most {limit:,} are "
@@ -130,7 +130,7 @@ class FileRange:
 
 
 def read_directory(span: FileRange) -> Directory:
-    """Read and check the directory of the zip that fills *span*."""
+    """Read and validate the directory of the zip that fills *span*."""
     start, size, count = _end(span)
     entries = _central(span, span.get(start, size), count, start)
     entries.sort(key=itemgetter(0))
@@ -176,7 +176,7 @@ def _folder(records: dict[str, ZipRecord], span: FileRange) -> str:
 
 
 def _end(span: FileRange) -> tuple[int, int, int]:
-    """Return start and size of the central directory and the number of its entries."""
+    """Read start, size and number of entries of the central directory from the end record."""
     at = span.length - _END.size
     if at < 0:
         raise _without_end(span, f"the file has {counted(span.length, 'byte')}")
@@ -207,7 +207,7 @@ def _end(span: FileRange) -> tuple[int, int, int]:
 
 
 def _without_end(span: FileRange, why: str) -> DamagedError | UnsupportedError:
-    """Return the error for what does not end as a zip does."""
+    """Build the error for data that does not end like a zip."""
     tail = span.get(max(0, span.length - TAIL), min(TAIL, span.length))
     if not any(tail):
         return span.cut(f"{why} but with zeros: it was not written completely")
@@ -280,7 +280,7 @@ def _unreadable(span: FileRange, name: bytes, flags: int, method: int) -> Foreig
 def _widened(
     span: FileRange, extra: bytes, packed: int, nbytes: int, at: int
 ) -> tuple[int, int, int]:
-    """Replace the saturated fields by those of the zip64 extra field."""
+    """Replace the saturated 32-bit fields by those of the zip64 extra field."""
     pos = 0
     while pos + 4 <= len(extra):
         kind, size = struct.unpack_from("<HH", extra, pos)
@@ -298,7 +298,7 @@ def _widened(
 def _local(
     span: FileRange, header: int, raw: bytes, flags: int, crc: int, nbytes: int, nearby: bool
 ) -> int:
-    """Check a local header against its directory entry; return where the data begins."""
+    """Check a local header against its directory entry, and return the offset of the data."""
     width = _LOCAL.size + len(raw)
     found = span.get(header, width, WINDOW if nearby else HEAD)
     sig, _, local_flags, method, _, local_crc, packed, size, names, extras = _LOCAL.unpack_from(

@@ -1,9 +1,9 @@
-"""Reading the write items of ``.distcp`` files: ``torch.save`` zips of one tensor each.
+"""Reader of the write items of ``.distcp`` files, which are ``torch.save`` zips of one tensor each.
 
-A checkpoint of 512 ranks has half a million of them. Those of equal size are mostly alike but for
-the elements, their checksum and a serialization id. Where every other byte is that of an item that
-passed all checks, this one passes them too; one or two short reads decide it, whatever the number
-of patterns.
+A checkpoint of 512 ranks has half a million of them. Items of equal size mostly differ only in the
+elements, their checksum and a serialization id. If all other bytes equal those of an item that was
+fully checked, the item is valid too, which takes one or two short reads, whatever the number of
+patterns.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ MAX_ALIKE = 8
 MAX_HEAD = MAX_TAIL = 4096
 CLOSE = 8192
 NEXT = 1024
-"""Bytes that are read beyond the end of an item: where the elements of the next one begin."""
+"""Bytes to read after the end of an item, up to the elements of the next one."""
 Read = Callable[[str, int, int], bytes]
-"""Returns so many bytes of a file, from an offset on."""
+"""Reads bytes of a file, given its name, the offset and the number of bytes."""
 _UNREAD = ".data/serialization_id"
 _FLAGS, _CRC = 6, 14
 _DESCRIBED = 8
@@ -40,15 +40,15 @@ _ENTRY_CRC = 16
 
 @dataclass(frozen=True, slots=True)
 class ItemPattern:
-    """One item without its holes.
+    """Bytes of a checked item, except for its holes.
 
     Attributes:
-        length: Bytes of the item.
-        head: What comes before the elements.
-        tail: Where the part after the elements begins.
-        pieces: Start, end and content of the ranges of that part that have to be the same.
-        crc: Where in that part the CRC-32 of the elements is.
-        hole: Where in the item what is not looked at begins and ends.
+        length: Size of the item in bytes.
+        head: Bytes before the elements.
+        tail: Offset of the part after the elements.
+        pieces: Start, end and content of the ranges of that part that must be equal.
+        crc: Offset of the CRC-32 of the elements in that part.
+        hole: Start and end of the bytes of the item that are ignored.
     """
 
     length: int
@@ -59,7 +59,7 @@ class ItemPattern:
     hole: tuple[int, int]
 
     def edges(self, read: Read, name: str, offset: int) -> tuple[bytes, bytes]:
-        """Return what of the item at *offset* is not in the :attr:`hole`; nothing: it is cut."""
+        """Read the item at *offset* without its :attr:`hole`, empty if it is truncated."""
         before = len(self.head)
         try:
             if self.tail - before <= CLOSE:
@@ -71,7 +71,7 @@ class ItemPattern:
             return b"", b""
 
     def match(self, head: bytes, tail: bytes) -> int | None:
-        """Return the CRC-32 that an item with these edges records of its elements; None: none."""
+        """Return the recorded CRC-32 of the elements if the edges match, or None."""
         if head != self.head:
             return None
         for start, end, content in self.pieces:
@@ -81,9 +81,9 @@ class ItemPattern:
 
 
 class Neighbors:
-    """Reads items in the order in which they lie: the end of one, with the beginning of the next.
+    """Reads the end of each item together with the start of the next one.
 
-    That halves the number of reads.
+    This halves the number of reads.
     """
 
     def __init__(self, files: SourceFiles) -> None:
@@ -91,7 +91,7 @@ class Neighbors:
         self._name, self._start, self._content = "", 0, b""
 
     def __call__(self, name: str, offset: int, nbytes: int) -> bytes:
-        """Return so many bytes of a file; see :meth:`SourceFiles.read`."""
+        """Read bytes of a file (see :meth:`SourceFiles.read`)."""
         at = offset - self._start
         if name != self._name or at < 0 or at + nbytes > len(self._content):
             if not self._files.local:
@@ -99,30 +99,30 @@ class Neighbors:
             self._content = self._files.read_some(name, offset, nbytes + NEXT)
             self._name, self._start, at = name, offset, 0
             if len(self._content) < nbytes:
-                return self._files.read(name, offset, nbytes)  # which says what is wrong
+                return self._files.read(name, offset, nbytes)  # which raises
         return self._content[at : at + nbytes]
 
 
 def read_item_tensor(
     files: SourceFiles, name: str, offset: int, length: int, read: Read | None = None
 ) -> StoredTensor:
-    """Read one write item of a ``.distcp`` file that holds one tensor; see :func:`read_alike`."""
+    """Read a ``.distcp`` write item that consists of one tensor (see :func:`read_alike`)."""
     return moved(*read_alike(files, name, offset, length, read))
 
 
 def read_alike(
     files: SourceFiles, name: str, offset: int, length: int, read: Read | None = None
 ) -> tuple[StoredTensor, int, int]:
-    """Read an item, and return an equal tensor: how much further on this one is, and its CRC-32.
+    """Read an item as a tensor of the same pattern, the offset to add, and the CRC-32.
 
-    As strict as :func:`read_archive`, with one or two reads per item. What differs from an item
-    read before only in its elements is known at once. *read* is for that, if not *files*. The
-    checksum counts if the equal tensor has one.
+    It is as strict as :func:`read_archive`, with one or two reads per item. An item that only
+    differs in its elements from an earlier one is recognized by its pattern. These reads use
+    *read*, or *files* if it is None. The CRC-32 is only valid if the tensor has one.
 
     Raises:
-        DamagedError: The item is truncated, contradicts itself, or is not one tensor.
-        ForeignFileError: It uses what is unsupported.
-        UnreadError: It holds a tensor whose elements are not read.
+        DamagedError: The item is truncated, inconsistent, or not a single tensor.
+        ForeignFileError: It uses unsupported features.
+        UnreadError: The elements of its tensor cannot be read.
     """
     read = read or files.read
     hole, head, tail = None, b"", b""
@@ -153,7 +153,7 @@ def require_chunk(
     sizes: tuple[int, ...],
     where: Callable[[], str],
 ) -> None:
-    """Refuse dtype and shape of what was *found* where the metadata says otherwise of the chunk."""
+    """Raise if dtype and shape of a chunk differ from the metadata."""
     if found != (dtype, sizes):
         raise DamagedError(
             f"a chunk of `{name}` does not match the metadata",
@@ -163,9 +163,9 @@ def require_chunk(
 
 
 def part_of(found: StoredTensor, part: ItemPart | None, sizes: tuple[int, ...]) -> StoredTensor:
-    """Return the part of the tensor of an item that a box of *sizes* is; None: it is all of it.
+    """Return the part of the tensor that a box of *sizes* covers, all of it if *part* is None.
 
-    A box may have dimensions of one index in front that the tensor has not.
+    A box may have leading dimensions of size 1 that the tensor does not have.
     """
     if part is None:
         return found
@@ -197,7 +197,7 @@ _PATTERNS: dict[int, tuple[tuple[ItemPattern, StoredTensor], ...]] = {}
 
 
 def _remember(found: StoredTensor, span: FileRange, directory: Directory) -> None:
-    """Keep the pattern of an item, the latest ones of each length."""
+    """Cache the pattern of an item, for the latest patterns of each length."""
     pattern = _pattern_of(span, directory, found.storage)
     if pattern is None:
         return
@@ -208,7 +208,7 @@ def _remember(found: StoredTensor, span: FileRange, directory: Directory) -> Non
 
 
 def moved(found: StoredTensor, by: int, crc: int = 0) -> StoredTensor:
-    """Return the tensor of an item of the same pattern, *by* bytes further on."""
+    """Return the tensor of an item of the same pattern, moved by *by* bytes."""
     within = found.within
     return StoredTensor(
         found.dtype,
@@ -241,7 +241,7 @@ _item_view = lru_cache(maxsize=1 << 14)(_parse_item)
 
 
 def _pattern_of(span: FileRange, directory: Directory, storage: str) -> ItemPattern | None:
-    """Return the pattern of an item that passed all checks; None: it is not a usual one."""
+    """Build the pattern of a checked item, or return None if its structure is unusual."""
     records = sorted(directory.records.values(), key=lambda record: record.header)
     elements = directory.records[f"{directory.folder}data/{storage}"]
     unread = directory.records.get(directory.folder + _UNREAD)
@@ -269,12 +269,12 @@ def _pattern_of(span: FileRange, directory: Directory, storage: str) -> ItemPatt
 
 
 def _end(record: ZipRecord, records: list[ZipRecord]) -> int:
-    """Return the start of the next header: what lies between is not looked at either."""
+    """Return the start of the next header, up to which bytes are ignored."""
     following = [other.header for other in records if other.header > record.header]
     return min(following, default=min(other.entry for other in records))
 
 
 def _described(span: FileRange, record: ZipRecord) -> bool:
-    """Return whether the header leaves the checksum to the directory, so that it is said once."""
+    """Return whether only the directory records the checksum, and the header leaves it out."""
     flags = int.from_bytes(span.get(record.header + _FLAGS, 2), "little")
     return bool(flags & _DESCRIBED) and span.get(record.header + _CRC, 4) == bytes(4)

@@ -1,8 +1,8 @@
-"""Reading ``torch.save`` zips.
+"""Reader of ``torch.save`` zips.
 
-The layout is that of ``caffe2/serialize/inline_container.cc``. Where zip readers disagree about a
-file, it is refused: see :mod:`ckptctl.storage.zips.directory`. Legacy files (``torch<1.6``), tar
-files and bare pickles are recognized and refused with advice.
+The layout is that of ``caffe2/serialize/inline_container.cc``. Ambiguous zips are rejected; see
+:mod:`ckptctl.storage.zips.directory`. Legacy files (``torch<1.6``), tar files and bare pickles are
+recognized and rejected with a hint.
 """
 
 from __future__ import annotations
@@ -29,32 +29,32 @@ from ckptctl.units import counted
 
 MAX_PICKLE = 1 << 30
 PER_VALUE = 16
-"""Bytes of a pickle, for each value that a file may hold of which it is known how many it has."""
+"""Bytes of a pickle per value, for a file with a known number of values."""
 _HOME = "torch._utils"
 LEGACY = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
-"""What files of torch before 1.6 begin with."""
+"""First bytes of files of torch before 1.6."""
 _SAVE_AGAIN = "load it once with torch and save it again with `torch.save`"
 
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """A tensor and the bytes of the file that hold it.
+    """Tensor and its bytes in the file.
 
     Attributes:
-        dtype: torch's name.
-        shape: Sizes.
-        strides: In elements; None: row-major without gaps.
-        offset: Byte of the file where the first element lies.
-        nbytes: Bytes from the first element to the last, both included.
-        crc32: CRC-32 of these bytes, when they are a whole record in row-major order and the file
+        dtype: Dtype, by its torch name.
+        shape: Shape.
+        strides: Strides in elements, or None if the tensor is contiguous.
+        offset: File offset of the first element.
+        nbytes: Bytes from the first to the end of the last element.
+        crc32: CRC-32 of these bytes, if they are a complete, contiguous record and the file has
+            checksums.
+        storage: Key of the storage; tensors with the same storage share memory.
+        requires_grad: Recorded value of ``requires_grad``.
+        within: Checksum of the record that contains these bytes, if *crc32* is None and the file
             has checksums.
-        storage: Key of the storage; tensors over the same one share memory.
-        requires_grad: As recorded.
-        within: The checksum of the record that these bytes are a part of, when *crc32* is None and
-            the file has checksums.
-        unsupported: Why its elements cannot be read; there are no bytes then.
-        base: Where only the flags of a view are why: the tensor without them.
-        flags: Those flags, as torch calls them.
+        unsupported: Why the elements cannot be read, in which case there are no bytes.
+        base: Tensor without the view's flags, if only those are unsupported.
+        flags: These flags, by their torch names.
     """
 
     dtype: str
@@ -72,7 +72,7 @@ class StoredTensor:
 
 
 def _keeping(build: Callable[..., object]) -> Callable[..., object]:
-    """Return *build*, but with a tensor without bytes for one that is not read."""
+    """Wrap *build* to return a tensor without bytes instead of raising `UnreadError`."""
 
     def keep(*args: object) -> object:
         try:
@@ -104,21 +104,21 @@ KEEPING_TABLE: Table = {
         for name, build in REBUILDERS.items()
     },
 }
-"""As ``TORCH_TABLE``, for readers that describe tensors whose elements cannot be read."""
+"""Table for readers that also describe tensors whose elements cannot be read."""
 
 
 @dataclass(frozen=True, slots=True)
 class TorchArchive:
-    """What one zip holds.
+    """Content of one zip.
 
     Attributes:
-        root: The saved object: plain values, inert records, :class:`StoredTensor` leaves. It may
-            be walked recursively (:func:`ckptctl.storage.pickles.inert.check_tree` passed it).
-        checksums: False when the writer had disabled CRCs.
-        storages: The records of storage bytes by key, whether or not a tensor uses them.
-        pickle_nbytes: Size of ``data.pkl``, a bound for the work that walking *root* may cost.
-        folder: What its entries begin with: the name, without its suffix, of the file that
-            ``torch.save`` was given, or ``archive`` where it was given an open file.
+        root: Saved object, of plain values, inert records and :class:`StoredTensor` leaves. It may
+            be walked recursively (:func:`ckptctl.storage.pickles.inert.check_tree` accepted it).
+        checksums: False if the writer disabled checksums.
+        storages: Records of storages by key, including unused ones.
+        pickle_nbytes: Size of ``data.pkl``, a bound for the cost of walking *root*.
+        folder: Folder of the entries: the stem of the file name passed to ``torch.save``, or
+            ``archive`` if it was passed an open file.
     """
 
     root: object
@@ -137,24 +137,24 @@ def read_archive(
     table: Table = TORCH_TABLE,
     most: int | None = None,
 ) -> TorchArchive:
-    """Read the directory and the pickle of one zip; no tensor data.
+    """Read the directory and the pickle of one zip, but no tensor data.
 
     Args:
         files: Files of the checkpoint.
-        name: The file.
+        name: File name.
         offset: First byte of the zip.
-        length: Bytes of the zip; None: the file ends with it.
+        length: Size of the zip in bytes, or None if it ends with the file.
         unknown: As in :func:`ckptctl.storage.pickles.pickle_reader.loads`.
-        table: Likewise; usually ``TORCH_TABLE`` with additions.
-        most: Values that it may hold, of ``PER_VALUE`` bytes of its pickle each; None: as many as
-            the pickle has room for, of any size that is read.
+        table: As in ``loads``; usually ``TORCH_TABLE`` with additions.
+        most: Most values, with ``PER_VALUE`` bytes of the pickle each, or None to derive the
+            limit from the size of the pickle.
 
     Raises:
-        ForeignFileError: A whole file that ``torch.save`` did not write, or uses what is
-            unsupported: compression, big endian.
-        DamagedError: It is truncated, or a checksum differs.
-        UnsupportedError: It contradicts itself, is hostile, or holds tensors that *table* does not
-            keep and that are not read: quantized or sparse ones, conjugate views.
+        ForeignFileError: The file was not written by ``torch.save``, or uses unsupported
+            features such as compression or big-endian order.
+        DamagedError: The zip is truncated, or a checksum differs.
+        UnsupportedError: The zip is inconsistent or hostile, or has tensors that cannot be read
+            and that *table* does not keep, such as quantized, sparse or conjugate ones.
     """
     span = FileRange(files, name, offset, files.size(name) - offset if length is None else length)
     if offset == 0 and length is None:
@@ -175,7 +175,7 @@ def read_archive(
 
 
 class _Storages:
-    """Answers the persistent ids of one archive."""
+    """Resolves the persistent ids of one archive."""
 
     __slots__ = ("directory", "known", "span")
 
@@ -185,9 +185,9 @@ class _Storages:
         self.known: dict[str, StorageRef] = {}
 
     def load(self, pid: object) -> object:
-        """Return the storage that a persistent id names.
+        """Return the storage for a persistent id.
 
-        torch takes all empty storages for one, whatever their dtypes.
+        torch gives all empty storages the same key, whatever their dtypes.
         """
         key, dtype, nbytes = storage_id(pid)
         before = self.known.get(key)
@@ -201,11 +201,11 @@ class _Storages:
         return before
 
     def place(self, view: TensorView) -> object:
-        """Return the tensor with its place in the file."""
+        """Locate a tensor in the file."""
         return placed(view, self.directory, self.span)
 
     def records(self) -> dict[str, ZipRecord]:
-        """Return the records of all storages by key."""
+        """Return the records of all storages, by key."""
         prefix = self.directory.folder + "data/"
         return {
             name[len(prefix) :]: record
@@ -234,7 +234,7 @@ def _record(key: str, nbytes: int, directory: Directory, span: FileRange) -> Zip
 
 
 def placed(view: TensorView, directory: Directory, span: FileRange) -> StoredTensor:
-    """Return a tensor with its place in the file."""
+    """Locate a tensor in the file, or raise if its storage is missing or has the wrong size."""
     record = _record(view.storage, view.storage_nbytes, directory, span)
     whole = view.strides is None and view.nbytes == record.nbytes
     begin = span.base + record.offset
@@ -252,7 +252,7 @@ def placed(view: TensorView, directory: Directory, span: FileRange) -> StoredTen
 
 
 def pickle_of(span: FileRange, directory: Directory, limit: int = MAX_PICKLE) -> bytes:
-    """Check byte order and kind; return the pickle, of *limit* bytes at most."""
+    """Read ``data.pkl`` of at most *limit* bytes after checking byte order and kind of archive."""
     name = directory.folder + "data.pkl"
     order = directory.records.get(directory.folder + "byteorder")
     if order is not None and span.content(order, directory.checksums, limit=16) != b"little":
@@ -272,7 +272,7 @@ def pickle_of(span: FileRange, directory: Directory, limit: int = MAX_PICKLE) ->
 
 
 def _check_kind(span: FileRange) -> None:
-    """Refuse whole files of another kind by name."""
+    """Raise an error that names the kind of a file that is not a zip."""
     head = span.get(0, min(span.length, 512))
     if head.startswith(b"PK\3\4"):
         return

@@ -1,9 +1,9 @@
-"""The zip around the storages of a ``torch.save`` file, laid out before any byte is known.
+"""Layout of ``torch.save`` zips, computed before any byte of the storages is known.
 
-Byte for byte what torch 2.13 writes (``caffe2/serialize/inline_container.cc`` over miniz): records
-stored without compression, data aligned to 64 bytes by an ``FB`` extra field in the local header,
-sizes and CRC in a data descriptor behind the data, zip64 fields where a size or an offset reaches
-4 GiB, a zip64 end record always. Only the serialization id, a hash in torch, is another number.
+Byte for byte the same as torch 2.13 writes (``caffe2/serialize/inline_container.cc`` over miniz):
+records without compression, data aligned to 64 bytes by an ``FB`` extra field in the local header,
+sizes and CRC in a data descriptor after the data, zip64 fields for sizes or offsets of 4 GiB or
+more, always a zip64 end record. Only the serialization id, a hash in torch, differs.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _ID = ".data/serialization_id"
 
 @dataclass(frozen=True, slots=True)
 class ZipLayout:
-    """Where everything of one zip lies."""
+    """Byte layout of one zip."""
 
     size: int
     data_offsets: tuple[int, ...]
@@ -48,11 +48,11 @@ class ZipLayout:
     _skeleton: _Skeleton
 
     def frame(self, crcs: Sequence[int]) -> Iterator[tuple[int, bytes]]:
-        """Yield every byte of the zip that is not storage data.
+        """Yield offset and content of all parts of the zip other than storage data.
 
         Args:
-            crcs: CRC-32 of each storage. All 0 although there is data: checksums are disabled, as
-                by ``torch.serialization.set_crc32_options(False)``, and every record says 0.
+            crcs: CRC-32 of each storage. If all are 0 although there is data, all checksums are
+                disabled, as by ``torch.serialization.set_crc32_options(False)``.
         """
         skeleton = self._skeleton
         enabled = any(crcs) or not skeleton.holds_data
@@ -72,7 +72,7 @@ class ZipLayout:
 
 @dataclass(frozen=True, slots=True)
 class _Skeleton:
-    """The frame of a zip for given sizes; positions are relative to the zip or to a piece.
+    """Frame of a zip for given sizes, with positions relative to the zip or to a piece.
 
     Attributes:
         size: Bytes of the zip.
@@ -100,7 +100,14 @@ class _Skeleton:
 def lay_out(
     pickle: bytes, storages: Sequence[tuple[str, int]], *, base: int = 0, folder: str = "archive"
 ) -> ZipLayout:
-    """Return the layout of a ``torch.save`` zip."""
+    """Compute the layout of a ``torch.save`` zip.
+
+    Args:
+        pickle: Content of ``data.pkl``.
+        storages: Key and size of each storage, in order.
+        base: Offset of the zip in the file.
+        folder: Folder of all entries.
+    """
     key = tuple(storages)
     build = _cached if len(key) <= _CACHED_STORAGES else _build
     skeleton = build(len(pickle), key, folder)
@@ -109,13 +116,13 @@ def lay_out(
 
 
 def _identity(pickle_crc: int, crcs: Sequence[int]) -> bytes:
-    """Return 40 digits that depend on the content alone."""
+    """Compute a serialization id of 40 digits from the checksums of the content."""
     combined = zlib.crc32(struct.pack(f"<{len(crcs)}I", *crcs)) if crcs else 0
     return b"%020d%020d" % (pickle_crc, combined)
 
 
 class _Builder:
-    """Appends records; the bytes of a storage are left out and begin a new piece."""
+    """Appends records to a frame, in which the bytes of a storage separate two pieces."""
 
     def __init__(self, folder: str) -> None:
         self.folder = folder
@@ -127,7 +134,7 @@ class _Builder:
         self.marks: list[tuple[tuple[int, int] | None, int]] = []
 
     def record(self, name: str, nbytes: int, content: bytes | None = None, crc: int = 0) -> int:
-        """Append one record; without *content* its data is skipped. Return where its data is."""
+        """Append a record, skipping its data if *content* is None, and return the data's offset."""
         raw = f"{self.folder}/{name}".encode()
         header = self.position
         flags = _DESCRIBED if nbytes else _PLAIN
@@ -163,7 +170,7 @@ class _Builder:
         self.position += len(content)
 
     def finish(self) -> int:
-        """Append central directory and end records; return the directory's place in the piece."""
+        """Append directory and end records, and return the offset of the directory in the piece."""
         place, start = len(self.pieces[-1]), self.position
         size, count = len(self.directory), self.entries
         self.append(bytes(self.directory))
@@ -182,7 +189,7 @@ def _zip64_extra(values: Sequence[int]) -> bytes:
 
 
 def _local_extra(header: int, name_length: int, nbytes: int) -> bytes:
-    """Return the zip64 field, if needed, and the padding that aligns the data."""
+    """Build the zip64 field, if needed, and the padding that aligns the data."""
     wide = [nbytes, 0] if nbytes >= _BIG else []
     wide += [header] if header >= _BIG else []
     extra = _zip64_extra(wide)
@@ -224,7 +231,7 @@ def _build(pickle_nbytes: int, storages: tuple[tuple[str, int], ...], folder: st
 def _without(
     pieces: Sequence[bytearray], places: Sequence[tuple[tuple[int, int], ...]]
 ) -> tuple[bytes, ...]:
-    """Return the pieces with CRC 0 at *places*."""
+    """Return copies of the pieces with CRC 0 at *places*."""
     blank = [bytearray(piece) for piece in pieces]
     for record in places:
         for index, place in record:
