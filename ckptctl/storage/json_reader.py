@@ -194,7 +194,7 @@ class JsonText:
                 if not self._more():
                     raise
                 continue
-            if end < len(self._text) or not self._more():  # a number may go on
+            if end < len(self._text) or not self._more():  # a number may continue
                 self._at = end
                 return found
 

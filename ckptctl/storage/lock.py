@@ -99,14 +99,14 @@ def _lock(folder: Path, target: Path, doing: str, *, to_sweep: bool) -> int:
             with suppress(OSError):
                 folder.rmdir()  # it stays if another process has added files
             raise StorageError.from_os_error(error, "create", str(path)) from error
-        except BaseException:  # a signal that was turned into an exception
+        except BaseException:  # such as Terminated
             _remove_unused(folder)
             raise
         try:
             _take(descriptor, target, doing, wait=not to_sweep)
             # The previous holder may have removed the file in the meantime.
             if path.stat().st_ino == os.fstat(descriptor).st_ino:
-                with suppress(OSError):  # a full disk has no room for it, and need not have
+                with suppress(OSError):  # optional, fails on a full disk
                     os.ftruncate(descriptor, 0)
                     mark = f" {_SWEEP}" if to_sweep else ""
                     os.pwrite(descriptor, f"{os.getpid()}{mark}\n".encode(), 0)

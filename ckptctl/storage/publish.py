@@ -258,13 +258,13 @@ def sweep(target: Path, untouched: float = 0.0) -> bool:
     if root.is_symlink() or not root.is_dir() or journal.exists():
         return False
     if not locked.is_file() and (untouched or any(root.iterdir())):
-        return False  # an empty one is what a run left that was killed as it removed its own
+        return False  # a run killed while removing it leaves an empty folder
     with storage_errors("remove", root):
         try:
             _require_own(root)
             if untouched and _seconds_untouched(root) < untouched:
                 return False
-        except FileNotFoundError:  # its run removes it now
+        except FileNotFoundError:  # its run is removing it
             return False
     with lock.held(root, target, DOING, to_sweep=True), storage_errors("remove", root):
         if journal.exists() or _seconds_untouched(root) < untouched:
@@ -288,7 +288,7 @@ def _require_own(root: Path) -> None:
     A staging directory always has a lock. NFS renames open files that are removed (``.nfs*``).
     """
     if root.is_symlink() or not root.is_dir():
-        return  # there is none, or who locks it says what is wrong
+        return  # missing, or locking it raises the error
     names = {item.name for item in root.iterdir() if not item.name.startswith(".nfs")}
     if strange := names - _OWN or (lock.NAME not in names and names & {DATA, JOURNAL}):
         raise RefusedError(

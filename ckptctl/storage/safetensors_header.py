@@ -91,7 +91,7 @@ def read_header(
             raise MalformedError("the header does not begin with `{`")
         try:
             found = loads(text, where=where, max_bytes=MAX_HEADER, parse_int=_unsigned)
-        except DamagedError as error:  # its length is wrong, unless it was never written to its end
+        except DamagedError as error:  # the header length is wrong, unless the file ends in zeros
             if text.endswith(b"\0"):
                 raise
             raise MalformedError(error.why or error.what) from error

@@ -90,7 +90,7 @@ def require_unreplaced(opened: tuple[TreePath, FileIdentity] | None) -> None:
     except FileNotFoundError:
         pass
     except (OSError, CkptError):
-        return  # It cannot be looked at, which proves nothing.
+        return  # an inaccessible file is no evidence of a change
     raise ChangedError(path.parent, path.name, "another file has replaced it")
 
 

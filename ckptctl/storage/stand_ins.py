@@ -89,7 +89,7 @@ def likely_kind(head: bytes) -> tuple[str, str] | None:
     except UnicodeDecodeError as error:
         if error.start < len(head) - 3:
             return None
-        text = head[: error.start].decode()  # it was cut inside of a character
+        text = head[: error.start].decode()  # truncated inside a character
     if not all(character.isprintable() or character.isspace() for character in text):
         return None
     return ("JSON" if text.lstrip()[:1] in ("{", "[") else "text"), _AGAIN

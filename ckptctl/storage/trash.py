@@ -82,7 +82,7 @@ class _Walk:
         if left:
             self._go(descriptor)
             self._levels.append(_Level(name, above, left))
-        else:  # it need not be one that may be entered
+        else:  # an empty folder may lack permissions to enter it
             os.close(descriptor)
             os.rmdir(name, dir_fd=self.descriptor)
 

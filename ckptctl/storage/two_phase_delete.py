@@ -119,7 +119,7 @@ class TwoPhaseDelete:
     def _move(self, path: Path, target: Path) -> None:
         with storage_errors("remove", path):
             if target == self.folder and target.exists():
-                target.rmdir()  # empty, or another run is at it
+                target.rmdir()  # raises if another run uses it
             file_system.move(path, target)
             for folder in dict.fromkeys((target.parent, path.parent)):
                 sync_directory(folder)

@@ -107,7 +107,7 @@ def tidy(url: str) -> str:
         what = f"the URL has no name between `{scheme}` and the next `/`"
         hint = "add the name of a host, bucket or organization"
         raise UsageError(what, where=masked(url), hint=hint)
-    if "" in folders and not _CHAINED.search(url):  # chained ones are refused where they are opened
+    if "" in folders and not _CHAINED.search(url):  # opening a chained URL raises
         what, hint = "the URL contains an empty path component", "write a single `/`"
         raise UsageError(what, where=masked(url), hint=hint)
     return normal(url.removesuffix(query)).rstrip("/") + query

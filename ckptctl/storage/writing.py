@@ -170,7 +170,7 @@ def _locked(folder: TreePath) -> UnfinishedError | None:
             content = file.read()
         age = time.time() - lock.stat().st_mtime
     except FileNotFoundError:
-        return None  # it has just been removed
+        return None  # the lock was just removed
     except OSError as error:
         return _problem(
             folder,
@@ -185,7 +185,7 @@ def _said(folder: TreePath, content: bytes, age: float) -> UnfinishedError | Non
     process = said and said.process
     who = f"by process {process.number} on {process.host}" if process else "by another process"
     whole = said is not None and all(_exists(folder / name) for name in said.names)
-    if said and whole and OBJECTS in said.names:  # the metadata, too, which comes last
+    if said and whole and OBJECTS in said.names:  # including the metadata, written last
         return None
     if said is None or not is_dead(said, lambda: age):
         what = "deleted" if said and said.removes else "written"

@@ -103,7 +103,7 @@ class PlanRun:
         self._share = share
         self.sources = Sources(plan, stack)
         self.output = OutputFiles(plan.files, root, shared=options.shared, sync=options.sync)
-        self._calculates = calculates(plan)  # whether elements are permuted, tiles show
+        self._calculates = calculates(plan)  # permutations are only known per tile
         self._journal: Journal | None = None
         self._resumed: Mapping[tuple[int, int], Done] = {}
         self._supervisor = Supervisor()
@@ -159,7 +159,7 @@ class PlanRun:
             work = partial(self._do_units, Lanes(listed, self._threads, room))
             crew = Crew(self._supervisor, work, self._threads)
             if self._calculates:
-                import_torch()  # once, and not by threads that wait for each other
+                import_torch()  # once, so that threads do not wait for each other
             try:
                 crew.start()
                 self._supervisor.watch(crew.is_done, self._bytes_done, progress)

@@ -155,7 +155,7 @@ class LocalSource(StoredFile):
         most = len(room) // PAGE * PAGE - before
         end = before + min(nbytes, most // ITEM * ITEM)
         view = room[: -(-end // PAGE) * PAGE]
-        with suppress(OSError):  # whatever it is: the page cache can, or tells it
+        with suppress(OSError):  # a read through the page cache succeeds or raises
             if os.preadv(self._direct, (view,), offset - before) >= end:
                 self._opened.bytes_read += end - before
                 return view[before:end]

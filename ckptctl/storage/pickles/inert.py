@@ -16,7 +16,7 @@ from ckptctl.units import counted
 
 MAX_DEPTH = 100
 MAX_KEY_NODES = 128
-MAX_KEY_BITS = 64  # hashes of longer integers collide at will: they are taken modulo 2**61 - 1
+MAX_KEY_BITS = 64  # hashes are modulo 2**61 - 1, so longer integers can be chosen to collide
 TEXT_SHIFT = 3
 """Log2 of the characters that count as one value, as shared text may be visited many times."""
 NO_SIZES: Mapping[type, Callable[[Any], int]] = {}
