@@ -87,14 +87,13 @@ def _tables(nbytes: int) -> tuple[tuple[int, ...], ...]:
     for bit in range(31, -1, -1):
         columns[bit] = operator
         operator = operator >> 1 ^ POLYNOMIAL if operator & 1 else operator >> 1
-    return tuple(_digit(columns[4 * place : 4 * place + 4]) for place in range(8))
-
-
-def _digit(columns: list[int]) -> tuple[int, ...]:
-    sums = [0]
-    for column in columns:
-        sums += [value ^ column for value in sums]
-    return tuple(sums)
+    tables = []
+    for first in range(0, 32, 4):
+        sums = [0]
+        for column in columns[first : first + 4]:
+            sums += [value ^ column for value in sums]
+        tables.append(tuple(sums))
+    return tuple(tables)
 
 
 def algorithm_of(digest: str) -> str | None:

@@ -96,7 +96,12 @@ def loads(
     except (ValueError, RecursionError) as error:
         kind = DamagedError if _is_cut(data, error) else UnsupportedError
         what = "the JSON text is truncated" if kind is DamagedError else "malformed JSON"
-        raise kind(what, where=where, why=_reason(error)) from error
+        why = str(error)[:300]
+        if isinstance(error, UnicodeEncodeError):
+            why = "a string contains an unpaired surrogate"
+        elif isinstance(error, RecursionError):
+            why = "it is nested too deeply"
+        raise kind(what, where=where, why=why) from error
     return found
 
 
@@ -111,14 +116,6 @@ def _is_cut(data: bytes, error: Exception) -> bool:
     open_ = error.msg.startswith("Unterminated string") and not text.endswith((b"}", b"]"))
     part = rest in (".", "-") or any(word.startswith(rest) for word in ("true", "false", "null"))
     return open_ or part or not rest.strip("\0")
-
-
-def _reason(error: Exception) -> str:
-    if isinstance(error, UnicodeEncodeError):
-        return "a string contains an unpaired surrogate"
-    if isinstance(error, RecursionError):
-        return "it is nested too deeply"
-    return str(error)[:300]
 
 
 def _check_size(size: int, limit: int, where: str) -> None:

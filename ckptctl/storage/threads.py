@@ -43,21 +43,17 @@ def cores() -> int:
     return os.cpu_count() or 1
 
 
-def _processes_here() -> int | None:
-    """Return the number of processes that the launcher started on this host, or None if unknown."""
-    for name in LAUNCHERS:
-        digits = os.environ.get(name, "").partition("(")[0].partition(",")[0]
-        if digits.isdecimal() and int(digits):
-            return int(digits)
-    return None
-
-
 def default_threads(processes: int = 1) -> int:
     """Return the number of threads per process, which share the cores of the host.
 
     More threads than cores make a save of many ranks slower.
     """
-    return max(1, min(MOST, cores() // (_processes_here() or processes)))
+    for name in LAUNCHERS:
+        digits = os.environ.get(name, "").partition("(")[0].partition(",")[0]
+        if digits.isdecimal() and int(digits):
+            processes = int(digits)
+            break
+    return max(1, min(MOST, cores() // processes))
 
 
 class Supervisor:
