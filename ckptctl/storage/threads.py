@@ -44,9 +44,12 @@ def cores() -> int:
 
 
 def default_threads(processes: int = 1) -> int:
-    """Return the number of threads per process, which share the cores of the host.
+    """Return the number of threads for one of several processes that share the cores of a host.
 
     More threads than cores make a save of many ranks slower.
+
+    Args:
+        processes: Number of these processes, unless the launcher states it.
     """
     for name in LAUNCHERS:
         digits = os.environ.get(name, "").partition("(")[0].partition(",")[0]
