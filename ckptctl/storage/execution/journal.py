@@ -181,7 +181,8 @@ class Ledger:
                 self._enter_writes(unit, done, news, resumed)
                 complete += self._enter_reads(unit, done)
             if self._journal_every and self._pending_bytes >= self._journal_every:
-                news = news._replace(durable=(self._pending, sorted(self._pending_files)))
+                durable = self._pending, sorted(self._pending_files)
+                news = News(news.finished, news.ripe, durable)
                 self._pending, self._pending_files, self._pending_bytes = [], set(), 0
         for place, parts in complete:
             self._check(place, parts)
