@@ -61,8 +61,8 @@ def read_header(
 ) -> SafetensorsHeader:
     """Read the header of a safetensors file.
 
-    With *unread*, tensors of unknown dtypes are returned, too, instead of an error. The data begins
-    at byte *start* of the file. A truncated file raises DamagedError, any other malformed one
+    With *unread*, tensors of unknown dtypes are included instead of raising. The header begins at
+    byte *start* of the file. A truncated file raises DamagedError, any other malformed one
     UnsupportedError.
     """
     where = f"{files.root / name}" + (f", at byte {start:,}" if start else "")
