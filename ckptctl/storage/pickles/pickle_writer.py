@@ -345,6 +345,10 @@ def _stable(items: Iterable[object]) -> list[object]:
     return sorted(items, key=lambda item: (type(item).__name__, repr(item)))
 
 
+def _write_size(writer: _PickleWriter, value: Size) -> None:
+    writer.temporary(value, Global("torch", "Size"), (tuple(value),))
+
+
 _HANDLERS: dict[type, Callable[..., None]] = {
     str: _PickleWriter.string,
     int: _PickleWriter.integer,
@@ -366,5 +370,5 @@ _HANDLERS: dict[type, Callable[..., None]] = {
     slice: _builtin("slice", lambda value: (value.start, value.stop, value.step)),
     set: _builtin("set", lambda value: (_stable(value),)),
     frozenset: _builtin("frozenset", lambda value: (_stable(value),)),
-    Size: lambda writer, value: writer.temporary(value, Global("torch", "Size"), (tuple(value),)),
+    Size: _write_size,
 }
