@@ -161,8 +161,9 @@ def out_of_range(made: torch.Tensor, given: Callable[[], torch.Tensor | None]) -
     """Count elements that became infinite, NaN or saturated.
 
     Args:
-        made: Computed floating-point elements. If all are finite, they are not examined one by one.
-        given: Returns the elements they were computed from, or None if those were all finite.
+        made: Floating-point elements. If all are finite, they are not examined one by one.
+        given: Returns the elements they were computed from, or None if all of those were
+            finite.
     """
     if _in_range(made):
         return NONE

@@ -68,7 +68,7 @@ class ByteSource(ABC):
         """Read bytes with direct I/O into whole pages of *room*.
 
         Returns:
-            A slice of *room* with at most *nbytes* bytes from *offset*, or None if the read failed.
+            A slice of *room* with at most *nbytes* bytes from *offset*, or None on failure.
         """
         return None
 

@@ -46,8 +46,8 @@ def same_elements(
 ) -> bool | None:
     """Return whether two single-extent tensors are equal, or None if they were not compared.
 
-    Tensors larger than :data:`WINDOW` are read only if *of_any_size* is set. Different recorded
-    checksums prove that the tensors differ; equal ones prove nothing until the bytes are read.
+    Tensors larger than :data:`WINDOW` are read only if *of_any_size* is set. Recorded checksums
+    that differ prove that the tensors do; equal ones prove nothing until the bytes are read.
     """
     if (one.dtype, one.shape) != (other.dtype, other.shape):
         return False

@@ -150,7 +150,7 @@ class Output:
         return range(self.columns.start // size, -(-self.columns.stop // size))
 
     def write(self, values: torch.Tensor, first: int = 0) -> None:
-        """Cast and write this rectangle's columns of *values*, which start at column *first*."""
+        """Cast and write this rectangle's columns of *values*, whose first is *first*."""
         wide = values.reshape(len(self.rows), -1)
         self.elements.copy_(wide[:, self.columns.start - first : self.columns.stop - first])
 

@@ -154,7 +154,7 @@ def _take(descriptor: int, target: Path, doing: str, *, wait: bool) -> None:
 
 
 def _patience(written: str, holding: str | None) -> float:
-    """Return the seconds to wait for a lock with file content *written*, held by PID *holding*."""
+    """Return the seconds to wait for a lock file with *written*, locked by *holding*."""
     if written.endswith(_SWEEP):
         return _SWEEP_SECONDS
     return 0.0 if written == holding else _UNNAMED_SECONDS

@@ -73,8 +73,8 @@ class Supervisor:
 
         Args:
             error: Exception of the thread, or None.
-            leave: Removes the thread from the active ones in the same step, so that all errors are
-                known when no thread is active.
+            leave: Removes the thread from the active ones in the same step, so that all errors
+                are known when no thread is active.
         """
         with self.changed:
             if error is not None:
@@ -206,7 +206,7 @@ def thread_pool(threads: int) -> ThreadPoolExecutor:
 
 
 def leave(code: int) -> None:
-    """Exit with *code* immediately if a :func:`daemon` thread is still running, else do nothing.
+    """Exit with *code* now if a :func:`daemon` thread is still running, else do nothing.
 
     On shutdown, the interpreter ends such a thread when it next acquires the GIL. Inside torch, for
     example during its import, this aborts the process.

@@ -7,8 +7,8 @@ A run creates the output files, or resumes those of an earlier run, and deals th
 (:mod:`~ckptctl.storage.execution.journal`); other threads finish complete files
 (:mod:`~ckptctl.storage.execution.finisher`).
 
-:func:`execute` does all of it in one process. Where several processes share a plan, each makes a
-:class:`PlanRun` and they take its phases together (:mod:`ckptctl.ranks.sharing`).
+:func:`execute` does all of it in one process. Where several processes share a plan, each makes
+a :class:`PlanRun` and they take its phases together (:mod:`ckptctl.ranks.sharing`).
 """
 
 from __future__ import annotations

@@ -140,7 +140,7 @@ class LocalSource(StoredFile):
 
     @property
     def past_cache(self) -> bool:
-        """See :meth:`ByteSource.past_cache`. True if the page cache does not contain the file."""
+        """See :meth:`ByteSource.past_cache`. True unless the page cache has the file."""
         if self._unseen:
             self._unseen = False
             if cold(self.descriptor):

@@ -132,7 +132,7 @@ def loads(
         persistent_load: Called with each persistent id; None to raise for any.
         hook: Called after each BUILD. If it handles any opcodes, the pickle must not number memo
             entries.
-        most: Most values that the pickle may expand to; None to derive the limit from its size.
+        most: Most values that the pickle may expand to, or None to derive it from its size.
 
     Returns:
         Plain values, containers and results of the table. It may be walked recursively
@@ -430,8 +430,8 @@ class Machine:
             if found is self:
                 if self.unknown == "refuse":
                     raise UnsafePickleError(
-                        f"the pickle references `{shown(key[0])}.{shown(key[1])}`, which is not "
-                        "allowed",
+                        f"the pickle references `{shown(key[0])}.{shown(key[1])}`, "
+                        "which is not allowed",
                         where=self.where,
                         why=f"at byte {pos:,} of the pickle; nothing was imported or run",
                     )
