@@ -345,7 +345,14 @@ def gather_bytes(own: bytes, group: Collectives, *, everywhere: bool = True) -> 
     longest = max(lengths)
     if longest <= SHORT - HEAD:
         return _cut(heads, lengths, HEAD)
-    return _cut(_gather_long(own, longest, group, everywhere), lengths, 0)
+    mine = everywhere or group.rank == 0
+    parts = [_room(longest) for _ in range(group.world if mine else 0)]
+    tensors, (_, sent) = [tensor for _, tensor in parts], _room(longest, own)
+    if everywhere:
+        group.all_gather(tensors, sent)
+    else:
+        group.gather(tensors if mine else None, sent)
+    return _cut([bytes(memory) for memory, _ in parts], lengths, 0)
 
 
 def scatter_bytes(messages: Sequence[bytes] | None, group: Collectives) -> bytes:
@@ -385,17 +392,6 @@ def _room(nbytes: int, content: bytes = b"") -> tuple[bytearray, torch.Tensor]:
 
 def _cut(messages: Sequence[bytes], lengths: Sequence[int], start: int) -> list[bytes]:
     return [one[start : start + n] for one, n in zip(messages, lengths, strict=False)]
-
-
-def _gather_long(own: bytes, nbytes: int, group: Collectives, everywhere: bool) -> list[bytes]:
-    mine = everywhere or group.rank == 0
-    parts = [_room(nbytes) for _ in range(group.world if mine else 0)]
-    tensors, (_, sent) = [tensor for _, tensor in parts], _room(nbytes, own)
-    if everywhere:
-        group.all_gather(tensors, sent)
-    else:
-        group.gather(tensors if mine else None, sent)
-    return [bytes(memory) for memory, _ in parts]
 
 
 def _scatter(messages: Sequence[bytes] | None, nbytes: int, group: Collectives) -> bytes:

@@ -84,7 +84,16 @@ class Checkpointer(DistributedCheckpointer):  # type: ignore[misc]
             CkptError: It cannot be read.
         """
         self.wait()
-        found = self._newest_state() if self._resume else {}
+        found: dict[str, Any] = {}
+        if self._resume:
+            keeper = self._opened(own_group()).keeper
+            self._begun = newest = keeper.newest(SERIES)
+            if newest is None:
+                raise SourceNotFoundError(
+                    "there is no checkpoint to resume from", where=str(keeper.root)
+                )
+            state: dict[str, Any] = with_numbers(whole(newest.path))
+            found = {**state.pop(RECIPE)[0], **state}
         if training.MODEL_KEY not in found:
             found[training.MODEL_KEY] = whole_model(
                 self._checkpoint_dir, LAYOUT, self._family, own_group()
@@ -140,17 +149,6 @@ class Checkpointer(DistributedCheckpointer):  # type: ignore[misc]
         """
         if self._manager:
             self._manager.wait()
-
-    def _newest_state(self) -> dict[str, Any]:
-        """Return the state in the newest complete checkpoint of the run, under torchtune's keys."""
-        keeper = self._opened(own_group()).keeper
-        self._begun = found = keeper.newest(SERIES)
-        if found is None:
-            raise SourceNotFoundError(
-                "there is no checkpoint to resume from", where=str(keeper.root)
-            )
-        state: dict[str, Any] = with_numbers(whole(found.path))
-        return {**state.pop(RECIPE)[0], **state}
 
     def _saver(self, *, sharded: bool) -> CheckpointManager:
         """Return what saves, for all ranks or for this one alone; it goes on from what was read."""

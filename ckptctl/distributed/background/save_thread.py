@@ -141,15 +141,14 @@ class SaveThread:
         """Return whether it failed and nobody has taken that yet."""
         return self._failure is not None
 
-    def _may_begin(self) -> bool:
-        """Wait for the word; when the interpreter ends before it is given, that is no."""
-        while threading.main_thread().is_alive():
-            with suppress(Empty):
-                return self._begin.get(timeout=1)
-        return False
-
     def _run(self) -> None:
-        if not self._may_begin():
+        proceed = None
+        while proceed is None:
+            if not threading.main_thread().is_alive():  # the interpreter ends before a decision
+                return
+            with suppress(Empty):
+                proceed = self._begin.get(timeout=1)
+        if not proceed:
             return
         self._call(self._on_staged, "on_staged")
         # Nothing here may keep the copy, or tensors that were not copied, when it is written.

@@ -175,26 +175,22 @@ def _memory(tensor: torch.Tensor) -> tuple[str, int]:
 def _range(members: Sequence[_Member], end: int) -> Iterator[_Range]:
     first, length = members[0].first, end - members[0].first
     aligned = not any(one.first % one.tensor.element_size() for one in members)
-    if aligned and length <= 2 * _needed_of(members) and not _made_dense(members, length):
+    tensor = members[0].tensor
+    # Tensors that share a start, shape and strides occupy their bytes once.
+    views = {(one.first, one.tensor.shape, one.tensor.stride()): one.tensor for one in members}
+    needed = sum(view.nbytes for view in views.values())
+    # A save without staging reads such a tensor densely, and plans must hold for both.
+    dense = (
+        len(members) == 1
+        and tensor.nbytes <= length
+        and not on_host(tensor)
+        and not tensor.is_contiguous()
+    )
+    if aligned and length <= 2 * needed and not dense:
         yield _Range(first, length, members, whole=True)
         return
     for one in members:
         yield _Range(one.first, one.tensor.nbytes, [one], whole=False)
-
-
-def _needed_of(members: Sequence[_Member]) -> int:
-    """Return the bytes of the elements, those of equal tensors once."""
-    if len(members) == 1:
-        return members[0].tensor.nbytes
-    views = {(one.first, one.tensor.shape, one.tensor.stride()): one.tensor for one in members}
-    return sum(tensor.nbytes for tensor in views.values())
-
-
-def _made_dense(members: Sequence[_Member], length: int) -> bool:
-    """Return whether it comes as a save that stages nothing reads it: plans hold for both."""
-    tensor = members[0].tensor
-    alone = len(members) == 1 and tensor.nbytes <= length
-    return alone and not on_host(tensor) and not tensor.is_contiguous()
 
 
 def _places(ranges: Iterable[_Range]) -> Iterator[int]:
@@ -242,7 +238,11 @@ def _to_copy(
         if not one.whole:
             yield _view(region, one.members[0], place, one), source
         elif not _by_address(one):
-            yield region.bytes[place : place + one.nbytes], _as_bytes(source, one)
+            storage = source.untyped_storage()
+            empty = torch.empty(0, dtype=torch.uint8, device=source.device)
+            start = one.first - storage.data_ptr()
+            content = empty.set_(storage, start, (one.nbytes,), (1,))
+            yield region.bytes[place : place + one.nbytes], content
 
 
 def _view(region: HostRegion, member: _Member, place: int, of: _Range) -> torch.Tensor:
@@ -251,10 +251,3 @@ def _view(region: HostRegion, member: _Member, place: int, of: _Range) -> torch.
     steps = tensor.stride() if of.whole else row_major(tuple(tensor.shape))
     elements = region.bytes.view(tensor.dtype)
     return elements.as_strided(tensor.shape, steps, start // tensor.element_size())
-
-
-def _as_bytes(tensor: torch.Tensor, of: _Range) -> torch.Tensor:
-    """Return the bytes of a range of a device's memory."""
-    storage = tensor.untyped_storage()
-    empty = torch.empty(0, dtype=torch.uint8, device=tensor.device)
-    return empty.set_(storage, of.first - storage.data_ptr(), (of.nbytes,), (1,))

@@ -77,7 +77,14 @@ class WriterProcess:
         """
         connection = self.connect()
         try:
-            numbers = [self._send_region(connection, region) for region in regions]
+            for region in regions:
+                if region not in self._regions:
+                    assert self._child
+                    connection.send((self._count, region.nbytes))
+                    send_handle(connection, region.descriptor, self._child.pid)
+                    self._regions[region] = self._count
+                    self._count += 1
+            numbers = [self._regions[region] for region in regions]
             places = {name: _place(view, regions, numbers) for name, view in memory.items()}
             files = tuple(replace(file, frame=no_frame) for file in plan.files)
             alive = {number for one, number in self._regions.items() if one.descriptor >= 0}
@@ -146,16 +153,6 @@ class WriterProcess:
             self._regions = weakref.WeakKeyDictionary()
             self._count = 0
             return Connection(here.detach())
-
-    def _send_region(self, connection: Connection, region: HostRegion) -> int:
-        """Tell the child of a region that it does not know; return its number."""
-        if region not in self._regions:
-            assert self._child
-            connection.send((self._count, region.nbytes))
-            send_handle(connection, region.descriptor, self._child.pid)
-            self._regions[region] = self._count
-            self._count += 1
-        return self._regions[region]
 
     def _answer(self, connection: Connection, plan: Plan) -> Execution:
         """Send the frames of files that the child asks for, until it is done."""

@@ -148,7 +148,13 @@ class _LeafValues:
     def _dict_record(self, record: DictRecord) -> object:
         found: dict[object, object]
         if record.origin.name == "defaultdict":
-            found = defaultdict(_factory(record), self._pairs("defaultdict", record))
+            given = record.args[0] if record.args else None
+            known = given.source if isinstance(given, Builder) else given
+            if given is not None and (not isinstance(known, Global) or known not in _FACTORIES):
+                kind = known if isinstance(known, Global) else class_of("?")
+                raise unknown(f"defaultdict of {kind}")
+            factory = _FACTORIES[known] if isinstance(known, Global) else None
+            found = defaultdict(factory, self._pairs("defaultdict", record))
         else:
             found = OrderedDict(self._pairs("OrderedDict", record))
         if record.state is not None:
@@ -165,16 +171,6 @@ def _size(part: object) -> int:
     if isinstance(part, str | bytes | bytearray):
         return len(part)
     return part.bit_length() >> 3 if isinstance(part, int) else 0
-
-
-def _factory(record: DictRecord) -> Callable[[], object] | None:
-    given = record.args[0] if record.args else None
-    if given is None:
-        return None
-    known = given.source if isinstance(given, Builder) else given
-    if not isinstance(known, Global) or known not in _FACTORIES:
-        raise unknown(f"defaultdict of {known if isinstance(known, Global) else class_of('?')}")
-    return _FACTORIES[known]
 
 
 def _named(record: Global | Builder) -> object:

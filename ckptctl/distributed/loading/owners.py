@@ -99,7 +99,12 @@ def assign(
         found: Its state dict, filled.
         made: What of it takes the place of what the module has.
     """
-    tied = [*_tied(module)]
+    places: dict[int, list[tuple[torch.nn.Module, str]]] = {}
+    for owner in module.modules():
+        for name, tensor in (*owner._parameters.items(), *owner._buffers.items()):
+            if tensor is not None:
+                places.setdefault(id(tensor), []).append((owner, name))
+    tied = [several for several in places.values() if len(several) > 1]
     kept = (
         name
         for name, leaf in found.items()
@@ -113,13 +118,3 @@ def assign(
     for (owner, name), *others in tied:
         for other, its_name in others:
             setattr(other, its_name, getattr(owner, name))
-
-
-def _tied(module: torch.nn.Module) -> Iterator[list[tuple[torch.nn.Module, str]]]:
-    """Yield the places of each parameter or buffer that has several."""
-    places: dict[int, list[tuple[torch.nn.Module, str]]] = {}
-    for owner in module.modules():
-        for name, tensor in (*owner._parameters.items(), *owner._buffers.items()):
-            if tensor is not None:
-                places.setdefault(id(tensor), []).append((owner, name))
-    return (several for several in places.values() if len(several) > 1)

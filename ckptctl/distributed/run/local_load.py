@@ -150,7 +150,13 @@ def load_local(
     skippable = UNREADABLE if damaged_ok and fills_all else ()
     skipped: dict[str, str] = {}
     elsewhere: list[str] = []
-    for one in _choices(ranks, folder, root, partial(_wants, state, how), step):
+
+    def wants() -> Wants:
+        names = how.keys() & LoadOptions.__dataclass_fields__.keys()
+        load_options = LoadOptions(**{name: how[name] for name in names})
+        return Wants(state_of(Owners.of(state).plain(), on_meta=True), load_options)
+
+    for one in _choices(ranks, folder, root, wants, step):
         save, problem = one.save, one.problem
         if one.way:
             alone = {**how, "collectives": not one.way.alone}
@@ -208,25 +214,21 @@ def _choices(
     looks = telling(ranks, lambda: (None, look()))[1]
     found: list[Loadable] = []
     for save in sorted({save for one in looks for save in one}, reverse=True):
-        if _is_as_new(save, root):
-            seen = [one.get(save, Look("it has no data of this save")) for one in looks]
-            copy = root.start if save == root.copy_of else None
-            way = _way(folder.path_of(save), seen, ranks.rank, copy)
-            found.append(Loadable(save, way, _lacking(seen), _all_parts(seen)))
+        older = (
+            save < root.copy_of
+            if root.copy_of
+            else root.start is not None and save.step <= root.start.step
+        )
+        if older:
+            continue
+        seen = [one.get(save, Look("it has no data of this save")) for one in looks]
+        copy = root.start if save == root.copy_of else None
+        way = _way(folder.path_of(save), seen, ranks.rank, copy)
+        world = max(one.world for one in seen)
+        reachable = frozenset().union(*(one.here for one in seen))
+        all_parts = bool(world) and frozenset(range(world)) <= reachable
+        found.append(Loadable(save, way, _lacking(seen), all_parts))
     return found
-
-
-def _is_as_new(save: LocalSave, root: RootState) -> bool:
-    """Return whether a save is as new as what the root has, or newer."""
-    if root.copy_of:
-        return save >= root.copy_of
-    return root.start is None or save.step > root.start.step
-
-
-def _wants(state: MutableMapping[str, Any], how: Mapping[str, Any]) -> Wants:
-    names = how.keys() & LoadOptions.__dataclass_fields__.keys()
-    options = LoadOptions(**{name: how[name] for name in names})
-    return Wants(state_of(Owners.of(state).plain(), on_meta=True), options)
 
 
 def _look(path: TreePath, rank: int, world: int, wants: Wants | None) -> Look:
@@ -274,9 +276,3 @@ def _lacking(seen: Sequence[Look]) -> str:
         if one.lacks:
             ranks.setdefault(one.lacks, []).append(rank)
     return "; ".join(f"{format_ranks(numbers)}: {why}" for why, numbers in ranks.items())
-
-
-def _all_parts(seen: Sequence[Look]) -> bool:
-    """Return whether every part of a save is within reach of some rank."""
-    world = max(one.world for one in seen)
-    return bool(world) and frozenset(range(world)) <= frozenset().union(*(one.here for one in seen))

@@ -78,10 +78,8 @@ def sweep_left(path: TreePath, untouched: float) -> bool:
     """
     if not isinstance(path, UrlPath):
         return sweep(Path(path), untouched)
-    from ckptctl.distributed.saving.url import Url
-
     with ExitStack() as stack:  # a save that writes nothing
-        Url(path, WriterOptions()).make_room(stack)
+        target_at(path, WriterOptions()).make_room(stack)
     return True
 
 

@@ -58,20 +58,18 @@ class DeviceReader(threading.local):
         return current.view[start - current.start : stop - current.start]
 
     def _fetch(self, block: _Block, source: DeviceMemory, start: int, stop: int) -> None:
-        if source.device.type == "cuda":
-            self._turn_to(source.device)
+        """Start to copy bytes of *source* to *block*, on this thread's stream of the device."""
+        device = source.device
+        if device.type == "cuda":
+            stream = self._streams.get(device)
+            if stream is None:
+                stream = self._streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+            if stream is not self._stream:
+                if self._stream is not None:
+                    self._stream.synchronize()
+                self._stream = stream
+                torch.cuda.set_stream(stream)
         block.fetch(source, start, stop)
-
-    def _turn_to(self, device: torch.device) -> None:
-        """Have what this thread starts go to its stream of *device*, when all else is done."""
-        stream = self._streams.get(device)
-        if stream is None:
-            stream = self._streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        if stream is not self._stream:
-            if self._stream is not None:
-                self._stream.synchronize()
-            self._stream = stream
-            torch.cuda.set_stream(stream)
 
 
 class _Block:

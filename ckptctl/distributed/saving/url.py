@@ -55,7 +55,9 @@ class Url:
             )
         found = self._place.look()
         self._was_there = self._store.is_folder()
-        self._replaces = self._options.overwrite and METADATA in found and self._is_torn()
+        if self._options.overwrite and METADATA in found:  # only a damaged one is replaced
+            self.target.tree.drop(self.target.url)
+            self._replaces = health(self.target, model=False).torn
         self._require_none(found)
         self._lock = RemoteLock(self._store, NAME, [METADATA])
         self._left = self._lock.take()
@@ -113,11 +115,6 @@ class Url:
                 where=str(self.target),
                 hint="save under a new name: objects cannot be replaced in one step",
             )
-
-    def _is_torn(self) -> bool:
-        """Return whether there is evidence that something lacks of the checkpoint that is there."""
-        self.target.tree.drop(self.target.url)
-        return health(self.target, model=False).torn
 
     def _clear(self, left: Writing | None, found: Mapping[str, Sent]) -> None:
         """Remove the files of a dead run, as the new ones would not replace all of them."""
