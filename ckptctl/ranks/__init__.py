@@ -1,1 +1,1 @@
-"""The processes that work together: agreement, coordination, and their shares of a plan."""
+"""Ranks: collectives, agreement and shares of a plan."""

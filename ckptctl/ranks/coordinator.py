@@ -1,6 +1,6 @@
-"""The ranks that work together, as everything here sees them: gather, share, wait, fail together.
+"""Interface to a group of ranks, and work that succeeds or fails on all of them.
 
-One process without a process group is a group of one, for which all of it costs nothing.
+A single process without a process group is a group of one, for which collectives cost nothing.
 """
 
 from __future__ import annotations
@@ -15,31 +15,31 @@ R = TypeVar("R")
 
 
 class Coordinator(Protocol):
-    """A group of ranks; every method is called by all of them, in the same order.
+    """Group of ranks whose methods are collectives, called by all ranks in the same order.
 
     Attributes:
-        rank: Number of this process among them.
-        world: How many there are.
+        rank: Rank of this process, from 0.
+        world: Number of ranks.
     """
 
     rank: int
     world: int
 
     def all_gather(self, value: T) -> list[T]:
-        """Return the values of all ranks, in their order."""
+        """Return the values of all ranks, in rank order."""
 
     def gather(self, value: T) -> list[T] | None:
-        """Return the values of all ranks on rank 0, None elsewhere."""
+        """Return the values of all ranks on rank 0, or None on the others."""
 
     def broadcast(self, value: T | None) -> T:
-        """Return rank 0's value."""
+        """Return the value of rank 0 on every rank."""
 
     def scatter(self, values: Sequence[T] | None) -> T:
-        """Return this rank's one of the values that rank 0 has."""
+        """Return this rank's element of *values*, which only rank 0 passes."""
 
 
 class Alone:
-    """A group of one."""
+    """Group with a single rank."""
 
     rank = 0
     world = 1
@@ -63,7 +63,7 @@ class Alone:
 
 
 class RankError(CkptError):
-    """Another rank failed, so this one has stopped, too."""
+    """Failure of another rank, raised on this one."""
 
     def __init__(self, rank: int, error: CkptError) -> None:
         super().__init__(
@@ -74,15 +74,18 @@ class RankError(CkptError):
 
 
 def together(ranks: Coordinator, work: Callable[[], T]) -> T:
-    """Do *work* on every rank; when it fails on one of them, raise on all.
+    """Run *work* on every rank, and raise on all if it fails on any.
 
-    Like that of all functions here, the work uses no collective itself.
+    As for all functions here, *work* must not use collectives.
     """
     return work() if ranks.world == 1 else telling(ranks, lambda: (work(), None))[0]
 
 
 def telling(ranks: Coordinator, work: Callable[[], tuple[T, R]]) -> tuple[T, list[R]]:
-    """Do *work* on every rank, as :func:`together`, and send a part of each result to all."""
+    """Run *work* on every rank and all-gather the second element of its results.
+
+    Raises on all ranks if it fails on any.
+    """
     result, error = _attempt(work)
     found = ranks.all_gather((result[1] if result else None, sendable(error)))
     if error is not None:
@@ -95,12 +98,15 @@ def telling(ranks: Coordinator, work: Callable[[], tuple[T, R]]) -> tuple[T, lis
 
 
 def on_first(ranks: Coordinator, work: Callable[[], T]) -> T | None:
-    """Do *work* on rank 0 alone, where its result is returned; when it fails, raise on all."""
+    """Run *work* on rank 0 and return its result there, or None elsewhere.
+
+    If it fails, all ranks raise.
+    """
     return together(ranks, lambda: work() if ranks.rank == 0 else None)
 
 
 def sendable(error: BaseException | None) -> CkptError | None:
-    """Return an error in a form in which other ranks can be told of it."""
+    """Convert an exception to a `CkptError` that can be pickled for other ranks."""
     if error is None or isinstance(error, CkptError):
         return error
     if isinstance(error, KeyboardInterrupt):
@@ -113,9 +119,10 @@ def sendable(error: BaseException | None) -> CkptError | None:
 def through_first(
     ranks: Coordinator, work: Callable[[], T], answer: Callable[[list[T]], Sequence[R]]
 ) -> R:
-    """Do *work* on every rank and let rank 0 answer; when anything fails, raise on all.
+    """Gather results of *work* on rank 0, and scatter the values that *answer* computes there.
 
-    *answer* is called on rank 0 alone, with the results of all ranks, and returns a value for each.
+    *answer* is called with the results of all ranks and returns one value per rank. If anything
+    fails, all ranks raise.
     """
     result, error = _attempt(work)
     found = ranks.gather((result, sendable(error)))
@@ -141,7 +148,7 @@ def _attempt(work: Callable[[], T]) -> tuple[T | None, BaseException | None]:
 def _answers(
     found: Sequence[tuple[T | None, CkptError | None]], answer: Callable[[list[T]], Sequence[R]]
 ) -> tuple[list[tuple[R | None, int, CkptError | None]], BaseException | None]:
-    """Return the answer for each rank, and the error of rank 0 itself."""
+    """Return one scatter entry per rank, and the exception that rank 0 itself must raise."""
     for rank, (_, failure) in enumerate(found):
         if failure is not None:
             return [(None, rank, failure)] * len(found), None
@@ -152,13 +159,16 @@ def _answers(
 
 
 def format_ranks(numbers: Sequence[int]) -> str:
-    """Name ranks in a message, the first eight of many."""
+    """Format ranks for a message, at most eight of them."""
     named = ", ".join(map(str, numbers[:8]))
     return f"rank{'s' if len(numbers) > 1 else ''} {named}{', …' if len(numbers) > 8 else ''}"
 
 
 def require_same(ranks: Coordinator, said: Mapping[str, object]) -> None:
-    """Prove that all ranks say the same; the keys of *said* are for the message."""
+    """Raise on all ranks if their settings differ.
+
+    Values are compared by `repr`, and messages name them by key.
+    """
     if ranks.world == 1:
         return
     found = ranks.all_gather({name: repr(value) for name, value in said.items()})

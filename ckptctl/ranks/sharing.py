@@ -1,8 +1,8 @@
-"""Several ranks that carry out one plan: their shares, and where they wait for each other.
+"""Execution of one plan by several ranks.
 
-All of them make the same plan from the same metadata, and prove that it is the same. Rank 0 makes
-the staging directory and the files in it, every rank fills its share, rank 0 writes what needs
-everybody's checksums and publishes. A group of one does all of it as :func:`execute` does.
+All ranks make the same plan from the same metadata, and verify that it is the same. Rank 0 creates
+the staging directory and its files, and every rank fills its share. Rank 0 then writes headers and
+indexes, which contain the checksums of all ranks, and publishes. A single rank just executes.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from ckptctl.units import counted
 T = TypeVar("T")
 LOOK_EVERY = 0.5
 SEEN_WITHIN = 90.0
-"""Seconds for which a network file system may believe that a new file is not there."""
+"""Time that a network file system may take to show a new file to other machines."""
 
 
 def portion(ranks: Coordinator, items: Sequence[T], nbytes: Callable[[T], int]) -> Sequence[T]:
-    """Return the items that this rank takes care of: about as many bytes as any other does."""
+    """Select this rank's items, so that all ranks get about the same number of bytes."""
     if ranks.world == 1:
         return items
     everybody = range(ranks.world)
@@ -41,14 +41,14 @@ def portion(ranks: Coordinator, items: Sequence[T], nbytes: Callable[[T], int]) 
 
 
 def summary(values: object) -> str:
-    """Return a digest of values that are too long for a message."""
-    import hashlib  # with OpenSSL, which one process should not wait for
+    """Return the SHA-256 hex digest of the `repr` of *values*."""
+    import hashlib  # loads OpenSSL, which a single process does not need
 
     return hashlib.sha256(repr(values).encode()).hexdigest()
 
 
 def source_summary(plan: Plan) -> str:
-    """Return a digest of the source files, whatever machine looks at them."""
+    """Hash names, sizes and mtimes of a plan's source files, equal on all machines."""
     identities = [(name, one) for name, one in plan.sources.items()]
     identities += [(name, one) for (_, name), one in plan.inputs.items()]
     return summary(sorted((name, one.size, one.mtime_ns) for name, one in identities))
@@ -58,7 +58,10 @@ def source_summary(plan: Plan) -> str:
 def staged(
     ranks: Coordinator, staging: Callable[[], AbstractContextManager[Staging]]
 ) -> Iterator[Staging | None]:
-    """Yield the staging directory on rank 0, None on the others; when that fails, raise on all."""
+    """Yield the staging directory on rank 0, or None on the others.
+
+    If creating it fails, all ranks raise.
+    """
     with ExitStack() as stack:
         yield on_first(ranks, lambda: stack.enter_context(staging()))
 
@@ -70,10 +73,10 @@ def execute_together(
     progress: Advance,
     ranks: Coordinator,
 ) -> Execution:
-    """Carry out *plan*, which is the same on all ranks, with all of them.
+    """Execute *plan*, which must be the same on all ranks, with all of them.
 
-    The staging directory is known on rank 0 alone and lies on a file system that all ranks see.
-    Each rank does about as much as any other: for *progress* the bytes of this one count for all.
+    Only rank 0 passes *stage*, a staging directory on a file system that all ranks share. Shares
+    are about equal, so *progress* counts the bytes of this rank times the number of ranks.
     """
     if ranks.world == 1:
         assert stage is not None
@@ -112,7 +115,7 @@ def execute_together(
 
 
 def require_alone(ranks: Coordinator) -> None:
-    """Refuse to resume with several ranks."""
+    """Raise if ``--resume`` is used with several ranks."""
     if ranks.world > 1:
         raise RefusedError(
             f"{spell_option('--resume')} is not supported with multiple ranks",
@@ -123,7 +126,11 @@ def require_alone(ranks: Coordinator) -> None:
 
 
 def wait_for(path: Path) -> None:
-    """Wait until a path that another machine has published is seen here."""
+    """Wait until *path*, published by another machine, is visible on this one.
+
+    Raises:
+        StorageError: It is not visible in time.
+    """
     end = time.monotonic() + SEEN_WITHIN
     while not path.exists():
         if time.monotonic() > end:
@@ -140,14 +147,14 @@ def _unseen(path: Path) -> StorageError:
 
 
 class _HeardError(Exception):
-    """Another rank failed; it will raise its own error."""
+    """Failure of another rank, which raises its own error."""
 
 
 class _Alarm:
-    """A file beside the output, by which a rank that fails stops the others at once.
+    """File next to the output that a failing rank creates to stop the others early.
 
-    Without it they would copy to the end before they learn of it. It speaks only to ranks that are
-    busy; what went wrong is told when all of them wait for each other.
+    Without it, they would copy all their data before they learn of the failure. The error itself is
+    exchanged by the next collective.
     """
 
     def __init__(self, path: Path) -> None:
@@ -169,7 +176,7 @@ class _Alarm:
         return False
 
     def watching(self, progress: Advance) -> Advance:
-        """Return *progress* that looks for the file, too."""
+        """Wrap *progress* to poll for the file, and raise if another rank has failed."""
 
         def advance(nbytes: int) -> None:
             progress(nbytes)
