@@ -1,6 +1,6 @@
-"""Plugins for other people's trainers, one module for each of them.
+"""Plugins for trainers, one module each.
 
-A module imports its trainer, and nothing imports it but the user: ``import ckptctl`` imports none.
+A module imports its trainer, so only user code imports it, never ``import ckptctl``.
 """
 
 from ckptctl.installed import require_torch

@@ -1,7 +1,7 @@
-"""Lightning: checkpoints that are directories, written by all ranks and published whole.
+"""Lightning: checkpoint directories, written by all ranks and published atomically.
 
-What ``ModelParallelStrategy`` writes itself is read, and it reads what is written here: the model
-as ``state_dict``, optimizers as ``optimizer_N``, everything else in ``meta.pt``
+The files are compatible with those of ``ModelParallelStrategy`` in both directions: the model is
+``state_dict``, optimizers are ``optimizer_N``, and everything else is in ``meta.pt``
 (``lightning/pytorch/strategies/model_parallel.py``).
 """
 
@@ -42,19 +42,24 @@ OPTIMIZER = "optimizer_"
 
 
 class DirectoryCheckpointIO(CheckpointIO):  # type: ignore[misc]
-    """A checkpoint of one process as a directory: ``Trainer(plugins=[DirectoryCheckpointIO()])``.
+    """Checkpoint directories of one process: ``Trainer(plugins=[DirectoryCheckpointIO()])``.
 
-    For strategies in which rank 0 holds everything: one device, DDP. :class:`ShardedStrategy` is
-    for the others.
+    For strategies in which rank 0 has the full state (single device, DDP). Use
+    :class:`ShardedStrategy` for the others.
     """
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any = None
     ) -> None:
-        """Write *checkpoint* as a directory, whole or not at all; without *storage_options*.
+        """Write *checkpoint* atomically as a directory.
+
+        Args:
+            checkpoint: Checkpoint of Lightning.
+            path: Destination.
+            storage_options: Not supported.
 
         Raises:
-            CkptError: Nothing was published.
+            CkptError: The save failed, and nothing was published.
         """
         require_none(storage_options)
         state, rest = parts(checkpoint)
@@ -63,12 +68,12 @@ class DirectoryCheckpointIO(CheckpointIO):  # type: ignore[misc]
     def load_checkpoint(
         self, path: str | Path, map_location: Any = None, weights_only: bool | None = None
     ) -> dict[str, Any]:
-        """Return a checkpoint of ours, or of Lightning's own CheckpointIO, in host memory.
+        """Load a checkpoint directory, or a file of Lightning's CheckpointIO, to host memory.
 
         Args:
-            path: The checkpoint.
-            map_location: Only for Lightning's own; Lightning copies to devices itself.
-            weights_only: False: objects in it may run code when they are unpickled.
+            path: Path of the checkpoint.
+            map_location: Only for files. Lightning copies to devices itself.
+            weights_only: If False, objects may run code when they are unpickled.
 
         Raises:
             CkptError: It cannot be read.
@@ -85,20 +90,20 @@ class DirectoryCheckpointIO(CheckpointIO):  # type: ignore[misc]
         return {MODEL: state[MODEL], OPTIMIZERS: [state[key] for key in optimizers], **rest}
 
     def remove_checkpoint(self, path: str | Path) -> None:
-        """Remove a checkpoint, which loses its name first."""
+        """Remove a checkpoint, which is renamed first."""
         trash.remove(Path(path))
 
 
 class ShardedStrategy(ModelParallelStrategy):  # type: ignore[misc]
     """FSDP2 and TP with checkpoints by ``ckptctl``: ``Trainer(strategy=ShardedStrategy(...))``.
 
-    Every rank writes what it holds into one directory, which appears when it is whole and may be
-    loaded on any number of ranks. A further checkpoint of the same state, as ``save_last=True``
-    makes one, gets the data of the one before as hard links, and its own ``meta.pt``: it does not
-    depend on the other one, which top-k may remove.
+    Every rank writes its shards to one directory, which is published atomically and can be loaded
+    on any number of ranks. A further checkpoint of the same state, as by ``save_last=True``, gets
+    hard links to the data of the previous one and a separate ``meta.pt``. It does not depend on the
+    previous one, which top-k may remove.
 
     Args:
-        **options: Those of ``ModelParallelStrategy``, but ``save_distributed_checkpoint``.
+        **options: Options of ``ModelParallelStrategy``, except ``save_distributed_checkpoint``.
     """
 
     def __init__(self, **options: Any) -> None:
@@ -108,7 +113,7 @@ class ShardedStrategy(ModelParallelStrategy):  # type: ignore[misc]
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None
     ) -> None:
-        """Save the state of all ranks; see :meth:`DirectoryCheckpointIO.save_checkpoint`."""
+        """Save the state of all ranks, as :meth:`DirectoryCheckpointIO.save_checkpoint` does."""
         require_none(storage_options)
         path = Path(self.broadcast(filepath)).absolute()
         state, rest = parts(checkpoint)
@@ -121,14 +126,14 @@ class ShardedStrategy(ModelParallelStrategy):  # type: ignore[misc]
     def load_checkpoint(
         self, checkpoint_path: str | Path, weights_only: bool | None = None
     ) -> dict[str, Any]:
-        """Fill model and optimizers with their parts, and return the rest.
+        """Load model and optimizers, and return the rest of the checkpoint.
 
         Args:
-            checkpoint_path: The checkpoint.
-            weights_only: False: objects in it may run code when they are unpickled.
+            checkpoint_path: Path of the checkpoint.
+            weights_only: If False, objects may run code when they are unpickled.
 
         Raises:
-            CkptError: It cannot be loaded; on every rank.
+            CkptError: It cannot be loaded. It is raised on every rank.
         """
         path = real_path(Path(self.broadcast(checkpoint_path)))
         if path.is_file():
@@ -145,13 +150,13 @@ class ShardedStrategy(ModelParallelStrategy):  # type: ignore[misc]
         return read_rest(path, weights_only)
 
     def remove_checkpoint(self, filepath: str | Path) -> None:
-        """Remove a checkpoint on rank 0; it loses its name first."""
+        """Remove a checkpoint on rank 0, which is renamed first."""
         if self.is_global_zero:
             trash.remove(Path(filepath))
 
 
 def parts(checkpoint: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the state dicts, for the directory's data, and the rest."""
+    """Split a checkpoint into state dicts, stored as tensors, and the rest."""
     states = checkpoint.get(OPTIMIZERS, ())
     state = {MODEL: checkpoint[MODEL]}
     state |= {f"{OPTIMIZER}{number}": one for number, one in enumerate(states)}
@@ -159,19 +164,19 @@ def parts(checkpoint: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]
 
 
 def read_rest(path: Path, weights_only: bool | None) -> dict[str, Any]:
-    """Return the content of ``meta.pt``, which lies beside the tensors."""
+    """Read the content of ``meta.pt`` next to the tensors."""
     found: dict[str, Any] = torch.load(path / META, "cpu", weights_only=weights_only)
     return found
 
 
 def pickled(rest: Mapping[str, Any]) -> bytes:
-    """Return the content of ``meta.pt``."""
+    """Pickle the content of ``meta.pt``."""
     buffer = io.BytesIO()
     torch.save(rest, buffer)
     return buffer.getvalue()
 
 
 def require_none(storage_options: object) -> None:
-    """Refuse options that nothing here understands."""
+    """Raise if storage options are passed, which are not supported."""
     if storage_options is not None:
         raise UsageError("`storage_options` are not supported", hint="omit them")

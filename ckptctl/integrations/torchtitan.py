@@ -1,8 +1,8 @@
 """torchtitan: its checkpoint manager, saving and loading with ``ckptctl``.
 
-Only what touches bytes is replaced: ``dcp_save``, ``dcp_load``, the choice of the newest checkpoint
-and the removal of old ones (``torchtitan/components/checkpointer/dcp.py``, 0.3.0). Names
-(``step-N``), what is saved when, and the options stay torchtitan's.
+Only I/O is replaced: ``dcp_save``, ``dcp_load``, the choice of the newest checkpoint and the
+removal of old ones (``torchtitan/components/checkpointer/dcp.py``, 0.3.0). Names (``step-N``), the
+schedule and the options stay those of torchtitan.
 """
 
 from __future__ import annotations
@@ -30,28 +30,28 @@ from ckptctl.storage.paths import named
 
 
 class CheckpointManager(dcp.CheckpointManager):  # type: ignore[misc]
-    """torchtitan's manager; a checkpoint appears when it is whole, and then old ones go.
+    """Checkpoint manager of torchtitan with atomic saves, which then remove old checkpoints.
 
-    ``initial_load_path`` may be a checkpoint of any format and layout; with ``initial_load_in_hf``
-    no adapter is needed. With ``last_save_in_hf`` torchtitan's own code writes.
+    ``initial_load_path`` can be a checkpoint of any format and layout, and ``initial_load_in_hf``
+    needs no adapter. With ``last_save_in_hf``, the code of torchtitan writes.
 
     Args:
-        config: torchtitan's.
-        **parts: What torchtitan's trainer hands over.
+        config: Config of torchtitan.
+        **parts: Arguments of torchtitan's trainer.
     """
 
     async_mode: dcp.AsyncMode
 
     @dataclass(kw_only=True, slots=True)
     class Config(dcp.CheckpointManager.Config):  # type: ignore[misc]
-        """torchtitan's options; this class is built of them."""
+        """Options of torchtitan, from which this class is built."""
 
     def __init__(self, config: Config, **parts: Any) -> None:
         super().__init__(config, **parts)
         if not self.enable:
             return
         if self.async_mode == dcp.AsyncMode.ASYNC_WITH_PINNED_MEM:
-            # Copies lie in pinned memory in either mode, and are made before `save` returns.
+            # Copies are in pinned memory in either mode, and done before `save` returns.
             self.async_mode = dcp.AsyncMode.ASYNC
         self._saver = AsyncSaver(self.pg, max_failures=MAX_FAILURES)
         self._keeper = Keeper(Path(self.folder), Policy(self.keep_latest_k or None), (), sync=True)
@@ -65,10 +65,10 @@ class CheckpointManager(dcp.CheckpointManager):  # type: ignore[misc]
         enable_garbage_collection: bool = False,
         to_hf: bool = False,
     ) -> Future[Any] | None:
-        """Save as torchtitan asks; see its method.
+        """Save a checkpoint, with the arguments of torchtitan's method.
 
         Raises:
-            CkptError: Nothing was published; on every rank.
+            CkptError: The save failed, and nothing was published. It is raised on every rank.
         """
         if to_hf:
             super().dcp_save(
@@ -90,16 +90,16 @@ class CheckpointManager(dcp.CheckpointManager):  # type: ignore[misc]
         """Load a checkpoint of any format into *state_dict* and the model.
 
         Args:
-            state_dict: The model's tensors and torchtitan's other parts.
-            checkpoint_id: Its path.
-            from_hf: Whether floating tensors may get the dtype of the model's.
-            from_quantized: Whether quantized ones, too.
+            state_dict: Tensors of the model, and other state of torchtitan.
+            checkpoint_id: Path of the checkpoint.
+            from_hf: Whether floating-point tensors may be cast to the dtypes of the model.
+            from_quantized: Whether quantized tensors are dequantized.
 
         Raises:
-            CkptError: It cannot be loaded; on every rank.
+            CkptError: It cannot be loaded. It is raised on every rank.
         """
         dequantize = "fp32" if from_quantized else None
-        # A part that the user excludes is in the checkpoint all the same.
+        # Parts that the user excludes are in the checkpoint anyway.
         strict: Strict = "state" if getattr(self, "exclude_from_loading", ()) else True
         load(state_dict, checkpoint_id, cast=from_hf, dequantize=dequantize, strict=strict)
         if MODEL in self.states:
@@ -110,10 +110,10 @@ class CheckpointManager(dcp.CheckpointManager):  # type: ignore[misc]
             on_first(coordinator(), lambda: self._keeper.resume_from(path, step))
 
     def _find_load_step(self, folder: str = "") -> int:
-        """Return the step of the newest complete checkpoint that no later save left behind.
+        """Return the step of the newest complete checkpoint that is not abandoned.
 
         Raises:
-            UnsupportedError: The newest is not understood; on every rank.
+            UnsupportedError: The verdict on the newest one is unknown. It is raised on every rank.
         """
         found: int = super()._find_load_step(folder)
         if folder or found < 0:
@@ -123,7 +123,7 @@ class CheckpointManager(dcp.CheckpointManager):  # type: ignore[misc]
         return newest.step if newest else found
 
     def _purge_stale_checkpoints(self) -> None:
-        """Leave it to the moment when a newer checkpoint has been published."""
+        """Do nothing, because old checkpoints are removed after a newer one is published."""
 
     def _close(self) -> None:
         if hasattr(self, "_keeper"):

@@ -27,9 +27,9 @@ TENSORS = (training.MODEL_KEY, training.ADAPTER_KEY, training.OPT_KEY)
 
 
 class Checkpointer(DistributedCheckpointer):  # type: ignore[misc]
-    """Loads torchtune's models from any checkpoint, and saves as its recipes ask.
+    """Checkpointer for torchtune's recipes, which loads models from any checkpoint.
 
-    In a recipe's configuration it stands where ``FullModelHFCheckpointer`` does::
+    In a recipe's config, it replaces ``FullModelHFCheckpointer``::
 
         checkpointer:
           _component_: ckptctl.integrations.torchtune.Checkpointer
@@ -37,22 +37,24 @@ class Checkpointer(DistributedCheckpointer):  # type: ignore[misc]
           output_dir: /runs/1
           model_type: LLAMA3_2
 
-    The checkpoint of an epoch that is not the last is a DCP directory ``OUTPUT_DIR/step-EPOCH``,
-    written in the background; the last one is ``OUTPUT_DIR/epoch_EPOCH``, in the format that others
-    use. A recipe that looks whether its checkpointer is a ``DistributedCheckpointer``, as
-    ``full_finetune_distributed`` does, hands every rank its shards, and all ranks save theirs.
-    Others gather everything on one rank, which saves it. Each rank loads everything.
+    Intermediate checkpoints are DCP directories ``OUTPUT_DIR/step-EPOCH``, written in the
+    background. The last one is ``OUTPUT_DIR/epoch_EPOCH`` in an exchange format. Recipes that check
+    for a ``DistributedCheckpointer``, such as ``full_finetune_distributed``, pass each rank its
+    shards, and all ranks save. Other recipes gather everything on one rank, which saves it. Each
+    rank loads everything.
 
     Args:
-        checkpoint_dir: What is trained: ``hf``, ``meta``, ``dcp``, ... in any layout.
-        output_dir: The folder of the run.
-        model_type: Name of one of torchtune's ``ModelType``.
-        final_format: Format of the last one: ``hf`` or ``meta``.
-        keep_last: How many intermediate ones stay; None: all, 0: none when the last is there.
-        should_load_recipe_state: Whether to go on from the newest complete one in *output_dir*.
+        checkpoint_dir: Checkpoint to train, of format ``hf``, ``meta``, ``dcp``, ... in any layout.
+        output_dir: Folder of the run.
+        model_type: Name of a member of torchtune's ``ModelType``.
+        final_format: Format of the last checkpoint: ``hf`` or ``meta``.
+        keep_last: Number of intermediate checkpoints to keep. None keeps all, and 0 keeps none
+            after the last checkpoint is published.
+        should_load_recipe_state: Whether to resume from the newest complete checkpoint in
+            *output_dir*.
 
     Raises:
-        UsageError: The model type is not known here.
+        UsageError: The model type is unknown.
     """
 
     def __init__(
@@ -74,14 +76,14 @@ class Checkpointer(DistributedCheckpointer):  # type: ignore[misc]
         self._begun: Start | None = None
 
     def load_checkpoint(self) -> dict[str, Any]:
-        """Return the model in torchtune's layout and, where training goes on, the recipe's state.
+        """Load the model in torchtune's layout and, to resume, the recipe's state.
 
         Returns:
-            ``MODEL_KEY``, and of an intermediate checkpoint also what else was saved.
+            State with ``MODEL_KEY``, and from an intermediate checkpoint all other saved keys.
 
         Raises:
-            SourceNotFoundError: Training is to go on, and there is nothing that is complete.
-            CkptError: It cannot be read.
+            SourceNotFoundError: Training should resume, but no complete checkpoint exists.
+            CkptError: The checkpoint cannot be read.
         """
         self.wait()
         found: dict[str, Any] = {}
@@ -107,26 +109,27 @@ class Checkpointer(DistributedCheckpointer):  # type: ignore[misc]
         intermediate_checkpoint: bool = False,
         adapter_only: bool = False,
     ) -> None:
-        """Save the state of a recipe; all ranks call it where they have shards, else one.
+        """Save the state of a recipe. All ranks with shards call it, or the one with everything.
 
-        With an adapter an intermediate checkpoint has that and not the merged model.
+        With an adapter, an intermediate checkpoint contains it instead of the merged model.
 
         Args:
-            state_dict: Of torchtune's keys.
-            epoch: Its number.
-            intermediate_checkpoint: Whether training goes on from it: returns when it is copied.
-            adapter_only: Whether the last one is the adapter alone, for PEFT; else that is
-                ``adapter_epoch_EPOCH`` beside the merged model.
+            state_dict: State with torchtune's keys.
+            epoch: Number of the epoch.
+            intermediate_checkpoint: Whether training can resume from it. The call returns when the
+                state is copied.
+            adapter_only: Whether to save only the adapter, for PEFT, as the last checkpoint. If
+                False, it is ``adapter_epoch_EPOCH`` next to the merged model.
 
         Raises:
-            CkptError: This save failed, or the last one did.
+            CkptError: This save or the last one failed.
         """
         model = state_dict.get(training.MODEL_KEY, {})
         sharded = any(isinstance(one, DTensor) for one in model.values())
         saver = self._saver(sharded=sharded)
         if intermediate_checkpoint:
             state = {**state_dict}
-            if sharded:  # where they are gathered, the recipe names them
+            if sharded:  # gathered states already have names
                 state[training.OPT_KEY] = named(state_dict[training.OPT_KEY], [*model])
             saver.save(epoch, intermediate(state))
             return
@@ -142,16 +145,16 @@ class Checkpointer(DistributedCheckpointer):  # type: ignore[misc]
             )
 
     def wait(self) -> None:
-        """Wait for the checkpoint that is being written.
+        """Wait for the running save.
 
         Raises:
-            CkptError: It failed.
+            CkptError: The save failed.
         """
         if self._manager:
             self._manager.wait()
 
     def _saver(self, *, sharded: bool) -> CheckpointManager:
-        """Return what saves, for all ranks or for this one alone; it goes on from what was read."""
+        """Return the manager for all ranks or only this one, resumed from the loaded checkpoint."""
         if self._manager is None:
             self._manager = self._opened(all_ranks() if sharded else own_group())
             if self._begun and (not dist.is_initialized() or dist.get_rank() == 0):
@@ -170,7 +173,11 @@ class Checkpointer(DistributedCheckpointer):  # type: ignore[misc]
 
 
 def family(model_type: str) -> str:
-    """Return the family of a model type of torchtune."""
+    """Return the model family of a torchtune model type.
+
+    Raises:
+        UsageError: The model type is unknown.
+    """
     if model_type not in ModelType.__members__:
         raise UsageError(
             f"unknown torchtune model type {model_type!r}",
@@ -180,24 +187,24 @@ def family(model_type: str) -> str:
 
 
 def intermediate(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return an intermediate checkpoint: tensors under torchtune's keys, the rest as one leaf."""
+    """Build an intermediate checkpoint, with all but tensors as a single value."""
     left_out = {training.MODEL_KEY} if training.ADAPTER_KEY in state else set()
     kept = {key: state[key] for key in TENSORS if key in state and key not in left_out}
     rest = {key: one for key, one in state.items() if key not in TENSORS}
-    # A tuple is a leaf to DCP: what is in it keeps its keys and its empty containers.
+    # DCP does not flatten tuples, so their contents keep keys and empty containers.
     return {**kept, RECIPE: (rest,)}
 
 
 def named(optimizer: Mapping[str, Any], parameters: Sequence[str]) -> Mapping[str, Any]:
-    """Return the state of an optimizer of all parameters with their names instead of numbers.
+    """Replace parameter numbers in an optimizer state by names.
 
     Args:
-        optimizer: As ``Optimizer.state_dict`` makes it, or with names already; or, where each step
-            is part of the backward pass, one for each parameter.
-        parameters: Names of the model's parameters, in their order.
+        optimizer: Result of ``Optimizer.state_dict``, possibly with names already, or one per
+            parameter if optimizer steps are fused into the backward pass.
+        parameters: Names of the model's parameters, in order.
 
     Raises:
-        UsageError: Numbers do not tell which parameters are meant.
+        UsageError: The numbers do not match the parameters.
     """
     if "param_groups" not in optimizer:
         return {name: named(one, [name]) for name, one in optimizer.items()}
@@ -222,7 +229,7 @@ def named(optimizer: Mapping[str, Any], parameters: Sequence[str]) -> Mapping[st
 
 
 def save_adapter(state: Mapping[str, Any], out: Path, model_type: str, assets: Path) -> None:
-    """Save the adapter in *state* as PEFT has it."""
+    """Save the adapter in *state* in PEFT's format."""
     alpha = state.get(training.ADAPTER_CONFIG, {}).get("lora_alpha")
     how = ConversionOptions(
         to="peft", model_type=model_type + SUFFIX, lora_alpha=alpha, assets=assets

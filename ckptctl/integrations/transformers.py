@@ -1,4 +1,4 @@
-"""transformers: a callback with which its Trainer saves through a ``CheckpointManager``."""
+"""transformers: a callback that saves the Trainer's state with a ``CheckpointManager``."""
 
 from __future__ import annotations
 
@@ -24,48 +24,48 @@ from ckptctl.formats import open_checkpoint
 STATE_FILE = "trainer_state.json"
 MODEL = "model."
 PEFT = "base_model.model."
-"""How names in a checkpoint begin, and those of a model of PEFT's."""
+"""Prefixes of tensor names in a checkpoint, and of those of a PEFT model."""
 
 
 class CheckpointCallback(TrainerCallback):  # type: ignore[misc]
-    """Saves when the manager's ``save_every`` says so, and when the Trainer has saved itself.
+    """Callback that saves when the manager's rules require it, and when the Trainer saves.
 
-    As the Trainer's own checkpoints, these hold what was logged and evaluated at their step, and
-    the random numbers after that. ``TrainingArguments(save_strategy="no")`` leaves saving to the
-    callback. Where the manager's ``preemption`` announces the end, training stops after a save of
-    that step, and no model is written as *final*. To go on::
+    Like the Trainer's own checkpoints, these contain the logs and evaluations of their step, and
+    the random states after it. Use ``TrainingArguments(save_strategy="no")`` to leave saving to the
+    callback. After a ``preemption`` notice, training stops with a save of the current step, and
+    *final* is not written. To resume::
 
         trainer.train(resume_from_checkpoint=callback.resume_from())
 
     Args:
-        manager: Whose checkpoints these are; it is waited for when training ends.
-        final: Where the trained model appears then, in the manager's format, with configuration
-            and tokenizer; None: nowhere.
+        manager: Manager that saves. The callback waits for it when training ends.
+        final: Destination of the trained model in the manager's format, with config and tokenizer,
+            or None to skip it.
     """
 
     def __init__(self, manager: CheckpointManager, final: str | Path | None = None) -> None:
         self._manager = manager
         self._final = final
         self._saved: set[int] = set()
-        self._due: dict[str, Any] | None = None  # random numbers of a step that will be saved
+        self._due: dict[str, Any] | None = None  # random states of a step that will be saved
         self._preempted = False
         self._rated: dict[str, float] = {}
         self._position: tempfile.TemporaryDirectory[str] | None = None
-        self._model: Any = None  # that of the Trainer, once there is one
+        self._model: Any = None  # of the Trainer, once it exists
 
     def on_init_end(self, args: Any, state: Any, control: Any, **parts: Any) -> None:
-        """Take note of the model that is going to be trained."""
+        """Remember the model of the Trainer."""
         self._model = parts.get("model")
 
     def resume_from(self) -> str | None:
-        """Return a folder with which ``Trainer.train`` goes on from the newest complete checkpoint.
+        """Return a folder from which ``Trainer.train`` resumes at the newest complete checkpoint.
 
-        That is a temporary folder with the position alone (the Trainer's state and random numbers;
-        of an adapter of PEFT's the tensors as they are now): model, optimizer and scheduler are
-        loaded when training begins. All ranks call it, when there is a Trainer.
+        It is a temporary folder with only the Trainer's state and random states (and with PEFT, the
+        current adapter). Model, optimizer and scheduler are loaded when training begins. All ranks
+        call it after the Trainer is created.
 
         Returns:
-            None: There is no checkpoint yet.
+            The folder, or None without a checkpoint.
 
         Raises:
             CkptError: No checkpoint is complete, or the newest one cannot be read.
@@ -81,7 +81,7 @@ class CheckpointCallback(TrainerCallback):  # type: ignore[misc]
         return self._position.name
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **parts: Any) -> None:
-        """Load model, optimizer and scheduler where training goes on."""
+        """Load model, optimizer and scheduler if training resumes."""
         if self._position is None:
             return
         held = tensors(parts)
@@ -97,9 +97,9 @@ class CheckpointCallback(TrainerCallback):  # type: ignore[misc]
         self._saved.add(state.global_step)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **parts: Any) -> None:
-        """Take note of a step that the manager names: the Trainer logs and evaluates it next.
+        """Mark the step as due if the manager requires it, before it is logged and evaluated.
 
-        When the run is preempted, this step is the last one; it is not evaluated.
+        If the run is preempted, this step is the last one, and is not evaluated.
         """
         self._preempted = self._manager.preempted()
         if self._preempted:
@@ -108,14 +108,14 @@ class CheckpointCallback(TrainerCallback):  # type: ignore[misc]
             self._due, self._rated = random_numbers(), {}
 
     def on_log(self, args: Any, state: Any, control: Any, **parts: Any) -> None:
-        """Take note of the random numbers after it."""
+        """Update the random states of a due step after logging."""
         if self._due is not None:
             self._due = random_numbers()
 
     def on_evaluate(
         self, args: Any, state: Any, control: Any, metrics: Mapping[str, Any], **parts: Any
     ) -> None:
-        """Rate the checkpoint of this step, if there is one or will be."""
+        """Add metrics to the checkpoint of this step, if it is saved or due."""
         rated = {key: one for key, one in metrics.items() if isinstance(one, int | float)}
         if self._due is not None:
             self._due, self._rated = random_numbers(), rated
@@ -124,15 +124,15 @@ class CheckpointCallback(TrainerCallback):  # type: ignore[misc]
                 self._manager.rate(state.global_step, rated)
 
     def on_save(self, args: Any, state: Any, control: Any, **parts: Any) -> None:
-        """Save where the Trainer does, unless that step was saved already."""
+        """Save when the Trainer does, unless the step is already saved."""
         self._save(state, parts, self._due or random_numbers())
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **parts: Any) -> None:
-        """Save the step before, if it is due."""
+        """Save the previous step if it is due."""
         self._save(state, parts, self._due)
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **parts: Any) -> None:
-        """Save the last step of the epoch, if it is due."""
+        """Save the last step of the epoch if it is due."""
         self._save(state, parts, self._due)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **parts: Any) -> None:
@@ -151,7 +151,7 @@ class CheckpointCallback(TrainerCallback):  # type: ignore[misc]
             self._manager.save_final({"model": model.state_dict()}, self._final, assets=assets)
 
     def _save(self, state: Any, parts: Mapping[str, Any], now: dict[str, Any] | None) -> None:
-        """Save with *now* as the random numbers; None: nothing is due."""
+        """Save with *now* as the random states, or do nothing if they are None."""
         step, rated = state.global_step, self._rated
         self._due, self._rated = None, {}
         if now is None or step in self._saved:
@@ -162,9 +162,9 @@ class CheckpointCallback(TrainerCallback):  # type: ignore[misc]
 
 
 def tensors(parts: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the state of model, optimizer and scheduler, as callbacks are handed them."""
+    """Collect the state of model, optimizer and scheduler from a callback's arguments."""
     model, optimizer = get_state_dict(parts["model"], plain(parts["optimizer"]))
-    # A tuple is a leaf to DCP: what is in it keeps its keys and its empty containers.
+    # DCP does not flatten tuples, so their contents keep keys and empty containers.
     return {
         "model": model,
         "optimizer": optimizer,
@@ -173,13 +173,13 @@ def tensors(parts: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def plain(optimizer: Any) -> torch.optim.Optimizer:
-    """Return the optimizer that accelerate has wrapped."""
+    """Return the optimizer that accelerate may have wrapped."""
     found: torch.optim.Optimizer = getattr(optimizer, "optimizer", optimizer)
     return found
 
 
 def position(state: Any = None, numbers: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """Return where training is; without *state* the place for that in a state dict."""
+    """Build the entry for the position of training, or an empty one to load into."""
     now = None if state is None else ({"state": _json(state), "rng": numbers},)
     return {"trainer": {"position": now}}
 
@@ -189,8 +189,8 @@ def write_position(
 ) -> None:
     """Write the Trainer's own files of a checkpoint, without tensors.
 
-    Its index says of all *names* that they are in a file that is empty: the Trainer misses none.
-    PEFT understands no index: its *model* writes the adapter that it has.
+    The index maps all *names* to an empty file, so that the Trainer reports none as missing. PEFT
+    does not support an index, so its *model* writes the current adapter.
     """
     (now,) = found["trainer"]["position"]
     (folder / STATE_FILE).write_text(now["state"])
@@ -218,7 +218,7 @@ def _json(state: Any) -> str:
 
 
 def random_numbers() -> dict[str, Any]:
-    """Return the content of ``rng_state.pth``."""
+    """Return the current random states, the content of ``rng_state.pth``."""
     found: dict[str, Any] = {
         "python": random.getstate(),
         "numpy": numpy.random.get_state(),

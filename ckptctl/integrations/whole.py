@@ -1,4 +1,4 @@
-"""Shared by integrations: whole checkpoints, read by one rank or written beside small files."""
+"""Full state dicts and checkpoints with sidecar files, shared by the integrations."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ _all: dict[dist.ProcessGroup, dist.ProcessGroup] = {}
 
 
 def own_group() -> dist.ProcessGroup | None:
-    """Return a group with this rank alone, made without the others; None: there are no others.
+    """Return a group of only this rank, created without the others, or None for a single process.
 
-    It is for trainers that let one rank save or load everything.
+    It is for trainers in which one rank saves or loads everything.
     """
     if not (dist.is_available() and dist.is_initialized()):
         return None
@@ -52,7 +52,7 @@ def own_group() -> dist.ProcessGroup | None:
 
 
 def all_ranks() -> dist.ProcessGroup:
-    """Return a group of all ranks whose messages are in host memory; all of them call this."""
+    """Return a gloo group of all ranks. All of them call this."""
     default = dist.group.WORLD
     assert default
     if default not in _all:
@@ -62,10 +62,10 @@ def all_ranks() -> dist.ProcessGroup:
 
 
 def whole(path: TreePath) -> dict[str, Any]:
-    """Return all that a checkpoint holds, in host memory, as it was nested.
+    """Load a checkpoint as a full, nested state dict in host memory, without collectives.
 
-    Each rank reads by itself, and of leaves that every rank has its own it takes that. Keys of
-    dictionaries are text, as in every DCP directory; see :func:`with_numbers`.
+    Values that differ between ranks are those of this rank. Keys of dictionaries are strings, as in
+    all DCP directories; optimizer states need :func:`with_numbers`.
     """
     catalog = open_checkpoint(path)
     flat: dict[str, Any] = {}
@@ -83,7 +83,7 @@ def whole(path: TreePath) -> dict[str, Any]:
 def whole_model(
     path: Path, layout: str, model_type: str, process_group: dist.ProcessGroup | None = None
 ) -> dict[str, torch.Tensor]:
-    """Return the model of a checkpoint of any format in another layout, in host memory."""
+    """Load the model of a checkpoint of any format in another layout, in host memory."""
     with tempfile.TemporaryDirectory() as folder:
         plan = plan_conversion(
             path, Path(folder) / "model.pt", to="torch", to_layout=layout, model_type=model_type
@@ -94,10 +94,10 @@ def whole_model(
 
 
 def with_numbers(state: Any) -> Any:
-    """Return optimizer states as ``Optimizer.state_dict`` makes them, wherever they are in *state*.
+    """Restore nested optimizer states in *state* to the form of ``Optimizer.state_dict``.
 
-    ``state`` is keyed by what ``params`` lists, numbers or names; a DCP directory has text for
-    both, and nothing at all for a ``state`` that is empty.
+    There, the keys of ``state`` are the numbers or names that ``params`` lists. A DCP directory has
+    strings as keys, and no ``state`` at all if it is empty.
     """
     if isinstance(state, list):
         return [with_numbers(one) for one in state]
@@ -111,12 +111,12 @@ def with_numbers(state: Any) -> Any:
 
 
 def empty(dtype: str, shape: tuple[int, ...]) -> torch.Tensor:
-    """Return zeros, which take no memory until they are written."""
+    """Allocate zeros, which take no physical memory until they are written."""
     return torch.zeros(shape, dtype=getattr(torch, dtype))
 
 
 def fingerprint(state: Mapping[str, Any]) -> tuple[object, ...]:
-    """Return CRC-32 of this rank's shards: with the trainer's progress, the identity of a save."""
+    """Compute the CRC-32 of each of this rank's shards, to recognize an equal state."""
     return tuple(
         (shard.name, shard.box, crc32(memory(shard.tensor.cpu().contiguous())))
         for shard in state_of(state).shards
@@ -131,10 +131,10 @@ def save_beside(
     like: Path | None = None,
     process_group: dist.ProcessGroup | None = None,
 ) -> None:
-    """Save *state* and small files as one directory, in place of any there; all ranks call it.
+    """Save *state* and small files as one directory, replacing any. All ranks call it.
 
-    *like* is a directory that was made by this function from the same tensors: its data get a
-    second name (hard links) where the file system can do that.
+    *like* is a directory that this function wrote with the same tensors. If the file system
+    supports it, its data files are hard-linked instead of written again.
     """
     ranks = coordinator(process_group)
     linked = on_first(ranks, lambda: like is not None and _linked(like, path, files))
@@ -143,7 +143,7 @@ def save_beside(
 
 
 def _linked(source: Path, path: Path, files: Mapping[str, bytes]) -> bool:
-    """Publish the data of *source* under a second name; return whether the file system can."""
+    """Publish hard links to the data of *source*, and return whether the file system can."""
     target = destination(home_expanded(path).absolute())
     with staging(target, overwrite=True, restart=True, is_checkpoint=replaceable) as stage:
         try:
