@@ -1,7 +1,7 @@
-"""Saving, loading and managing checkpoints in training, over the core that the commands use.
+"""Saving, loading and managing checkpoints in training.
 
-Everything here imports torch. Of the command line nothing imports any of it, but for the group of
-ranks of a run under torchrun. The names below are imported when they are first used.
+Everything here imports torch. The command line only imports the process group, and only under
+torchrun. The public names below are imported on first use.
 """
 
 from __future__ import annotations
@@ -40,5 +40,5 @@ def __getattr__(name: str) -> object:
 
 
 def __dir__() -> list[str]:
-    """Return the public names."""
+    """List the public names."""
     return __all__

@@ -1,4 +1,4 @@
-"""Private names of torch, in one place; each is looked at with every new release.
+"""Private names of torch in one place, reviewed for every new release.
 
 Sources: ``torch/distributed/checkpoint/_nested_dict.py``, ``planner_helpers.py``,
 ``filesystem.py``, ``torch/distributed/_shard/sharded_tensor/api.py``,
@@ -19,7 +19,7 @@ import torch.distributed as dist
 from ckptctl.errors import CkptError
 
 NEWEST_TESTED = (2, 14)
-"""The newest release of torch with which the tests of training run; ``noxfile.py`` has it, too."""
+"""Newest release of torch that is tested, also set in ``noxfile.py``."""
 PRIVATE = {
     "ShardedTensor": ("torch.distributed._shard.sharded_tensor.api", "ShardedTensor"),
     "StorageInfo": ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
@@ -33,7 +33,7 @@ PRIVATE = {
     "init_state_dict": ("torch.distributed.checkpoint.planner_helpers", "_init_state_dict"),
     "unflatten_state_dict": ("torch.distributed.checkpoint._nested_dict", "unflatten_state_dict"),
 }
-"""Module and name in torch of every name here."""
+"""Module and name in torch of every private name, by its name here."""
 
 
 def absent() -> Iterator[str]:
@@ -66,13 +66,13 @@ except ImportError as error:
 
 
 def is_untested(version: str) -> bool:
-    """Return whether *version* of torch is newer than the newest that is tested."""
+    """Return whether *version* of torch is newer than the newest tested one."""
     numbers = re.match(r"(\d+)\.(\d+)", version)
     return numbers is not None and (int(numbers[1]), int(numbers[2])) > NEWEST_TESTED
 
 
 def warn_if_untested(version: str) -> None:
-    """Warn of a version of torch that is newer than the newest that is tested."""
+    """Warn if *version* of torch is newer than the newest tested one."""
     if is_untested(version):
         warnings.warn(
             f"torch {version} is newer than {'.'.join(map(str, NEWEST_TESTED))}, the newest "
@@ -85,12 +85,12 @@ warn_if_untested(torch.__version__)
 
 
 def storage_place(tensor: torch.Tensor) -> tuple[int, int]:
-    """Return the identity of the storage of *tensor*, and where in it the tensor begins."""
+    """Return the identity of the tensor's storage, and its offset there in elements."""
     return int(tensor.untyped_storage()._cdata), int(tensor.storage_offset())
 
 
 def timeout(group: dist.ProcessGroup) -> timedelta | None:
-    """Return how long the hosts of *group* wait for each other; None: only its devices do."""
+    """Return the timeout of the CPU backend of *group*, or None if it has no such backend."""
     host = torch.device("cpu")
     if host not in group._device_types:
         return None
@@ -99,20 +99,15 @@ def timeout(group: dist.ProcessGroup) -> timedelta | None:
     return found if isinstance(found, timedelta) else None
 
 
-__all__ = [
+__all__ = [  # private names of torch that other modules import from here
     "NEWEST_TESTED",
     "PRIVATE",
     "ShardedTensor",
     "StorageInfo",
     "StridedShard",
-    "absent",
     "create_read_items_for_chunk_list",
     "default_store",
     "flatten_state_dict",
     "init_state_dict",
-    "is_untested",
-    "storage_place",
-    "timeout",
     "unflatten_state_dict",
-    "warn_if_untested",
 ]

@@ -1,4 +1,4 @@
-"""What saves and loads need of CUDA devices: that they are done, and memory that they copy to."""
+"""Synchronization of CUDA devices, and host memory that they copy to."""
 
 from __future__ import annotations
 
@@ -12,7 +12,11 @@ _log = logging.getLogger("ckptctl")
 
 
 def settle(tensors: Iterable[torch.Tensor]) -> set[torch.device]:
-    """Wait for what the CUDA devices of *tensors* were told to do: any stream may write to them."""
+    """Synchronize the CUDA devices of *tensors*, because any stream may still write to them.
+
+    Returns:
+        The devices.
+    """
     devices = {tensor.device for tensor in tensors if tensor.is_cuda}
     for device in devices:
         torch.cuda.synchronize(device)
@@ -20,7 +24,7 @@ def settle(tensors: Iterable[torch.Tensor]) -> set[torch.device]:
 
 
 def host_bytes(nbytes: int, *, pinned: bool) -> torch.Tensor:
-    """Return host memory, pinned if that is possible."""
+    """Allocate host memory, pinned if requested and possible."""
     if pinned:
         try:
             return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
@@ -31,5 +35,5 @@ def host_bytes(nbytes: int, *, pinned: bool) -> torch.Tensor:
 
 @cache
 def say_once(problem: str) -> None:
-    """Warn that copies are slower; a process is told of each problem once."""
+    """Warn once per process and *problem* that copies from GPUs are slower."""
     _log.warning("cannot pin host memory, so copies from GPUs are slower: %s", problem)

@@ -1,9 +1,9 @@
 """Process groups of torch as a :class:`~ckptctl.ranks.coordinator.Coordinator`.
 
-torch's object collectives first exchange lengths, which doubles what small messages cost. Between
-hosts the first exchange holds the length and as much as fits behind it; only longer messages take a
-second one. All ranks learn the longest length, so they agree whether there is one. NumPy, which
-torch's need, is not.
+torch's object collectives exchange lengths first, which doubles the cost of small messages. Here
+the first exchange contains the length and the first bytes of the message, and only longer messages
+need a second one. All ranks see the longest length, so they agree on whether there is one. Unlike
+torch's object collectives, these do not require NumPy.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from ckptctl.storage.threads import default_threads
 T = TypeVar("T")
 HEAD = 8
 SHORT = 1024
-"""Bytes of the first exchange, per rank."""
+"""Size of the first exchange per rank, in bytes."""
 ProcessGroup = Annotated[
     dist.ProcessGroup | None,
     Option(
@@ -42,7 +42,7 @@ COPYING = timedelta(days=2)
 
 
 class Collectives(Protocol):
-    """The collectives that messages need, over tensors in host memory; rank 0 is the root."""
+    """Collectives over tensors in host memory, with rank 0 as the root."""
 
     rank: int
     world: int
@@ -51,20 +51,20 @@ class Collectives(Protocol):
         """Fill *parts* with the tensors of all ranks."""
 
     def gather(self, parts: list[torch.Tensor] | None, own: torch.Tensor) -> None:
-        """Fill *parts*, which only rank 0 has, with the tensors of all ranks."""
+        """Fill *parts*, passed only on rank 0, with the tensors of all ranks."""
 
     def scatter(self, own: torch.Tensor, parts: list[torch.Tensor] | None) -> None:
-        """Fill *own* with this rank's one of *parts*, which only rank 0 has."""
+        """Fill the first tensor with this rank's element of *parts*, passed only on rank 0."""
 
     def broadcast(self, tensor: torch.Tensor) -> None:
-        """Fill *tensor* with that of rank 0."""
+        """Fill *tensor* with the tensor of rank 0."""
 
     def all_reduce_max(self, tensor: torch.Tensor) -> None:
-        """Replace each element by the highest of all ranks."""
+        """Replace each element by its maximum over all ranks."""
 
 
 class GroupCollectives:
-    """The collectives of a process group of torch, by its public functions."""
+    """Collectives of a process group, by the public functions of ``torch.distributed``."""
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
         self.group = group
@@ -93,18 +93,18 @@ class GroupCollectives:
 
 
 class GlooCollectives:
-    """The collectives of a gloo of our own, which torch keeps under no name."""
+    """Collectives of a ``ProcessGroupGloo`` that is not registered with torch."""
 
     def __init__(self, gloo: Any) -> None:
         self.rank = gloo.rank()
         self.world = gloo.size()
         self._owned = [gloo]
-        # Threads of a group that is still there when the interpreter ends abort the process.
+        # Threads of a group that still exists when the interpreter exits abort the process.
         weakref.finalize(self, self._owned.clear)
 
     @property
     def gloo(self) -> Any:
-        """Return the ``ProcessGroupGloo``, of whose methods torch's stubs know nothing."""
+        """``ProcessGroupGloo``, whose methods have no type stubs."""
         return self._owned[0]
 
     def all_gather(self, parts: list[torch.Tensor], own: torch.Tensor) -> None:
@@ -129,9 +129,9 @@ class GlooCollectives:
 
 
 class HostGroup:
-    """Ranks that exchange messages in host memory.
+    """Ranks that exchange pickled messages in host memory.
 
-    They send each other pickles, and trust each other, as in torch's own collectives of objects.
+    As with torch's object collectives, ranks must trust each other.
     """
 
     def __init__(self, collectives: Collectives) -> None:
@@ -181,7 +181,7 @@ class HostGroup:
 
 
 class TorchGroup(HostGroup):
-    """The ranks of a process group of torch; over devices where it has no backend for hosts."""
+    """Ranks of a torch process group, on devices if it has no backend for CPU tensors."""
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
         self.group = group
@@ -222,12 +222,12 @@ class TorchGroup(HostGroup):
 
 
 class UnreachableError(StorageError):
-    """A rank is gone, or the group's time ran out: no rank can be asked any more."""
+    """Failure or timeout of the process group, after which no collective can run."""
 
 
 @contextmanager
 def unreachable_errors() -> Iterator[None]:
-    """Say in our words that a rank is gone, or that the group's time ran out."""
+    """Raise `UnreachableError` for process-group failures and timeouts in the block."""
     try:
         yield
     except RuntimeError as error:
@@ -240,27 +240,27 @@ def unreachable_errors() -> Iterator[None]:
 
 
 def world() -> int:
-    """Return the number of ranks of this job."""
+    """Return the size of the default process group, or 1 without one."""
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 
 def threads(jobs: int | None) -> int:
-    """Return how many threads each rank of a host takes: *jobs*, or its part of the cores."""
+    """Return *jobs*, or if it is 0 or None, this rank's share of the host's cores."""
     return jobs or default_threads(world())
 
 
 def coordinator(group: dist.ProcessGroup | None = None) -> Coordinator:
-    """Return the ranks of *group*; a group of one where torch.distributed is not set up."""
+    """Return the ranks of *group*, or a single process if torch.distributed is not initialized."""
     if not (dist.is_available() and dist.is_initialized()):
         return Alone()
     return TorchGroup(group)
 
 
 def all_reduce_max(ranks: Coordinator, numbers: Sequence[int]) -> list[int]:
-    """Return the highest of each of some numbers of all ranks, which are in a group of gloo."""
+    """Return the element-wise maximum of *numbers* over all ranks of a gloo group."""
     if not isinstance(ranks, HostGroup):
         return list(numbers)
-    # Not `all_gather` of objects: those are sent twice, and by every rank to every other.
+    # Cheaper than an all-gather of objects, which sends twice and from every rank to every other.
     found = torch.tensor(numbers, dtype=torch.int64)
     with unreachable_errors():
         ranks.collectives.all_reduce_max(found)
@@ -268,14 +268,13 @@ def all_reduce_max(ranks: Coordinator, numbers: Sequence[int]) -> list[int]:
 
 
 def gloo_group(parent: dist.ProcessGroup | None, timeout: timedelta | None = None) -> Coordinator:
-    """Connect the ranks of *parent* by a gloo of their own; all of them call it.
+    """Create a separate gloo group of the ranks of *parent*. All of them call it.
 
-    They wait for each other as long as in *parent*, if *timeout* does not say otherwise.
+    The timeout is that of *parent* unless *timeout* is given.
 
-    ``new_group`` would name the group after a counter of this process. Which counter that is
-    differs between releases of torch, and its value differs between ranks that are in different
-    groups: they would wait for each other under different names. The name here is drawn by the
-    first rank and sent to the others.
+    ``new_group`` would name the group after a counter of this process, whose value can differ
+    between ranks that are in different numbers of groups, so they would wait under different names.
+    Here rank 0 draws a random name and sends it to the others.
 
     Raises:
         StorageError: The group did not form in time.
@@ -312,17 +311,20 @@ def gloo_group(parent: dist.ProcessGroup | None, timeout: timedelta | None = Non
 
 
 def launched() -> TorchGroup:
-    """Return all processes that the environment names, over gloo.
+    """Initialize a gloo group of all processes that torchrun's environment variables describe.
 
-    They may wait for each other as long as one of them copies; that a process has ended is noticed
-    at once, because its connections are closed.
+    The timeout is long, because ranks wait while another one copies. A process that exits is
+    noticed at once, because its connections are closed.
+
+    Raises:
+        StorageError: The other ranks do not respond.
     """
     try:
         store, rank, ranks = next(dist.rendezvous("env://", timeout=MEETING))  # type: ignore[attr-defined]
-        # Names of our own: the store may be that of a training, of which this process is no rank.
+        # A separate prefix, because the store may belong to a training job without this process.
         own = dist.PrefixStore("ckptctl", store)  # type: ignore[attr-defined]
         dist.init_process_group("gloo", store=own, rank=rank, world_size=ranks, timeout=MEETING)
-        # Threads of a group that is still there when the interpreter ends abort the process.
+        # Threads of a group that still exists when the interpreter exits abort the process.
         atexit.register(dist.destroy_process_group)
         return TorchGroup(dist.new_group(backend="gloo", timeout=COPYING))
     except (RuntimeError, ValueError) as error:
@@ -335,7 +337,7 @@ def launched() -> TorchGroup:
 
 
 def gather_bytes(own: bytes, group: Collectives, *, everywhere: bool = True) -> list[bytes]:
-    """Return the messages of all ranks, in their order; on rank 0 alone if not *everywhere*."""
+    """Gather the messages of all ranks in rank order, on all ranks or only on rank 0."""
     found, tensor = _room(group.world * SHORT)
     group.all_gather(
         list(tensor.view(group.world, SHORT).unbind()), _room(SHORT, _first(own, len(own)))[1]
@@ -356,7 +358,7 @@ def gather_bytes(own: bytes, group: Collectives, *, everywhere: bool = True) -> 
 
 
 def scatter_bytes(messages: Sequence[bytes] | None, group: Collectives) -> bytes:
-    """Return this rank's one of the messages that rank 0 has."""
+    """Return this rank's element of *messages*, passed only on rank 0, with padding."""
     longest = max(map(len, messages)) if messages else 0
     firsts = None if messages is None else [_first(one, longest) for one in messages]
     head = _scatter(firsts, SHORT, group)
@@ -367,7 +369,7 @@ def scatter_bytes(messages: Sequence[bytes] | None, group: Collectives) -> bytes
 
 
 def broadcast_bytes(message: bytes | None, group: Collectives) -> bytes:
-    """Return the message that rank 0 has, on all ranks."""
+    """Return the message of rank 0 on all ranks."""
     head = _broadcast(_first(message, len(message)) if message is not None else b"", SHORT, group)
     longest = _length(head)
     if longest <= SHORT - HEAD:
@@ -384,7 +386,7 @@ def _length(head: bytes) -> int:
 
 
 def _room(nbytes: int, content: bytes = b"") -> tuple[bytearray, torch.Tensor]:
-    """Return memory that begins with *content* and is zero behind it; and a tensor of it."""
+    """Allocate zeroed memory that starts with *content*, and a tensor that shares it."""
     memory = bytearray(nbytes)
     memory[: len(content)] = content
     return memory, torch.frombuffer(memory, dtype=torch.uint8)
@@ -395,7 +397,7 @@ def _cut(messages: Sequence[bytes], lengths: Sequence[int], start: int) -> list[
 
 
 def _scatter(messages: Sequence[bytes] | None, nbytes: int, group: Collectives) -> bytes:
-    """Return this rank's message, padded: a pickle ends by itself."""
+    """Return this rank's message with padding, which unpickling ignores."""
     own, tensor = _room(nbytes)
     given = None if messages is None else [_room(nbytes, message)[1] for message in messages]
     group.scatter(tensor, given)
@@ -403,7 +405,7 @@ def _scatter(messages: Sequence[bytes] | None, nbytes: int, group: Collectives) 
 
 
 def _broadcast(message: bytes, nbytes: int, group: Collectives) -> bytes:
-    """Return rank 0's message."""
+    """Return the message of rank 0, padded to *nbytes*."""
     memory, tensor = _room(nbytes, message)
     group.broadcast(tensor)
     return bytes(memory)

@@ -1,4 +1,4 @@
-"""Plans of earlier saves and loads, for states that are structured as they were then."""
+"""Cache of the plans of saves and loads, reused for states with the same structure."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ NBYTES = 1 << 30
 
 
 class CachedPlan(Protocol):
-    """A plan that a cache keeps."""
+    """Plan with a known memory size."""
 
     @property
     def nbytes(self) -> int:
-        """Return about how much memory it takes."""
+        """Approximate memory size in bytes."""
 
 
 T = TypeVar("T", bound=CachedPlan)
 
 
 class PlanCache(Generic[T]):
-    """The plans used last, by a digest of a rank's state; safe to use from several threads."""
+    """Thread-safe LRU cache of plans, keyed by a digest of a rank's state."""
 
     def __init__(self, entries: int = ENTRIES, nbytes: int = NBYTES) -> None:
         self._entries = entries
@@ -32,11 +32,11 @@ class PlanCache(Generic[T]):
         self._lock = threading.Lock()
 
     def __reduce__(self) -> tuple[object, tuple[int, int]]:
-        """Return a cache without plans for another process."""
+        """Pickle as an empty cache."""
         return PlanCache, (self._entries, self._nbytes)
 
     def get(self, key: bytes) -> T | None:
-        """Return the plan for *key* and take note that it was used."""
+        """Return the plan for *key* and mark it as recently used, or return None."""
         with self._lock:
             found = self._plans.get(key)
             if found:
@@ -44,7 +44,7 @@ class PlanCache(Generic[T]):
             return found
 
     def put(self, key: bytes, plan: T) -> None:
-        """Keep *plan*, and let those go that were not used for longest."""
+        """Store *plan*, and evict the least recently used ones."""
         with self._lock:
             self._plans[key] = plan
             self._plans.move_to_end(key)
@@ -55,23 +55,23 @@ class PlanCache(Generic[T]):
                 self._plans.popitem(last=False)
 
     def keys(self) -> list[bytes]:
-        """Return the keys of all of them, the one used last at the end."""
+        """List the keys, most recently used last."""
         with self._lock:
             return list(self._plans)
 
     def keep(self, wanted: Callable[[T], bool]) -> None:
-        """Let all go but those *wanted*."""
+        """Evict all plans for which the predicate is false."""
         with self._lock:
             for key in [key for key, plan in self._plans.items() if not wanted(plan)]:
                 del self._plans[key]
 
     def plans(self) -> list[T]:
-        """Return all of them, the one used last first; this does not count as using them."""
+        """List the plans, most recently used first, without marking them as used."""
         with self._lock:
             return list(reversed(self._plans.values()))
 
     def clear(self) -> None:
-        """Let all plans go."""
+        """Evict all plans."""
         with self._lock:
             self._plans.clear()
 

@@ -1,4 +1,4 @@
-"""The checkpoints that this process has loaded and saved, for the managers of their runs."""
+"""Checkpoints that this process has loaded or saved, used to find the resumed step of a run."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from ckptctl.storage.urls import is_url
 from ckptctl.tree import TreePath
 
 LIMIT = 256
-"""Checkpoints that are remembered."""
+"""Maximum number of remembered checkpoints."""
 _positions: dict[TreePath, None] = {}
 _lock = threading.Lock()
 
 
 def note_position(path: TreePath) -> None:
-    """Remember that this process has now the state of the checkpoint at *path*."""
+    """Record that this process now has the state of the checkpoint at *path*."""
     path = _comparable(path)
     with _lock:
         _positions.pop(path, None)
@@ -25,7 +25,7 @@ def note_position(path: TreePath) -> None:
 
 
 def positions_in(root: TreePath) -> list[str]:
-    """Return the names in *root* of the checkpoints that were loaded or saved, the last first."""
+    """List the names of recorded checkpoints in *root*, most recent first."""
     root = _comparable(root)
     with _lock:
         paths = list(reversed(_positions))

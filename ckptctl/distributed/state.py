@@ -1,4 +1,4 @@
-"""A state dict as one rank holds it: tensors with the boxes in its memory, and other leaves."""
+"""State dict of one rank, flattened to tensors with their local shards and non-tensor values."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ from ckptctl.save_load.saving.local_shards import TensorMeta
 
 StateDict = Mapping[str, object]
 Part = tuple[torch.Tensor, torch.Tensor]
-"""A view of a tensor, and elements of the same shape."""
+"""View of a tensor, and elements of the same shape."""
 
 
 class HeldShard(NamedTuple):
-    """A box of a global tensor in this rank's memory."""
+    """Box of a global tensor that is in this rank's memory."""
 
     name: str
     box: Box
     tensor: torch.Tensor
 
     def part(self, box: Box) -> HeldShard:
-        """Return the part in *box*, which lies inside."""
+        """Narrow this shard to *box*, which must be inside of it."""
         if box == self.box:
             return self
         tensor = self.tensor
@@ -50,18 +50,18 @@ class HeldShard(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class HeldTensor:
-    """A tensor as one rank holds it."""
+    """Tensor of a state dict with the shards of this rank."""
 
     meta: TensorMeta
     leaf: torch.Tensor | ShardedTensor
-    shards: tuple[HeldShard, ...]  # its boxes here; none where other ranks hold all of it
-    # Whether nothing but its name says that other ranks have the same: it is neither a DTensor
-    # nor a ShardedTensor, and does not say which part of a tensor it is.
+    shards: tuple[HeldShard, ...]  # local shards, empty if other ranks have all of it
+    # Whether only the name tells that other ranks may have the same tensor: it is neither a
+    # DTensor nor a ShardedTensor, and has no placement attributes.
     plain: bool = False
 
     @property
     def may_be_replica(self) -> bool:
-        """Return whether other ranks may hold the same boxes."""
+        """Whether other ranks may have the same shards."""
         leaf = self.leaf
         if not isinstance(leaf, DTensor):
             return True
@@ -73,7 +73,7 @@ class HeldTensor:
 
 @dataclass(frozen=True, slots=True)
 class ObjectLeaf:
-    """A leaf that is no tensor."""
+    """Non-tensor value of a state dict."""
 
     path: Path
     value: object
@@ -81,48 +81,48 @@ class ObjectLeaf:
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """A state dict, flat."""
+    """Flat state dict of one rank."""
 
     tensors: Mapping[str, HeldTensor]
     values: Mapping[str, ObjectLeaf]
 
     @property
     def meta(self) -> dict[str, TensorMeta]:
-        """Return the metadata of the tensors."""
+        """Metadata of the tensors, by name."""
         return {name: one.meta for name, one in self.tensors.items()}
 
     @property
     def shards(self) -> list[HeldShard]:
-        """Return the boxes of all tensors on this rank."""
+        """Local shards of all tensors."""
         return [shard for one in self.tensors.values() for shard in one.shards]
 
     @property
     def paths(self) -> dict[str, Path]:
-        """Return the keys down to each of the other leaves."""
+        """Paths of the non-tensor values, by name."""
         return {name: leaf.path for name, leaf in self.values.items()}
 
     @property
     def plain(self) -> list[str]:
-        """Return the tensors of which nothing says which part of a tensor they are."""
+        """Names of tensors that are neither DTensor nor ShardedTensor and have no placement."""
         return [name for name, one in self.tensors.items() if one.plain]
 
 
 class LocalPlacement(NamedTuple):
-    """Which parts of a global tensor lie where in a local one."""
+    """Boxes of a global tensor and their positions in a local one."""
 
     shape: tuple[int, ...]  # of the global tensor
-    boxes: tuple[Box, ...]  # the parts of it
-    starts: tuple[tuple[int, ...], ...]  # where each of them begins in the local tensor
+    boxes: tuple[Box, ...]  # of the global tensor
+    starts: tuple[tuple[int, ...], ...]  # offsets of the boxes in the local tensor
 
 
 PLACEMENT = ("global_shape", "global_offsets", "local_offsets", "local_sizes")
-"""Attributes that make a tensor shards of another one: torch 2.14's ``CheckpointableTensor``."""
+"""Attributes of a tensor that contains shards of a global one (``CheckpointableTensor``, 2.14)."""
 
 
 def has_placement(leaf: object) -> TypeGuard[torch.Tensor]:
-    """Return whether *leaf* is a local tensor that says which parts of a global one it holds.
+    """Return whether *leaf* is a local tensor with placement attributes.
 
-    The class is no matter, nor whether the installed torch has the protocol.
+    Its class does not matter, and the installed torch need not have the protocol.
     """
     if not isinstance(leaf, torch.Tensor) or isinstance(leaf, DTensor | ShardedTensor):
         return False
@@ -130,16 +130,16 @@ def has_placement(leaf: object) -> TypeGuard[torch.Tensor]:
 
 
 def copy_placement(source: torch.Tensor, target: torch.Tensor) -> None:
-    """Let *target* say of itself what *source* does."""
+    """Copy the placement attributes of *source* to *target*."""
     for attribute in PLACEMENT:
         setattr(target, attribute, getattr(source, attribute))
 
 
 def placement_of(name: str, leaf: torch.Tensor) -> LocalPlacement:
-    """Read the attributes of a tensor that has a placement.
+    """Read the placement attributes of a tensor.
 
     Raises:
-        RefusedError: They contradict each other, or the tensor.
+        RefusedError: They contradict each other or the tensor.
     """
     try:
         shape = _numbers(leaf.global_shape)  # type: ignore[attr-defined]
@@ -183,14 +183,18 @@ def _require_inside(
 
 
 def state_of(state_dict: StateDict, *, on_meta: bool = False) -> State:
-    """Return *state_dict* flat, with the boxes of its tensors on this rank; nothing is copied.
+    """Flatten *state_dict* and find the local shards of its tensors, without copying.
 
-    Names are those that stock ``dcp.save`` gives: keys joined by dots, objects with a method
-    ``state_dict`` replaced by what it returns.
+    Names are those of stock ``dcp.save``: keys joined by dots. Objects with a method ``state_dict``
+    are replaced by its result.
 
     Args:
-        state_dict: The state dict.
-        on_meta: Whether tensors may be on the meta device, without memory.
+        state_dict: Nested state dict.
+        on_meta: Whether tensors may be on the meta device.
+
+    Raises:
+        UsageError: Names are ambiguous, or the state dict contains itself.
+        RefusedError: A tensor cannot be stored.
     """
     plain = plain_of(state_dict)
     try:
@@ -216,7 +220,7 @@ def state_of(state_dict: StateDict, *, on_meta: bool = False) -> State:
 
 
 def _endless(state_dict: StateDict) -> list[str]:
-    """Return the keys of *state_dict* below which there is no end."""
+    """Find the keys of *state_dict* whose values contain themselves."""
     found = []
     for key, value in state_dict.items():
         try:
@@ -227,17 +231,17 @@ def _endless(state_dict: StateDict) -> list[str]:
 
 
 def path_of(keys: Iterable[str | int]) -> Path:
-    """Return the path that torch has as *keys*."""
+    """Convert torch's *keys* to a path."""
     return tuple(Index(key) if isinstance(key, int) else key for key in keys)
 
 
 def keys_of(path: Path) -> tuple[str | int, ...]:
-    """Return a path as torch has it."""
+    """Convert a path to torch's keys."""
     return tuple(int(key) if isinstance(key, Index) else str(key) for key in path)
 
 
 def plain_of(state_dict: StateDict) -> dict[str, object]:
-    """Return a state dict with the state dicts of the objects in it."""
+    """Return a copy of *state_dict* with objects replaced by their state dicts."""
     if not isinstance(state_dict, Mapping):
         raise UsageError(
             f"a {type(state_dict).__name__} is not a state dict",
@@ -250,15 +254,19 @@ def plain_of(state_dict: StateDict) -> dict[str, object]:
 
 
 def is_stateful(value: object) -> TypeGuard[Stateful]:
-    """Return whether *value* gives and takes a state dict; of a tensor that is soon said."""
+    """Return whether *value* implements ``Stateful``, without its slow check for tensors."""
     return not isinstance(value, torch.Tensor) and isinstance(value, Stateful)
 
 
 def held_tensor(
     name: str, leaf: torch.Tensor | ShardedTensor, path: Path, *, on_meta: bool = False
 ) -> HeldTensor:
-    """Return a tensor with its boxes on this rank."""
-    if isinstance(leaf, ShardedTensor):  # asked like another tensor, it warns that it is deprecated
+    """Describe a tensor and its local shards.
+
+    Raises:
+        RefusedError: No supported format can store it.
+    """
+    if isinstance(leaf, ShardedTensor):  # attributes of a tensor would log a deprecation warning
         described = leaf.metadata()
         shape, kind = tuple(described.size), described.tensor_properties.dtype
         grad = described.tensor_properties.requires_grad
@@ -272,7 +280,7 @@ def held_tensor(
     if dtype not in dtypes.BY_NAME:
         raise RefusedError(f"`{name}` has dtype {dtype}, which no supported format can store")
     meta = TensorMeta(dtype, shape, path, bool(grad))
-    if 0 in shape:  # one box, which every rank holds
+    if 0 in shape:  # every rank has the one empty box
         shards = [HeldShard(name, Box.whole(shape), torch.empty(shape, dtype=kind))]
     elif placement:
         assert isinstance(leaf, torch.Tensor)
@@ -348,12 +356,12 @@ def _plain(name: str, tensor: torch.Tensor, on_meta: bool = False) -> torch.Tens
 
 
 def address(tensor: torch.Tensor) -> object:
-    """Return where a tensor begins, also one on the meta device, which has no memory yet."""
+    """Return the address of a tensor's first element, or an equivalent on the meta device."""
     return compat.storage_place(tensor) if tensor.is_meta else tensor.data_ptr()
 
 
 def span(tensor: torch.Tensor) -> int:
-    """Return the elements from the first to the last one of a tensor in memory."""
+    """Count the elements of memory from a tensor's first to its last one, gaps included."""
     if not tensor.numel():
         return 0
     pairs = zip(tensor.shape, tensor.stride(), strict=True)
@@ -361,9 +369,9 @@ def span(tensor: torch.Tensor) -> int:
 
 
 def memory(tensor: torch.Tensor) -> memoryview:
-    """Return the bytes from the first to the last element of a tensor in host memory.
+    """View the memory from a host tensor's first to its last element, gaps included.
 
-    The tensor has to outlive the view.
+    The tensor must outlive the view.
     """
     nbytes = span(tensor) * tensor.element_size()
     array = (ctypes.c_char * nbytes).from_address(tensor.data_ptr()) if nbytes else bytearray()
@@ -371,12 +379,12 @@ def memory(tensor: torch.Tensor) -> memoryview:
 
 
 def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the bytes of a contiguous tensor, whose dimensions of size 1 may have any stride."""
+    """View a contiguous tensor as bytes, even if dimensions of size 1 have unusual strides."""
     return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
 def row_major_parts(tensor: torch.Tensor, start: int, elements: torch.Tensor) -> Iterator[Part]:
-    """Yield the places of *elements*, which come behind the first *start* ones of *tensor*."""
+    """Pair row-major *elements* with views of *tensor*, beginning at its element *start*."""
     if tensor.ndim < 2:
         target = tensor.reshape(1) if tensor.ndim == 0 else tensor
         yield target[start : start + len(elements)], elements

@@ -1,4 +1,4 @@
-"""Leaves that are no tensors: pickled for a save, read from a checkpoint, put where they belong."""
+"""Non-tensor values of a state dict: pickled by saves, read and unpickled by loads."""
 
 from __future__ import annotations
 
@@ -37,19 +37,23 @@ TRUST = "pass `trusted=True` to load it anyway, which can run any code"
 LEAVE_OUT = "pass `strict=False` to load the rest"
 SHOWN = 100
 SMALL = 1 << 12
-"""Bytes of leaves that are kept to be known again."""
+"""Maximum size in bytes of pickled values whose check is cached."""
 _READ_BY_ALL = frozenset({type(None), bool, int, float, str})
 
 
 def pickle_values(values: Mapping[str, object], *, trusted: bool) -> dict[str, bytes]:
-    """Return leaves as ``torch.save`` writes them, as DCP keeps them."""
+    """Serialize non-tensor values with ``torch.save``, as DCP stores them.
+
+    Raises:
+        RefusedError: Values cannot be pickled, or without *trusted* could not be loaded again.
+    """
     contents: dict[str, bytes] = {}
     refused: dict[str, str] = {}
     lost = False
     for name, value in values.items():
         try:
             contents[name] = save_to_bytes(value)
-        except Exception as error:  # what a leaf's own code raises
+        except Exception as error:  # raised by the value's own code
             refused[name] = f"{type(error).__name__}: {error}"
             lost = True
             continue
@@ -62,14 +66,14 @@ def pickle_values(values: Mapping[str, object], *, trusted: bool) -> dict[str, b
 
 
 def save_to_bytes(value: object) -> bytes:
-    """Return one leaf as ``torch.save`` writes it, with what its protocol 2 would lose of times."""
+    """Serialize one value with ``torch.save``, including ``fold`` of times, which it would drop."""
     buffer = io.BytesIO()
     torch.save(value, buffer, pickle_module=_PICKLE)
     return buffer.getvalue()
 
 
 class _Pickler(pickle.Pickler):
-    """Keeps which of two equal times at the end of summer time is meant (``fold``)."""
+    """Pickler that keeps ``fold`` of times, which tells repeated times at the end of DST apart."""
 
     def reducer_override(self, value: Any) -> Any:
         """See :class:`pickle.Pickler`."""
@@ -78,11 +82,11 @@ class _Pickler(pickle.Pickler):
 
 
 _PICKLE = SimpleNamespace(Pickler=_Pickler, __name__="pickle")
-"""What ``torch.save`` asks of a module that pickles."""
+"""Pickle module for ``torch.save``."""
 
 
 def _unreadable(value: object, content: bytes) -> str | None:
-    """Return why a leaf that was written cannot be read without trust, or comes back as another."""
+    """Explain why *content* cannot be loaded as *value* without trust, or return None if it can."""
     if type(value) in _READ_BY_ALL:
         return None
     prove = _proven if len(content) <= SMALL else _proven.__wrapped__
@@ -92,9 +96,9 @@ def _unreadable(value: object, content: bytes) -> str | None:
 
 @lru_cache(maxsize=1 << 12)
 def _proven(kind: type, content: bytes) -> str | None:
-    """Return why *content* cannot be read as a value of a class; None: it can.
+    """Explain why *content* cannot be read as an instance of *kind*, or return None if it can.
 
-    Leaves that come again at every save, as hyperparameters of each parameter do, are read once.
+    The cache avoids reading values such as hyperparameters again at every save.
     """
     try:
         found = read_leaf(content, "the value")
@@ -124,7 +128,7 @@ def _refusal(
 
 
 class ReadValues(NamedTuple):
-    """Leaves that are no tensors, by their names in the state."""
+    """Non-tensor values and reasons why others were refused, by name in the state."""
 
     values: Mapping[str, object]
     refused: Mapping[str, str]
@@ -138,7 +142,19 @@ def read_values(
     trusted: bool,
     strict: bool = True,
 ) -> ReadValues:
-    """Return the checkpoint's values of the state's leaves that are no tensors."""
+    """Read the non-tensor values that a rank's state requires.
+
+    Args:
+        mapping: Mapping of the checkpoint to the state.
+        values: Names of the values in the state.
+        rank: Rank whose own values are preferred.
+        trusted: Whether unpickling may run any code.
+        strict: Whether a value that is not known to be harmless is an error.
+
+    Raises:
+        UnsupportedError: Values are not known to be harmless, and *strict* is set.
+        CkptError: A value is damaged or requires code that is not installed.
+    """
     found: dict[str, object] = {}
     refused: dict[str, UnsupportedError] = {}
     catalog, budget = mapping.catalog, MemoryBudget()
@@ -146,12 +162,12 @@ def read_values(
         for name, held in held_names(mapping, values, rank).items():
             blob = catalog.blobs[held]
             where = f"{catalog.root}/{blob.file}" if blob.file else catalog.path
-            # What cannot be decompressed is no question of trust.
+            # Decompression errors are raised as they are: trust does not help.
             unpacked = value_bytes(opened, blob, budget) if blob.extension else None
             try:
                 content = unpacked or value_bytes(opened, blob, budget)
                 found[name] = unpickle_value(content, blob.name, str(where), trusted=trusted)
-            except RefusedError as error:  # it lies among others, and cannot be taken out
+            except RefusedError as error:  # it is stored with other values and cannot be extracted
                 refused[name] = UnsupportedError(error.what, where=where, hint=LEAVE_OUT)
             except UnsupportedError as error:
                 refused[name] = error
@@ -164,7 +180,7 @@ def read_values(
 
 
 def outside(found: Mapping[str, object], where: str) -> dict[str, UnsupportedError]:
-    """Return which leaves are parts of generators' states with positions outside of them."""
+    """Find parts of random-generator states whose position is out of range, with their errors."""
     states: dict[str, dict[object, object]] = {}
     for name, value in found.items():
         state, _, part = name.rpartition(".")
@@ -180,7 +196,7 @@ def outside(found: Mapping[str, object], where: str) -> dict[str, UnsupportedErr
 
 
 def _joined(refused: Mapping[str, UnsupportedError], where: str) -> UnsupportedError:
-    """Return one error for all leaves that are refused."""
+    """Combine the errors of all refused values into one."""
     errors = list(refused.values())
     if len(errors) == 1:
         return errors[0]
@@ -195,26 +211,26 @@ def _joined(refused: Mapping[str, UnsupportedError], where: str) -> UnsupportedE
 
 
 def left_out_note(refused: Mapping[str, str]) -> str:
-    """Return the message on leaves that stay as they were."""
+    """Format the warning about values that were skipped and stay as they were."""
     names = listed([f"{name}: {why}" for name, why in refused.items()])
     return f"skipped values that are not known to be harmless: {names}"
 
 
 def held_names(mapping: StateMapping, values: Collection[str], rank: int) -> dict[str, str]:
-    """Return the name in the checkpoint of each leaf of the state that it has."""
+    """Map names of non-tensor values in the state to their names in the checkpoint."""
     apart = kept_apart(mapping.catalog) if values and rank else ()
     found = {name: held_as(mapping, name, rank, values, apart) for name in values}
     return {name: held for name, held in found.items() if held is not None}
 
 
 def unpickle_value(content: bytes, name: str, where: str, *, trusted: bool) -> object:
-    """Return a leaf that is no tensor.
+    """Unpickle a non-tensor value.
 
     Raises:
-        UnsafePickleError: It is not trusted, and holds an object of a class that is not known to
-            be harmless.
-        UnsupportedError: It is not trusted, and is not as known classes write it.
-        UsageError: It needs code that is not installed.
+        UnsafePickleError: It is not trusted, and contains an object of a class that is not known
+            to be harmless.
+        UnsupportedError: It is not trusted, and differs from the form that known classes write.
+        UsageError: It requires code that is not installed.
         DamagedError: It cannot be read.
     """
     try:
@@ -227,12 +243,12 @@ def unpickle_value(content: bytes, name: str, where: str, *, trusted: bool) -> o
         raise
     except (UnsupportedError, FormatError) as error:
         raise _untrusted(error, name, where) from None
-    except Exception as error:  # damage, and with trust the leaf's own code, raise what they like
+    except Exception as error:  # damage and trusted code can raise anything
         raise _failure(error, content, name, where) from None
 
 
 def _untrusted(error: CkptError, name: str, where: str) -> UnsupportedError:
-    """Return why a leaf is not read unless it is trusted."""
+    """Build the error for a value that is only read with trust."""
     kind = type(error) if isinstance(error, UnsupportedError) else UnsupportedError
     return kind(
         f"`{name}` is not known to be harmless",
@@ -249,7 +265,7 @@ def _said(error: Exception) -> str:
 
 
 def _failure(error: Exception, content: bytes, name: str, where: str) -> CkptError:
-    """Return the error for a leaf that cannot be unpickled."""
+    """Build the error for a value that cannot be unpickled."""
     why = _said(error)
     if isinstance(error, (ImportError, AttributeError)) and _is_whole(content):
         return UsageError(
@@ -262,7 +278,7 @@ def _failure(error: Exception, content: bytes, name: str, where: str) -> CkptErr
 
 
 def _is_whole(content: bytes) -> bool:
-    """Whether the pickle of a leaf can be read to its end, whatever it asks for."""
+    """Return whether the pickle of a value can be parsed to its end, whatever classes it needs."""
     try:
         read_archive(MemoryFiles(content, Path()), "", 0, len(content), unknown="inert")
     except CkptError:
@@ -271,7 +287,7 @@ def _is_whole(content: bytes) -> bool:
 
 
 def put(root: MutableMapping[str, Any], keys: Keys, value: object) -> None:
-    """Replace the leaf at *keys*; containers stay the ones that they are."""
+    """Replace the leaf at *keys* without replacing its containers."""
     place: Any = root
     for key in keys[:-1]:
         place = place[_own(place, key)]
@@ -279,7 +295,7 @@ def put(root: MutableMapping[str, Any], keys: Keys, value: object) -> None:
 
 
 def _own(place: MutableMapping[Any, Any] | MutableSequence[Any], key: str | int) -> Any:
-    """Return the container's own key for one that paths spell as text."""
+    """Return the key of the container that matches *key*, which may be its text form."""
     if isinstance(place, MutableSequence) or key in place:
         return key
     return next((own for own in place if str(own) == str(key)), key)

@@ -1,1 +1,1 @@
-"""Saves that go on while training does: the state is copied, and written from the copy."""
+"""Asynchronous saves, written in the background of training."""

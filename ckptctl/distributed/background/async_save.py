@@ -1,4 +1,4 @@
-"""Saving while training goes on: the state is copied, and written from the copy."""
+"""Asynchronous saves: the state is copied to host memory and written from the copy."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ WhenBusy = Literal["wait", "skip"]
 
 @dataclass(frozen=True, kw_only=True)
 class BackgroundOptions(SaveOptions):
-    """How a state is saved in the background."""
+    """Options for a save in the background."""
 
     mode: Annotated[
         Mode | None,
@@ -131,7 +131,7 @@ def async_save(state_dict: StateDict, path: str | TreePath, options: _AsyncSave)
 
 
 class Closing(ABC):
-    """Closed at the end of a ``with`` block; an error of the block counts more than one of that."""
+    """Context manager that closes itself, and hides errors of that if the block already failed."""
 
     @abstractmethod
     def close(self) -> None:
@@ -190,7 +190,7 @@ class AsyncSaver(Closing):
         self._mode = mode
         self._when_busy = when_busy
         self._max_failures = max_failures
-        self._failures = 0  # one after the other
+        self._failures = 0  # consecutive
         self._pool = HostPool(host_memory)
         self._writer = WriterProcess()
         self._ranks: tuple[Coordinator, Coordinator] | None = None  # for calls, in the background
@@ -221,7 +221,7 @@ class AsyncSaver(Closing):
         """
         self._require_open()
         nbytes, pinned = memory_needed([shard.tensor for shard in state_of(state_dict).shards])
-        # The device that the calling thread uses: another one would get a context of CUDA.
+        # Use the device of the calling thread: any other one would get a new CUDA context.
         device = torch.cuda.current_device() if pinned else -1
         earlier = self._preparing
 
@@ -241,7 +241,7 @@ class AsyncSaver(Closing):
     def save(
         self, state_dict: StateDict | LocalState, path: str | TreePath, options: BackgroundOptions
     ) -> SaveFuture:
-        """Copy *state_dict* and save the copy in the background; see :func:`async_save`.
+        """Copy *state_dict* and save the copy in the background, as :func:`async_save` does.
 
         Raises:
             CkptError: The last save failed, or this one cannot start. It is raised on every rank.
@@ -286,7 +286,7 @@ class AsyncSaver(Closing):
                 return own, None
             return own, PLANS.get(plan_key(own, ranks, options))
 
-        with no_collection():  # training waits, and a search takes longer than all but the copy
+        with no_collection():  # training waits, and a garbage collection would take long
             self._last, failure = self._begin(vote, meaning, collect, start)
         future.staged.set()
         self._last.proceed()
@@ -297,11 +297,11 @@ class AsyncSaver(Closing):
 
     @property
     def last(self) -> SaveFuture | None:
-        """Return the future of the last save."""
+        """Future of the last save, or None."""
         return self._last.future if self._last else None
 
     def groups(self) -> tuple[Coordinator, Coordinator]:
-        """Return the ranks for calls and for background saves; the first call creates both."""
+        """Return the ranks for calls and for background saves, created by the first call."""
         self._ranks = self._ranks or (gloo_group(self._parent), gloo_group(self._parent))
         return self._ranks
 
@@ -334,7 +334,7 @@ class AsyncSaver(Closing):
                 self.wait()
         finally:
             if self._preparing and self._process == os.getpid():
-                self._preparing.exception()  # waits for it; no save comes to hear of its error
+                self._preparing.exception()  # wait for it, and ignore its error
             self._writer.close()
             self._pool.close()
 
@@ -345,9 +345,15 @@ class AsyncSaver(Closing):
         collect: Callable[[], tuple[LocalState, SavedPlan | None]],
         start: Callable[[Staged], SaveThread],
     ) -> tuple[SaveThread, BaseException | None]:
-        """Copy this rank's shards, or those that its plan writes; no save is going on.
+        """Copy this rank's shards, or only those that its plan writes, and start a thread.
 
-        The failure of the last save is returned where it does not keep this one from beginning.
+        No save may be running.
+
+        Returns:
+            The thread, and the failure of the last save if it does not prevent this one.
+
+        Raises:
+            CkptError: The last save failed, or this one cannot start. It is raised on every rank.
         """
         collected = attempt(collect)
         error = collected.exception()
@@ -393,7 +399,7 @@ _savers: dict[tuple[int, dist.ProcessGroup | None], AsyncSaver] = {}
 
 
 def _saver(group: dist.ProcessGroup | None) -> AsyncSaver:
-    """Return the saver of a group; those of groups that are no more let their memory go."""
+    """Return the saver of a group, and close those of destroyed groups."""
     ready = dist.is_available() and dist.is_initialized()
     group = group or (dist.group.WORLD if ready else None)
     key = (os.getpid(), group)

@@ -1,9 +1,9 @@
-"""Host memory that is used again from save to save.
+"""Pool of host memory for copies of the state, reused by later saves.
 
-Memory that is new costs several times what copying into it does: the kernel has to find and clear
-every page, and CUDA to pin it. A region is shared memory without a name: a writing process gets its
-descriptor, children forked from the trainer do not duplicate its pages when it is written again,
-and nothing of it is left when the trainer is killed.
+New memory costs several times as much as copying to it, because the kernel must find and clear
+every page, and CUDA must pin it. A region is anonymous shared memory: a writer process gets its
+descriptor, processes forked from the trainer do not duplicate its pages on the next write, and it
+vanishes when the trainer is killed.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from ckptctl.units import counted
 T = TypeVar("T")
 PAGE = mmap.PAGESIZE
 KEPT = 2
-"""Regions that wait for the next save: one for each of two savers, or two states in turn."""
+"""Free regions that are kept: one for each of two savers, or for two alternating states."""
 PATIENCE = 4
-"""Saves in a row after which memory goes that none of them needed."""
+"""Number of consecutive saves after which memory that none of them needed is released."""
 POPULATE_WRITE = 23
-"""``MADV_POPULATE_WRITE`` of Linux 5.14."""
+"""``MADV_POPULATE_WRITE``, since Linux 5.14."""
 BLOCK = 8 << 20
-"""Bytes that a thread copies, or asks the kernel for, at a time."""
+"""Bytes that a thread copies or populates at a time."""
 
 _log = logging.getLogger("ckptctl")
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -42,10 +42,10 @@ _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 
 def in_threads(blocks: Iterable[T], do: Callable[[T], None], nbytes: int) -> None:
-    """Do all *blocks*, *nbytes* together, in this thread and in others, and raise what went wrong.
+    """Process *blocks* of *nbytes* in total in this and further threads, and raise the first error.
 
-    One thread does not fill the memory bus of most machines. torch's own threads are not used: jobs
-    that ``torchrun`` starts have one each.
+    One thread does not saturate the memory bus of most machines. torch's thread pool is not used,
+    because ``torchrun`` limits it to one thread.
     """
     left = iter(blocks)
     lock = threading.Lock()
@@ -64,7 +64,7 @@ def in_threads(blocks: Iterable[T], do: Callable[[T], None], nbytes: int) -> Non
 
     count = min(threads(0), -(-nbytes // BLOCK))
     others = [threading.Thread(target=work, daemon=True) for _ in range(count - 1)]
-    with suppress(RuntimeError):  # the system has no thread left: those that run do it all
+    with suppress(RuntimeError):  # the system has no threads left: the running ones do all
         for thread in others:
             thread.start()
     work()
@@ -76,10 +76,10 @@ def in_threads(blocks: Iterable[T], do: Callable[[T], None], nbytes: int) -> Non
 
 
 def populate(address: int, nbytes: int) -> None:
-    """Have the kernel find and clear all pages of new memory.
+    """Let the kernel find and clear all pages of new memory.
 
     Raises:
-        OSError: There are not as many.
+        OSError: There is not enough memory.
     """
 
     def do(start: int) -> None:
@@ -94,11 +94,11 @@ def populate(address: int, nbytes: int) -> None:
 
 
 class HostRegion:
-    """One range of host memory; tensors made of its ``bytes`` keep it mapped."""
+    """Range of host memory, kept mapped by tensors that view its ``bytes``."""
 
     def __init__(self, nbytes: int, *, pinned: bool) -> None:
         self.nbytes = nbytes
-        self.descriptor = -1  # where the system has none for other processes
+        self.descriptor = -1  # if the system cannot share memory by descriptor
         try:
             if hasattr(os, "memfd_create"):
                 self.descriptor = os.memfd_create("ckptctl", os.MFD_CLOEXEC)
@@ -108,7 +108,7 @@ class HostRegion:
         except (OSError, ValueError) as error:
             self._close_descriptor()
             if hasattr(self, "bytes"):
-                del self.bytes  # whoever keeps the error does not keep the memory
+                del self.bytes  # a reference to the error must not keep the memory
             raise StorageError(
                 f"cannot allocate {counted(nbytes, 'byte')} of host memory for a copy of the state",
                 why=str(error),
@@ -117,11 +117,11 @@ class HostRegion:
 
     @property
     def address(self) -> int:
-        """Return where it begins in this process."""
+        """Start address in this process."""
         return self.bytes.data_ptr()
 
     def close(self) -> None:
-        """Give it back to the system as soon as no tensor lies in it."""
+        """Release the memory as soon as no tensor views it."""
         if self.pinned:
             torch.cuda.cudart().cudaHostUnregister(self.address)  # type: ignore[no-untyped-call]
             self.pinned = False
@@ -133,7 +133,7 @@ class HostRegion:
         if code:
             _log.warning("cannot pin %d bytes of host memory: error %d", self.nbytes, code)
             with suppress(RuntimeError, AssertionError):
-                torch.zeros(1, device="cuda")  # which takes the error off this thread
+                torch.zeros(1, device="cuda")  # clears the error of this thread
         return code == 0
 
     def _close_descriptor(self) -> None:
@@ -143,7 +143,7 @@ class HostRegion:
 
 
 class HostPool:
-    """Regions that are in use, and some that wait; safe to use from several threads."""
+    """Thread-safe pool of used and free regions."""
 
     def __init__(self, limit: int | None = None, kept: int = KEPT) -> None:
         self._limit = limit
@@ -156,7 +156,12 @@ class HostPool:
         self._lock = threading.Lock()
 
     def take(self, nbytes: int, pinned: bool = False) -> HostRegion:
-        """Return a region of at least *nbytes*: one that waits, up to twice that, or a new one."""
+        """Take a free region of at least *nbytes* and at most about twice that, or allocate one.
+
+        Raises:
+            RefusedError: The limit of the pool would be exceeded.
+            StorageError: The memory cannot be allocated.
+        """
         size = size_class(nbytes)
         with self._lock:
             self._needed.append(size)
@@ -170,9 +175,9 @@ class HostPool:
             return found
 
     def prepare(self, nbytes: int, pinned: bool = False) -> None:
-        """Have a region for the next save: make one, unless there is one or comes back.
+        """Allocate a region for the next save, unless a free or used one fits.
 
-        Where a save that is going on leaves no room, the next one makes it when that is done.
+        If the running save leaves no room under the limit, the next save allocates it.
         """
         size = size_class(nbytes)
         with self._lock:
@@ -183,7 +188,7 @@ class HostPool:
                 self._free.append(self._new(size, pinned))
 
     def give(self, region: HostRegion) -> None:
-        """Take *region* back; one larger than the last saves needed is not kept."""
+        """Return *region* to the pool, and close free regions that recent saves did not need."""
         with self._lock:
             self._used.discard(region)
             self._free.append(region)
@@ -195,7 +200,7 @@ class HostPool:
                 self._free.pop(0).close()
 
     def close(self) -> None:
-        """Let go of all that waits, and of the rest when it comes back."""
+        """Close the free regions, and the used ones when they are returned."""
         with self._lock:
             self._closed = True
             while self._free:
@@ -203,7 +208,7 @@ class HostPool:
 
     @property
     def nbytes(self) -> int:
-        """Return how much it holds."""
+        """Total size of all regions in bytes."""
         with self._lock:
             return self._held()
 
@@ -217,7 +222,7 @@ class HostPool:
     def _new(self, size: int, pinned: bool) -> HostRegion:
         self._make_room(size)
         region = HostRegion(size, pinned=pinned and self._pins)
-        # What cannot be pinned is said once, and slower from then on.
+        # After pinning has failed once, it is not tried again.
         self._pins = self._pins and region.pinned >= pinned
         return region
 
@@ -236,9 +241,9 @@ class HostPool:
 
 
 def size_class(nbytes: int) -> int:
-    """Return how large a region for *nbytes* is: at most an eighth more, in whole pages.
+    """Round *nbytes* up by at most an eighth, to whole pages.
 
-    States that grow a little, from the first step of an optimizer to the second, find the same one.
+    Thus a state that grows a little, as after the first optimizer steps, can reuse its region.
     """
     step = max(PAGE, 1 << max(nbytes.bit_length() - 4, 0))
     return max(-(-nbytes // step), 1) * step

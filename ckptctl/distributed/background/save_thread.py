@@ -1,4 +1,4 @@
-"""One save in the background: its thread, its outcome, and whom that is told."""
+"""Thread and future of one background save, with its callbacks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,11 @@ _log = logging.getLogger("ckptctl")
 
 
 def in_background(work: Callable[[], None], name: str) -> Future[None]:
-    """Do *work* in a thread that the interpreter waits for at its end; return the outcome."""
+    """Run *work* in a thread for which the interpreter waits at exit.
+
+    Returns:
+        A future of the outcome, already done if the system has no threads left.
+    """
     done: Future[None] = Future()
 
     def run() -> None:
@@ -31,7 +35,7 @@ def in_background(work: Callable[[], None], name: str) -> Future[None]:
 
     try:
         threading.Thread(target=run, name=name).start()
-    except RuntimeError:  # the system has no thread left
+    except RuntimeError:  # the system has no threads left
         run()
     return done
 
@@ -60,14 +64,14 @@ class SaveFuture(Future[TreePath | None]):
         self.set_running_or_notify_cancel()
 
     def publish(self) -> Self:
-        """Say that it has been saved, and return this."""
+        """Mark the checkpoint as published, and return self."""
         self.staged.set()
         self.decided.set()
         self.set_result(self.path)
         return self
 
     def skip(self) -> Self:
-        """Leave the save out, and return this."""
+        """Mark the save as skipped, and return self."""
         self.skipped = True
         self.decided.set()
         self.set_result(None)
@@ -75,7 +79,7 @@ class SaveFuture(Future[TreePath | None]):
 
 
 class SaveThread:
-    """Writes a copied state. The interpreter waits for it at its end: it is no daemon."""
+    """Non-daemon thread that writes a copied state."""
 
     def __init__(
         self,
@@ -96,7 +100,11 @@ class SaveThread:
         )
 
     def start(self) -> None:
-        """Have a thread ready, which waits for :meth:`proceed` or :meth:`abandon`."""
+        """Start the thread, which waits for :meth:`proceed` or :meth:`abandon`.
+
+        Raises:
+            StorageError: The system has no threads left.
+        """
         try:
             self._thread.start()
         except RuntimeError as error:
@@ -108,50 +116,50 @@ class SaveThread:
             ) from error
 
     def proceed(self) -> None:
-        """Let it write."""
+        """Let the thread write."""
         self._begin.put(True)
 
     def abandon(self) -> None:
-        """Let it end without having written, and give the memory back."""
+        """End the thread without writing, and release the memory."""
         self._begin.put(False)
         self._thread.join()
         self._work.pop()[1]()
 
     @property
     def busy(self) -> bool:
-        """Return whether it goes on."""
+        """Whether the save is still running."""
         return not self.future.done()
 
     @property
     def here(self) -> bool:
-        """Return whether this thread is the current one: a callback of it asks."""
+        """Whether this is the current thread, as in a callback of the save."""
         return threading.current_thread() is self._thread
 
     def join(self) -> None:
-        """Wait for its end."""
+        """Wait for the end of the thread."""
         self._thread.join()
 
     def take_failure(self) -> BaseException | None:
-        """Return its failure, once."""
+        """Return the failure of the save once, or None."""
         failure, self._failure = self._failure, None
         return failure
 
     @property
     def failed(self) -> bool:
-        """Return whether it failed and nobody has taken that yet."""
+        """Whether the save failed and its failure was not taken yet."""
         return self._failure is not None
 
     def _run(self) -> None:
         proceed = None
         while proceed is None:
-            if not threading.main_thread().is_alive():  # the interpreter ends before a decision
+            if not threading.main_thread().is_alive():  # the interpreter exits before a decision
                 return
             with suppress(Empty):
                 proceed = self._begin.get(timeout=1)
         if not proceed:
             return
         self._call(self._on_staged, "on_staged")
-        # Nothing here may keep the copy, or tensors that were not copied, when it is written.
+        # After the write, no reference here may keep the copy or tensors alive.
         write, release = self._work.pop()
         try:
             path = write()
@@ -170,18 +178,18 @@ class SaveThread:
             self.future.set_result(path)
 
     def _give_back(self, release: Callable[[], None]) -> None:
-        """Give the copy's memory back; the outcome of the save is known, and does not change."""
+        """Release the memory of the copy. Errors do not change the outcome of the save."""
         try:
             release()
-        except BaseException:  # others wait for the future
+        except BaseException:  # callers wait for the future
             _log.exception("the host memory of %s was not released", self.future.path)
 
     def _call(self, callback: Callback | None, name: str) -> None:
-        """Call *callback*; a save does not fail because of it."""
+        """Call *callback*. Its exceptions do not fail the save."""
         if callback is None:
             return
         try:
             callback(self.future.path)
-        except BaseException as error:  # SystemExit, too: others wait for the future
+        except BaseException as error:  # even SystemExit, because callers wait for the future
             self.future.callback_errors.append(error)
             _log.exception("%s of %s failed", name, self.future.path)

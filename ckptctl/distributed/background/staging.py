@@ -1,7 +1,7 @@
-"""Copies of a rank's shards in host memory, made at the speed of that memory.
+"""Copies of a rank's shards in host memory.
 
-What is copied are ranges of memory, not tensors: where several tensors lie in the same bytes (tied
-weights, pieces of one shard) these are copied once, and the copies share bytes as they do.
+Memory ranges are copied, not tensors. Bytes that several tensors share (tied weights, views of one
+shard) are copied once, and the copies share them in the same way.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ ALIGNED = 64
 
 
 class HostCopy(NamedTuple):
-    """A range of host memory."""
+    """Copy of a range of host memory, by addresses."""
 
     target: int
     source: int
@@ -31,7 +31,7 @@ class HostCopy(NamedTuple):
 
 
 def copy_host(copies: Sequence[HostCopy]) -> None:
-    """Copy ranges of host memory, with this rank's part of the host's cores."""
+    """Copy ranges of host memory with this rank's share of the host's cores."""
 
     def do(block: Sequence[HostCopy]) -> None:
         for one in block:
@@ -41,7 +41,7 @@ def copy_host(copies: Sequence[HostCopy]) -> None:
 
 
 def _blocks(copies: Iterable[HostCopy]) -> Iterator[list[HostCopy]]:
-    """Yield lists of about :data:`BLOCK` bytes each; ranges that are longer are cut."""
+    """Group copies into blocks of similar size, and split longer ones."""
     block: list[HostCopy] = []
     size = 0
     for target, source, nbytes in copies:
@@ -59,9 +59,10 @@ def _blocks(copies: Iterable[HostCopy]) -> Iterator[list[HostCopy]]:
 def _start_copies(
     copies: Iterable[tuple[torch.Tensor, torch.Tensor]],
 ) -> list[torch.cuda.Stream]:
-    """Start to copy tensors of any device and strides; return what to wait for.
+    """Start to copy tensors of any device and strides.
 
-    CUDA's copies run on a stream of their own for each device, while the host copies.
+    Returns:
+        Streams to synchronize, one per CUDA device. Host tensors are already copied.
     """
     streams: dict[torch.device, torch.cuda.Stream] = {}
     for target, source in copies:
@@ -70,7 +71,7 @@ def _start_copies(
             continue
         if source.device not in streams:
             streams[source.device] = torch.cuda.Stream(source.device)  # type: ignore[no-untyped-call]
-        # What has gaps is made dense on its device, where there may be little room.
+        # Tensors with gaps are made dense on their device in blocks, because memory may be scarce.
         parts = [(target, source)]
         if not source.is_contiguous():
             parts = list(zip(blocks(target), blocks(source), strict=True))
@@ -82,7 +83,7 @@ def _start_copies(
 
 @dataclass(frozen=True, slots=True)
 class Staged:
-    """A copy of a rank's shards; *region* is None where there was nothing to copy."""
+    """Copy of a rank's shards, with its memory *region*, or None if nothing was copied."""
 
     held: LocalState
     region: HostRegion | None
@@ -90,7 +91,7 @@ class Staged:
 
 
 class _Member(NamedTuple):
-    """A tensor by the bytes from its first to its last element; *memory* is what they lie in."""
+    """Tensor with its address range, and the identity of the *memory* that contains it."""
 
     memory: tuple[str, int]
     first: int
@@ -100,7 +101,7 @@ class _Member(NamedTuple):
 
 
 class _Range(NamedTuple):
-    """Bytes that are copied as they lie, with the tensors in them; or one tensor, element-wise."""
+    """Memory range to copy, either bytewise with all tensors in it, or one tensor element-wise."""
 
     first: int
     nbytes: int
@@ -109,9 +110,9 @@ class _Range(NamedTuple):
 
 
 def stage(held: LocalState, pool: HostPool, chosen: Iterable[int] | None = None) -> Staged:
-    """Copy tensors, those of the *chosen* chunks alone; then the originals may be changed.
+    """Copy all shards, or only those of the *chosen* chunks, so that the originals can change.
 
-    No device has anything to do any more.
+    The devices of the tensors must be synchronized.
     """
     ranges = list(_ranges(list(_members(held.pieces, chosen))))
     places = list(_places(ranges))
@@ -132,7 +133,7 @@ def stage(held: LocalState, pool: HostPool, chosen: Iterable[int] | None = None)
 
 
 def memory_needed(pieces: Sequence[torch.Tensor]) -> tuple[int, bool]:
-    """Return how many bytes of host memory a copy of all takes, and whether they are pinned."""
+    """Compute the bytes of host memory for a copy of all shards, and whether to pin them."""
     ranges = list(_ranges(list(_members(pieces, None))))
     return _needed(ranges, list(_places(ranges))) if ranges else (0, False)
 
@@ -152,7 +153,7 @@ def _members(pieces: Sequence[torch.Tensor], chosen: Iterable[int] | None) -> It
 
 
 def _ranges(members: Sequence[_Member]) -> Iterator[_Range]:
-    """Yield the ranges that overlapping tensors cover, in the order of addresses."""
+    """Yield the memory ranges that overlapping tensors cover, by address."""
     found: list[_Member] = []
     end = 0
     for member in sorted(members, key=lambda one: one[:4]):
@@ -166,7 +167,7 @@ def _ranges(members: Sequence[_Member]) -> Iterator[_Range]:
 
 
 def _memory(tensor: torch.Tensor) -> tuple[str, int]:
-    """Return an identity of the memory in which addresses can be compared."""
+    """Return an identity of the memory within which addresses can be compared."""
     if on_host(tensor):
         return "", 0
     return str(tensor.device), tensor.untyped_storage().data_ptr()
@@ -194,7 +195,7 @@ def _range(members: Sequence[_Member], end: int) -> Iterator[_Range]:
 
 
 def _places(ranges: Iterable[_Range]) -> Iterator[int]:
-    """Yield where each range begins; elements keep the alignment that they have."""
+    """Yield the start of each range in the region, keeping the alignment of elements."""
     end = 0
     for one in ranges:
         place = -(-end // ALIGNED) * ALIGNED + (one.first % ALIGNED if one.whole else 0)
@@ -205,7 +206,7 @@ def _places(ranges: Iterable[_Range]) -> Iterator[int]:
 def _copied(
     region: HostRegion, ranges: Sequence[_Range], places: Sequence[int]
 ) -> list[tuple[int, torch.Tensor]]:
-    """Copy the ranges; return the copy of each tensor, by its index."""
+    """Copy the ranges, and return the copied tensors by chunk index."""
     placed = list(zip(ranges, places, strict=True))
     streams = _start_copies(_to_copy(region, placed))
     copy_host(
@@ -232,7 +233,7 @@ def _by_address(one: _Range) -> bool:
 def _to_copy(
     region: HostRegion, placed: Iterable[tuple[_Range, int]]
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Yield targets and sources of what has no address here, or gaps."""
+    """Yield target and source of ranges that are not copied by host address."""
     for one, place in placed:
         source = one.members[0].tensor
         if not one.whole:

@@ -1,4 +1,4 @@
-"""The vote of all ranks before a save in the background: they begin it, all or none."""
+"""Vote of all ranks before a background save, which starts on all of them or none."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ T = TypeVar("T")
 
 
 class Situation(NamedTuple):
-    """The state of the last save on any rank."""
+    """Status of the last save, on one rank or combined over all."""
 
     busy: bool
     failed: bool
@@ -23,7 +23,7 @@ class Situation(NamedTuple):
 
 
 class StartVote:
-    """Votes of all ranks: one exchange of a few numbers each, on the thread that trains."""
+    """Votes of all ranks on the training thread, each one exchange of a few numbers."""
 
     def __init__(self, ranks: Coordinator) -> None:
         self._ranks = ranks
@@ -31,7 +31,11 @@ class StartVote:
     def situation(
         self, own: Situation, meaning: Sequence[object], plan: bytes = b""
     ) -> tuple[Situation, bool]:
-        """Return the situation of all ranks together, and whether they have the same plan."""
+        """Combine the status of all ranks, and return whether they have the same plan.
+
+        Raises:
+            RefusedError: The ranks pass different paths or options.
+        """
         numbers = [_number(repr(tuple(meaning)).encode("utf-8", "surrogatepass")), _number(plan)]
         found = all_reduce_max(self._ranks, [*own, *numbers, *(-number for number in numbers)])
         same = [found[-4] == -found[-2], found[-3] == -found[-1]]
@@ -46,9 +50,9 @@ class StartVote:
         return Situation(*map(bool, found[:-4])), same[1] and bool(plan)
 
     def all_or_none(self, work: Callable[[], T], undo: Callable[[T], object]) -> T:
-        """Do *work* on every rank; if it fails on any, *undo* it on the others and raise on all.
+        """Run *work* on every rank. If it fails on any, *undo* it on the others and raise on all.
 
-        It is undone, too, when the ranks cannot be asked.
+        It is also undone if the exchange fails.
         """
         done = attempt(work)
         error = done.exception()
@@ -63,13 +67,13 @@ class StartVote:
         return done.result()
 
     def fail(self, done: Future[T]) -> NoReturn:
-        """Raise the error of any rank on every rank; there is one that has an error."""
+        """Raise on every rank the error of the rank that has one."""
         together(self._ranks, done.result)
         raise CkptError("a rank failed without reporting an error")
 
 
 def attempt(work: Callable[[], T]) -> Future[T]:
-    """Return the result of *work*, or the exception."""
+    """Run *work*, and return its result or exception as a future."""
     done: Future[T] = Future()
     try:
         done.set_result(work())

@@ -1,8 +1,7 @@
-"""A process that writes: it carries out plans on memory that this one shares with it.
+"""Writer process, which executes plans on memory that the trainer shares with it.
 
-It imports no torch and takes part in no collective: what it gets are a plan, descriptors of shared
-memory and where in it each chunk lies. So nothing that training does with the interpreter's lock
-slows the writing down, and the other way round.
+It neither imports torch nor takes part in collectives. It gets a plan, descriptors of shared
+memory, and the location of each chunk there, so it does not compete with training for the GIL.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ if TYPE_CHECKING:
     from ckptctl.distributed.background.host_memory import HostRegion
 
 SharedRange = tuple[int, int, int]
-"""Number of a region, first byte in it, length."""
+"""Number of a region, and offset and length in it in bytes."""
 
 _FOR_THE_TRAINER = {
     getattr(signal, f"SIG{name}") for name in ("INT", "TERM", "HUP", "QUIT", "USR1", "USR2")
@@ -47,10 +46,10 @@ _START = (
 
 
 class WriterProcess:
-    """Carries out one plan at a time in a child process, which starts with the first.
+    """Child process that executes one plan at a time, started by the first one.
 
-    The child ends when this process does, however that ends: what it was writing then never gets
-    its name. In a fork of this process the child is not reachable.
+    The child exits with this process, however that ends, and publishes nothing then. A fork of this
+    process cannot use the child.
     """
 
     def __init__(self) -> None:
@@ -71,9 +70,12 @@ class WriterProcess:
         *,
         regions: Sequence[HostRegion],
     ) -> Execution:
-        """Carry out *plan* in the child, as the executor of :mod:`ckptctl.storage.execution` does.
+        """Execute *plan* in the child, like the executor of :mod:`ckptctl.storage.execution`.
 
-        *progress* is called once; all of *memory* lies in *regions*, which are shared memory.
+        *progress* is called only once. All of *memory* must be in *regions*.
+
+        Raises:
+            StorageError: The child exited before it was done.
         """
         connection = self.connect()
         try:
@@ -103,7 +105,7 @@ class WriterProcess:
         return found
 
     def close(self) -> None:
-        """End the child; a plan that it is carrying out fails."""
+        """Kill the child, which makes a running plan fail."""
         with self._closing:
             if self._child is not None:
                 self._child.kill()
@@ -114,13 +116,13 @@ class WriterProcess:
                 self._connection = None
 
     def forget(self) -> None:
-        """Let go of the child of another process, in a fork of that."""
+        """Forget the child in a forked process, without killing it."""
         if self._connection is not None:
             self._connection.close()
         self._connection = self._child = None
 
     def connect(self) -> Connection:
-        """Return the connection to the child, which is started with the first call."""
+        """Return the connection to the child, which is started by the first call."""
         with self._closing:
             if self._connection is None:
                 try:
@@ -138,8 +140,8 @@ class WriterProcess:
         here, there = socket.socketpair()
         with here, there:
             command = [sys.executable, "-c", _START, str(there.fileno()), *sys.path]
-            # What schedulers and keyboards send to all is for the trainer to handle: it may have
-            # seconds left in which the child is needed. The mask is inherited from birth.
+            # The trainer handles signals that are sent to all processes, and may need the child for
+            # some more seconds. The child inherits the mask.
             before = signal.pthread_sigmask(signal.SIG_BLOCK, _FOR_THE_TRAINER)
             try:
                 self._child = subprocess.Popen(
@@ -155,7 +157,7 @@ class WriterProcess:
             return Connection(here.detach())
 
     def _answer(self, connection: Connection, plan: Plan) -> Execution:
-        """Send the frames of files that the child asks for, until it is done."""
+        """Send the file headers and indexes that the child requests, until it is done."""
         while True:
             message = connection.recv()
             if isinstance(message, Execution):
@@ -166,13 +168,13 @@ class WriterProcess:
             try:
                 frame = list(plan.files[number].frame(crcs.__getitem__))
             except BaseException:
-                self.close()  # it waits for an answer
+                self.close()  # the child waits for an answer
                 raise
             connection.send(frame)
 
 
 def no_frame(_: CrcOf) -> Iterator[tuple[int, bytes]]:
-    """Stand for a frame in a plan that is sent; the child puts one that asks in its place."""
+    """Placeholder for the frame of a file, which the child replaces by a request."""
     raise CkptError("the writer process did not request a file header from the training process")
 
 
@@ -204,7 +206,7 @@ Regions = dict[int, memoryview]
 
 
 def main(descriptor: int) -> None:
-    """Carry out plans until the other end is closed."""
+    """Execute plans in the child until the trainer closes the connection."""
     connection = Connection(descriptor)
     regions: Regions = {}
     messages: queue.SimpleQueue[Any] = queue.SimpleQueue()
@@ -217,14 +219,11 @@ def main(descriptor: int) -> None:
         }
         connection.send(_done(connection, messages, plan, root, options, memory))
         del memory
-        gc.collect()  # a run refers to itself, and to memory that the trainer wants to give back
+        gc.collect()  # reference cycles of an execution keep memory mapped
 
 
 def _receive(connection: Connection, regions: Regions, messages: queue.SimpleQueue[Any]) -> None:
-    """Pass on messages; end the process when the connection is closed.
-
-    Whatever is being written then belongs to a trainer that is gone.
-    """
+    """Pass on messages, and exit when the connection is closed, because the trainer has ended."""
     try:
         while True:
             message = connection.recv()
@@ -255,7 +254,7 @@ def _done(
     asking = threading.Lock()
 
     def asking_for(number: int, file: OutputFile) -> OutputFile:
-        """Return a file that asks the trainer for its frame, with its records' CRCs."""
+        """Return *file* with a frame that is requested from the trainer, given its CRCs."""
         own = [index for index, record in enumerate(plan.records) if record.file == file.path]
 
         def frame(crc_of: CrcOf) -> Iterator[tuple[int, bytes]]:
@@ -279,14 +278,14 @@ def _done(
 def plan_executor(
     region: HostRegion | None, writer: WriterProcess | None
 ) -> Callable[..., Execution]:
-    """Return an executor that reads copied memory alone, in *writer* where there is one."""
+    """Build an executor that reads only copied memory, in *writer* if it is not None."""
     regions = [region] if region else []
     if writer and regions:
         return partial(writer.execute, regions=regions)
 
     def execute_here(*plan: Any, memory: Mapping[str, memoryview]) -> Execution:
         for view in memory.values():
-            _place(view, regions, range(len(regions)))  # nothing else has been copied
+            _place(view, regions, range(len(regions)))  # raises if it was not copied
         return execute(*plan, memory=memory)  # type: ignore[misc]
 
     return execute_here

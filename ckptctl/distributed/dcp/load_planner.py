@@ -1,4 +1,4 @@
-"""A load planner for torch's own functions: every wanted element is proven to be read."""
+"""Load planner for torch's ``dcp.load`` that verifies that every element is read."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ from ckptctl.save_load.loading.load_options import LoadReport
 from ckptctl.save_load.loading.state_mapping import Wanted
 
 NONE = torch.Size([0])
-"""The size of what is no tensor, as torch has it."""
+"""Size of non-tensor values, as in torch's planners."""
 _log = logging.getLogger("ckptctl")
 
 
 @dataclass
 class NamedPlan(LoadPlan):
-    """A plan as ranks send it."""
+    """Load plan with the names that a rank requires."""
 
     tensors: dict[str, Keys] = field(default_factory=dict)
     values: dict[str, Keys] = field(default_factory=dict)
@@ -52,18 +52,19 @@ class NamedPlan(LoadPlan):
 
 
 class LoadPlanner(DefaultLoadPlanner):
-    """For ``dcp.load(state, planner=LoadPlanner())``, with any storage reader.
+    """Planner for ``dcp.load(state, planner=LoadPlanner())``, with any storage reader.
 
-    With :class:`~ckptctl.distributed.Reader` the state may have another layout than the checkpoint;
-    each rank finds that out from its own part of the state.
+    With :class:`~ckptctl.distributed.Reader`, the layout of the state may differ from that of the
+    checkpoint. Each rank detects it from its part of the state.
 
     Args:
-        strict: Whether names that are missing or left over are errors; else the report has them.
-        cast: Whether floating tensors may get another dtype than the checkpoint's.
-        trusted: Whether leaves that are no tensors may run code when they are unpickled.
+        strict: Whether missing and unexpected names are errors. If False, only the report lists
+            them.
+        cast: Whether floating-point tensors may be loaded with another dtype.
+        trusted: Whether non-tensor values may run code when they are unpickled.
 
     Attributes:
-        report: What the last load found, once it was planned.
+        report: Report of the last load, available once it is planned.
     """
 
     report: LoadReport
@@ -79,10 +80,10 @@ class LoadPlanner(DefaultLoadPlanner):
         metadata: Metadata | None = None,
         is_coordinator: bool = False,
     ) -> None:
-        """Take the state and the checkpoint's metadata; leaves of any type stay as they are.
+        """Set the state to load and the metadata of the checkpoint.
 
         Raises:
-            CkptError: The checkpoint cannot be read, or does not fit the state.
+            CkptError: The checkpoint cannot be read, or does not match the state.
         """
         assert metadata is not None
         _make_real(state_dict)
@@ -102,8 +103,8 @@ class LoadPlanner(DefaultLoadPlanner):
         """Plan the reads of this rank.
 
         Raises:
-            MappingError: A shape or a dtype is another one, or names are missing.
-            CoverageError: A part of a tensor is nowhere in the checkpoint.
+            MappingError: A shape or a dtype differs, or names are missing.
+            CoverageError: A part of a tensor is missing from the checkpoint.
         """
         paths = {name: meta.path for name, meta in self._state.meta.items()}
         values = self._state.paths
@@ -134,10 +135,10 @@ class LoadPlanner(DefaultLoadPlanner):
 
     @with_notes
     def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
-        """Compare the names of all ranks with those of the checkpoint; on the coordinator only.
+        """Compare the names of all ranks with the checkpoint, only on the coordinator.
 
         Raises:
-            MappingError: The checkpoint has names that no rank has.
+            MappingError: The checkpoint has names that no rank requires.
         """
         plans = [plan for plan in global_plan if isinstance(plan, NamedPlan)]
         if len(plans) < len(global_plan):
@@ -150,7 +151,7 @@ class LoadPlanner(DefaultLoadPlanner):
         return [replace(plan, tensors={}, values={}, found=found) for plan in plans]
 
     def finish_plan(self, new_plan: LoadPlan) -> LoadPlan:
-        """Write the report of the load."""
+        """Build the report of the load."""
         found = getattr(new_plan, "found", None) or LoadReport()
         entries = self._offered.state_dict_metadata
         names = (*self._state.tensors, *self._state.values)
@@ -160,10 +161,10 @@ class LoadPlanner(DefaultLoadPlanner):
 
     @with_notes
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        """Put a leaf that is no tensor where the user has it.
+        """Unpickle a non-tensor value and replace it in the state.
 
         Raises:
-            CkptError: It cannot be read, or needs a class that is not known to be harmless.
+            CkptError: It cannot be read, or contains a class that is not known to be harmless.
         """
         name = read_item.dest_index.fqn
         try:
@@ -184,7 +185,7 @@ class LoadPlanner(DefaultLoadPlanner):
         put(self.original_state_dict, self._state.values[name].path, found)
 
     def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:
-        """Return the box of a tensor that an item is a part of."""
+        """Return the local shard that contains an item."""
         assert index.offset is not None
         return self._pieces[index.fqn, tuple(index.offset)]
 
@@ -213,13 +214,13 @@ class LoadPlanner(DefaultLoadPlanner):
 
 
 def _make_real(state_dict: dict[str, Any]) -> None:
-    """Give tensors on the meta device memory, in place, as torch's planner does."""
+    """Allocate tensors on the meta device in place, as torch's planner does."""
     flat, paths = compat.flatten_state_dict(state_dict)
     for name, leaf in flat.items():
-        # A ShardedTensor answers of its one shard, and raises where it has none or several.
+        # Attributes of a ShardedTensor raise if it does not have exactly one shard.
         if isinstance(leaf, torch.Tensor) and not isinstance(leaf, ShardedTensor) and leaf.is_meta:
             made = {name: leaf}
             compat.init_state_dict(made)
-            if has_placement(leaf):  # which torch before 2.14 does not keep
+            if has_placement(leaf):  # lost by torch before 2.14
                 copy_placement(leaf, made[name])
             put(state_dict, paths[name], made[name])

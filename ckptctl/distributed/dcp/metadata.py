@@ -1,4 +1,4 @@
-"""Metadata of ``torch.distributed.checkpoint``: from a catalog, from a plan, to ``.metadata``."""
+"""Metadata of ``torch.distributed.checkpoint``, built from a catalog or a plan, and encoded."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ STOCK = "the checkpoint"
 
 
 def with_notes(method: Callable[P, R]) -> Callable[P, R]:
-    """Return *method*; its errors have where, why and hint as notes, and name Python's options."""
+    """Wrap *method* to add where, why and hint to errors as notes, with Python option names."""
 
     @wraps(method)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -59,7 +59,7 @@ def with_notes(method: Callable[P, R]) -> Callable[P, R]:
 
 
 def metadata_of(global_plan: GlobalPlan) -> Metadata:
-    """Return a global plan as torch's metadata; the positions of items are not in it yet."""
+    """Build torch's metadata of a global plan, without the positions of its items."""
 
     def entry(tensor: OutputTensor, boxes: Sequence[Box]) -> TensorStorageMetadata:
         size, chunks = torch.Size(tensor.shape), [chunk_of(box) for box in boxes]
@@ -77,22 +77,22 @@ def metadata_of(global_plan: GlobalPlan) -> Metadata:
 
 
 def properties_of(tensor: OutputTensor) -> TensorProperties:
-    """Return torch's properties of a tensor."""
+    """Build torch's properties of a tensor."""
     return TensorProperties(getattr(torch, tensor.dtype), requires_grad=tensor.requires_grad)
 
 
 def chunk_of(box: Box) -> ChunkStorageMetadata:
-    """Return *box* as torch has it."""
+    """Convert a box to torch's chunk metadata."""
     return ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes))
 
 
 def box_of(chunk: ChunkStorageMetadata) -> Box:
-    """Return a chunk of torch's as a box."""
+    """Convert torch's chunk metadata to a box."""
     return Box(tuple(chunk.offsets), tuple(chunk.sizes))
 
 
 class CatalogMetadata(Metadata):
-    """The tensors and leaves of a checkpoint of any format, under the names of the state."""
+    """Metadata of a checkpoint of any format, with the names of the state."""
 
     def __init__(
         self,
@@ -109,14 +109,14 @@ class CatalogMetadata(Metadata):
             self._offer(map_state(catalog, {}, MappingRequest(source=Request(root=options.root))))
 
     def require(self) -> StateMapping:
-        """Return the mapping."""
+        """Return the mapping, or raise the error of reading the checkpoint."""
         if self._problem:
             raise self._problem
         assert self.mapping
         return self.mapping
 
     def adapt(self, state: Mapping[str, TensorMeta]) -> None:
-        """Offer the checkpoint's tensors under the names and in the layout of *state*."""
+        """Present the checkpoint's tensors with the names and layout of *state*."""
         self.require()
         assert self._catalog
         self._offer(map_state(self._catalog, state, self._options.mapping))
@@ -150,7 +150,7 @@ class CatalogMetadata(Metadata):
 
 
 def mapping_of(metadata: Metadata) -> StateMapping:
-    """Return any metadata as a mapping of names to themselves."""
+    """Return the mapping of a checkpoint, which is the identity for metadata of other readers."""
     if isinstance(metadata, CatalogMetadata):
         return metadata.require()
     paths = metadata.planner_data or {}
@@ -169,7 +169,11 @@ def mapping_of(metadata: Metadata) -> StateMapping:
 
 
 def encode_metadata(metadata: Metadata, world: int = 0) -> tuple[bytes, ...]:
-    """Return the content of ``.metadata``, in parts."""
+    """Encode the content of ``.metadata``, in parts.
+
+    Raises:
+        RefusedError: The metadata has fields that would be lost.
+    """
     if type(metadata) is not Metadata:
         raise RefusedError(
             f"metadata of class {type(metadata).__name__} cannot be written",

@@ -1,8 +1,8 @@
-"""A save planner for torch's own functions, with the global plan of ``ckptctl.save``.
+"""Save planner for torch's ``dcp.save`` with the global plan of ``ckptctl.save``.
 
-Ranks send what they hold in the form of :mod:`ckptctl.save_load.saving.local_shards`, the
-coordinator decides with :mod:`ckptctl.save_load.saving.global_plan`, and each rank makes write
-items of its share. Any storage writer takes them; ours takes the share itself.
+Ranks send descriptions of their shards (:mod:`ckptctl.save_load.saving.local_shards`), the
+coordinator divides them (:mod:`ckptctl.save_load.saving.global_plan`), and each rank makes write
+items of its share. Any storage writer accepts the items, and :class:`Writer` uses the share.
 """
 
 from __future__ import annotations
@@ -51,24 +51,24 @@ from ckptctl.units import counted
 
 PLANS = 8
 VERSION = 1
-"""Of what the key of a plan is made of."""
+"""Version of the contents of a plan's key."""
 
 
 @dataclass(frozen=True)
 class SharePlan(SavePlan):
-    """A plan as ranks send it: to the coordinator what a rank holds, and back its share."""
+    """Save plan that carries a rank's shards to the coordinator, and its share back."""
 
-    key: bytes = b""  # digest of all that the plan of this rank depends on, values of leaves apart
-    values: bytes = b""  # digests of the leaves that are no tensors, and of small tensors
-    packed: Packed | None = None  # what the rank holds, or None if it is what it held with this key
-    generation: bytes = b""  # of the plan that the rank has for the key; of the new one
-    share: RankShare | None = None  # None if the plan of this generation holds
-    kept: tuple[bytes, ...] = ()  # the generations that the coordinator knows from now on
+    key: bytes = b""  # digest of everything on which the rank's plan depends, except values
+    values: bytes = b""  # digests of the non-tensor values and of small tensors
+    packed: Packed | None = None  # the rank's shards, or None if unchanged for this key
+    generation: bytes = b""  # of the rank's cached plan for the key, then of the new plan
+    share: RankShare | None = None  # None if the plan of this generation is reused
+    kept: tuple[bytes, ...] = ()  # generations that the coordinator keeps
 
 
 @dataclass(frozen=True, slots=True)
 class _AgreedPlan:
-    """A global plan as the coordinator keeps it."""
+    """Global plan, cached by the coordinator."""
 
     packed: Sequence[Packed]
     keys: Sequence[bytes]
@@ -78,34 +78,34 @@ class _AgreedPlan:
 
 @dataclass(frozen=True, slots=True)
 class _SavedShare:
-    """A plan that this rank has carried out."""
+    """Executed plan of this rank."""
 
     key: bytes
     generation: bytes
     share: RankShare
     items: list[WriteItem]
-    made: _AgreedPlan | None  # coordinator only
+    made: _AgreedPlan | None  # only on the coordinator
 
     @property
     def nbytes(self) -> int:
-        """Return about how much memory it takes."""
+        """Approximate memory size in bytes."""
         return 1000 * len(self.items)
 
 
 class SavePlanner(DefaultSavePlanner):
-    """For ``dcp.save(state, planner=SavePlanner())``, with any storage writer.
+    """Planner for ``dcp.save(state, planner=SavePlanner())``, with any storage writer.
 
-    Replicated tensors are divided by the bytes of their boxes, large ones in parts; dtypes, shapes
-    and coverage are proven for all ranks. A planner that is used again, in the same process group,
-    keeps its plans: a state that is structured as it was then is not planned again.
+    Replicated tensors are divided among the ranks by bytes, and large ones are split. Dtypes,
+    shapes and coverage are verified for all ranks. If a planner is used again in the same process
+    group, it reuses the plans of states with the same structure.
 
     Args:
-        per_rank: Leaves that are no tensors, and small tensors that are neither DTensors nor
-            ShardedTensors, which differ between ranks: ``keep`` all of them, those of other ranks
-            than the lowest below ``rank_N.``; or an ``error``.
-        plans: How many plans are kept.
-        trusted: See :class:`~ckptctl.distributed.saving.destination.SaveOptions`.
-        compare_replicas: Likewise. Ranks compare when they plan.
+        per_rank: Action if non-tensor values, or small tensors that are neither DTensors nor
+            ShardedTensors, differ between ranks. ``"keep"`` saves all of them, those of further
+            ranks with names below ``rank_N.``, and ``"error"`` raises.
+        plans: Number of plans to cache.
+        trusted: Option of :func:`ckptctl.save`.
+        compare_replicas: Option of :func:`ckptctl.save`. Ranks compare only when they plan.
     """
 
     def __init__(
@@ -121,7 +121,7 @@ class SavePlanner(DefaultSavePlanner):
         self._compare_replicas = compare_replicas
         self._per_rank = per_rank
         self._limit = plans
-        # By generation. What ranks keep is told by `kept`, not by how large it is.
+        # By generation. Ranks evict by `kept`, not by size.
         self._plans: PlanCache[_SavedShare] = PlanCache(plans, sys.maxsize)
         self._made: _AgreedPlan | None = None
 
@@ -132,10 +132,10 @@ class SavePlanner(DefaultSavePlanner):
         storage_meta: StorageMeta | None = None,
         is_coordinator: bool = False,
     ) -> None:
-        """Take the state of this rank; see ``torch.distributed.checkpoint.SavePlanner``.
+        """Set the state of this rank to save.
 
         Raises:
-            CkptError: A leaf cannot be saved.
+            CkptError: A value cannot be saved.
         """
         super().set_up_planner(state_dict, storage_meta, is_coordinator)
         self._state = state_of(state_dict)
@@ -143,7 +143,7 @@ class SavePlanner(DefaultSavePlanner):
 
     @with_notes
     def create_local_plan(self) -> SavePlan:
-        """Return this rank's shards, or only that nothing has changed."""
+        """Describe this rank's shards, or only their key if a cached plan matches."""
         packed = self.local_state.packed
         key = digest((VERSION, packed.sharding))
         known = next((one for one in self._plans.plans() if one.key == key), None)
@@ -162,10 +162,10 @@ class SavePlanner(DefaultSavePlanner):
 
     @with_notes
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        """Divide the shards among the ranks; on the coordinator only.
+        """Divide the shards among the ranks, only on the coordinator.
 
         Raises:
-            MappingError: Ranks disagree on a tensor, or on a leaf where that is an error.
+            MappingError: Ranks disagree on a tensor, or on a value and *per_rank* is ``"error"``.
             CoverageError: The boxes of all ranks do not tile a tensor.
         """
         plans = [_require_share_plan(plan) for plan in all_plans]
@@ -182,7 +182,7 @@ class SavePlanner(DefaultSavePlanner):
             ]
             self.metadata = replace(known.made.metadata)
             return self.global_plan, self.metadata
-        # Without collectives each rank has its own plan.
+        # Without collectives, each rank makes its own plan.
         alone = not dist.is_initialized() or dist.get_world_size() == 1
         divided = make_global_plan(held) if len(held) > 1 or alone else own_plan(0, 1, held[0])
         apart = {n for one in divided.shares for n, under in one.values.items() if n != under}
@@ -211,7 +211,7 @@ class SavePlanner(DefaultSavePlanner):
 
     @with_notes
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
-        """Return this rank's items, of the new plan or of the one that it has."""
+        """Create this rank's write items, or reuse those of the cached plan."""
         plan, key = _require_share_plan(new_plan), cast(SharePlan, self.plan).key
         if plan.share is None:
             known = self._plans.get(plan.generation)
@@ -230,7 +230,7 @@ class SavePlanner(DefaultSavePlanner):
         return plan
 
     def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
-        """Return the data of an item: a view of a tensor, or the bytes of another leaf."""
+        """Return the data of an item, either a view of a tensor or the bytes of a value."""
         name = self._names.get(write_item.index.fqn, write_item.index.fqn)
         if write_item.type == WriteItemType.BYTE_IO:
             return io.BytesIO(self.local_state.values[name])
@@ -244,7 +244,7 @@ class SavePlanner(DefaultSavePlanner):
         return piece.resolve_conj().resolve_neg()
 
     def lookup_object(self, index: MetadataIndex) -> Any:
-        """Return a leaf of the state, by its name there."""
+        """Return a value of the state by the name of its item."""
         return self.state_dict[self._names.get(index.fqn, index.fqn)]
 
     def _packed(self, rank: int, plan: SharePlan) -> Packed:
@@ -252,7 +252,7 @@ class SavePlanner(DefaultSavePlanner):
             return plan.packed
         for made in (one.made for one in self._plans.plans() if one.made):
             if len(made.keys) > rank and made.keys[rank] == plan.key:
-                # Digests of replicas are those of an earlier save.
+                # Replicas are not compared again.
                 return replace(made.packed[rank], values=plan.values, replicas=b"")
         raise RefusedError(
             f"rank {rank} has a plan that the coordinator does not know",

@@ -1,4 +1,4 @@
-"""A storage reader for torch's own functions: of any checkpoint only the bytes that are wanted."""
+"""Storage reader for torch's ``dcp.load`` that reads only the required bytes, of any format."""
 
 from __future__ import annotations
 
@@ -48,34 +48,34 @@ class _ReaderOptions(LoadOptions):
 
 
 class Reader(StorageReader):
-    """For ``dcp.load(state, storage_reader=Reader(path))``.
+    """Reader for ``dcp.load(state, storage_reader=Reader(path))``.
 
-    With :class:`~ckptctl.distributed.LoadPlanner` a state of another layout than the checkpoint's
-    is found out by itself. Other planners look for the state's names at once: where the
-    checkpoint has other ones, say here what the state is. Without *allow_overflow* a load fails
-    after it has filled the tensors.
+    With :class:`~ckptctl.distributed.LoadPlanner`, the layout of the state is detected. Other
+    planners look up the names of the state at once, so pass *state_dict* if those of the checkpoint
+    differ. Without *allow_overflow*, a load with overflowing values fails after it
+    has filled the tensors.
 
     Attributes:
-        bytes_read: Bytes of tensors that this rank read in the last load, those below a URL apart.
+        bytes_read: Bytes of tensors that this rank read in the last load, except from URLs.
 
     Raises:
-        UsageError: An option makes no sense.
+        UsageError: An option is invalid.
     """
 
     @keywords(_ReaderOptions)
     def __init__(self, path: str | os.PathLike[str], options: _ReaderOptions) -> None:
-        """Read from *path*.
+        """Create a reader for *path*.
 
         Args:
-            path: The checkpoint, of any format; or the URL of a DCP directory (``s3://…``).
-            options: All others.
+            path: Checkpoint of any format, or the URL of a DCP directory (``s3://…``).
+            options: All other arguments.
         """
         super().__init__()
         self._options = options
         self.reset(path)
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Forget the last load; from now on read *checkpoint_id*, where one is given."""
+        """Reset the state of the last load, and set the checkpoint to *checkpoint_id* if given."""
         if checkpoint_id is not None:
             self.checkpoint_id = checkpoint_id
         self._rank = 0
@@ -84,10 +84,9 @@ class Reader(StorageReader):
         self.bytes_read = 0
 
     def read_metadata(self, *_: Any, **__: Any) -> Metadata:
-        """Return the metadata of the checkpoint, whatever its format.
+        """Return the metadata of a checkpoint of any format.
 
-        What is wrong with it is raised later: torch's loader would replace an error here by one
-        that says nothing.
+        Errors are raised later, because torch would replace them here by an uninformative one.
         """
         try:
             self._opened = self._options.open(os.fspath(self.checkpoint_id))
@@ -107,7 +106,7 @@ class Reader(StorageReader):
         *_: Any,
         **kwargs: Any,
     ) -> None:
-        """Take note of who this rank is; see ``torch.distributed.checkpoint.StorageReader``.
+        """Set the rank of this process and the metadata.
 
         Raises:
             CkptError: The checkpoint cannot be read.
@@ -120,10 +119,10 @@ class Reader(StorageReader):
 
     @with_notes
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """Prove that the tensors which *plan* reads are whole; say which checkpoint this rank sees.
+        """Verify that the tensors of *plan* are complete, and add a fingerprint of the checkpoint.
 
         Raises:
-            CoverageError: One is not.
+            CoverageError: A tensor is incomplete.
         """
         mapping = self._mapping()
         for name in dict.fromkeys(item.storage_index.fqn for item in plan.items):
@@ -134,10 +133,10 @@ class Reader(StorageReader):
 
     @with_notes
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """Prove that nothing is lost where the layout changes; on the coordinator only.
+        """Verify that a change of the layout loses nothing, only on the coordinator.
 
         Raises:
-            MappingError: Something is.
+            MappingError: Data would be lost.
             RefusedError: The ranks see different checkpoints.
         """
         seen = [one.storage_data for one in plans if isinstance(one.storage_data, Fingerprint)]
@@ -149,7 +148,10 @@ class Reader(StorageReader):
 
     @with_notes
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Fill the tensors that *planner* has for the items of *plan*, before this returns.
+        """Fill the planner's tensors for the items of *plan* synchronously.
+
+        Returns:
+            A future that is already done.
 
         Raises:
             CkptError: A dtype would change, or a file cannot be read.
@@ -168,7 +170,7 @@ class Reader(StorageReader):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Return whether this reader may read *checkpoint_id*."""
+        """Return whether this reader supports *checkpoint_id*."""
         return is_known(checkpoint_id)
 
     def _mapping(self) -> StateMapping:
@@ -191,7 +193,7 @@ class Reader(StorageReader):
             planner.commit_tensor(item, tensor)
 
     def _contents(self, items: Sequence[ReadItem], *, strict: bool) -> dict[str, io.BytesIO]:
-        """Return leaves that are no tensors, pickled anew: they have been read safely."""
+        """Read non-tensor values safely, and pickle them again for the planner."""
         found = read_values(
             self._mapping(),
             [item.storage_index.fqn for item in items],
@@ -205,7 +207,7 @@ class Reader(StorageReader):
 
 
 def _shard(item: ReadItem, tensor: torch.Tensor) -> HeldShard:
-    """Return the memory that an item is read into."""
+    """Describe the target tensor of an item as a shard."""
     first = item.storage_index.offset or (0,) * len(item.lengths)
     pairs = zip(first, item.storage_offsets, strict=True)
     shard = HeldShard(
@@ -221,7 +223,7 @@ def _shard(item: ReadItem, tensor: torch.Tensor) -> HeldShard:
 
 
 def _tensors(shards: Sequence[HeldShard], mapping: StateMapping) -> dict[str, TensorMeta]:
-    """Return the tensors that *shards* are parts of."""
+    """Describe the global tensors of *shards*."""
     found: dict[str, TensorMeta] = {}
     for one in shards:
         dtype = str(one.tensor.dtype).removeprefix("torch.")

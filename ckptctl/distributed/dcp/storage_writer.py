@@ -1,4 +1,4 @@
-"""A storage writer for torch's own functions: DCP directories that appear when they are whole."""
+"""Storage writer for torch's ``dcp.save`` that publishes DCP directories atomically."""
 
 from __future__ import annotations
 
@@ -46,25 +46,24 @@ from ckptctl.storage.paths import is_known, named
 
 VERSION = "1.0.0"
 _OPEN: weakref.WeakValueDictionary[str, Writer] = weakref.WeakValueDictionary()
-"""The writers of this process that have made room and not yet published, by destination."""
+"""Writers of this process that have prepared their target and not published yet, by path."""
 
 
 class Writer(StorageWriter):
-    """For ``dcp.save(state, storage_writer=Writer(path))``, with any save planner.
+    """Writer for ``dcp.save(state, storage_writer=Writer(path))``, with any save planner.
 
-    Ranks write into a staging directory; the coordinator renames it in :meth:`finish`, after it has
-    found every item of the plan in it. Below a URL (``s3://…``, ``memory://…``) there is no such
-    rename: the coordinator locks the place, files are streams, and the metadata, without which
-    there is no checkpoint, comes last.
+    Ranks write to a staging directory. The coordinator renames it in :meth:`finish`, after it has
+    found every item of the plan there. For a URL (``s3://…``, ``memory://…``), the coordinator
+    locks the destination, files are uploaded as streams, and the metadata comes last.
     """
 
     @keywords(WriterOptions)
     def __init__(self, path: str | os.PathLike[str], options: WriterOptions) -> None:
-        """Write to *path*.
+        """Create a writer for *path*.
 
         Args:
-            path: Where the checkpoint will appear; on a file system that all ranks see, or a URL.
-            options: All others.
+            path: Destination, on a file system that all ranks share, or a URL.
+            options: All other arguments.
         """
         super().__init__()
         self._options = options
@@ -73,11 +72,11 @@ class Writer(StorageWriter):
         self.reset(path)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return its options, with which another process can save."""
+        """Pickle without open resources, so that another process can save."""
         return self.__dict__ | {"_stack": None, "_place": None}
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Forget the last save; from now on write to *checkpoint_id*, where one is given."""
+        """Abort an unfinished save, and set the destination to *checkpoint_id* if given."""
         self._close()
         self._rank, self._apart = 0, False
         self._save_id = str(uuid.uuid4())
@@ -91,10 +90,10 @@ class Writer(StorageWriter):
         *_: Any,
         **kwargs: Any,
     ) -> None:
-        """Take note of who this rank is; see ``torch.distributed.checkpoint.StorageWriter``.
+        """Set the rank of this process and its target.
 
         Raises:
-            RefusedError: The path is no place for a checkpoint, or for one without collectives.
+            RefusedError: The path cannot hold a checkpoint, or none without collectives.
         """
         self._close()
         self._rank = kwargs.get("rank") or 0
@@ -108,19 +107,19 @@ class Writer(StorageWriter):
 
     @with_notes
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Say where this rank is about to write."""
+        """Add the destination of this rank to its plan."""
         return dataclasses.replace(plan, storage_data=self._target)
 
     @with_notes
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Make room for all ranks; on the coordinator only, or on each for itself.
+        """Prepare the target, only on the coordinator or on each rank without collectives.
 
         Raises:
-            RefusedError: Something is there, or ranks mean different places.
-            StorageError: A directory cannot be made.
+            RefusedError: The destination exists, or ranks have different ones.
+            StorageError: A directory cannot be created.
         """
         strange = [str(plan.storage_data) for plan in plans if plan.storage_data != self._target]
-        # Plans that the planner made anew carry no mark of the writer.
+        # Plans that the planner replaced have no storage data.
         strange = [place for place in strange if place != "None"]
         if strange:
             raise RefusedError(
@@ -134,13 +133,16 @@ class Writer(StorageWriter):
 
     @with_notes
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Write this rank's files, before this returns.
+        """Write this rank's files synchronously.
+
+        Returns:
+            A future that is already done.
 
         Raises:
-            CkptError: What the planner gives is not what it planned, or a file cannot be written.
+            CkptError: The planner's data does not match its plan, or a file cannot be written.
         """
         with self._closed_on_error():
-            # A subclass of the planner may give other data for its items.
+            # A subclass of the planner may resolve its items to other data.
             if type(planner) is OwnPlanner and isinstance(plan, SharePlan) and plan.share:
                 state, share = planner.local_state, plan.share
             else:
@@ -160,17 +162,17 @@ class Writer(StorageWriter):
 
     @with_notes
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Write the metadata and publish; on the coordinator only.
+        """Write the metadata and publish, only on the coordinator.
 
         Raises:
-            StorageError: An item of the plan is not there; nothing is published.
+            StorageError: An item of the plan is missing, and nothing is published.
         """
         with self._closed_on_error():
             stored = {one.index: one.storage_data for own in results for one in own}
             _require_all(metadata, stored, self._target)
             metadata.version, metadata.storage_data = VERSION, stored
             metadata.storage_meta = self.storage_meta()
-            # Without collectives nobody tells a writer how many ranks its group has.
+            # Without collectives, a writer does not know the number of ranks.
             content = encode_metadata(metadata, 0 if self._apart else len(results))
             first = self._rank if self._apart else 0
             sizes = {rank: _sizes(own) for rank, own in enumerate(results, first)}
@@ -183,7 +185,7 @@ class Writer(StorageWriter):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Return whether this writer can write to *checkpoint_id*."""
+        """Return whether this writer supports *checkpoint_id*."""
         return is_known(checkpoint_id)
 
     def storage_meta(self) -> StorageMeta:
@@ -200,7 +202,7 @@ class Writer(StorageWriter):
         return str(self._place_set.target)
 
     def _make_room(self) -> None:
-        # A save that fails on another rank does not come back here; its place is still taken.
+        # After a failure on another rank, torch does not call this writer again to clean up.
         earlier = None if self._apart else _OPEN.get(self._target)
         if earlier:
             earlier._close()
@@ -213,7 +215,7 @@ class Writer(StorageWriter):
 
     @contextmanager
     def _closed_on_error(self) -> Iterator[None]:
-        """Remove the staging directory and give SIGTERM back where this rank fails."""
+        """If the block fails, remove the staging directory and restore signal handlers."""
         try:
             yield
         except BaseException:
@@ -227,12 +229,12 @@ class Writer(StorageWriter):
 
 
 def _close(stack: ExitStack) -> None:
-    with suppress(ValueError):  # signal handlers are given back by the main thread alone
+    with suppress(ValueError):  # only the main thread can restore signal handlers
         stack.close()
 
 
 def _sizes(results: Iterable[WriteResult]) -> dict[str, int]:
-    """Return the sizes of the files of one rank: nothing is behind their items."""
+    """Compute the file sizes of one rank, whose items are followed by nothing."""
     sizes: dict[str, int] = {}
     for place in (one.storage_data for one in results):
         sizes[place.relative_path] = max(
@@ -261,7 +263,7 @@ def _require_all(metadata: Metadata, stored: Collection[MetadataIndex], where: s
 
 
 def _local_state(items: Sequence[WriteItem], planner: SavePlanner) -> tuple[LocalState, RankShare]:
-    """Describe what any planner plans to write as a state, all of which this rank writes."""
+    """Resolve the write items of any planner to a state that this rank writes completely."""
     tensors: dict[str, TensorMeta] = {}
     chunks: list[HeldChunk] = []
     pieces: list[torch.Tensor] = []

@@ -1,1 +1,1 @@
-"""Leaves that are no tensors, made from the records of their pickles by constructors of our own."""
+"""Safe unpickling of non-tensor values, by constructors with checked arguments."""

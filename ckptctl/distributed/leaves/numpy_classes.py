@@ -1,7 +1,7 @@
-"""Arrays, scalars and element types of numpy, made from checked sizes and bytes.
+"""Arrays, scalars and dtypes of numpy, created from checked sizes and bytes.
 
-Nothing of numpy that takes a state from a pickle is called (``dtype.__setstate__``,
-``ndarray.__setstate__``, ``scalar``): what they accept can pass a file's bytes off as pointers.
+No function of numpy that takes a state from a pickle is called (``dtype.__setstate__``,
+``ndarray.__setstate__``, ``scalar``), because these can treat bytes of a file as pointers.
 Source of the records: ``numpy/_core/src/multiarray/methods.c`` and ``descriptor.c``.
 """
 
@@ -42,7 +42,7 @@ _TEXTS = re.compile(r"(?P<kind>[SU])(?P<length>\d{1,9})")
 _TIMES = ("M8", "m8")
 _UNITS = ["Y", "M", "W", "D", "h", "m", "s", "ms", "us", "ns", "ps", "fs", "as", "generic"]
 _NEEDS_ZEROS = 8
-"""The one flag of a dtype that those made here may have, of texts (``NPY_NEEDS_INIT``)."""
+"""The only allowed flag of a dtype, set for strings (``NPY_NEEDS_INIT``)."""
 _LAST_CHARACTER = 0x10FFFF
 
 
@@ -55,7 +55,7 @@ def _numpy() -> Any:
 
 
 def _dtype(record: Inert, _: Make) -> Dtype:
-    """Return the dtype of a record, if it is a plain one, made from its kind, size and unit."""
+    """Create a dtype without fields or objects from its kind, size and unit."""
     code, state = _stated(record)
     order, fields, rest = state[1], state[2:5], state[5:]
     if order not in ("<", ">", "=", "|") or fields != (None, None, None):
@@ -72,7 +72,7 @@ def _dtype(record: Inert, _: Make) -> Dtype:
 
 
 def _stated(record: Inert) -> tuple[str, tuple[Any, ...]]:
-    """Return the kind and size, and the state, of the record of a dtype."""
+    """Parse a dtype record to its code (kind and size) and its state."""
     if record.appended is not None or record.entries is not None or len(record.args) != 3:
         raise wrong(record, "its arguments are unexpected")
     code, state = record.args[0], record.state
@@ -87,7 +87,7 @@ def _stated(record: Inert) -> tuple[str, tuple[Any, ...]]:
 
 
 def _unit(record: Inert, state: tuple[Any, ...]) -> str:
-    """Return the unit of a dtype of times as numpy spells it."""
+    """Parse the time unit of a dtype to numpy's notation."""
     said = state[8]
     if type(said) is not tuple or len(said) != 2 or said[0] not in (None, {}):
         raise wrong(record, "its unit is invalid")
@@ -113,7 +113,7 @@ def _dtype_of(record: Inert, value: object) -> Dtype:
 
 
 def _array(record: Inert, _: Make) -> Array:
-    """Return an array of ``_reconstruct`` and the state that BUILD gives it."""
+    """Create an array from a ``_reconstruct`` record and its state."""
     kind, state = record.args[0] if record.args else None, record.state
     if kind != _ARRAY:
         raise unknown(kind if isinstance(kind, Global) else record)
@@ -144,7 +144,7 @@ def _scalar(record: Inert, _: Make) -> object:
 def _filled(
     record: Inert, dtype: Dtype, shape: object, content: object, order: Literal["C", "F"]
 ) -> Array:
-    """Return an array over a copy of *content*, which has to be as long as its shape says."""
+    """Create an array from a copy of *content*, whose length must match the shape."""
     if type(shape) is not tuple or len(shape) > MAX_DIMENSIONS:
         raise wrong(record, "its shape is invalid")
     sizes = tuple(integer(record, one, 0) for one in shape)
@@ -162,7 +162,7 @@ def _filled(
 
 
 def _require_values(record: Inert, found: Array) -> None:
-    """Refuse bytes that are no value of their type, for which numpy's own code is undefined."""
+    """Raise if bytes are not valid values of their dtype, which is undefined behavior in numpy."""
     flat = found.reshape(-1, order="A")
     kind = found.dtype.kind
     most = {"b": 1, "U": _LAST_CHARACTER}.get(kind)

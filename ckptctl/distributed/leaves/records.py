@@ -1,4 +1,4 @@
-"""Checks of the inert records that a pickle becomes, before anything is made of them."""
+"""Checks of inert pickle records before objects are created from them."""
 
 from __future__ import annotations
 
@@ -11,38 +11,38 @@ from ckptctl.units import counted
 
 MAX_INT = 1 << 63
 Make = Callable[[object], object]
-"""Returns the value that a record inside of another one stands for."""
+"""Creates the value of a nested record."""
 Maker = Callable[[Inert, Make], object]
-"""Returns the value that a record of one class stands for.
+"""Creates the value of a record of one class.
 
 Raises:
-    UnsupportedError: The record is none that the class writes.
+    UnsupportedError: The class does not write such a record.
 """
 Makers = Mapping[Global, Maker]
 POSITIONS = {"pos": "key", "buffer_pos": "buffer"}
-"""What each position counts in."""
+"""Keys of generator states that contain a position, and of the arrays that they index."""
 PARTS = frozenset({*POSITIONS, *POSITIONS.values()})
 
 
 def wrong(record: Inert | Global | str, why: str) -> UnsupportedError:
-    """Return the error for a record that its class does not write."""
+    """Build the error for a record that its class does not write."""
     return UnsupportedError(f"malformed `{class_of(record)}` object", why=why)
 
 
 def unknown(record: Inert | Global | str) -> UnsafePickleError:
-    """Return the error for a record of a class that is not known to be harmless."""
+    """Build the error for a record of a class that is not known to be harmless."""
     return UnsafePickleError(f"it contains a `{class_of(record)}`")
 
 
 def class_of(record: Inert | Global | str) -> str:
-    """Return the class of a record as errors show it."""
+    """Format the class of a record for messages."""
     if isinstance(record, Inert):
         return f"{shown(record.module)}.{shown(record.name)}"
     return shown(str(record))
 
 
 def arguments(record: Inert, least: int, most: int | None = None) -> tuple[object, ...]:
-    """Return the arguments of a record that holds nothing else."""
+    """Return the arguments of a record, or raise on a wrong number, a state or elements."""
     if record.state is not None or record.appended is not None or record.entries is not None:
         raise wrong(record, "it has a state or elements")
     count = len(record.args)
@@ -52,7 +52,7 @@ def arguments(record: Inert, least: int, most: int | None = None) -> tuple[objec
 
 
 def attributes(record: Inert) -> dict[str, object]:
-    """Return the attributes of a record that was made without arguments."""
+    """Return the attributes of a record, or raise if it has arguments or elements."""
     state = {} if record.state is None else record.state
     if record.args or record.appended is not None or record.entries is not None:
         raise wrong(record, "it has arguments or elements")
@@ -62,24 +62,24 @@ def attributes(record: Inert) -> dict[str, object]:
 
 
 def integer(record: Inert | str, value: object, least: int = -MAX_INT, end: int = MAX_INT) -> int:
-    """Return *value* if it is a whole number from *least* on and below *end*."""
+    """Return *value*, or raise if it is not an integer from *least* to below *end*."""
     if type(value) is not int or not least <= value < end:
         raise wrong(record, "a number in it is invalid or out of range")
     return value
 
 
 def text(record: Inert, value: object) -> str:
-    """Return *value* if it is a string."""
+    """Return *value*, or raise if it is not a string."""
     if type(value) is not str:
         raise wrong(record, "an argument is not a string")
     return value
 
 
 def require_positions(state: Mapping[object, object]) -> None:
-    """Refuse a generator's state whose position lies outside of its numbers.
+    """Raise if a random generator's position is out of range of its state array.
 
-    numpy takes any position (``numpy/random/_mt19937.pyx``, ``_philox.pyx``) and draws the next
-    number from there, inside of the state or not.
+    numpy accepts any position (``numpy/random/_mt19937.pyx``, ``_philox.pyx``) and draws the next
+    number from there, even outside of the array.
     """
     for name, numbers in POSITIONS.items():
         at, found = state.get(name), state.get(numbers)

@@ -1,9 +1,9 @@
-"""Reading a leaf that is no tensor without running or trusting anything of its file.
+"""Reader of non-tensor values that neither runs code of a file nor trusts its contents.
 
-The pickle becomes inert records (:mod:`ckptctl.storage.pickles.pickle_reader`); of those, values of
-known classes are made by constructors whose arguments are checked here. Nothing is called with a
-state that a file says, because even harmless classes believe one: numpy's dtypes take flags with
-which bytes pass for pointers.
+The pickle is parsed to inert records (:mod:`ckptctl.storage.pickles.pickle_reader`). Objects of
+known classes are then created by constructors with checked arguments. ``__setstate__`` is never
+called, because even harmless classes trust its argument: flags of a numpy dtype can turn bytes into
+pointers.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from ckptctl.storage.zips.zip_reader import KEEPING_TABLE, StoredTensor, read_ar
 MAKERS: Makers = {**STANDARD, **NUMPY, **TORCH}
 TABLE = {**KEEPING_TABLE, **{(key.module, key.name): key for key in MAKERS}}
 MAX_RECORD_KEYS = 10_000
-"""Keys and members that are no plain values; hashes of such can be made to collide."""
+"""Maximum number of keys and members that are not plain values, whose hashes could collide."""
 SHARED_TIMES = 4
 SHARED_ALLOWANCE = 1 << 16
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, bytearray)
@@ -46,11 +46,12 @@ _FACTORIES: Mapping[Global, Callable[[], object]] = {
 
 
 def read_leaf(content: bytes, where: str) -> object:
-    """Return the value that ``torch.save`` wrote into the zip *content*.
+    """Return the value that ``torch.save`` wrote to the zip archive *content*.
 
     Raises:
-        UnsafePickleError: It holds an object of a class that is not known to be harmless.
-        UnsupportedError: It holds one of a known class that is not as that class writes it.
+        UnsafePickleError: It contains an object of a class that is not known to be harmless.
+        UnsupportedError: It contains an object of a known class in a form that the class does not
+            write.
         CkptError: See :func:`ckptctl.storage.zips.zip_reader.read_archive`.
     """
     files = MemoryFiles(content, Path(where))
@@ -66,9 +67,9 @@ def read_leaf(content: bytes, where: str) -> object:
 
 
 class _LeafValues:
-    """Makes the values of one leaf; what is one object in the pickle becomes one object.
+    """Builder of the objects of one value, which keeps their identities.
 
-    Its instances may be made of *allowance* bytes, each counted as often as it is used.
+    Arguments of constructors may have *allowance* bytes in total, counted at each use.
     """
 
     def __init__(self, storages: Storages, allowance: int) -> None:
@@ -78,7 +79,7 @@ class _LeafValues:
         self._record_keys = 0
 
     def make(self, record: object) -> Any:
-        """Return the value that a record stands for, and all that is inside."""
+        """Return the value of a record, including nested ones."""
         if type(record) in _PLAIN:
             return record
         if id(record) not in self._made:
@@ -167,14 +168,14 @@ class _LeafValues:
 
 
 def _size(part: object) -> int:
-    """Return how many bytes an argument has that a constructor copies."""
+    """Return the number of bytes that a constructor copies from an argument."""
     if isinstance(part, str | bytes | bytearray):
         return len(part)
     return part.bit_length() >> 3 if isinstance(part, int) else 0
 
 
 def _named(record: Global | Builder) -> object:
-    """Return the dtype that a class or function stands for, which is a value itself."""
+    """Return the torch dtype of a global, or raise for any other one."""
     known = record.source if isinstance(record, Builder) else record
     if known and known.module == "torch" and known.name in dtypes.BY_NAME:
         return getattr(torch, known.name)

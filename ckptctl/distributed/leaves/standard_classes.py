@@ -1,6 +1,6 @@
-"""Values of the standard library's classes, each made by a constructor that checks what it gets.
+"""Objects of standard-library classes, created with checked arguments.
 
-Source: what ``__reduce_ex__`` of these classes returns in Python 3.11 to 3.14 (``Lib/datetime.py``,
+Source: results of ``__reduce_ex__`` of these classes in Python 3.11 to 3.14 (``Lib/datetime.py``,
 ``Lib/fractions.py``, ``Lib/uuid.py``, ``Modules/_collectionsmodule.c``, ...).
 """
 
@@ -47,7 +47,7 @@ _LONG = 1 << 14_000  # about as many digits as Python turns into text
 
 
 def _packed(record: Inert, nbytes: int) -> tuple[bytes, tuple[object, ...]]:
-    """Return the bytes of a date or a time, and its time zone where it has one."""
+    """Return the packed bytes of a date or time, and its time zone if it has one."""
     content, *rest = arguments(record, 1, 2)
     if type(content) is not bytes or len(content) != nbytes:
         raise wrong(record, f"it is not packed into {counted(nbytes, 'byte')}")

@@ -1,7 +1,7 @@
-"""Values of torch's classes: tensors inside of other values, sizes, dtypes, devices.
+"""Objects of torch classes in non-tensor values: nested tensors, devices and layouts.
 
-A tensor lies within the bytes of its storage, which are copied from the leaf's zip; tensors over
-one storage share it, as ``torch.load`` makes them.
+Storages are copied from the zip archive of the value, and tensors must be within them. Tensors of
+one storage share it, as with ``torch.load``.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from ckptctl.storage.zips.directory import ZipRecord
 from ckptctl.storage.zips.zip_reader import StoredTensor
 
 MOST_REPEATED = 1 << 30
-"""Bytes of the elements of a tensor that repeats those of a smaller storage."""
+"""Maximum size in bytes of a tensor that repeats elements of a smaller storage."""
 _DEVICE = re.compile(r"[a-z]{2,16}")
 
 
 class Storages:
-    """The tensors of one zip."""
+    """Tensors and their storages in one zip archive."""
 
     def __init__(self, records: Mapping[str, ZipRecord], read: Callable[[int, int], bytes]) -> None:
         self._records = records
@@ -41,7 +41,7 @@ class Storages:
         self._made: dict[str, torch.Tensor] = {}
 
     def tensor(self, stored: StoredTensor) -> torch.Tensor:
-        """Return a tensor over its storage."""
+        """Return a tensor that views its storage, or raise if it is invalid."""
         if stored.unsupported:
             return self._mirrored(stored)
         dtype = getattr(torch, stored.dtype)
@@ -67,7 +67,7 @@ class Storages:
         return found.requires_grad_(stored.requires_grad)
 
     def _mirrored(self, stored: StoredTensor) -> torch.Tensor:
-        """Return a view that is lazily conjugate or negative."""
+        """Return a lazily conjugated or negated view."""
         if stored.base is None:
             raise UnsupportedError(f"{stored.unsupported}")
         found = self.tensor(stored.base).detach()
@@ -89,7 +89,7 @@ class Storages:
 
 
 def _strides(stored: StoredTensor) -> tuple[int, ...]:
-    """Return the strides of a tensor; those along which it has no second element are replaced."""
+    """Return the strides of a tensor, with 1 for dimensions of size 1."""
     if stored.strides is not None and 0 not in stored.shape:
         pairs = zip(stored.shape, stored.strides, strict=True)
         return tuple(stride if size > 1 else 1 for size, stride in pairs)

@@ -1,9 +1,9 @@
-"""Boxes that several ranks want are read by one of them and sent to the others.
+"""Boxes that several ranks need are read by one of them and broadcast to the others.
 
-Ranks that hold the same box of a tensor (data parallel replicas, norms under tensor parallelism)
-are a group. Each box, large ones in pieces, gets one reader in its group, so that all ranks read
-about as many bytes; then every reader broadcasts what it has read: from device to device where the
-group has a backend for that (NCCL), else through host memory.
+Ranks with the same box of a tensor (data-parallel replicas, norms under tensor parallelism) form a
+group. Each box, or each part of a large one, gets a reader in its group, so that all ranks read
+about the same number of bytes. Readers broadcast from device to device if the process group has a
+backend for that (NCCL), or through host memory.
 """
 
 from __future__ import annotations
@@ -31,33 +31,34 @@ SAMPLE = 1 << 20
 SAMPLES = 4
 BUCKET = 16 << 20
 Wish = tuple[str, Box, int, str | None]
-"""Name, box, bytes, and the kind of device that it is sent from; None: the group cannot send it."""
+"""Name, box, bytes, and device type to send from, or None if the group cannot send it."""
 
 
 class SharedRead(NamedTuple):
-    """One box that several ranks hold, the *holders*, and one of them reads."""
+    """Box of several ranks, read by one of the *holders*."""
 
     holders: tuple[int, ...]
     reader: int
-    place: int  # the number of this rank's place that it is a part of
+    place: int  # index of this rank's shard that contains it
     box: Box
-    route: str  # the kind of device whose memory the group sends
+    route: str  # device type of the memory that the group sends
 
 
 def should_broadcast(hosts: Sequence[str], speeds: Sequence[float]) -> bool:
-    """Return whether boxes that several ranks want should be read once and sent.
+    """Return whether to read shared boxes once and broadcast them.
 
-    It should where they sit on several machines, or where the storage gives the slowest of them
-    less than a gigabyte a second; otherwise the page cache does the same for less.
+    This is faster if the ranks run on several machines, or if any of them reads less than 1 GiB/s.
+    Otherwise, the page cache achieves the same.
     """
     return len(set(hosts)) > 1 or min(speeds) < SLOW
 
 
 def measure_speed(catalog: Catalog) -> float:
-    """Return the bytes per second of short reads from the largest file; a small one is fast.
+    """Measure the bytes per second of short reads from the largest file.
 
-    The fastest of several far from each other counts: a busy host can make any of them slow. What
-    is behind a URL is taken to be slow: each byte should come over the network once.
+    The fastest of several distant reads counts, because a busy host can slow down any of them.
+    Small files count as infinitely fast, and URLs as 0, because each byte should be downloaded
+    only once.
     """
     with source_files(catalog.root) as files:
         if not files.local:
@@ -81,7 +82,7 @@ def measure_speed(catalog: Catalog) -> float:
 def assign_readers(
     places: Sequence[HeldShard], ranks: Coordinator, own: Collection[str] = ()
 ) -> list[SharedRead]:
-    """Choose a reader for each of the boxes that several ranks hold."""
+    """Choose a reader for each box that several ranks need."""
     known = routes(ranks)
     wishes = [
         (p.name, p.box, p.tensor.nbytes, None if p.name in own else known.get(p.tensor.device.type))
@@ -91,9 +92,9 @@ def assign_readers(
 
 
 def routes(ranks: Coordinator) -> dict[str, str]:
-    """Return by kind of device the kind whose memory the group sends for it: its own, or `cpu`.
+    """Map each device type to the type whose memory the group sends for it.
 
-    gloo broadcasts tensors of a GPU, by way of the host, and cannot send them to single ranks.
+    That is the same type, or ``cpu`` for gloo, which cannot send GPU tensors to single ranks.
     """
     if not isinstance(ranks, TorchGroup):
         return {}
@@ -105,14 +106,14 @@ def routes(ranks: Coordinator) -> dict[str, str]:
 def places_to_read(
     places: Sequence[HeldShard], shared: Sequence[SharedRead], rank: int
 ) -> list[HeldShard]:
-    """Return the places, and parts of places, that *rank* reads itself."""
+    """Select the shards, and the boxes of shared ones, that *rank* reads itself."""
     taken = {item.place for item in shared}
     reads = [place for index, place in enumerate(places) if index not in taken]
     return reads + [places[item.place].part(item.box) for item in shared if item.reader == rank]
 
 
 def _turns(wishes: Sequence[Sequence[Wish]]) -> list[list[SharedRead]]:
-    """Return the boxes that each rank shares with others."""
+    """Assign readers to shared boxes, and return those of each rank."""
     holders: dict[tuple[str, Box, str], list[tuple[int, int]]] = {}
     load = [0] * len(wishes)
     size: dict[tuple[str, Box, str], int] = {}
@@ -146,7 +147,7 @@ def _turns(wishes: Sequence[Sequence[Wish]]) -> list[list[SharedRead]]:
 
 
 def _travels(item: SharedRead) -> tuple[tuple[int, ...], int, str]:
-    """Return what boxes have in common that travel together."""
+    """Return the key of boxes that can be sent together."""
     return item.holders, item.reader, item.route
 
 
@@ -155,7 +156,10 @@ def exchange_boxes(
 ) -> int:
     """Send the boxes that this rank read for others, and receive those that others read for it.
 
-    Every rank goes through the groups in one order, so that none waits for another in a circle.
+    All ranks process the groups in the same order, which prevents deadlocks.
+
+    Returns:
+        Bytes received.
     """
     assert isinstance(ranks, TorchGroup)
     received = 0
@@ -174,10 +178,10 @@ def exchange_boxes(
 
 
 def _broadcast(flat: torch.Tensor, reader: int, holders: Sequence[int], ranks: TorchGroup) -> None:
-    """Send the bytes of *reader* to the other *holders*, each of which sends them on.
+    """Broadcast the bytes of *reader* to the other *holders* along a binomial tree.
 
-    Groups of some ranks are not made for it: torch names those that only their members make after
-    how many groups a process is in, so members of different numbers of groups never meet.
+    No process groups are created for this, because torch names a group that only its members
+    create by their number of groups, so members with different numbers would wait forever.
     """
     if len(holders) == ranks.world:
         dist.broadcast(flat, group=ranks.group, group_src=reader)
@@ -193,7 +197,7 @@ def _broadcast(flat: torch.Tensor, reader: int, holders: Sequence[int], ranks: T
 
 
 def _buckets(parts: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
-    """Yield tensors that travel together: many small ones, or a large one in rows."""
+    """Group small tensors into buckets, and split large ones into rows."""
     bucket: list[torch.Tensor] = []
     total = 0
     for part in parts:
@@ -225,7 +229,7 @@ def _send(
     ranks: TorchGroup,
     route: str,
 ) -> int:
-    """Broadcast a bucket and return the bytes received."""
+    """Broadcast a bucket, and return the bytes received."""
     mine, first = reader == ranks.rank, bucket[0]
     nbytes = sum(part.nbytes for part in bucket)
     device = first.device if first.device.type == route else torch.device(route)
@@ -240,6 +244,6 @@ def _send(
         slot.copy_(bytes_of(own))
     _broadcast(flat, reader, holders, ranks)
     for part, slot in () if mine else slots:
-        # A copy, because a view of another dtype would have to begin at a multiple of its size.
+        # Copy, because a view with another dtype must begin at a multiple of its item size.
         part.copy_(slot.clone().view(part.dtype).reshape(part.shape))
     return 0 if mine else nbytes

@@ -1,7 +1,7 @@
 """``ckptctl.load``: any checkpoint into a state dict that may be sharded over ranks.
 
-Where plans hold there is one exchange before a byte is read, in which ranks agree that they do and
-mean the same, and one afterwards, in which they learn that all are done.
+If cached plans are reused, there are two exchanges: one before reading, in which the ranks agree on
+the load and on the plans, and one afterwards, in which they learn that all are done.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from ckptctl.tree import TreePath
 
 
 class CollectiveLoad:
-    """One load, in the order in which all ranks go through it."""
+    """Load of one checkpoint by all ranks."""
 
     _own: RankLoad
 
@@ -58,7 +58,13 @@ class CollectiveLoad:
     def into(
         self, target: Target, path: str | TreePath, error: BaseException | None = None
     ) -> LoadReport:
-        """Load the checkpoint at *path*; *error* is why this rank cannot."""
+        """Load the checkpoint at *path*, or raise on all ranks.
+
+        Args:
+            target: State to fill.
+            path: Path or URL of the checkpoint.
+            error: Earlier failure of this rank, if any.
+        """
         ranks = self._ranks
         fingerprint: Fingerprint | None = None
         try:
@@ -95,7 +101,7 @@ class CollectiveLoad:
         return own.report(plan, values, read, received)
 
     def _view(self, error: BaseException | None, fingerprint: Fingerprint | None) -> RankView:
-        """Return the view of this rank for the others, before anything is planned."""
+        """Describe this rank's request for the others, before planning."""
         host = socket.gethostname()
         if error is not None:
             statement = RankStatement("", problem=sendable(error))
@@ -111,7 +117,7 @@ class CollectiveLoad:
         return RankView(statement, host, bool(asked.owners.objects), bool(asked.new), fingerprint)
 
     def _planned(self, views: Sequence[RankView]) -> LoadPlan:
-        """Plan on all ranks: each by itself, and then what they share."""
+        """Plan on each rank, and then assign boxes that several ranks need to readers."""
         own, ranks = self._own, self._ranks
         if self._options.rename is not None:
             require_same_names(ranks, own.catalog)
@@ -136,7 +142,11 @@ class CollectiveLoad:
         return replace(plan, plan=together(ranks, lambda: plan.reading.plan(reads)), shared=shared)
 
     def _carried_out(self, plan: LoadPlan) -> tuple[int, int, ReadValues]:
-        """Read, and exchange with other ranks; return bytes read and received, and values."""
+        """Read and exchange boxes.
+
+        Returns:
+            Bytes read, bytes received, and non-tensor values.
+        """
         own, ranks = self._own, self._ranks
         fill, _ = own.split_tied(plan.reading)
         if plan.shared is None:
@@ -175,9 +185,9 @@ def load(state_dict: Target, path: str | TreePath, options: LoadCall) -> LoadRep
     group = coordinator(options.process_group)
     ranks = group if options.collectives else Alone()
     error: BaseException | None = None
-    with ExitStack() as stack, no_collection():  # with torch around a search takes 0.15 s
+    with ExitStack() as stack, no_collection():  # a garbage collection takes 0.15 s with torch
         try:
             stack.enter_context(families.using(options.converter))
-        except BaseException as failure:  # the other ranks wait to be told
+        except BaseException as failure:  # the other ranks wait for it
             error = failure
         return CollectiveLoad(ranks, group, options).into(state_dict, path, error)

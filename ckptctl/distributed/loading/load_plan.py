@@ -1,6 +1,6 @@
-"""One rank's part of a load: what it plans, reads and reports without the other ranks.
+"""One rank's part of a load: planning, reading and reporting, without collectives.
 
-A plan names no value. It is kept for loads of states that are structured alike.
+A plan does not depend on values, so it is cached for states with the same structure.
 """
 
 from __future__ import annotations
@@ -57,41 +57,41 @@ _log = logging.getLogger("ckptctl")
 
 @dataclass(frozen=True, slots=True)
 class LoadPlan:
-    """All that is known before a byte moves; nothing in it depends on a value."""
+    """Complete plan of a rank's load, independent of values."""
 
-    structure: bytes  # digest of what all ranks want, and how, whatever checkpoint it comes from
+    structure: bytes  # digest of the requests and options of all ranks, for any checkpoint
     opened: Catalog
     reading: Reading
-    entries: Mapping[str, TensorEntry]  # where it lies
+    entries: Mapping[str, TensorEntry]  # locations of the tensors
     plan: Plan
-    compared: LoadReport  # its names alone
-    # What it shares with other ranks; None: every rank reads for itself.
+    compared: LoadReport  # only the comparison of names
+    # Boxes read for several ranks, or None if each rank reads for itself.
     shared: tuple[SharedRead, ...] | None = None
-    # How it reads what has to be in its memory already; None: nothing has.
+    # Plan that reads shards again to compare them with shared memory, or None.
     again: Plan | None = None
     generation: bytes = b""
-    # The checkpoint as other ranks are told of it; None: there are none.
+    # Identity of the checkpoint for other ranks, or None for a single process.
     fingerprint: Fingerprint | None = None
 
     @property
     def nbytes(self) -> int:
-        """Return about how much memory it takes."""
+        """Approximate memory size in bytes."""
         extents = sum(len(entry.extents) for entry in self.opened.tensors.values())
         return 2000 * len(self.plan.transfers) + 500 * (extents + len(self.opened.tensors))
 
 
 PLANS = PlanCache[LoadPlan](nbytes=NBYTES)
-"""The plans of this process."""
+"""Load plans of this process."""
 
 
 class RankLoad:
-    """The part of one rank in a load.
+    """Load of one rank.
 
     Attributes:
-        request: What it asks for; with new tensors once they are made.
-        saved_plan: The plan that it has for that, or None.
-        catalog: The checkpoint, or what this rank alone has saved of it.
-        every: Whether the ranks that load are all ranks of the group.
+        request: Request of the rank, with new tensors once they are allocated.
+        saved_plan: Cached plan for the request, or None.
+        catalog: The checkpoint, or only the part that this rank saved.
+        every: Whether all ranks of the group take part in the load.
     """
 
     def __init__(self, request: LoadRequest, options: LoadCall, rank: int, *, every: bool) -> None:
@@ -111,7 +111,7 @@ class RankLoad:
             self.catalog = self._own_part or options.open(request.source)
 
     def plan(self, wanted_by_all: WantedLeaves) -> LoadPlan:
-        """Plan as if every rank read for itself."""
+        """Plan the load as if every rank reads for itself."""
         catalog = self.catalog
         structure = digest((self.request.structure or os.urandom(16), wanted_by_all.digest))
         alike = (one for one in PLANS.plans() if one.structure == structure)
@@ -142,7 +142,7 @@ class RankLoad:
         compared = compare(mapping, paths, wanted_by_all.values)
         strict = self._options.strict
         if strict and (compared.missing or compared.unexpected):
-            # A rank by itself cannot know what the others take of what others saved.
+            # A single rank does not know which tensors the other ranks load.
             own = compared if self.every or self._own_part else replace(compared, unexpected=())
             tied = tied_names(self.request.state, mapping.tensors)
             own = replace(own, missing=tuple(name for name in own.missing if name not in tied))
@@ -155,28 +155,28 @@ class RankLoad:
         return compared, reading
 
     def make_tensors(self, mapping: StateMapping) -> None:
-        """Make memory for the tensors of the state that are replaced."""
+        """Allocate new tensors for those of the state that are replaced."""
         if self.request.new:
             self.request = with_new_tensors(self.request, mapping, self._options)
 
     def wanted(self, places: Sequence[HeldShard]) -> dict[str, Wanted]:
-        """Return places in the state as targets of a plan."""
+        """Describe shards of the state as targets of a plan."""
         return wanted_of(self.request.part.tensors, places)
 
     def split_tied(self, reading: Reading) -> tuple[list[HeldShard], list[Tied]]:
-        """Return the places to fill, each memory once, and those to compare with it afterwards."""
+        """Split shards into those to fill, each memory once, and those to compare later."""
         request = self.request
         return split_tied(request.places, request.same, request.meeting, reading.mapping)
 
     def read(self, plan: LoadPlan, places: Sequence[HeldShard]) -> tuple[int, ReadValues]:
-        """Read into *places*; return the bytes of tensors read, and the other leaves."""
+        """Fill *places*, and return the tensor bytes read and the non-tensor values."""
         once = plan.shared is not None
         read = read_into(views_of(places), plan.plan, self._options, once=once)
         self._require_in_range(read.lost)
         return read.bytes_read, self._values or self._read_values(plan.reading.mapping)
 
     def compare_tied(self, plan: LoadPlan) -> int:
-        """Compare what shares memory with what has filled it; return the bytes read."""
+        """Compare shards that share memory with its contents, and return the bytes read."""
         if not plan.again:
             return 0
         fill, tied = self.split_tied(plan.reading)
@@ -199,7 +199,7 @@ class RankLoad:
         )
 
     def give(self, values: Mapping[str, object]) -> None:
-        """Put other leaves and new tensors where they belong, and give objects their state."""
+        """Store values and new tensors in the state, and load the state of objects."""
         request, state = self.request, self.request.state
         request.owners.take(
             request.plain,
@@ -208,7 +208,7 @@ class RankLoad:
         )
 
     def report(self, plan: LoadPlan, values: ReadValues, read: int, received: int) -> LoadReport:
-        """Report what was loaded; log what stays as it was."""
+        """Build the report of the load, and log values that were not loaded."""
         mapping, state = plan.reading.mapping, self.request.state
         tensors = (name for name in state.tensors if name in mapping.tensors)
         report = describe_load(

@@ -1,7 +1,6 @@
-"""Tensors that a load makes: for those on the meta device, and for all where it assigns.
+"""New tensors of a load, for those on the meta device and with ``assign=True``.
 
-They are filled before anything of the state is replaced by them, so that a load that fails leaves a
-model on the meta device there, and any other as it was.
+They are filled before they replace any tensor of the state, so a failed load replaces none.
 """
 
 from __future__ import annotations
@@ -28,10 +27,10 @@ from ckptctl.save_load.loading.state_mapping import StateMapping
 
 
 def with_new_tensors(asked: LoadRequest, mapping: StateMapping, how: LoadCall) -> LoadRequest:
-    """Return the request with memory for the tensors that are made, in place of what they replace.
+    """Return the request with newly allocated tensors in place of those that they replace.
 
-    Tensors that have the same memory now, or the same place on the meta device, get one. What the
-    checkpoint does not have stays as it is.
+    Tensors that share memory, or a storage on the meta device, share the new one. Tensors that are
+    missing from the checkpoint stay as they are.
     """
     there = _dtypes(mapping)
     groups: dict[object, list[str]] = {}
@@ -53,14 +52,14 @@ def with_new_tensors(asked: LoadRequest, mapping: StateMapping, how: LoadCall) -
 
 
 def tied_names(state: State, offered: Container[str]) -> set[str]:
-    """Return the tensors of *state* whose memory is that of others that are *offered*."""
+    """Find missing tensors of *state* that share memory with others that are *offered*."""
     memory = {name: _memory(one.leaf) for name, one in state.tensors.items()}
     filled = {place for name, place in memory.items() if name in offered}
     return {name for name, place in memory.items() if name not in offered and place in filled}
 
 
 def _dtypes(mapping: StateMapping) -> dict[str, str]:
-    """Return the dtypes that the checkpoint has for the tensors of the state."""
+    """Return the checkpoint's dtypes of the tensors of the state, by name."""
     entries = mapping.catalog.tensors
     return {
         name: entries[composed.sources[0].key].dtype for name, composed in mapping.tensors.items()
@@ -68,7 +67,7 @@ def _dtypes(mapping: StateMapping) -> dict[str, str]:
 
 
 def _memory(leaf: torch.Tensor | ShardedTensor) -> object:
-    """Return what tensors have in common that are one in memory."""
+    """Return an identity that is equal for tensors with the same memory."""
     if isinstance(leaf, ShardedTensor):
         return id(leaf)
     local = leaf.to_local() if isinstance(leaf, DTensor) else leaf
@@ -78,7 +77,7 @@ def _memory(leaf: torch.Tensor | ShardedTensor) -> object:
 
 
 def _made(leaf: object, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Return a tensor like *leaf*, row by row, that holds nothing of use."""
+    """Allocate an uninitialized contiguous tensor with the type and sharding of *leaf*."""
     assert isinstance(leaf, torch.Tensor)
     local = leaf.to_local() if isinstance(leaf, DTensor) else leaf
     tensor = torch.empty(local.shape, dtype=dtype, device=device)

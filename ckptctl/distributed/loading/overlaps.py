@@ -1,4 +1,4 @@
-"""Which of the tensors that a load fills have some of their memory in common, and not all of it."""
+"""Search for tensors of a load that partly share memory."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ import torch
 from ckptctl.distributed.state import HeldShard, span
 
 LIMIT = 10_000
-"""Steps of a search, after which two tensors may meet."""
+"""Maximum search steps, after which two tensors are assumed to overlap."""
 Term = tuple[int, int, int]
-"""Bytes of one step, and the fewest and the most steps."""
+"""Bytes of one step, and minimum and maximum number of steps."""
 
 
 def find_overlaps(
     places: Sequence[HeldShard], same: Sequence[int], new: Container[str] = ()
 ) -> dict[int, int]:
-    """Return the numbers of the places that meet another one, and of one that each of them meets.
+    """Map the index of each shard that overlaps another one to the index of such a shard.
 
     Args:
-        places: What is filled.
-        same: Of each place the number of the first one with the very same memory.
-        new: Names of tensors that get memory of their own.
+        places: Shards to fill.
+        same: Index of the first shard with exactly the same memory, per shard.
+        new: Names of tensors that get new memory.
     """
     spans = [
         (str(place.tensor.device), place.tensor.data_ptr(), number)
@@ -32,7 +32,7 @@ def find_overlaps(
         if same[number] == number and place.tensor.numel() and place.name not in new
     ]
     meeting: dict[int, int] = {}
-    reaching: list[tuple[str, int, int]] = []  # those that may reach the next one: device, end
+    reaching: list[tuple[str, int, int]] = []  # device, end address and index
     for device, start, number in sorted(spans):
         tensor = places[number].tensor
         reaching = [one for one in reaching if one[0] == device and one[1] > start]
@@ -45,9 +45,9 @@ def find_overlaps(
 
 
 def have_common_byte(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Return whether two tensors of one device have a byte in common; perhaps, if that is hard.
+    """Return whether two tensors on one device may overlap, or True at the search limit.
 
-    A byte that both have solves ``sum(steps * count) = distance``, each count within its bounds.
+    A shared byte solves ``sum(steps * count) = distance``, with each count within its bounds.
     """
     fewest: Counter[int] = Counter({1: 1 - other.element_size()})
     most: Counter[int] = Counter({1: one.element_size() - 1})

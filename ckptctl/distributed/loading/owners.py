@@ -1,4 +1,4 @@
-"""What is loaded into, as the caller has it: a state dict with objects in it, or one object."""
+"""Target of a load: a state dict with stateful objects, or a single object."""
 
 from __future__ import annotations
 
@@ -14,32 +14,32 @@ from ckptctl.distributed.state import is_stateful, plain_of
 from ckptctl.distributed.values import put
 
 Target = MutableMapping[str, Any] | Stateful
-"""A state dict, or an object that has one."""
+"""State dict, or an object with one."""
 
 
 @dataclass(frozen=True, slots=True)
 class Owners:
-    """The objects that take what is loaded, and the state dict that they are in."""
+    """Target of a load with its stateful objects, which take the loaded state."""
 
     target: Target
-    objects: Mapping[str, Stateful]  # by their keys; an empty one: the target itself
+    objects: Mapping[str, Stateful]  # by key, which is empty for the target itself
 
     @classmethod
     def of(cls, target: Target) -> Owners:
-        """Return those of *target*."""
+        """Find the stateful objects in *target*."""
         if is_stateful(target):
             return cls(target, {"": target})
         if not isinstance(target, Mapping):
-            return cls(target, {})  # which is refused for what it is
+            return cls(target, {})  # rejected later, with the right error
         return cls(target, {k: one for k, one in target.items() if is_stateful(one)})
 
     @property
     def alone(self) -> bool:
-        """Return whether the target is one object."""
+        """Whether the target is a single object."""
         return "" in self.objects and self.objects[""] is self.target
 
     def plain(self) -> dict[str, Any]:
-        """Return the state dict, with those of the objects in it."""
+        """Return the state dict with objects replaced by their state dicts."""
         return dict(self.objects[""].state_dict()) if self.alone else plain_of(self._state_dict)
 
     @property
@@ -47,7 +47,7 @@ class Owners:
         return cast("MutableMapping[str, Any]", self.target)
 
     def owner(self, path: Keys) -> Stateful | None:
-        """Return the object whose leaf lies at *path*, if it is one's."""
+        """Return the object that owns the leaf at *path*, or None."""
         return self.objects.get("" if self.alone else str(path[0]))
 
     def take(
@@ -56,12 +56,12 @@ class Owners:
         values: Mapping[Keys, object],
         made: Mapping[Keys, torch.Tensor],
     ) -> None:
-        """Put leaves where they belong, and give objects their state.
+        """Replace leaves in the state dict, and load the state of objects.
 
         Args:
-            plain: The state dict, whose tensors are filled.
-            values: The leaves that are no tensors.
-            made: The tensors that take the place of others.
+            plain: State dict whose tensors are filled.
+            values: Non-tensor values by path.
+            made: New tensors that replace others, by path.
         """
         for path, leaf in (*values.items(), *made.items()):
             put(plain, path, leaf)
@@ -79,7 +79,7 @@ class Owners:
                 owner.load_state_dict(found)
 
     def on_meta(self) -> Iterator[str]:
-        """Yield the tensors of modules that are on the meta device."""
+        """Yield the names of module tensors on the meta device."""
         for key, module in self.objects.items():
             if isinstance(module, torch.nn.Module):
                 tensors = (
@@ -92,12 +92,12 @@ class Owners:
 def assign(
     module: torch.nn.Module, found: Mapping[str, object], made: Mapping[str, object]
 ) -> None:
-    """Let *module* have what was loaded; parameters that were one stay one.
+    """Load a state dict into *module* and assign new tensors, keeping parameters tied.
 
     Args:
-        module: The module.
-        found: Its state dict, filled.
-        made: What of it takes the place of what the module has.
+        module: Module to load.
+        found: Filled state dict of the module.
+        made: New tensors of it, which replace those of the module.
     """
     places: dict[int, list[tuple[torch.nn.Module, str]]] = {}
     for owner in module.modules():

@@ -1,7 +1,7 @@
-"""Buffers that CUDA devices copy from while the next one is filled.
+"""Double-buffered pinned memory for loads to CUDA devices.
 
-Each thread reads into pinned memory, two buffers in turn, and queues their copies on the load's
-stream of the device. torch keeps pinned memory for the next load.
+Each thread reads into two pinned buffers in turn, and queues copies from them on the load's stream
+of the device. torch caches the pinned memory for the next load.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from ckptctl.storage.page_cache import PAGE
 
 IN_TURN = 2
 MOST = 8 << 20
-"""Bytes of pinned memory of a turn. CUDA copies what is not pinned before it returns."""
+"""Bytes of pinned memory per turn. Copies from pageable memory are synchronous."""
 
 
 @contextmanager
 def device_buffers(tensors: Iterable[torch.Tensor]) -> Iterator[Callable[[], TileBuffers]]:
-    """Yield what makes the buffers of a thread that fills *tensors*; at the end all are filled.
+    """Yield a factory of buffers for threads that fill *tensors*, and wait for all copies at exit.
 
-    Nothing is copied before all that their devices were told to do: that may write to them, too.
+    The devices are synchronized first, because their streams may still write to the tensors.
     """
     streams = [torch.cuda.Stream(device) for device in settle(tensors)]  # type: ignore[no-untyped-call]
-    made: list[PinnedBuffers] = []  # torch gives away again what is freed while it is copied from
+    made: list[PinnedBuffers] = []  # torch may reuse freed pinned memory while it is copied
 
     def make() -> PinnedBuffers:
         made.append(PinnedBuffers(streams))
@@ -45,7 +45,7 @@ def device_buffers(tensors: Iterable[torch.Tensor]) -> Iterator[Callable[[], Til
 
 
 class PinnedBuffers(TileBuffers):
-    """The buffers of one thread, whose current *streams* these are from the first of them on."""
+    """Buffers of one thread, which sets *streams* as its current streams at first use."""
 
     step = MOST
 
@@ -57,7 +57,7 @@ class PinnedBuffers(TileBuffers):
         self._of_tile = self._pageable
 
     def get(self, name: str, nbytes: int) -> memoryview:
-        """Return the buffer *name*; with that of a tile begins the next turn."""
+        """Return the buffer *name*, and begin the next turn if it is a tile."""
         if not self._turns:
             for stream in self._streams:
                 torch.cuda.set_stream(stream)
@@ -71,7 +71,7 @@ class PinnedBuffers(TileBuffers):
         return self._of_tile.places(pattern, buffer)
 
     def _next(self) -> TileBuffers:
-        """Return the buffers that were used longest ago, once nothing is copied from them."""
+        """Return the least recently used buffers, once copies from them are done."""
         for event, stream in zip(self._turns[0].copied, self._streams, strict=True):
             event.record(stream)
         self._turns.rotate()
@@ -82,20 +82,20 @@ class PinnedBuffers(TileBuffers):
 
 
 class _Turn(TileBuffers):
-    """Pinned buffers of one tile, and an event of each device behind the copies from them."""
+    """Pinned buffers of one tile, and one event per device for the copies from them."""
 
     def __init__(self, devices: int) -> None:
         super().__init__()
         self.copied = [torch.cuda.Event() for _ in range(devices)]  # type: ignore[no-untyped-call]
 
     def get(self, name: str, nbytes: int) -> memoryview:
-        """See :meth:`TileBuffers.get`; what a tile is read into comes before what it is cast to."""
+        """Return a buffer, and drop smaller ones when a larger tile begins."""
         if name == TILE and len(self._buffers.get(TILE, b"")) < nbytes:
             self._buffers.clear()
         return super().get(name, nbytes)
 
     def _allocate(self, nbytes: int) -> memoryview:
-        """Return pinned memory, in one of torch's sizes; pageable where there is no more of it."""
+        """Allocate pinned memory in one of torch's sizes, or pageable memory above the limit."""
         size = max(PAGE, 1 << (nbytes - 1).bit_length())
         if self.nbytes + size > MOST:
             return super()._allocate(nbytes)

@@ -28,27 +28,31 @@ from ckptctl.save_load.saving.local_shards import TensorMeta, digest
 from ckptctl.tree import TreePath
 
 VERSION = 1
-"""Of what the key of a plan is made of."""
+"""Version of the contents of a plan's key."""
 HOW = ("strict", "cast", "allow_overflow", "trusted", "checksum", "jobs")
-"""Options of a load that say nothing of the checkpoint."""
+"""Options of a load that do not affect how the checkpoint is interpreted."""
 
 
 @dataclass(frozen=True, slots=True)
 class WantedLeaves:
-    """The leaves that ranks want of a checkpoint."""
+    """Tensors and values that ranks require of a checkpoint."""
 
     tensors: Mapping[str, TensorMeta]
     values: Mapping[str, Keys]
 
     @property
     def digest(self) -> bytes:
-        """Return a digest of all of it."""
+        """Digest of all names, dtypes, shapes and paths."""
         leaves = [(n, one.dtype, one.shape, one.path) for n, one in self.tensors.items()]
         return digest((leaves, list(self.values.items())))
 
 
 def wanted_by_all(own: WantedLeaves, ranks: Coordinator) -> WantedLeaves:
-    """Return the leaves of all ranks, where they do not want the same."""
+    """Merge the required leaves of all ranks.
+
+    Raises:
+        MappingError: Ranks disagree on a dtype or a shape.
+    """
     tensors: dict[str, TensorMeta] = {}
     values: dict[str, Keys] = {}
     for rank, one in enumerate(ranks.all_gather(own)):
@@ -67,36 +71,36 @@ def wanted_by_all(own: WantedLeaves, ranks: Coordinator) -> WantedLeaves:
 
 @dataclass(frozen=True, slots=True)
 class LoadRequest:
-    """The request of one rank."""
+    """Request of one rank."""
 
     source: TreePath
     owners: Owners
-    plain: dict[str, Any]  # its state dict, with what objects in it say of themselves
+    plain: dict[str, Any]  # state dict, with objects replaced by their state dicts
     state: State
     places: list[HeldShard]
-    same: list[int]  # of each of them the first one with the same memory
-    meeting: dict[int, int]  # those that have a part of their memory in common with another one
-    new: Mapping[str, torch.device]  # tensors that are made anew, and where
-    part: WantedLeaves  # what it wants, as other ranks are told
-    # Digest of all that a plan depends on but the checkpoint; None: it has none.
+    same: list[int]  # index of the first place with the same memory, per place
+    meeting: dict[int, int]  # places that partly overlap, by index
+    new: Mapping[str, torch.device]  # devices of new tensors
+    part: WantedLeaves  # required leaves, as sent to other ranks
+    # Digest of everything on which a plan depends except the checkpoint, or None if unknown.
     structure: bytes | None
-    key: bytes | None  # digest of all that a plan depends on; None: it has none
-    made: Mapping[str, torch.Tensor] = field(default_factory=dict)  # those that were
+    key: bytes | None  # digest of everything on which a plan depends, or None if unknown
+    made: Mapping[str, torch.Tensor] = field(default_factory=dict)  # new tensors
 
 
 class RankView(NamedTuple):
-    """A request as the other ranks are told of it."""
+    """Request as sent to the other ranks."""
 
     statement: RankStatement
     host: str
-    objects: bool  # whether objects in its state take what is loaded
-    new: bool  # whether tensors in its state are made anew
-    # The checkpoint that it sees; None: none that it can read, or it loads alone.
+    objects: bool  # whether the state contains stateful objects
+    new: bool  # whether new tensors are allocated
+    # Identity of the checkpoint, or None if it cannot be read or the rank loads without others.
     fingerprint: Fingerprint | None
 
 
 def request(target: Target, path: str | TreePath, how: LoadCall, here: object) -> LoadRequest:
-    """Return the request of this rank."""
+    """Build the request of this rank."""
     owners = Owners.of(target)
     plain = owners.plain()
     state = state_of(plain, on_meta=True)
@@ -126,7 +130,7 @@ def request(target: Target, path: str | TreePath, how: LoadCall, here: object) -
 
 
 def _new(owners: Owners, state: State, how: LoadCall) -> dict[str, torch.device]:
-    """Return the tensors that are made anew, and where."""
+    """Find the tensors that are replaced by new ones, and the devices of these."""
     leaves = {name: one.leaf for name, one in state.tensors.items()}
     meshes = {leaf.device_mesh.device_type for leaf in leaves.values() if isinstance(leaf, DTensor)}
     elsewhere = meshes.pop() if len(meshes) == 1 else "cpu"
@@ -150,7 +154,14 @@ def _new(owners: Owners, state: State, how: LoadCall) -> dict[str, torch.device]
 def agree(
     ranks: Coordinator, how: LoadCall, own: RankView, error: BaseException | None
 ) -> list[RankView]:
-    """Go on only if all ranks do, and mean the same; *error* is why this one cannot."""
+    """Exchange requests, and raise on all ranks if any failed or they disagree.
+
+    Args:
+        ranks: Ranks of the load.
+        how: Options of the load.
+        own: Request of this rank.
+        error: Failure of this rank, if any.
+    """
     said = ranks.all_gather(own)
     if error is not None:
         raise error
@@ -165,7 +176,7 @@ def agree(
 
 
 def require_same_names(ranks: Coordinator, catalog: Catalog) -> None:
-    """Make sure that all ranks call the tensors and leaves of the checkpoint the same."""
+    """Raise if ranks rename the keys of the checkpoint differently."""
     said = ranks.all_gather(digest([*catalog.tensors, *catalog.blobs]))
     other = next((rank for rank, one in enumerate(said) if one != said[0]), None)
     if other is not None:
@@ -178,7 +189,7 @@ def require_same_names(ranks: Coordinator, catalog: Catalog) -> None:
 
 
 def own_part(path: TreePath, rank: int, state: State, options: LoadOptions) -> Catalog | None:
-    """Return what *rank* saved at *path* without the others, if that is all that *state* wants."""
+    """Read the part that *rank* saved at *path*, or return None if *state* requires more."""
     about_it = (field for field in fields(LoadOptions) if field.name not in HOW)
     if any(getattr(options, one.name) != one.default for one in about_it):
         return None

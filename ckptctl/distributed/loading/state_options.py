@@ -1,4 +1,4 @@
-"""The options of a load of all ranks."""
+"""Options of a load by all ranks."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def _device(value: torch.device | str) -> torch.device:
 
 @dataclass(frozen=True, kw_only=True)
 class LoadCall(LoadOptions):
-    """The options of a load of all ranks."""
+    """Options of :func:`ckptctl.load`."""
 
     converter: opt.Converter = None
     strict: Annotated[
@@ -83,9 +83,9 @@ class LoadCall(LoadOptions):
     ] = True
 
     def shared(self) -> dict[str, object]:
-        """Return the options that have to be the same on all ranks, by name."""
+        """Return the options that must be equal on all ranks, by name."""
         own = ("jobs", "process_group", "collectives", "device", "rename")
         names = (field.name for field in fields(self) if field.name not in own)
         shared: dict[str, object] = {name: repr(getattr(self, name)) for name in names}
-        # A function has no value to compare: what it makes of the names is compared later.
+        # Functions cannot be compared, so the renamed keys are compared later.
         return shared | {"rename": "None" if self.rename is None else type(self.rename).__name__}

@@ -1,7 +1,7 @@
-"""The memory of tensors that a load fills: in place, part by part, or once for several names.
+"""Memory of the tensors that a load fills, including tied and overlapping ones.
 
-What the checkpoint has under the other names of one memory has to be the same, also where tensors
-overlap. It is compared with the memory once that is filled, by the transfers that fill it.
+Memory with several names is filled once. The data of the other names must be equal, and is compared
+with the filled memory by a second plan.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ LONG = 4096
 
 
 def views_of(places: Iterable[HeldShard]) -> dict[str, Memory]:
-    """Return the memory that a plan's names of *places* stand for."""
+    """Map the names of *places* in a plan to their memory."""
     return {memory_name(str(number)): target(one.tensor) for number, one in enumerate(places)}
 
 
 def wanted_of(tensors: Mapping[str, TensorMeta], places: Iterable[HeldShard]) -> dict[str, Wanted]:
-    """Return *places* as targets of a plan, for all of *tensors*."""
+    """Describe *places* as targets of a plan, for all of *tensors*."""
     targets: dict[str, list[Target]] = {name: [] for name in tensors}
     for number, place in enumerate(places):
         targets[place.name].append(Target(place.box, str(number), steps_of(place.tensor)))
@@ -46,13 +46,16 @@ def wanted_of(tensors: Mapping[str, TensorMeta], places: Iterable[HeldShard]) ->
 def read_into(
     views: Mapping[str, Memory], plan: Plan, options: LoadOptions, *, once: bool = False
 ) -> Execution:
-    """Carry out the plan of a load; elements that went out of range are in the result.
+    """Execute the plan of a load.
 
     Args:
-        views: The memory that its names stand for.
-        plan: What to read.
-        options: How.
-        once: Whether no other rank reads the same; one that is alone knows.
+        views: Memory by its names in the plan.
+        plan: Plan to execute.
+        options: Options of the load.
+        once: Whether no other rank reads the same bytes. Always true for a single process.
+
+    Returns:
+        The statistics, including elements that were out of range of their dtype.
     """
     how = ExecutionOptions(
         jobs=threads(options.jobs),
@@ -62,7 +65,7 @@ def read_into(
     )
     tensors = (one.tensor for one in views.values() if isinstance(one, Filled))
     root = Path(plan.source_root)
-    # Short reads are made by the thousand, and none is in a circle.
+    # Thousands of short-lived objects, none in a reference cycle.
     with no_collection(), device_buffers(tensors) as buffers:
         return execute(plan, root, how, lambda _: None, memory=views, buffers=buffers)
 
@@ -72,7 +75,7 @@ def _copy(place: torch.Tensor, elements: torch.Tensor) -> None:
 
 
 class Filled(ByteSink):
-    """A tensor of any strides and device that takes its elements as if they lay row by row."""
+    """Byte sink that writes row-major elements to a tensor of any strides and device."""
 
     checksummed = False
 
@@ -85,11 +88,11 @@ class Filled(ByteSink):
         self._take = take
         self._inference = tensor.is_inference()
         plain = tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
-        # Few calls of torch, each of which gives up the interpreter's lock: threads wait for it.
+        # Few calls of torch, because each releases the GIL and then waits for it.
         self._bytes = bytes_of(tensor) if plain else None
 
     def write(self, offset: int, view: memoryview) -> None:
-        """Take a part, as bytes of the row-major elements."""
+        """Write bytes of the row-major elements at *offset*."""
         tensor = self.tensor
         with torch.inference_mode() if self._inference else nullcontext():
             if self._bytes is not None:
@@ -103,7 +106,7 @@ class Filled(ByteSink):
 
 
 def in_place(tensor: torch.Tensor) -> bool:
-    """Return whether files are read straight into *tensor*: long rows in host memory."""
+    """Return whether files are read directly into *tensor*, if it has long rows in host memory."""
     if tensor.device.type != "cpu" or tensor.is_conj() or tensor.is_neg():
         return False
     run = tensor.element_size()
@@ -116,12 +119,16 @@ def in_place(tensor: torch.Tensor) -> bool:
 
 
 def steps_of(tensor: torch.Tensor) -> tuple[int, ...]:
-    """Return the elements between neighbors along each dimension, as a plan sees them."""
+    """Return the strides of *tensor* in elements, as a load plan sees them."""
     return tuple(tensor.stride()) if in_place(tensor) else row_major(tuple(tensor.shape))
 
 
 def target(tensor: torch.Tensor) -> Memory:
-    """Return the memory of *tensor* for the executor; the tensor has to outlive it."""
+    """Return the memory of *tensor* for the executor, which the tensor must outlive.
+
+    Raises:
+        RefusedError: It is an expanded tensor.
+    """
     if any(n > 1 and not step for n, step in zip(tensor.shape, tensor.stride(), strict=True)):
         raise RefusedError(
             "an expanded tensor cannot be filled",
@@ -132,18 +139,18 @@ def target(tensor: torch.Tensor) -> Memory:
 
 
 class Tied(NamedTuple):
-    """A box whose memory another one fills, or a part of it."""
+    """Shard whose memory is filled by another one, at least in part."""
 
     place: HeldShard
     filled: int
 
 
 def find_same_memory(places: Sequence[HeldShard], new: Container[str] = ()) -> list[int]:
-    """Return of each place the number of the first one with the same memory.
+    """Return the index of the first place with the same memory, for each place.
 
     Args:
-        places: What is filled.
-        new: Names of tensors that are made anew: together, where they have the same memory now.
+        places: Shards to fill.
+        new: Names of tensors that are replaced by new ones, which stay tied to each other.
     """
     known: dict[object, int] = {}
     found: list[int] = []
@@ -161,12 +168,12 @@ def split_tied(
     meeting: Mapping[int, int],
     mapping: StateMapping,
 ) -> tuple[list[HeldShard], list[Tied]]:
-    """Return the places to fill, each memory once, and those to compare with it afterwards."""
+    """Split places into those to fill, each memory once, and those to compare later."""
     offered = mapping.tensors
     if len(set(same)) == len(places) and not meeting:
         return [place for place in places if place.name in offered], []
     entries = mapping.catalog.tensors
-    sources = {  # equal where two names get the same elements
+    sources = {  # equal if two names get the same elements
         name: ([entries[source.key].extents for source in composed.sources], composed.place)
         for name, composed in offered.items()
     }
@@ -189,7 +196,7 @@ def split_tied(
 
 
 def wanted_again(tied: Sequence[Tied], wanted: dict[str, Wanted]) -> dict[str, Wanted]:
-    """Return the targets that are read once more, to be compared."""
+    """Describe the shards that are read again and compared."""
     targets: dict[str, list[Target]] = {}
     for number, (place, _) in enumerate(tied):
         steps = row_major(tuple(place.tensor.shape))
@@ -203,7 +210,7 @@ def wanted_again(tied: Sequence[Tied], wanted: dict[str, Wanted]) -> dict[str, W
 def comparison_views(
     tied: Sequence[Tied], fill: Sequence[HeldShard], where: str
 ) -> dict[str, Memory]:
-    """Return memory that refuses any other elements than it has."""
+    """Map the names of compared shards to sinks that raise if the data differs."""
 
     def equal(name: str, filled: str) -> Callable[[torch.Tensor, torch.Tensor], None]:
         def require(place: torch.Tensor, elements: torch.Tensor) -> None:

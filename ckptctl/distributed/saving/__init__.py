@@ -1,1 +1,1 @@
-"""One state dict of all ranks, written as one checkpoint."""
+"""Synchronous saves of one state dict by all ranks."""

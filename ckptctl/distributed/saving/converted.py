@@ -1,8 +1,7 @@
-"""A state as others use it: saved by all ranks, and converted by rank 0.
+"""Saves in an exchange format: written as DCP by all ranks, then converted by rank 0.
 
-What the conversion will do can be asked before: names, shapes and dtypes of the state decide it. So
-:func:`plan_converted` plans it from a checkpoint like the one that is going to be saved, which has
-holes where the elements will be.
+The conversion depends only on names, shapes and dtypes. To plan it in advance,
+:func:`plan_converted` writes a sparse checkpoint with holes in place of the elements.
 """
 
 from __future__ import annotations
@@ -49,7 +48,14 @@ def save_converted(
     options: ConversionOptions,
     group: dist.ProcessGroup | None = None,
 ) -> TreePath:
-    """Save *state* as *options* say; all ranks call it, and it returns when it is published."""
+    """Save *state* and convert it by *options*. All ranks call it.
+
+    Returns:
+        The path, once the output is published.
+
+    Raises:
+        CkptError: The save or the conversion failed, on every rank.
+    """
     ranks = coordinator(group)
     target = final_target(out)
     stage = target.parent / f".{target.name}.ckptctl-final"
@@ -83,7 +89,11 @@ def plan_converted(
     options: ConversionOptions,
     group: dist.ProcessGroup | None = None,
 ) -> ConversionPlan | None:
-    """Return on rank 0 what :func:`save_converted` would do; all ranks call it, and none writes."""
+    """Plan :func:`save_converted` without writing the output. All ranks call it.
+
+    Returns:
+        The plan on rank 0, or None on the others.
+    """
     ranks = coordinator(group)
     planned: list[ConversionPlan] = []
 
@@ -107,7 +117,11 @@ def plan_converted(
 
 
 def final_target(out: str | TreePath) -> TreePath:
-    """Return where what is saved as *out* appears."""
+    """Resolve the destination *out* to an absolute path or a URL.
+
+    Raises:
+        RefusedError: It is on the Hub.
+    """
     if not is_url(out):
         return destination(home_expanded(Path(out)).absolute())
     target = named(out)
@@ -121,7 +135,7 @@ def final_target(out: str | TreePath) -> TreePath:
 
 
 def _exported(state: StateDict, options: ConversionOptions) -> StateDict:
-    """Return the part of a state that is saved."""
+    """Select only the model from *state* if the options ask for it."""
     alone = options.only == "model" and "model" in state
     return {"model": state["model"]} if alone else state
 
@@ -138,10 +152,10 @@ def _require_room(target: TreePath, options: ConversionOptions) -> None:
 
 
 def remove_left(folder: TreePath, known: re.Pattern[str]) -> None:
-    """Remove a folder that an earlier save left, if there is one.
+    """Remove a temporary folder that an earlier save left, if it exists.
 
     Raises:
-        RefusedError: It only has that name: something in it is not *known* to be of such a save.
+        RefusedError: It contains files whose names do not match the pattern of such a save.
     """
     store = run_store(folder.parent)
     store.refresh()
@@ -165,13 +179,13 @@ def remove_left(folder: TreePath, known: re.Pattern[str]) -> None:
 
 
 def _tell(plan: ConversionPlan) -> None:
-    """Log what a user of the output should know."""
+    """Log the warnings and notes of a plan."""
     for note in (*plan.warnings, *plan.notes):
         _log.warning("%s: %s", plan.plan.target, note)
 
 
 def _write_hollow(folder: Path, plan: GlobalPlan, own: LocalState) -> None:
-    """Write a checkpoint of the tensors of *plan* and the leaves of *own*; elements are holes."""
+    """Write a sparse checkpoint with the tensors of *plan* as holes and the values of this rank."""
     tensors = {
         one.name: TensorMeta(one.dtype, one.shape, one.path, one.requires_grad)
         for one in plan.tensors

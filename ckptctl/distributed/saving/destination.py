@@ -1,4 +1,4 @@
-"""Where a save goes: a directory that appears at once, one that each rank adds to, or a URL."""
+"""Targets of a save: a staged directory, a directory of rank-local files, or a URL."""
 
 from __future__ import annotations
 
@@ -28,36 +28,36 @@ from ckptctl.tree import TreePath, UrlPath
 
 
 class SaveTarget(Protocol):
-    """A place for one checkpoint: a :class:`Folder`, a :class:`RankFolder`, or behind a URL."""
+    """Target of one checkpoint."""
 
     @property
     def target(self) -> TreePath:
-        """Where the checkpoint is to be."""
+        """Absolute path or URL of the checkpoint."""
 
     def make_room(self, stack: ExitStack) -> None:
-        """Prepare the place, on rank 0; *stack* clears it away unless it is published."""
+        """Prepare the target on rank 0, and push its cleanup to *stack*."""
 
     def fill(self, plan: Plan, pieces: Sequence[torch.Tensor]) -> None:
-        """Write the files of one rank."""
+        """Write the files of this rank."""
 
     def size(self, name: str) -> int:
-        """Return the size of a file as rank 0 sees it; -1: it does not."""
+        """Return the size in bytes of a file as rank 0 sees it, or -1 if it does not."""
 
     def publish(self, metadata: Sequence[bytes]) -> None:
-        """Add the metadata, on rank 0: from then on there is a checkpoint."""
+        """Add the metadata on rank 0, which makes the checkpoint visible."""
 
 
 def target_at(path: TreePath, options: WriterOptions) -> SaveTarget:
-    """Return the place at *path*, which may be a URL."""
+    """Build the target for *path*, which may be a URL."""
     if not isinstance(path, UrlPath):
         return Folder(Path(path), options)
-    from ckptctl.distributed.saving.url import Url  # which saves to disks need not
+    from ckptctl.distributed.saving.url import Url  # saves to disks start faster without it
 
     return Url(path, options)
 
 
 def require_files(place: SaveTarget, sizes: Mapping[int, Mapping[str, int]]) -> None:
-    """Make sure that rank 0 sees all files of the other ranks; *sizes* are by rank and name."""
+    """Raise if rank 0 does not see all files of the other ranks, given by rank and name."""
     for rank, files in sizes.items():
         for name, size in files.items():
             if place.size(name) != size:
@@ -70,11 +70,15 @@ def require_files(place: SaveTarget, sizes: Mapping[int, Mapping[str, int]]) -> 
 
 
 def sweep_left(path: TreePath, untouched: float) -> bool:
-    """Remove what a killed save left for *path*; return whether there was anything.
+    """Remove leftovers of a killed save to *path*, and return whether there were any.
+
+    Args:
+        path: Destination of that save.
+        untouched: Seconds for which nothing may have written there.
 
     Raises:
-        RefusedError: A run is at work there, or it is none of ours.
-        StorageError: It could not be removed.
+        RefusedError: A save is running there, or the files are not from ckptctl.
+        StorageError: They could not be removed.
     """
     if not isinstance(path, UrlPath):
         return sweep(Path(path), untouched)
@@ -84,7 +88,7 @@ def sweep_left(path: TreePath, untouched: float) -> bool:
 
 
 class Folder:
-    """A directory on a file system that all ranks see."""
+    """Staged directory on a file system that all ranks share."""
 
     _stage: Staging
 
@@ -104,7 +108,8 @@ class Folder:
         if plan.files:
             options, jobs = self._options, threads(self._options.jobs)
             memory = options.memory
-            if not all(map(on_host, read_by(plan, pieces).values())):  # each thread has two blocks
+            # Device reads need two blocks per thread.
+            if not all(map(on_host, read_by(plan, pieces).values())):
                 jobs, memory = options.jobs or min(jobs, MOST), memory // 2
             how = ExecutionOptions(jobs, memory, options.checksum, sync=options.sync, shared=True)
             views = memory_of(plan, pieces, how)
@@ -124,10 +129,10 @@ class Folder:
 
 
 class RankFolder(Folder):
-    """A directory to which each rank adds its own part of a checkpoint.
+    """Directory to which each rank adds its own files, without waiting for others.
 
-    A rank writes its data, then metadata under an unfinished name, and renames that last. Nobody
-    knows when all are done: the directory is complete when every rank's metadata has its name.
+    A rank writes its data and then its metadata under a temporary name, which it renames last. The
+    directory is complete when every rank has renamed its metadata.
     """
 
     def __init__(self, path: TreePath, rank: int, options: WriterOptions) -> None:
@@ -151,7 +156,11 @@ class RankFolder(Folder):
         self._rank = rank
 
     def make_room(self, _: ExitStack) -> None:
-        """Make the directory, and remove files that this rank left there when it was killed."""
+        """Create the directory, and remove files that a killed save of this rank left there.
+
+        Raises:
+            RefusedError: The destination already contains a checkpoint.
+        """
         target, own = self.target, metadata_name(self._rank)
         taken = [name for name in (METADATA, own) if (target / name).exists()]
         if taken or (target.exists() and not target.is_dir()):
@@ -170,7 +179,7 @@ class RankFolder(Folder):
             raise StorageError.from_os_error(error, "make", str(target)) from error
 
     def publish(self, metadata: Sequence[bytes]) -> None:
-        """Give this rank's metadata its name, which makes its files a part of the checkpoint."""
+        """Write and rename this rank's metadata, which makes its files visible to readers."""
         final = self.target / metadata_name(self._rank)
         unfinished = final.with_name(f"{final.name}.tmp")
         add_file(unfinished, metadata, sync=self._options.sync)
@@ -188,7 +197,7 @@ class RankFolder(Folder):
 
 
 def require_local(path: str | TreePath) -> None:
-    """Refuse a URL, which would become a directory of that name here."""
+    """Raise if *path* is a URL, which a save without collectives does not support."""
     paths.require_local(
         path,
         "a save without collectives cannot go to a URL",

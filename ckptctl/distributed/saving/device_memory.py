@@ -1,6 +1,6 @@
-"""Tensors on devices, read block by block: the next one is on its way while one is written.
+"""Block-wise reads of device tensors, which prefetch the next block while one is written.
 
-So a save neither waits for the device nor doubles the state in host memory.
+A save thus neither waits for the device nor copies the whole state to host memory.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ from ckptctl.storage.byte_files import ByteSource
 
 HOST = "cpu"
 MOST = 8
-"""Threads by default: sixteen write less, they wait for each other at the interpreter's lock."""
+"""Default maximum of threads; more are slower because they compete for the GIL."""
 
 
 def on_host(tensor: torch.Tensor) -> bool:
-    """Return whether files are written straight from *tensor*."""
+    """Return whether *tensor* is in host memory, so files are written directly from it."""
     return tensor.device.type == HOST
 
 
 class DeviceReader(threading.local):
-    """Two blocks of host memory for each thread: one that it writes, one that is on its way.
+    """Reader with two blocks of host memory per thread, to write one and prefetch the other.
 
-    A thread that reads from a CUDA device stays on a stream of its own there.
+    Each thread uses a separate CUDA stream per device.
 
     Attributes:
-        nbytes: Of a block.
+        nbytes: Size of a block in bytes.
     """
 
     def __init__(self, nbytes: int) -> None:  # called again in each thread
@@ -41,7 +41,7 @@ class DeviceReader(threading.local):
         self._stream: torch.cuda.Stream | None = None
 
     def read(self, source: DeviceMemory, start: int, stop: int) -> memoryview:
-        """Return bytes of *source*, which are there until the thread asks for more."""
+        """Return bytes of *source*, valid until the next call on this thread."""
         current, coming = self._blocks
         reads_on = start == (current.stop if current.source is source else 0)
         if not current.holds(source, start, stop):
@@ -50,7 +50,7 @@ class DeviceReader(threading.local):
                 self._fetch(coming, source, start, end)
             self._blocks.rotate()
             current, coming = coming, current
-            # Nothing else is on its way yet. To ask costs no turn at the interpreter's lock.
+            # Nothing else is being copied yet. `query` does not release the GIL.
             if self._stream is not None and not self._stream.query():
                 self._stream.synchronize()
             if reads_on and current.stop < source.nbytes:
@@ -73,7 +73,7 @@ class DeviceReader(threading.local):
 
 
 class _Block:
-    """Host memory, and what is in it or on its way there."""
+    """Host memory with the byte range that is in it or being copied to it."""
 
     def __init__(self) -> None:
         self._room = torch.empty(0, dtype=torch.uint8)
@@ -85,7 +85,7 @@ class _Block:
         return self.source is source and self.start <= start and stop <= self.stop
 
     def fetch(self, source: DeviceMemory, start: int, stop: int) -> None:
-        """Start to copy bytes of *source*, up to its end at most."""
+        """Start to copy bytes of *source*, at most up to its end."""
         self.source, self.start, self.stop = source, start, min(stop, source.nbytes)
         nbytes = self.stop - start
         if len(self.view) < nbytes:
@@ -96,10 +96,10 @@ class _Block:
 
 
 class DeviceMemory(ByteSource):
-    """The row-major elements of a tensor on a device."""
+    """Row-major elements of a device tensor as a byte source."""
 
     def __init__(self, tensor: torch.Tensor, reader: DeviceReader) -> None:
-        # The bytes of what is contiguous are one row: a part of them is one copy.
+        # Bytes of a contiguous tensor are one row, so any range of them is a single copy.
         row = tensor.is_contiguous()
         self._tensor = bytes_of(tensor) if row else tensor
         self._reader = reader
@@ -107,11 +107,11 @@ class DeviceMemory(ByteSource):
         self.device = tensor.device
 
     def view(self, offset: int, nbytes: int) -> memoryview:
-        """Return a part, copied to host memory that is used again; see :class:`DeviceReader`."""
+        """Return a range, copied to host memory that :class:`DeviceReader` reuses."""
         return self._reader.read(self, offset, offset + nbytes)
 
     def best_step(self, offset: int, nbytes: int) -> int:  # noqa: ARG002
-        """Return the length of a block."""
+        """Return the size of a block."""
         return self._reader.nbytes
 
     def read_into(self, offset: int, views: Sequence[memoryview], nbytes: int) -> None:  # noqa: ARG002
@@ -121,7 +121,7 @@ class DeviceMemory(ByteSource):
             offset += len(view)
 
     def copy_to(self, target: torch.Tensor, start: int) -> None:
-        """Copy bytes from *start* on; a device's copy has ended when its stream has."""
+        """Start to copy bytes from *start* to *target* on the current stream."""
         tensor = self._tensor
         elements = target.view(tensor.dtype)
         for place, own in row_major_parts(tensor, start // tensor.element_size(), elements):

@@ -1,4 +1,4 @@
-"""A rank's part of a state dict: its shards as other ranks are told of them, and their memory."""
+"""One rank's part of a state dict: descriptions of its shards for other ranks, and their memory."""
 
 from __future__ import annotations
 
@@ -26,34 +26,34 @@ from ckptctl.storage.crc import crc32
 from ckptctl.storage.execution.execution_options import ExecutionOptions
 
 BLOCK = 16 * MIB
-"""Bytes of a tensor that a stream copies at a time."""
+"""Bytes of a tensor that are copied at a time."""
 MAX_BYTES = 64 << 10
 DENSE = torch.contiguous_format
 
 
 @dataclass(frozen=True)
 class LocalState:
-    """The state of one rank, as it is saved."""
+    """State of one rank, prepared for a save."""
 
     shards: LocalShards
     pieces: Sequence[torch.Tensor]
-    steps: Sequence[tuple[int, ...]]  # elements between neighbors in it along each dimension
-    # Content of each leaf that is no tensor, and of each small tensor that ranks may hold
-    # different ones of, as ``torch.save`` writes it.
+    steps: Sequence[tuple[int, ...]]  # strides of the pieces, in elements
+    # Content, as written by ``torch.save``, of each non-tensor value and of each small tensor that
+    # may differ between ranks.
     values: Mapping[str, bytes]
-    # Indices of the shards that other ranks may hold as well, small tensors apart, whose digests
-    # are among those of the values.
+    # Indices of the shards that other ranks may have too, except small tensors, whose digests are
+    # among those of the values.
     replicas: Sequence[int] = ()
-    complete: bool = True  # whether the memory of all shards is here, not of those written only
+    complete: bool = True  # whether *pieces* has all shards, not only those that are written
 
     @cached_property
     def packed(self) -> Packed:
-        """Return its shards as they are sent."""
+        """Shards in the compact form that is sent to other ranks."""
         return pack(self.shards)
 
 
 def replica_digests(own: LocalState, jobs: int) -> dict[int, int]:
-    """Return the CRC-32 of each shard that other ranks may hold as well, by its index."""
+    """Compute the CRC-32 of each shard that other ranks may have too, by its index."""
 
     def digest(index: int) -> int:
         crc = 0
@@ -68,7 +68,11 @@ def replica_digests(own: LocalState, jobs: int) -> dict[int, int]:
 
 
 def local_state(state: StateDict | State | LocalState, *, trusted: bool = False) -> LocalState:
-    """Return the state of this rank as it is saved; tensors are not copied."""
+    """Prepare the state of this rank for a save, without copying tensors.
+
+    Raises:
+        RefusedError: A value or a tensor cannot be saved.
+    """
     if isinstance(state, LocalState):
         return state
     if not isinstance(state, State):
@@ -93,7 +97,7 @@ def local_state(state: StateDict | State | LocalState, *, trusted: bool = False)
 
 
 def steps_of(tensor: torch.Tensor) -> tuple[int, ...]:
-    """Return the elements between neighbors along each dimension, as a plan sees them."""
+    """Return the strides of *tensor* in elements, as a save plan sees them."""
     return tuple(tensor.stride()) if on_host(tensor) else row_major(tuple(tensor.shape))
 
 
@@ -102,11 +106,11 @@ def _digest(content: bytes | memoryview) -> bytes:
 
 
 class SmallTensors(Mapping[str, bytes]):
-    """Content of each small plain tensor as ``torch.save`` writes it, made when it is asked for.
+    """Lazily serialized contents of small regular tensors.
 
-    A generator's state, a data loader's position, the statistics of a layer that ranks do not
-    share: nothing but their bytes tells whether ranks agree. So their bytes are compared, as those
-    of leaves are that are no tensors, and where they differ each rank's are kept.
+    Ranks may have different generator states, data-loader positions or layer statistics, and only
+    the bytes tell whether they agree. So bytes are compared like those of non-tensor values, and
+    where they differ, those of every rank are kept.
     """
 
     def __init__(self, tensors: Mapping[str, HeldTensor]) -> None:
@@ -124,7 +128,7 @@ class SmallTensors(Mapping[str, bytes]):
 
 
 def _on_host(tensors: Mapping[str, HeldTensor]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield copies; of those on one device with one dtype after a single transfer."""
+    """Yield host copies of small regular tensors, with one transfer per device and dtype."""
     small = [
         (name, one.shards[0].tensor)
         for name, one in tensors.items()
@@ -143,7 +147,7 @@ def _on_host(tensors: Mapping[str, HeldTensor]) -> Iterator[tuple[str, torch.Ten
 
 
 def read_by(plan: Plan, pieces: Sequence[torch.Tensor]) -> Mapping[str, torch.Tensor]:
-    """Return the tensors behind the names in a plan of ``training.saving.save_files``."""
+    """Select the tensors that a save plan reads, by their file names in the plan."""
     names = {file for copy in plan.transfers for file in copy.files()}
     return {name: pieces[int(memory_key(name))] for name in names}
 
@@ -151,7 +155,7 @@ def read_by(plan: Plan, pieces: Sequence[torch.Tensor]) -> Mapping[str, torch.Te
 def memory_of(
     plan: Plan, pieces: Sequence[torch.Tensor], how: ExecutionOptions
 ) -> dict[str, Memory]:
-    """Return the memory behind the names in a plan; the tensors have to outlive it."""
+    """Map the file names of a plan to memory of tensors, which must outlive it."""
     reader = DeviceReader(how.limits().widest)
     return {
         name: memory(tensor) if on_host(tensor) else DeviceMemory(tensor, reader)
@@ -160,7 +164,7 @@ def memory_of(
 
 
 def blocks(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Yield *tensor* in parts of consecutive row-major elements."""
+    """Split *tensor* into views of consecutive row-major elements."""
     if tensor.nbytes <= BLOCK or tensor.ndim == 0:
         yield tensor
         return
@@ -171,7 +175,7 @@ def blocks(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
 
 
 def row_major_blocks(tensor: torch.Tensor) -> Iterator[memoryview]:
-    """Yield the row-major elements of *tensor*, a part at a time, in host memory."""
+    """Yield the row-major elements of *tensor* in blocks of host memory."""
     for block in blocks(tensor):
         on_its_way = block.to("cpu").contiguous()
         yield memory(on_its_way)

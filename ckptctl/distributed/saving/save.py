@@ -1,7 +1,7 @@
-"""``ckptctl.save``: the state of all ranks as one DCP directory that appears when it is whole.
+"""``ckptctl.save``: the state of all ranks as one atomically published DCP directory.
 
-Where plans hold there is one exchange before a byte is written, in which ranks agree that they do,
-and one afterwards, in which rank 0 learns that all are done and publishes.
+If cached plans are reused, there are two exchanges: one before writing, in which the ranks agree on
+them, and one afterwards, in which rank 0 learns that all are done and publishes.
 """
 
 from __future__ import annotations
@@ -67,27 +67,27 @@ from ckptctl.storage.threads import no_collection
 from ckptctl.tree import TreePath
 
 VERSION = 1
-"""Of what the key of a plan is made of."""
+"""Version of the contents of a plan's key."""
 NOTHING = RankItems((), (), (), ())
 
 
 @dataclass(slots=True)
 class SavedPlan:
-    """A plan that a rank has carried out; no position in it depends on a value."""
+    """Executed plan of a rank, whose positions do not depend on values."""
 
     generation: bytes
     files: TensorFiles
-    groups: Groups  # its values by the groups in which ranks compare them
-    metadata: TensorMetadata | None = None  # rank 0 only: of the tensors
+    groups: Groups  # values by the groups in which ranks compare them
+    metadata: TensorMetadata | None = None  # of the tensors, only on rank 0
 
     @property
     def nbytes(self) -> int:
-        """Return about how much memory it takes."""
+        """Approximate memory size in bytes."""
         return 1000 * len(self.files.plan.records) + (self.metadata.nbytes if self.metadata else 0)
 
 
 PLANS = PlanCache[SavedPlan]()
-"""The plans of this process."""
+"""Save plans of this process."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,7 +129,7 @@ def save(state_dict: StateDict, path: str | TreePath, options: _Save) -> TreePat
     """
     ranks = coordinator(options.process_group)
     if options.collectives:
-        with no_collection():  # training waits, and a search takes as long as gigabytes
+        with no_collection():  # a garbage collection would take as long as writing gigabytes
             return write(state_dict, named(path), ranks, options)
     require_local(path)
     return write_alone(state_of(state_dict), Path(path), ranks.rank, ranks.world, options)
@@ -142,7 +142,7 @@ def write(
     options: SaveOptions,
     plans: PlanCache[SavedPlan] = PLANS,
 ) -> TreePath:
-    """Plan, write and publish the state of all ranks; see :func:`save`."""
+    """Plan, write and publish the state of all ranks, as :func:`save` does."""
     with in_python(SaveOptions), ExitStack() as stack:
         run = CollectiveSave(ranks, path, options, plans)
         statements = ranks.all_gather(run.prepare(state, stack))
@@ -153,7 +153,7 @@ def write(
 def write_alone(
     state: State | LocalState, path: TreePath, rank: int, world: int, options: SaveOptions
 ) -> TreePath:
-    """Write this rank's state, and metadata of it, below *path*."""
+    """Write this rank's state with separate metadata to *path*, without collectives."""
     place = RankFolder(path, rank, options)
     own = local_state(state, trusted=options.trusted)
     global_plan = own_plan(rank, world, own.packed)
@@ -171,7 +171,7 @@ def write_alone(
 
 
 class CollectiveSave:
-    """One save."""
+    """Save of one checkpoint by all ranks."""
 
     _own: LocalState
     _key: bytes
@@ -189,7 +189,10 @@ class CollectiveSave:
         self._plans = plans
 
     def prepare(self, state: State | StateDict | LocalState, stack: ExitStack) -> RankStatement:
-        """Collect this rank's shards; on rank 0 also make room beside the destination."""
+        """Collect this rank's shards, and on rank 0 also prepare the destination.
+
+        Errors are kept for :meth:`require_agreement`, so that all ranks raise.
+        """
         options = self._options
         try:
             self._place = target_at(self._target, options)
@@ -212,15 +215,15 @@ class CollectiveSave:
             return RankStatement(str(self._target), problem=sendable(error))
 
     def require_agreement(self, statements: Sequence[RankStatement]) -> None:
-        """Continue only if all ranks do, and mean the same."""
+        """Raise on all ranks if any failed to prepare, or if they disagree on the save."""
         if self._error is not None:
             raise self._error
         require_agreement(statements, self._ranks.rank)
 
     def carry_out(self, statements: Sequence[RankStatement]) -> TreePath:
-        """Write this rank's files; rank 0 adds the metadata and publishes when all are done.
+        """Write this rank's files, and on rank 0 add the metadata and publish.
 
-        The plan that all ranks have holds, or they make a new one.
+        The ranks reuse their cached plan if all have the same one, or make a new one.
         """
         rank, own = self._ranks.rank, self._own
         new_generation = name_generation(statements)
@@ -256,7 +259,7 @@ class CollectiveSave:
         packed = self._own.packed if first else self._own.packed.shortened()
 
         def compared() -> Packed:
-            """Return what is sent, with digests of what other ranks may hold as well."""
+            """Add digests of possible replicas to the description of this rank's shards."""
             options = self._options
             if not options.compare_replicas or self._ranks.world == 1:
                 return packed
@@ -270,7 +273,7 @@ class CollectiveSave:
         return through_first(self._ranks, compared, answer)
 
     def _leaf(self, name: str, under: str) -> OutputTensor | Blob:
-        """Return the description of a leaf, or of a tensor that this rank keeps apart."""
+        """Describe a value, or a small tensor that this rank stores separately."""
         rank, shards = self._ranks.rank, self._own.shards
         if name in shards.tensors:
             return tensor_apart(rank, under, shards.tensors[name])
@@ -291,14 +294,14 @@ class CollectiveSave:
 
 
 def plan_key(own: LocalState, ranks: Coordinator, options: SaveOptions) -> bytes:
-    """Return a digest of all that a rank's plan depends on."""
+    """Compute a digest of everything on which a rank's plan depends."""
     how = (options.files, threads(options.jobs), options.compare_replicas)
     here = (VERSION, ranks.rank, ranks.world, *how)
     return digest((here, own.packed.sharding, own.steps))
 
 
 class WriteReport(NamedTuple):
-    """The report of a rank that has written its files."""
+    """Report of a rank that has written its files."""
 
     sizes: dict[str, int]
     values: list[tuple[OutputTensor | Blob, Item]]
@@ -306,6 +309,6 @@ class WriteReport(NamedTuple):
 
 
 def chunks_of(plan: SavedPlan) -> set[int]:
-    """Return the indices of the chunks that a rank writes."""
+    """List the indices of the chunks that a rank writes."""
     transfers = plan.files.plan.transfers
     return {int(memory_key(file)) for copy in transfers for file in copy.files()}

@@ -1,4 +1,4 @@
-"""How a checkpoint is written: what the functions that save have in common."""
+"""Options that all functions that save have in common."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Beside = Callable[[], Mapping[str, bytes]]
 
 @dataclass(frozen=True, kw_only=True)
 class WriterOptions(Options):
-    """How the files of a checkpoint are written."""
+    """Options for writing the files of a checkpoint."""
 
     overwrite: Annotated[
         bool, Option("Replace an existing checkpoint of the same name atomically.")
@@ -60,24 +60,24 @@ class WriterOptions(Options):
         Option("Store CRC-32 checksums in the records, as torch does. ``verify`` requires them."),
     ] = True
     beside: Beside | None = None
-    """Returns files that are published with it; called on rank 0, last, and with collectives."""
+    """Returns sidecar files to publish; called last, on rank 0, and only with collectives."""
     execute: Callable[..., Execution] = execute
-    """Carries out a rank's plan; another process may."""
+    """Executes a rank's plan, possibly in another process."""
     stream: Callable[..., None] = stream
-    """Carries it out for a place that takes streams."""
+    """Executes a rank's plan for a store that takes streams."""
 
     def file_count(self, nbytes: int) -> int:
-        """Return among how many files a rank's *nbytes* are dealt."""
+        """Return the number of files for a rank's *nbytes*."""
         return self.files or file_count(nbytes, threads(self.jobs))
 
     def files_beside(self) -> Mapping[str, bytes]:
-        """Return the content of files that are published with the checkpoint, by name."""
+        """Return the contents of sidecar files to publish, by name."""
         return self.beside() if self.beside else {}
 
 
 @dataclass(frozen=True, kw_only=True)
 class SaveOptions(WriterOptions):
-    """How a state is saved."""
+    """Options for saving a state."""
 
     trusted: Annotated[
         bool,
@@ -96,4 +96,4 @@ class SaveOptions(WriterOptions):
         ),
     ] = True
     digests: Callable[[Any], Mapping[int, int]] | None = None
-    """Returns the CRC-32 of shards that others may hold as well; None: of those in memory."""
+    """Returns the CRC-32 of possible replicas by shard index; None computes them from memory."""

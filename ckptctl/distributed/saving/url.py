@@ -1,4 +1,4 @@
-"""A save behind a URL: ranks upload their files as streams, and what makes them one comes last."""
+"""Saves to a URL: ranks upload their files as streams, and the metadata comes last."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ from ckptctl.storage.writing import BUSY, NAME, OBJECTS, Sent, Writing, committe
 from ckptctl.tree import UrlPath
 
 DATA = re.compile(r"__\d+_\d+\.distcp")
-"""The files of ranks."""
+"""Names of the ranks' data files."""
 
 
 class Url:
-    """A folder behind a URL.
+    """Folder in an object store or another remote file system.
 
-    Rank 0 holds its lock meanwhile. Every file is created on the condition that it is not there:
-    what a rank of a dead run still sends replaces nothing. When all are there, rank 0 notes which
-    objects they are, and then adds the metadata, on the same condition.
+    Rank 0 holds its lock during the save. Each file is only created if it does not exist, so late
+    uploads of a dead run replace nothing. When all files exist, rank 0 records the identities of
+    the objects, and then creates the metadata on the same condition.
     """
 
     _lock: RemoteLock
@@ -63,7 +63,7 @@ class Url:
         self._left = self._lock.take()
         stack.callback(self._let_go)
         found = self._place.look()
-        self._require_none(found)  # another run may have been at its end
+        self._require_none(found)  # another run may have just finished
         self._clear(self._left, found)
         self._begun = True
 
@@ -104,11 +104,11 @@ class Url:
 
     @cached_property
     def _uploaded(self) -> Mapping[str, Sent]:
-        """The files that are there when all ranks are done."""
+        """Files that exist when all ranks are done."""
         return self._place.look()
 
     def _require_none(self, found: Mapping[str, Sent]) -> None:
-        """Refuse a place with a checkpoint."""
+        """Raise if the target contains a checkpoint that is not replaced."""
         if METADATA in found and not self._replaces:
             raise RefusedError(
                 "the destination exists",
@@ -117,7 +117,7 @@ class Url:
             )
 
     def _clear(self, left: Writing | None, found: Mapping[str, Sent]) -> None:
-        """Remove the files of a dead run, as the new ones would not replace all of them."""
+        """Remove files of a dead run, because the new ones may not replace all of them."""
         data = [name for name in found if DATA.fullmatch(name)]
         if self._replaces:
             known = [name for name in (METADATA, OBJECTS) if name in found]
@@ -137,9 +137,9 @@ class Url:
             self._place.drop_parts()
 
     def _let_go(self) -> None:
-        """Let go of the lock; of a save that failed, all is removed before."""
+        """Release the lock, after removing the uploads of a failed save."""
         try:
-            with suppress(CkptError):  # the next run removes what is there, and the lock
+            with suppress(CkptError):  # the next run removes the files and the lock
                 if self._begun and not self._published:
                     self._take_back()
                 if self._left and not self._begun:
