@@ -1,1 +1,1 @@
-"""One training run: its manager, and how rank 0 looks after its folder."""
+"""Checkpoint manager of a training run."""

@@ -1,8 +1,8 @@
-"""What training resumes from where the newest checkpoint proves to be damaged while it is loaded.
+"""Fallback to an older checkpoint if the newest one proves damaged during the load.
 
-That it is there in full says little of its bytes. Evidence is a checksum that differs, a file that
-is cut off or zeros where its index has something: on any rank. All ranks load the next one then.
-What is not understood, does not fit the state, or cannot be read now is no evidence, and is raised.
+A checkpoint with all files can still contain wrong bytes. Evidence of damage on any rank is a wrong
+checksum, a truncated file, or zeros in place of data; all ranks then load the next checkpoint.
+Unsupported formats, mismatches with the state and read errors are no evidence, and are raised.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _log = logging.getLogger("ckptctl")
 
 
 class Attempt(NamedTuple):
-    """The outcome of a load on all ranks: a report of each, or the errors of those that failed."""
+    """Outcome of a load on all ranks, with this rank's report or the errors of failed ranks."""
 
     report: LoadReport | None
     failures: Mapping[int, CkptError]
@@ -34,10 +34,10 @@ class Attempt(NamedTuple):
 def attempt_load(
     ranks: Coordinator, load: Callable[[], LoadReport], skippable: Collection[str]
 ) -> Attempt:
-    """Load on all ranks; return errors with *skippable* codes, which all ranks then have.
+    """Load on all ranks, and return errors with *skippable* codes to all of them.
 
     Raises:
-        CkptError: Some rank has another error; on every rank.
+        CkptError: A rank has another error. It is raised on every rank.
     """
     report: LoadReport | None = None
     error: BaseException | None = None
@@ -65,7 +65,7 @@ def load_newest(
 
     Raises:
         RefusedError: The damaged one may have filled tensors that the next one does not contain.
-        CkptError: It cannot be loaded, for another reason than damage; on every rank.
+        CkptError: It cannot be loaded for another reason than damage. It is raised on every rank.
     """
     damaged: Start | None = None
     while start := ranks.broadcast(on_first(ranks, keeper.newest)):

@@ -1,7 +1,7 @@
-"""What a run has published as its trained models, so that it knows that it is finished.
+"""Record of the trained models that a run has published, which tells that it is finished.
 
-``ckptctl.final.json`` in its folder says of each what files it consists of. A model that is there
-counts as the run's own only while it is still that.
+``ckptctl.final.json`` in the run folder contains a digest of the files of each model. A model only
+counts as published by the run while its files match.
 """
 
 from __future__ import annotations
@@ -38,20 +38,20 @@ RECORD = "ckptctl.final.json"
 SCHEMA = "ckptctl.final/1"
 LISTS = (MANIFEST, SUMS, OBJECTS)
 TAIL = 1 << 20
-"""Bytes at the end of a single file: those of torch list its records there, with checksums."""
+"""Bytes at the end of a single file. Those of torch list records with checksums there."""
 BLOCK = 1 << 20
-"""Bytes of two files that are compared at a time."""
+"""Bytes that are compared at a time."""
 _log = logging.getLogger("ckptctl")
 
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """A trained model that a run has published.
+    """Trained model that a run has published.
 
     Attributes:
-        path: Where it is.
-        step: That of the checkpoint that the run had saved or loaded last; None: there was none.
-        told: Whether the hooks have been called for it.
+        path: Path or URL of the model.
+        step: Step of the checkpoint that the run had saved or loaded last, or None.
+        told: Whether the hooks were called for it.
     """
 
     path: TreePath
@@ -60,18 +60,18 @@ class Finished:
 
 
 class Finals:
-    """The record of a run; nothing in it fails a save."""
+    """Record of a run's trained models, whose errors never fail a save."""
 
     def __init__(self, root: TreePath, *, sync: bool) -> None:
         self._root = root
         self._sync = sync
 
     def all(self) -> list[Finished]:
-        """Return all that the record names, whether or not it is still there."""
+        """List all models in the record, even those that no longer exist."""
         return [_finished(named(path), one) for path, one in self._read().items()]
 
     def finished(self, out: TreePath) -> Finished | None:
-        """Return what the run has published at *out*; None: nothing, or that is not there now."""
+        """Return the model that the run has published at *out*, or None if it changed since."""
         noted = self._read().get(str(out))
         if noted is None:
             return None
@@ -81,7 +81,7 @@ class Finals:
         return _finished(out, noted) if same else None
 
     def note(self, model: Finished) -> None:
-        """Note that the run has published a model, as it is there now."""
+        """Record that the run has published a model, with a digest of its current files."""
         try:
             run_store(model.path.parent).refresh()
             own = {"step": model.step, "told": model.told, "contents": contents(model.path)}
@@ -94,7 +94,7 @@ class Finals:
             _log.error("`%s` of %s was not written: %s", RECORD, self._root, error)
 
     def _read(self) -> dict[str, Mapping[str, Any]]:
-        """Return what is noted, by paths; what cannot be understood is no evidence."""
+        """Return the record by model path, or an empty one if it cannot be read."""
         try:
             run_store(self._root).refresh()
             if not (self._root / RECORD).is_file():
@@ -106,7 +106,7 @@ class Finals:
             if models is None or not {*map(type, steps)} <= {int, type(None)}:
                 raise CkptError("it is not a record of models")
             for path in models:
-                named(path)  # which refuses what is no URL
+                named(path)  # raises for an invalid URL
         except (CkptError, OSError) as error:
             _log.warning("`%s` of %s cannot be read: %s", RECORD, self._root, error)
             return {}
@@ -119,9 +119,12 @@ def require_same(
     options: ConversionOptions,
     group: dist.ProcessGroup | None = None,
 ) -> TreePath:
-    """Prove that *state*, saved as *options* say, is what lies at *out*; all ranks call it.
+    """Verify that *state*, saved with *options*, equals the model at *out*. All ranks call it.
 
-    It is saved beside that, compared byte by byte, and removed.
+    It is saved next to the model, compared byte by byte, and removed.
+
+    Raises:
+        RefusedError: The models differ.
     """
     ranks, target = coordinator(group), final_target(out)
     again = beside(target)
@@ -149,7 +152,7 @@ def require_same(
 
 
 def beside(target: TreePath) -> TreePath:
-    """Return where what is compared with the model at *target* is saved."""
+    """Return the path of the temporary copy that is compared with the model at *target*."""
     return target.parent / f".{target.name}.ckptctl-again" / target.name
 
 
@@ -168,7 +171,7 @@ def _require_equal(new: TreePath, old: TreePath) -> None:
 
 
 def _same(new: TreePath, old: TreePath) -> bool:
-    """Compare two files; lists of checksums say how a model was made, too."""
+    """Compare two files, except lists of checksums, which also depend on how a model was made."""
     if new.name in LISTS:
         return True
     if not new.is_file() or not old.is_file() or new.stat().st_size != old.stat().st_size:
@@ -187,7 +190,7 @@ def _files(path: TreePath) -> list[TreePath]:
 
 
 def contents(path: TreePath) -> str:
-    """Return a digest of what names, sizes and checksums that lie there say of a model."""
+    """Return a digest of the names, sizes and stored checksums of a model's files."""
     digest = hashlib.sha256()
     for file in _files(path):
         size = file.stat().st_size

@@ -1,4 +1,4 @@
-"""The folder of a run as rank 0 looks after it: newest checkpoint, branches, hooks, removals."""
+"""Folder of a run, as rank 0 manages it: newest checkpoint, branches, hooks and removals."""
 
 from __future__ import annotations
 
@@ -43,26 +43,26 @@ from ckptctl.units import counted
 Hook = Callable[[Any], object]
 SERIES = "step-"
 KILLED = 60.0
-"""Seconds for which nobody may have written to what a killed save left, to remove it."""
+"""Seconds without writes after which leftovers of a killed save are removed."""
 Standing = Literal["free", "saved", "torn"]
-"""Of the place where a save goes: nothing is there; the same; what is torn, and is replaced."""
+"""Status of a save's destination: free, already saved, or damaged and replaceable."""
 
 _log = logging.getLogger("ckptctl")
 
 
 class Start(NamedTuple):
-    """A checkpoint that training may go on from."""
+    """Checkpoint from which training can resume."""
 
     entry: TreePath
-    path: TreePath  # what of it is loaded: itself, or the one part that it consists of
+    path: TreePath  # path to load: the checkpoint itself, or its only part
     step: int
     time: float  # when it was saved, in seconds since the epoch
-    skipped: Mapping[str, str] = {}  # newer ones that are not complete, with the reason
+    skipped: Mapping[str, str] = {}  # names of newer incomplete checkpoints, with reasons
     doubts: tuple[str, ...] = ()  # why another one might be the newest
 
 
 class Keeper:
-    """Looks after the checkpoints ``step-N`` of a run; nothing in it fails a save."""
+    """Checkpoints ``step-N`` of a run, whose management never fails a save."""
 
     def __init__(
         self,
@@ -84,12 +84,16 @@ class Keeper:
         self._resumed, self._saved = "", ""
         self._knows_start = False  # whether this manager loaded, or the run began with it
         self.finals = Finals(root, sync=sync)
-        self._torn: dict[str, str] = {}  # what proved damaged when it was loaded, and how
+        self._torn: dict[str, str] = {}  # checkpoints that proved damaged during a load, and how
 
     def newest(self, series: str | None = None, *, tell: bool = True) -> Start | None:
-        """Return the newest complete checkpoint; None: there is none yet.
+        """Find the newest complete checkpoint, or None without any.
 
-        What is passed over, and what may be doubted, is logged, if *tell*.
+        If *tell* is set, skipped checkpoints and doubts are logged.
+
+        Raises:
+            SourceNotFoundError: Checkpoints exist, but none of them is complete.
+            UnsupportedError: The verdict on the newest checkpoint is unknown.
         """
         there = self._entries()
         if not any(series in (None, one.named.series) for one in there):
@@ -111,11 +115,15 @@ class Keeper:
         return Start(found.path, _loaded(found), found.step, found.time, skipped, looked.doubts)
 
     def distrust(self, start: Start, evidence: CkptError) -> None:
-        """Take note that a checkpoint is damaged, although all of it is there."""
+        """Record that a checkpoint is damaged, although no file is missing."""
         self._torn[start.entry.name] = _said(evidence)
 
     def of_step(self, step: int) -> Start | None:
-        """Return the checkpoint of *step*, ``step-N`` before others; None: there is none."""
+        """Find the checkpoint of *step*, preferably ``step-N``, or None.
+
+        Raises:
+            RefusedError: Several checkpoints have that step.
+        """
         there = self._entries()
         found = [one for one in there if one.named.order[0] == step and one.counts]
         found = [one for one in found if one.path == self.root / f"{SERIES}{step}"] or found
@@ -132,31 +140,35 @@ class Keeper:
         return Start(chosen.path, _loaded(chosen), step, found[0].time)
 
     def has(self, step: int) -> bool:
-        """Return whether there is a checkpoint ``step-N``, whole or not."""
+        """Return whether a checkpoint ``step-N`` exists, complete or not."""
         self.refresh()
         return (self.root / f"{SERIES}{step}").is_dir()
 
     def refresh(self) -> None:
-        """Look anew at what is there, from now on."""
+        """Drop cached listings, so that current files are seen."""
         self._store.refresh()
 
     def _entries(self) -> list[RunEntry]:
-        """Return what is there now; nothing before the first save."""
+        """List the current entries, or none before the first save."""
         self.refresh()
         return entries(self.root) if is_run(self.root) else []
 
     def steps(self) -> list[int]:
-        """Return the steps of complete checkpoints, in order."""
+        """List the steps of complete checkpoints, in ascending order."""
         if not self._entries():
             return []
         there = read_run(self.root, model=False).checkpoints
         return sorted({one.step for one in there if one.complete})
 
     def standing(self, path: TreePath, *, own: bool) -> Standing:
-        """Say whether a save may go to *path*; *own*: the run has saved it, or went on from it.
+        """Return the status of a save's destination.
+
+        Args:
+            path: Destination.
+            own: Whether the run has saved that step or resumed from it.
 
         Raises:
-            RefusedError: There is something that it may not replace.
+            RefusedError: A checkpoint exists that must not be replaced.
         """
         self.refresh()
         if self._store.is_free(path.name):
@@ -187,9 +199,9 @@ class Keeper:
         saver: AsyncSaver | None,
         options: Mapping[str, Any],
     ) -> SaveFuture:
-        """Save to *path*, in the background if there is a *saver*; all ranks call it.
+        """Save to *path*, in the background with a *saver*. All ranks call it.
 
-        Rank 0 makes room before, and removes old checkpoints when this one is published.
+        Rank 0 makes room before the save, and removes old checkpoints after it is published.
         """
         before, after = (self.make_room, self.published) if ranks.rank == 0 else (None, None)
         if saver is not None:
@@ -202,7 +214,7 @@ class Keeper:
         return SaveFuture(path).publish()
 
     def make_room(self, path: TreePath) -> None:
-        """Remove what stands in the way of a save to *path*: no rule keeps it, or it was killed."""
+        """Remove leftovers of killed saves, and with ``make_room`` also unneeded checkpoints."""
         try:
             self.refresh()
             for name in self._store.left_saves():
@@ -220,7 +232,7 @@ class Keeper:
         try:
             if sweep_left(target, KILLED):
                 _log.info("removed files left over from a killed save of %s", target)
-        except RefusedError as error:  # somebody is at work there, or it is none of ours
+        except RefusedError as error:  # a save is running there, or the files are not from ckptctl
             _log.debug("%s", _said(error))
         except CkptError as error:
             _log.warning(
@@ -233,7 +245,7 @@ class Keeper:
         """Remove the checkpoint ``step-N``.
 
         Raises:
-            RefusedError: It has to stay.
+            RefusedError: It is protected.
         """
         self.wait()
         plan = plan_delete(real_path(self.root), SERIES, step, in_use=(self._resumed, self._saved))
@@ -242,14 +254,15 @@ class Keeper:
         self._tell(result)
 
     def begin_saving(self, step: int) -> int | None:
-        """Find out, before the first save, from where training goes on.
+        """Find the checkpoint from which the run resumed, before the first save.
 
         Returns:
-            The step of the checkpoint of this run that the process loaded or saved last without
-            this manager, if it did.
+            Step of the last checkpoint of this run that the process loaded or saved without this
+            manager, or None.
 
         Raises:
-            RefusedError: There is none below *step*, and a complete one of a later step is there.
+            RefusedError: No earlier step was loaded, and a complete checkpoint of a later step
+                exists.
         """
         if self._knows_start:
             return None
@@ -281,7 +294,7 @@ class Keeper:
         return None
 
     def resume_from(self, path: TreePath, step: int) -> None:
-        """Take note of the checkpoint from which training resumes."""
+        """Record the checkpoint from which training resumes."""
         self._knows_start = True
         found = run_record(path).lineage
         self._lineage = found.going_on(step, self._newest_save())
@@ -290,7 +303,7 @@ class Keeper:
             self._note(path, metrics(path), found._replace(left=self._lineage.save))
 
     def resume_elsewhere(self, step: int) -> None:
-        """Take note that training resumes from a save of *step* that lies elsewhere."""
+        """Record that training resumes from a save of *step* outside of the run folder."""
         self._knows_start = True
         before = [one for one in self._entries() if one.named.series == SERIES and one.counts]
         before = [one for one in before if one.named.order[0] <= step]
@@ -301,12 +314,12 @@ class Keeper:
     def beside(
         self, rated: Mapping[str, float], more: Mapping[str, object] | None = None
     ) -> Mapping[str, bytes]:
-        """Return the record of the checkpoint that is about to be published."""
+        """Return the record of the checkpoint to publish as a sidecar file."""
         self._lineage = (self._lineage or Lineage(self._newest_save())).next()
         return {SIDECAR: encoded(rated, self._lineage, more)}
 
     def published(self, path: TreePath) -> None:
-        """Call the hooks for a new checkpoint, and begin to remove old ones."""
+        """Call the hooks for a new checkpoint, and start to remove old ones."""
         self._saved = path.name
         self._torn.pop(path.name, None)
         self.call_hooks(path)
@@ -320,7 +333,7 @@ class Keeper:
             self._note(path, {**metrics(path), **rated}, run_record(path).lineage)
 
     def _note(self, path: TreePath, rated: Mapping[str, float], lineage: Lineage) -> None:
-        """Write the record of a checkpoint; one that cannot be read stays as it is."""
+        """Replace the record of a checkpoint, unless the existing one cannot be read."""
         known = run_record(path)
         try:
             if known.error:
@@ -331,7 +344,7 @@ class Keeper:
             _log.error("`%s` of %s was not written: %s", SIDECAR, path, error)
 
     def call_hooks(self, path: TreePath) -> None:
-        """Call every hook with *path*; errors are logged."""
+        """Call every hook with *path*, and log their errors."""
         for hook in self._hooks:
             try:
                 hook(path)
@@ -339,7 +352,7 @@ class Keeper:
                 _log.exception("a hook failed for %s", path)
 
     def finish(self, out: TreePath, there: Finished | None) -> None:
-        """Note a trained model, call the hooks for it, and remove checkpoints that it replaces."""
+        """Record a trained model, call its hooks, and remove checkpoints that it replaces."""
         if there is None:
             named = parse(self._saved or self._resumed)
             there = Finished(out, named.order[0] if named else None)
@@ -351,7 +364,7 @@ class Keeper:
             self.replaced()
 
     def replaced(self) -> None:
-        """Remove checkpoints that the policy does not keep, now that a final one is published."""
+        """Remove checkpoints that the policy does not keep after the final model is published."""
         self.wait()
         self._remove(replaced=True)
 
@@ -361,7 +374,7 @@ class Keeper:
             self._removal.join()
 
     def _remove_later(self) -> None:
-        """Begin to remove: in a thread of its own, as executors end before the last save does."""
+        """Start to remove in a non-daemon thread, because executors end before the last save."""
         earlier = self._removal
 
         def work() -> None:
@@ -372,14 +385,14 @@ class Keeper:
         thread = threading.Thread(target=work, name="ckptctl-prune", daemon=False)
         try:
             thread.start()
-        except RuntimeError:  # the system has no thread left
+        except RuntimeError:  # the system has no threads left
             work()
         else:
             self._removal = thread
 
     def _remove(self, *, replaced: bool = False, coming: int = 0) -> None:
         in_use = (self._resumed, self._saved)
-        if replaced or (coming and self._saved):  # on a full disk one that it stands on is enough
+        if replaced or (coming and self._saved):  # on a full disk, protect only the last save
             in_use = ("", "" if replaced else self._saved)
         try:
             plan = plan_prune(
@@ -389,7 +402,7 @@ class Keeper:
                 trainer=Trainer(SERIES, in_use, coming),
             )
             result = run_prune(plan)
-        except Exception as error:  # a rule of the user's, too
+        except Exception as error:  # including those of the user's rules
             _log.warning("nothing was removed from %s: %s", self.root, _said(error))
             return
         for one in plan.of("skip"):
@@ -398,7 +411,7 @@ class Keeper:
         self._tell(result)
 
     def discard_after(self, step: int) -> None:
-        """Remove the checkpoints of later steps; those that stay are logged."""
+        """Remove the checkpoints of later steps, and log those that stay."""
         plan = plan_discard(real_path(self.root), SERIES, step)
         for one in plan.of("skip"):
             if one.checkpoint.step > step:
@@ -407,12 +420,12 @@ class Keeper:
         self._tell(run_prune(plan))
 
     def later_than(self, step: int) -> list[str]:
-        """Return the names of the checkpoints of later steps."""
+        """List the names of checkpoints of later steps."""
         found = (one for one in self._entries() if one.named.series == SERIES)
         return [one.path.name for one in found if one.named.order[0] > step and one.counts]
 
     def _newest_save(self) -> int:
-        """Return the number of the newest save into the run that is known of."""
+        """Return the number of the run's newest known save."""
         known = self._lineage.save if self._lineage else 0
         there = (one.path for one in self._entries() if one.named.series == SERIES)
         return max([known, *(run_record(one).lineage.save for one in there)])

@@ -1,10 +1,9 @@
-"""The folder of a run on a local disk: one folder for each start of the run, its saves inside.
+"""Folder of a run on a local disk, with one folder per start of the run.
 
-``FAST/RUN-NUMBER-NONCE/step-N`` holds what the ranks on this machine saved of a step, each its own
-part. No two starts of a run have one folder, so parts of different saves never lie together,
-whatever was killed, replaced or saved again; and the names alone tell in which order they were
-made: no clock does. ``RUN`` is written in the root of the run as well, so that what another run
-left on a disk is not taken for this one's.
+``FAST/RUN-NUMBER-NONCE/step-N`` contains the files that the ranks on this machine saved of a step.
+Each start of a run has a separate folder, so parts of different saves are never mixed, and names
+give the order of saves without clocks. ``RUN`` is also stored in the run folder, so that saves of
+other runs on the same disk are recognized.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from ckptctl.storage.two_phase_delete import deleting
 from ckptctl.tree import TreePath
 
 IDENTITY = ".ckptctl-local.json"
-"""A file in the root of a run whose saves go to local disks first."""
+"""File in the folder of a run that saves to local disks first."""
 SCHEMA = "ckptctl.local/1"
 DOING = "saving here"
 _START = re.compile(r"([0-9a-f]{16})-(\d{6,18})-[0-9a-f]{8}", re.ASCII)
@@ -35,31 +34,36 @@ _STEP = re.compile(rf"{SERIES}(\d{{1,18}})", re.ASCII)
 
 
 class LocalSave(NamedTuple):
-    """A save on local disks; these are ordered as they were made."""
+    """Save on local disks. Instances sort by time of the save."""
 
-    number: int  # of the start of the run
+    number: int  # of the run's start
     step: int
-    start: str  # name of the folder
+    start: str  # name of the start's folder
 
     @property
     def name(self) -> str:
-        """Return its path in the local folder."""
+        """Path in the local folder."""
         return f"{self.start}/{SERIES}{self.step}"
 
 
 def start_name(run: str, number: int) -> str:
-    """Return the name of a new start of a run."""
+    """Build the folder name of a new start of a run."""
     return f"{run}-{number:06d}-{token_hex(4)}"
 
 
 def number_of(start: object, run: str) -> int:
-    """Return the number of a start; 0: it is none of this run."""
+    """Parse the number of a start, or return 0 if it is not from this run."""
     parsed = _START.fullmatch(start) if isinstance(start, str) else None
     return int(parsed[2]) if parsed and parsed[1] == run else 0
 
 
 def read_identity(root: TreePath) -> str:
-    """Return the identity of the run in *root*; empty: it has none."""
+    """Read the id of the run in *root*, or return an empty string if it has none.
+
+    Raises:
+        FormatError: The file is malformed.
+        StorageError: It cannot be read.
+    """
     path = root / IDENTITY
     run_store(root).refresh()
     try:
@@ -81,7 +85,7 @@ def read_identity(root: TreePath) -> str:
 
 
 def ensure_identity(root: TreePath) -> str:
-    """Return the identity of the run in *root*, which gets one if it has none."""
+    """Return the id of the run in *root*, creating it if necessary."""
     known = read_identity(root)
     if known:
         return known
@@ -91,7 +95,7 @@ def ensure_identity(root: TreePath) -> str:
 
 
 class LocalFolder:
-    """The local folder of this machine, which other ranks may share, or not see."""
+    """Local folder of this machine, which some other ranks may share."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -100,23 +104,23 @@ class LocalFolder:
         self._leads = False
 
     def path_of(self, save: LocalSave) -> Path:
-        """Return where a save lies."""
+        """Return the path of a save."""
         return self.path / save.name
 
     def saves(self, run: str) -> list[LocalSave]:
-        """Return what lies here of *run*, the newest first."""
+        """List the saves of *run*, newest first."""
         return sorted(self._saves(run), reverse=True)
 
     def highest(self, run: str) -> int:
-        """Return the highest number of a start that left something here."""
+        """Return the highest number of a start with files here, or 0."""
         return max((number_of(name, run) for name in _names(self.path)), default=0)
 
     def of_others(self, run: str) -> list[str]:
-        """Return the names of what other runs left here."""
+        """List the names of starts of other runs."""
         return [name for name in _names(self.path) if _START.fullmatch(name) and name[:16] != run]
 
     def begin(self, start: str) -> None:
-        """Make the folder of a new start; of the ranks that share it one leads: it removes."""
+        """Create the folder of a new start, and try to become the rank that removes old saves."""
         self.close()
         folder = self.path / start
         with storage_errors("make", folder):
@@ -130,9 +134,9 @@ class LocalFolder:
             self._leads = False
 
     def retire(self, newest: LocalSave, keep: Collection[LocalSave]) -> list[str]:
-        """Remove what is older than *newest* and not in *keep*; return the names.
+        """Remove saves older than *newest* that are not in *keep*, and return their names.
 
-        What a start that still runs saved is left alone.
+        Saves of another start that is still running stay.
         """
         run = newest.start[:16]
         old = [save for save in self.saves(run) if save < newest and save not in keep]
@@ -151,12 +155,12 @@ class LocalFolder:
                             removed.append(save.name)
                         if not own and not any(map(_STEP.fullmatch, _names(folder))):
                             trash.take(folder, start)
-                except RefusedError:  # it runs
+                except RefusedError:  # it is still running
                     continue
         return removed
 
     def close(self) -> None:
-        """Let others remove what this start saved."""
+        """Release the lock, so that others can remove the saves of this start."""
         self._stack.close()
         self._leads = False
 
@@ -170,7 +174,7 @@ class LocalFolder:
 
 
 def _names(folder: Path) -> list[str]:
-    """Return the names in *folder*; none where there is no such folder."""
+    """List the names in *folder*, or none if it does not exist."""
     with storage_errors("list", folder):
         try:
             return sorted(item.name for item in folder.iterdir())

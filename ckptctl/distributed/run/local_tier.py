@@ -1,9 +1,8 @@
-"""Saves to local disks first: each rank its own part, without the others; copies into the root.
+"""Local tier of a run: rank-local saves to local disks, and copies to the run folder.
 
-The thread that trains waits for no other rank. Behind it a thread per save tells the other ranks
-how theirs went, so all know which saves are whole on every rank, and only that lets an older one be
-removed or a copy begin. All of these decisions are made from what was exchanged and from nothing
-else, so all ranks make the same ones.
+The training thread waits for no other rank. A background thread per save exchanges the outcome with
+the other ranks. Older saves are removed, and copies started, only when a save is complete on every
+rank. These decisions depend only on exchanged data, so they are the same on all ranks.
 """
 
 from __future__ import annotations
@@ -54,11 +53,11 @@ _log = logging.getLogger("ckptctl")
 
 @dataclass(eq=False)
 class _PendingSave:
-    """A save of this process."""
+    """Local save of this process."""
 
     save: LocalSave
     rated: dict[str, float]
-    due: bool  # whether it is one of those that are copied
+    due: bool  # whether it should be copied
     shards: LocalShards | None = None
     values: Mapping[str, bytes] = field(default_factory=dict)
     failure: BaseException | None = None
@@ -66,28 +65,28 @@ class _PendingSave:
     whole: SaveFuture = field(default_factory=lambda: SaveFuture(Path()))  # on all ranks
 
     def end(self, future: Future[TreePath | None]) -> None:
-        """Take note of how it went."""
+        """Record the outcome of the save."""
         self.failure = future.exception()
         self.over.set()
 
     def fail(self, error: BaseException) -> None:
-        """Take note that it did not begin, or not end."""
+        """Record that the save failed, unless its outcome is known."""
         if not self.over.is_set():
             self.failure = error
             self.over.set()
 
 
 class _SaveReport(NamedTuple):
-    """What a rank tells the others after a save."""
+    """Report of a rank to the others after a save."""
 
     save: LocalSave
-    problem: str  # why its part is not whole; empty: it is
+    problem: str  # why its part is incomplete, empty if it is complete
     copying: LocalSave | None
     due: bool  # whether a copy is due
 
 
 class LocalTier:
-    """The local disks of a run, below its manager."""
+    """Local saves of a run and their copies, for its manager."""
 
     _rounds: Coordinator
     _copies: Coordinator
@@ -116,31 +115,31 @@ class LocalTier:
         self._saver = saver
         self._saving = dict(saving)
         self._pace = Pace(options.copy_rate)
-        self._start: LocalSave | None = None  # what the saves of this start have in common
+        self._start: LocalSave | None = None  # start of the run, common to its saves
         self._connected = False
         self._count = 0
-        self._owed = False  # whether a copy is due that could not be made then
+        self._owed = False  # whether a copy is overdue
         self._last: threading.Thread | None = None
-        self._whole: list[_PendingSave] = []  # the newest saves that are whole on all ranks
+        self._whole: list[_PendingSave] = []  # newest saves that are complete on all ranks
         self._loaded: LocalSave | None = None
         self._copying: tuple[LocalSave, Future[None]] | None = None
         self._copied: _PendingSave | None = None
         self._failure: BaseException | None = None
         self._saves: dict[int, _PendingSave] = {}  # of this start, by step
         self._rating = threading.Lock()
-        self.skipped: Mapping[str, str] = {}  # by the last load
-        self.ended = False  # whether the run has its final output, so that nothing is to be copied
+        self.skipped: Mapping[str, str] = {}  # saves that the last load skipped, with reasons
+        self.ended = False  # whether the final model is published, so that nothing is copied
 
     def save(
         self, step: int, state: StateDict, rated: Mapping[str, float], *, own: bool = False
     ) -> SaveFuture:
-        """Save this rank's part; see :meth:`CheckpointManager.save`.
+        """Save this rank's part to the local disk, as :meth:`CheckpointManager.save` does.
 
         Args:
-            step: Its number.
-            state: What this rank holds.
+            step: Step of the save.
+            state: State of this rank.
             rated: Metrics.
-            own: Whether training went on from that step.
+            own: Whether training resumed from that step.
         """
         if own or step in self._saves:
             return self._saved_before(step, rated)
@@ -160,13 +159,13 @@ class LocalTier:
         except BaseException as error:
             begun = self._saver.last if self._saver else None
             if begun and begun.path == self._folder.path_of(pending.save):
-                begun.add_done_callback(pending.end)  # what is raised is of those before it
+                begun.add_done_callback(pending.end)  # the error is from an earlier save
             else:
                 pending.fail(error)
             raise
 
     def _saved_before(self, step: int, rated: Mapping[str, float]) -> SaveFuture:
-        """Return the outcome of a save that was made before, of the step gone on from perhaps."""
+        """Return the future of an earlier save, or of the step from which training resumed."""
         pending = self._saves.get(step)
         if pending is None:
             return SaveFuture(self._keeper.root / f"{SERIES}{step}").publish()
@@ -190,7 +189,7 @@ class LocalTier:
         return future
 
     def _begin(self) -> LocalSave:
-        """Agree on the name of this start of the run; all ranks are here together, once."""
+        """Agree on the name of this start of the run. All ranks call it once, at the first save."""
         ranks = coordinator(self._group)
         root, folder = self._keeper.root, self._folder
         run = ranks.broadcast(on_first(ranks, lambda: ensure_identity(root)))
@@ -210,7 +209,7 @@ class LocalTier:
         return LocalSave(number, 0, start)
 
     def _agree(self, pending: _PendingSave, earlier: threading.Thread | None) -> None:
-        """Exchange how a save went, and do what follows from it; in a thread of its own."""
+        """Exchange the outcome of a save, and act on it, in a background thread."""
         if earlier:
             earlier.join()
         pending.over.wait()
@@ -267,7 +266,7 @@ class LocalTier:
             _log.warning("nothing was removed from %s: %s", self._folder.path, error)
 
     def _copy(self, pending: _PendingSave) -> None:
-        """Write a save that is whole on all ranks into the root; all ranks do."""
+        """Copy a save that is complete on all ranks to the run folder. All ranks call it."""
         target = self._keeper.root / f"{SERIES}{pending.save.step}"
         try:
             self._write_copy(pending, target)
@@ -286,9 +285,10 @@ class LocalTier:
         ranks, keeper = self._copies, self._keeper
 
         def begin() -> bool:
-            torn = not self._options.overwrite and keeper.standing(target, own=False) == "torn"
+            overwrite = self._options.overwrite
+            damaged = not overwrite and keeper.standing(target, own=False) == "torn"
             keeper.make_room(target)
-            return torn
+            return damaged
 
         assert pending.shards
         part = SavedPart(self._folder.path_of(pending.save), ranks.rank, pending.shards, self._pace)
@@ -302,7 +302,7 @@ class LocalTier:
         write(state_on_disk(pending.shards, pending.values), target, ranks, SaveOptions(**options))
 
     def rate(self, step: int, rated: Mapping[str, float]) -> bool:
-        """Add metrics to a save for its copy; return whether it was saved since the run started."""
+        """Add metrics to a save and its copy, and return whether this start of the run saved it."""
         pending = self._saves.get(step)
         if pending is None:
             return False
@@ -325,15 +325,17 @@ class LocalTier:
         *,
         damaged_ok: bool = True,
     ) -> Resumed | None:
-        """Fill *state* from local disks, if they have the newest save, or the one of *step*.
+        """Load *state* from local disks if they have the newest save, or the one of *step*.
 
-        None: the root is to be asked; :attr:`skipped` says what was passed over before.
+        Returns:
+            The loaded save, or None to load from the run folder. :attr:`skipped` then contains
+            newer local saves that cannot be loaded.
         """
         ranks, how = coordinator(self._group), {"process_group": self._group, **options}
         loaded = load_local(
             ranks, self._folder, self._keeper, state, how, step, damaged_ok=damaged_ok
         )
-        # What follows is another start of the run.
+        # The next save belongs to another start of the run.
         self._start, self._loaded, self.skipped = None, loaded.save, loaded.skipped
         self._whole, self._saves, self._copied = [], {}, None
         if loaded.save is None or loaded.path is None or loaded.report is None:
@@ -342,20 +344,24 @@ class LocalTier:
         return Resumed(loaded.path, loaded.save.step, loaded.skipped, loaded.report)
 
     def durable(self, step: int, hurry: Hurry | None) -> None:
-        """Return when a save is whole on all ranks; see *urgent* of the manager."""
+        """Wait until a save is complete on all ranks, or with *hurry* until its deadline.
+
+        Raises:
+            CkptError: The save failed on a rank, or missed the deadline.
+        """
         pending = self._saves.get(step)
-        if pending is None:  # training went on from there
+        if pending is None:  # training resumed from it
             return
         if hurry:
             hurry.durable(pending.whole)
         pending.whole.result()
 
     def newest(self) -> LocalSave | None:
-        """Return the newest save that is whole on all ranks; None: the root has a newer one."""
+        """Find the newest loadable local save, or None if the run folder has a newer one."""
         return newest_local(coordinator(self._group), self._folder, self._keeper)
 
     def join(self) -> None:
-        """Wait for what is going on, as fast as it goes, whatever becomes of it."""
+        """Wait for running saves and copies without rate limit, and ignore failures."""
         self._pace.lift()
         try:
             if self._last:
@@ -366,10 +372,10 @@ class LocalTier:
             self._pace.restore()
 
     def wait(self) -> None:
-        """Wait until what was saved is copied as far as that is due, as fast as it goes.
+        """Wait for running saves and copies without rate limit.
 
         Raises:
-            CkptError: Since the last call a save was not whole on some rank, or not copied.
+            CkptError: Since the last call, a save was not complete on some rank, or not copied.
         """
         self.join()
         failure, self._failure = self._failure, None
@@ -377,10 +383,11 @@ class LocalTier:
             raise failure
 
     def close(self, *, orderly: bool) -> None:
-        """Wait likewise, and copy the newest save.
+        """Wait like :meth:`wait`, and copy the newest save.
 
         Args:
-            orderly: Whether no error ends the run: other ranks may never come here then.
+            orderly: Whether the run ends without an error. After an error on this rank, the others
+                may never call this method, so nothing is copied.
         """
         try:
             try:

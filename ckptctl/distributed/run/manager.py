@@ -97,14 +97,14 @@ class CheckpointManager(Closing):
         over_gloo = lambda: saver.groups()[0]  # noqa: E731
         self._schedule = Schedule(options, busy, lambda: bool(self.keeper.steps()), over_gloo)
         self._preemption = Preemption(options, over_gloo)
-        self._own: set[int] = set()  # steps that this run has saved, or tried to, and went on from
+        self._own: set[int] = set()  # steps that this run has saved, tried to save or resumed from
         self._tier = (
             None
             if options.fast is None
             else LocalTier(options, self.keeper, self._saver, self._saving)
         )
         self._closed = False
-        self._began = False  # whether a save has begun, so that it is known what it goes on from
+        self._began = False  # whether a save has begun, so that the resumed step is known
 
     def should_save(self, step: int) -> bool:
         """Return whether a rule such as ``save_every`` requires a save at *step*.
@@ -249,7 +249,7 @@ class CheckpointManager(Closing):
         ranks = coordinator(self._group)
 
         def loaded(start: Start) -> LoadReport:
-            self.keeper.refresh()  # every rank reads what lies there now
+            self.keeper.refresh()  # every rank reads the current files
             return load(state, start.path, process_group=self._group, **options)
 
         newest = load_newest(ranks, self.keeper, loaded, fallback)
@@ -476,7 +476,7 @@ class CheckpointManager(Closing):
         )
 
     def _begin(self, step: int) -> None:
-        """Find out what the first save goes on from, on all ranks alike."""
+        """Find the checkpoint from which the run resumed, before the first save."""
         ranks = coordinator(self._group)
         loaded = ranks.broadcast(on_first(ranks, lambda: self.keeper.begin_saving(step)))
         if loaded is not None:
@@ -484,7 +484,7 @@ class CheckpointManager(Closing):
         self._began = True
 
     def _settle(self) -> None:
-        """Wait for the save that is going on; one that failed is no reason not to save the next."""
+        """Wait for running saves and removals, and ignore failures."""
         if self._saver is not None:
             self._saver.join()
         if self._tier is not None:
@@ -534,7 +534,11 @@ class CheckpointManager(Closing):
 
 
 def _root(root: str | TreePath) -> TreePath:
-    """Return the folder of a run; a place where none can be kept is refused."""
+    """Return the absolute path of a run folder.
+
+    Raises:
+        CkptError: Checkpoints cannot be managed there.
+    """
     with about("root"):
         checks.path(root)
     if not is_url(root):
@@ -547,7 +551,11 @@ def _root(root: str | TreePath) -> TreePath:
 
 
 def rating(metrics: Mapping[str, Any]) -> dict[str, float]:
-    """Return metrics as numbers."""
+    """Convert metrics to floats.
+
+    Raises:
+        UsageError: They are not a mapping of names to numbers.
+    """
     if not isinstance(metrics, Mapping):
         raise UsageError(f"{metrics!r} is not a dictionary of metrics", where="metrics")
     try:

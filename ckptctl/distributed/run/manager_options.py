@@ -1,4 +1,4 @@
-"""What is told to a manager of checkpoints, and what it tells."""
+"""Options and results of a checkpoint manager."""
 
 from __future__ import annotations
 
@@ -28,19 +28,19 @@ ONLY_WITH = {
     "fast": ("fast_keep", "copy_every", "copy_rate"),
     "async_": ("mode", "when_busy", "max_failures"),
 }
-"""Options that say something only where another one is given."""
+"""Options that only apply together with another one."""
 
 
 @dataclass(frozen=True, slots=True)
 class Resumed:
-    """From where training goes on.
+    """Checkpoint from which training resumes.
 
     Attributes:
-        path: The checkpoint that was loaded.
-        step: The number in its name: its step, or its epoch.
-        skipped: Newer ones that are not complete, with the reason.
-        report: What was loaded.
-        doubts: Where the highest step is not the last save: both, and which of them was loaded.
+        path: Path of the loaded checkpoint.
+        step: Number in its name: its step or epoch.
+        skipped: Names of newer checkpoints that are incomplete or damaged, with reasons.
+        report: Report of the load.
+        doubts: Messages if the highest step is not the last save, and which one was loaded.
     """
 
     path: TreePath
@@ -64,7 +64,7 @@ def _hooks(given: Any) -> tuple[Hook, ...]:
 
 @dataclass(frozen=True, kw_only=True)
 class ManagerOptions(PreemptionOptions, opt.ModelOptions, SaveOptions, KeepOptions, SaveRules):
-    """How a run is saved, and what is kept of it."""
+    """Options of a :class:`CheckpointManager`."""
 
     keep_last: Annotated[
         int | None,
@@ -163,7 +163,7 @@ class ManagerOptions(PreemptionOptions, opt.ModelOptions, SaveOptions, KeepOptio
         """Check all values, and that every rule keeps something.
 
         Raises:
-            UsageError: One of them makes no sense; it says which.
+            UsageError: An option is invalid or has no effect.
         """
         super().__post_init__()
         self._require_effect()
@@ -185,7 +185,7 @@ class ManagerOptions(PreemptionOptions, opt.ModelOptions, SaveOptions, KeepOptio
             )
 
     def _require_effect(self) -> None:
-        """Refuse options that change nothing, because another one is not given."""
+        """Raise for options that have no effect because another one is not set."""
         for needed, others in ONLY_WITH.items():
             given = [one for one in declared(ManagerOptions) if one.name in others]
             given = [one for one in given if getattr(self, one.name) != one.default]
@@ -196,11 +196,11 @@ class ManagerOptions(PreemptionOptions, opt.ModelOptions, SaveOptions, KeepOptio
                 raise UsageError(f"{names} {does} not apply {where}")
 
     def policy(self) -> Policy:
-        """Return what is kept."""
+        """Return the retention policy."""
         return replace(super().policy(), wanted=self.keep_if)
 
     def final(self, options: FinalOptions) -> ConversionOptions:
-        """Return how the trained model is saved: what *options* leave open is said here."""
+        """Return the conversion options for the trained model, with defaults of the manager."""
         return options.to_format(
             options.to or self.final_format or "hf",
             model_type=options.model_type or self.model_type,
@@ -210,7 +210,7 @@ class ManagerOptions(PreemptionOptions, opt.ModelOptions, SaveOptions, KeepOptio
 
 @dataclass(frozen=True, kw_only=True)
 class FinalOptions(WriteOptions):
-    """How the trained model is saved."""
+    """Options for saving the trained model."""
 
     to: Annotated[
         str | None, opt.target_format("Format to write. None uses the manager's format.")
@@ -218,4 +218,4 @@ class FinalOptions(WriteOptions):
 
 
 OF_A_SOURCE = ("from_format", "weights", "tag", "rules", "ranks", "verify_replicas", "resume")
-"""Options of a conversion that say how a checkpoint is read: a state that is at hand is not."""
+"""Options of a conversion for reading the source, which do not apply to a state in memory."""

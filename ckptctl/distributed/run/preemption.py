@@ -1,7 +1,8 @@
-"""The announced end of a run: whoever says so, on any rank, is heard by all at the same step.
+"""Preemption notices, which all ranks observe at the same step.
 
-A signal arrives on one rank in the middle of a step, and ranks that stopped there would wait for
-each other for ever. So a notice is only noted, and the ranks tell each other where they ask.
+A signal can arrive on one rank in the middle of a step. If that rank stopped there, the others
+would wait forever. So a notice is only recorded, and the ranks exchange notices when all of them
+poll.
 """
 
 from __future__ import annotations
@@ -30,12 +31,12 @@ from ckptctl.tree import TreePath
 
 Source = signal.Signals | str | Path | Callable[[], object]
 ENDS_CHILDREN = (signal.SIGTERM, signal.SIGINT)
-"""With these a process ends those that it has forked."""
+"""Signals by which a process ends the ones that it has forked."""
 _log = logging.getLogger("ckptctl")
 
 
 def _sources(given: Any) -> tuple[Source, ...]:
-    """Check what announces the end; names of signals become signals."""
+    """Check the sources of notices, and convert names of signals."""
     if isinstance(given, str) or not isinstance(given, Sequence):
         raise UsageError(
             f"{given!r} is not a list",
@@ -61,7 +62,7 @@ def _source(given: Any) -> Source:
 
 @group
 class PreemptionOptions(Options):
-    """What announces the end of a run, and how long it then has."""
+    """Options for preemption notices and the deadline of urgent saves."""
 
     preemption: Annotated[
         Sequence[Source],
@@ -85,9 +86,9 @@ class PreemptionOptions(Options):
 
 
 class Notices:
-    """What this rank has been told, by signals, files and functions.
+    """Notices on this rank by signals, files and functions.
 
-    Handlers note a signal and pass it on to those that were there, if these are functions.
+    Signal handlers record the notice, and call the previous handler if it is a function.
     """
 
     def __init__(self, sources: Sequence[Source]) -> None:
@@ -112,36 +113,39 @@ class Notices:
         _all.add(self)
 
     def look(self) -> float | None:
-        """Ask files and functions, too; return when the first notice came, None: there is none."""
+        """Poll files and functions, and return the time of the first notice, or None without any.
+
+        The time is that of `time.monotonic`, in seconds.
+        """
         if self.since is None and any(map(self._says, self._asked)):
             self.since = time.monotonic()
         return self.since
 
     def close(self) -> None:
-        """Put the handlers back that were there, where nobody has put another one since."""
+        """Restore the previous signal handlers, unless other code has replaced ours."""
         self.closed = True
         for number in self._before:
             self.give_back(number)
 
     def give_back(self, number: int) -> None:
-        """Put back the handler of one signal."""
+        """Restore the previous handler of one signal, if ours is still installed."""
         before = _open(self._before[number], number)
         if signal.getsignal(number) == self._note:
             try:
                 signal.signal(number, before)
-            except ValueError:  # not the main thread: ours stays, and passes on
+            except ValueError:  # not the main thread, so ours stays and calls the previous one
                 _log.warning(
                     "the handler of %s was not restored, because this is not the main thread",
                     signal.Signals(number).name,
                 )
 
     def in_fork(self) -> None:
-        """Let a forked process end as it would have."""
+        """Restore the previous handlers of termination signals in a forked process."""
         for number in set(ENDS_CHILDREN) & self._before.keys():
             self.give_back(number)
 
     def before(self, number: int) -> Any:
-        """Return the handler that was there."""
+        """Return the previous handler of a signal."""
         return self._before[number]
 
     def _handle(self, number: signal.Signals) -> None:
@@ -151,7 +155,7 @@ class Notices:
                 f"{number.name} has a handler that could not be restored",
                 why="Python did not install it",
             )
-        self._before.setdefault(number, before)  # first, as the signal may be there at once
+        self._before.setdefault(number, before)  # first, because the signal may arrive at once
         try:
             signal.signal(number, self._note)
         except OSError as error:
@@ -175,7 +179,7 @@ class Notices:
 
 
 def _open(handler: Any, number: int) -> Any:
-    """Return *handler*, or the one behind it where it belongs to a manager that is closed."""
+    """Return *handler*, or the one before it if its notices are closed."""
     owner = getattr(handler, "__self__", None)
     while isinstance(owner, Notices) and owner.closed:
         handler = owner.before(number)
@@ -195,7 +199,7 @@ os.register_at_fork(after_in_child=_in_fork)
 
 
 class Preemption:
-    """Whether a run has to end, which all of its ranks learn in the same call."""
+    """Preemption state of a run, exchanged so that all ranks learn of it in the same call."""
 
     def __init__(self, options: PreemptionOptions, ranks: Callable[[], Coordinator]) -> None:
         self.notices = Notices(options.preemption)
@@ -203,10 +207,10 @@ class Preemption:
         self._deadline = options.deadline
         self._ranks = ranks
         self._calls = 0
-        self._since: float | None = None  # as all ranks see it, by this rank's clock
+        self._since: float | None = None  # first notice on any rank, by this rank's clock
 
     def noticed(self, every: int) -> bool:
-        """Return whether a rank had a notice; at each *every*-th call the others are asked."""
+        """Return whether any rank had a notice, exchanged at each *every*-th call."""
         self._calls += 1
         if self._since is not None or not self._sources or self._calls % every:
             return self._since is not None
@@ -220,13 +224,13 @@ class Preemption:
         return oldest >= 0
 
     def hurry(self, saver: AsyncSaver) -> Hurry:
-        """Begin an urgent save by *saver*."""
+        """Begin an urgent save with *saver*, whose deadline counts from the notice or from now."""
         start = time.monotonic() if self._since is None else self._since
         return Hurry(saver, start, self._deadline)
 
 
 class Hurry:
-    """One urgent save: what it waits for until its deadline, on all ranks or none."""
+    """Urgent save that waits until its deadline, with the same outcome on all ranks."""
 
     def __init__(self, saver: AsyncSaver, start: float, deadline: float | None) -> None:
         self._saver = saver
@@ -234,10 +238,10 @@ class Hurry:
         self._deadline = deadline
 
     def joined(self, path: TreePath) -> SaveFuture | None:
-        """Wait for the last save; return it where it is the one of *path*, and has not failed.
+        """Wait for the last save, and return it if it saved to *path* and succeeded, or None.
 
         Raises:
-            StorageError: It was not done in time; on every rank. It goes on.
+            StorageError: It missed the deadline and continues. This is raised on every rank.
         """
         last = self._saver.last
         if last is None:
@@ -251,11 +255,11 @@ class Hurry:
         return None
 
     def durable(self, future: SaveFuture) -> SaveFuture:
-        """Return *future* when its checkpoint has its name.
+        """Wait until the checkpoint is published, and return *future*.
 
         Raises:
-            StorageError: It did not in time; on every rank. The save goes on.
-            CkptError: It failed; on every rank.
+            StorageError: It missed the deadline and continues. This is raised on every rank.
+            CkptError: The save failed. It is raised on every rank.
         """
         self._wait(future, future.path)
         if _failed(future):
@@ -263,9 +267,9 @@ class Hurry:
         return future
 
     def _wait(self, future: SaveFuture, path: TreePath, *, whole: bool = False) -> None:
-        """Wait until a save is decided, or *whole*, with its callbacks.
+        """Wait until the outcome of a save is known, or if *whole*, until its callbacks are done.
 
-        A save ends on all ranks together: where it has ended on one, the others hear of it next.
+        A save ends on all ranks at about the same time, so one rank in time is enough.
         """
 
         def ended(seconds: float | None) -> bool:

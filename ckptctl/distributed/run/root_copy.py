@@ -1,8 +1,8 @@
-"""A save on local disks is written into the root of its run, as any save is, at a bounded rate.
+"""Copies of local saves to the run folder, at a limited rate.
 
-What several ranks hold is written once, the checkpoint appears when it is whole, and stock
-``dcp.load`` reads it: it is the same collective save, but that the bytes of tensors come out of the
-files that this rank wrote, and are compared with their checksums on the way.
+A copy is a regular collective save: replicated tensors are written once, the checkpoint is
+published atomically, and stock ``dcp.load`` reads it. But the bytes of tensors are read from the
+files that this rank wrote, and compared with their checksums.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ from ckptctl.storage.threads import Advance
 
 
 class Pace:
-    """Has threads wait so that all of them together do so many bytes per second."""
+    """Rate limit in bytes per second, shared by all threads."""
 
     def __init__(self, rate: int | None) -> None:
         self._rate = rate
         self._lock = threading.Lock()
-        self._free = 0.0  # when the bytes so far may have been done
+        self._free = 0.0  # earliest time at which the bytes so far are allowed to be done
         self._lifted = threading.Event()
 
     def __call__(self, nbytes: int) -> None:
-        """Wait as long as *nbytes* take; they were just done."""
+        """Wait for the time that *nbytes*, which were just processed, may take."""
         if not self._rate or self._lifted.is_set() or not threading.main_thread().is_alive():
             return
         with self._lock:
@@ -51,16 +51,16 @@ class Pace:
         self._lifted.wait(wait)
 
     def lift(self) -> None:
-        """Let nobody wait: training waits itself."""
+        """Suspend the limit, because training waits."""
         self._lifted.set()
 
     def restore(self) -> None:
-        """Hold them back again."""
+        """Apply the limit again."""
         self._lifted.clear()
 
 
 def state_on_disk(shards: LocalShards, values: Mapping[str, bytes]) -> LocalState:
-    """Return what a rank saved as a state; :class:`SavedPart` says where the elements are."""
+    """Describe a rank's saved shards as a state without memory, for :class:`SavedPart`."""
     nothing = {
         name: torch.empty((), dtype=getattr(torch, one.dtype))
         for name, one in shards.tensors.items()
@@ -70,7 +70,7 @@ def state_on_disk(shards: LocalShards, values: Mapping[str, bytes]) -> LocalStat
 
 
 class SavedPart:
-    """What *rank* saved in *folder*, to be written in place of its memory."""
+    """Saved files of *rank* in *folder*, from which plans read instead of from memory."""
 
     def __init__(self, folder: Path, rank: int, shards: LocalShards, pace: Pace) -> None:
         self._folder, self._rank = folder, rank
@@ -79,25 +79,25 @@ class SavedPart:
     def execute(
         self, plan: Plan, root: Path, options: ExecutionOptions, progress: Advance, **_: object
     ) -> Execution:
-        """Carry out *plan*, which reads memory, with the files."""
+        """Execute *plan* with the files in place of memory."""
         return execute(self._with_files(plan), root, replace(options, pace=self._pace), progress)
 
     def stream(self, plan: Plan, create: Create, options: ExecutionOptions, **_: object) -> None:
-        """Carry out *plan*, which reads memory, for a place that takes streams."""
+        """Execute *plan* with the files in place of memory, for a store that takes streams."""
         stream(self._with_files(plan), create, replace(options, pace=self._pace))
 
     def digests(self, own: LocalState) -> Mapping[int, int]:
-        """Return the CRC-32 that this rank's files record of the shards of *own*."""
+        """Return the CRC-32 of shards that this rank's files record, by shard index."""
         _, extents = self._located()
         return {
             index: extent.crc32
             for index, (chunk, extent) in enumerate(zip(own.shards.chunks, extents, strict=True))
-            # Small tensors are among the values, and may differ.
+            # Small tensors are compared as values.
             if extent.crc32 is not None and chunk.name not in own.shards.values
         }
 
     def _located(self) -> tuple[Mapping[str, FileIdentity], list[Extent]]:
-        """Return the files of this rank, and where in them each shard lies."""
+        """Return the identities of this rank's files, and the extent of each shard."""
         catalog = read_rank(self._folder, self._rank)
         if catalog is None:
             raise DamagedError("the data that this rank saved is missing", where=str(self._folder))
@@ -112,7 +112,7 @@ class SavedPart:
         return sources, [extents[chunk.name, chunk.offsets] for chunk in self._shards.chunks]
 
     def _with_files(self, plan: Plan) -> Plan:
-        """Return *plan* with files in place of the memory that it reads."""
+        """Return *plan* with files in place of memory."""
         sources, chunks = self._located()
         transfers = tuple(
             replace(one, tensor=_in_file(chunks, one.tensor)) for one in plan.transfers
@@ -131,7 +131,7 @@ class SavedPart:
 
 
 def _in_file(chunks: list[Extent], tensor: Strided) -> Strided:
-    """Return a tensor in a file in place of memory; all of a chunk has a checksum."""
+    """Return *tensor* with extents in files, with a checksum if it is a complete chunk."""
     parts: list[Part] = []
     for part in tensor.parts:
         (held,) = part.of.extents

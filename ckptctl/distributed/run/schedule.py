@@ -1,8 +1,8 @@
-"""When a run is saved: at which steps, how much time after the last save, when a function says so.
+"""Schedule of saves by step, by time since the last save, or by a function.
 
-Steps are the same on all ranks. Clocks are not: that of rank 0 counts, and what it says is told to
-all. It is the one that cannot be set; only how long the last save of an earlier process is past is
-a matter of dates, and at most an interval.
+Steps are the same on all ranks, but clocks are not, so rank 0 decides for all. It uses the
+monotonic clock. Only the age of an earlier process's last save depends on dates, and is at most one
+interval.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def _steps(value: Iterable[int]) -> frozenset[int]:
 
 @group
 class SaveRules(Options):
-    """When ``should_save`` says so; what one rule wants is saved."""
+    """Rules of ``should_save``. Any rule can require a save."""
 
     save_every: Annotated[
         int | None,
@@ -61,7 +61,7 @@ class SaveRules(Options):
 
 
 class _Said(NamedTuple):
-    """What one rank says of a step."""
+    """Vote of one rank on a step."""
 
     step: int
     wanted: bool
@@ -69,13 +69,13 @@ class _Said(NamedTuple):
 
 
 class Schedule:
-    """Knows when the next save is due.
+    """Schedule of a run, with the same decisions on all ranks.
 
     Args:
-        rules: What is asked for.
-        busy: Whether a save is going on, on this rank.
-        begun: Whether the run has a checkpoint; asked on rank 0.
-        ranks: Returns the ranks, in a group that is no accelerator's: it is asked at every step.
+        rules: Rules to apply.
+        busy: Returns whether a save is running on this rank.
+        begun: Returns whether the run has a checkpoint. Called on rank 0.
+        ranks: Returns the ranks in a group for CPU tensors, used at every step.
     """
 
     def __init__(
@@ -91,13 +91,17 @@ class Schedule:
         self._is_begun = begun
         self._begun = not rules.save_first
         self._asked: int | None = None
-        self._before: int | None = None  # the step that was asked for before that
+        self._before: int | None = None  # the previous step
         self._since = time.monotonic()
         every = rules.save_interval
         self._interval = None if every is None else duration(every)
 
     def due(self, step: int) -> bool:
-        """Return whether *step* is to be saved; the same on all ranks."""
+        """Return whether *step* must be saved, equal on all ranks.
+
+        Raises:
+            UsageError: The ranks are at different steps.
+        """
         by_step = self._by_step(step)
         if self._interval is None and self._rules.save_if is None and self._begun:
             return by_step
@@ -113,14 +117,19 @@ class Schedule:
         return by_step or new or any(one.wanted for one in said)
 
     def saved(self) -> None:
-        """Take note that a save has begun."""
+        """Record that a save has begun."""
         self._begun = True
         self._since = time.monotonic()
 
     def resumed(self, step: int, saved_at: float) -> None:
-        """Take note of the checkpoint that training goes on from; *saved_at*: since the epoch."""
+        """Record the checkpoint from which training resumes.
+
+        Args:
+            step: Its step.
+            saved_at: Time of its save in seconds since the epoch.
+        """
         self._begun, self._asked = True, step
-        # A date that is wrong makes the next save early, or late by an interval.
+        # A wrong date makes the next save early, or late by at most one interval.
         age = min(max(0.0, time.time() - saved_at), self._interval or 0.0)
         self._since = time.monotonic() - age
 
