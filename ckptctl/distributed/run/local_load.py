@@ -1,16 +1,16 @@
-"""From which save a run resumes that saves to local disks first: by what the ranks can prove.
+"""Choice of the save from which a run with local disks resumes.
 
-Each rank says what it has of each save; all of them then decide alike. A save can be resumed from
-if every rank has its own part, or the root has a copy, which those read who have lost their part,
-or if every rank can reach the parts of all. What was saved later than the newest of the root and
-fits none of this is passed over by name.
+The ranks exchange the parts that they see of each save, and make the same decision. A save can be
+loaded if every rank has its own part, if the run folder has a copy for ranks without their part, or
+if every rank can read the parts of all. Other saves that are newer than the newest checkpoint in
+the run folder are skipped with a message.
 """
 
 from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -42,7 +42,7 @@ from ckptctl.tree import TreePath
 from ckptctl.units import counted
 
 COPY_OF = "local"
-"""A key of ``ckptctl.run.json``: the start of the run whose save this is the copy of."""
+"""Key of ``ckptctl.run.json``: name of the run's start whose local save was copied."""
 UNREADABLE = tuple(
     kind.code
     for kind in (
@@ -50,25 +50,25 @@ UNREADABLE = tuple(
         *(ChangedError, StorageError, UnsafePickleError, UnsupportedError),
     )
 )
-"""Codes of errors of a part on a local disk for which a copy or another save is loaded.
+"""Codes of errors in a local part after which a copy or another save is loaded.
 
-Where the state is what does not fit, that does not fit either, and says so.
+If the state itself does not match, the other one raises the same error.
 """
 _METADATA = re.compile(r"__(\d+)\.metadata", re.ASCII)
 _log = logging.getLogger("ckptctl")
 
 
 class Look(NamedTuple):
-    """What one rank has of a save."""
+    """Parts of a save that one rank can read."""
 
-    lacks: str = ""  # why it cannot resume from its own part; empty: it can
-    here: frozenset[int] = frozenset()  # the ranks whose parts it sees
-    world: int = 0  # how many ranks saved; 0: it sees no part
+    lacks: str = ""  # why it cannot resume from its own part, empty if it can
+    here: frozenset[int] = frozenset()  # ranks whose parts it sees
+    world: int = 0  # number of ranks that saved, 0 if it sees no part
     union: bool = False  # whether it can resume from the parts of all ranks
 
 
 class RootState(NamedTuple):
-    """What the root has to resume from, as rank 0 sees it."""
+    """Checkpoint in the run folder to resume from, as seen by rank 0."""
 
     run: str
     start: Start | None
@@ -76,7 +76,7 @@ class RootState(NamedTuple):
 
 
 class LocalLoadResult(NamedTuple):
-    """Result of a local load: the save loaded, if any, and those skipped."""
+    """Result of a local load, with the loaded save, if any, and the skipped ones."""
 
     skipped: Mapping[str, str]
     save: LocalSave | None = None
@@ -85,34 +85,34 @@ class LocalLoadResult(NamedTuple):
 
 
 class Wants(NamedTuple):
-    """What a rank wants, and how."""
+    """State that a rank loads, and its options."""
 
     state: State
     options: LoadOptions
 
 
 class Loadable(NamedTuple):
-    """A save that may be resumed from."""
+    """Local save that may be loaded."""
 
     save: LocalSave
-    way: Way | None  # what this rank reads; None, on all ranks: it cannot be resumed from
+    way: Way | None  # source for this rank, or None on all ranks if it cannot be loaded
     problem: str
-    all_parts: bool  # whether each part is within reach of some rank
+    all_parts: bool  # whether each part can be read by some rank
 
 
 class Way(NamedTuple):
-    """What one rank reads, and whether it does so by itself."""
+    """Path that one rank loads, and whether it does so without the others."""
 
     path: TreePath
     alone: bool
 
 
 def look_at_root(keeper: Keeper, step: int | None) -> RootState:
-    """Look at the root, on rank 0: at the checkpoint of *step*, or at the newest."""
+    """Find the checkpoint of *step*, or the newest one, in the run folder, on rank 0."""
     run = read_identity(keeper.root)
     try:
         start = keeper.newest(tell=False) if step is None else keeper.of_step(step)
-    except SourceNotFoundError:  # none there is complete
+    except SourceNotFoundError:  # no checkpoint is complete
         start = None
     name = run_record(start.entry).members.get(COPY_OF) if start else None
     number = number_of(name, run)
@@ -130,19 +130,23 @@ def load_local(
     *,
     damaged_ok: bool = True,
 ) -> LocalLoadResult:
-    """Fill *state* from local disks, if something there is newer than what the root has, or as new.
+    """Load *state* from local disks if they have a save at least as new as the run folder.
 
-    All ranks call it, and decide alike.
+    All ranks call it, and make the same decision.
 
     Args:
-        ranks: All of them.
-        folder: This rank's.
-        keeper: Of the root.
-        state: It is filled in place.
-        options: Those of :func:`ckptctl.load`.
-        step: Of this step alone; None: the newest.
-        damaged_ok: Whether to pass over, on all ranks, what proves damaged while it is read.
-            Another save has to fill all of *state* then, which without *strict* it need not.
+        ranks: All ranks of the run.
+        folder: Local folder of this rank.
+        keeper: Checkpoints in the run folder.
+        state: State to fill in place.
+        options: Options of :func:`ckptctl.load`.
+        step: Step to load, or None for the newest.
+        damaged_ok: Whether to skip a save that proves damaged during the load on any rank. The
+            next one must then fill all of *state*, so this only applies with *strict*.
+
+    Raises:
+        SourceNotFoundError: The only saves are on local disks, and none can be loaded.
+        CkptError: The load failed. It is raised on every rank.
     """
     how = {"checksum": True, **options}
     root = ranks.broadcast(on_first(ranks, partial(look_at_root, keeper, step)))
@@ -150,13 +154,7 @@ def load_local(
     skippable = UNREADABLE if damaged_ok and fills_all else ()
     skipped: dict[str, str] = {}
     elsewhere: list[str] = []
-
-    def wants() -> Wants:
-        names = how.keys() & LoadOptions.__dataclass_fields__.keys()
-        load_options = LoadOptions(**{name: how[name] for name in names})
-        return Wants(state_of(Owners.of(state).plain(), on_meta=True), load_options)
-
-    for one in _choices(ranks, folder, root, wants, step):
+    for one in _choices(ranks, folder, root, state, how, step):
         save, problem = one.save, one.problem
         if one.way:
             alone = {**how, "collectives": not one.way.alone}
@@ -183,9 +181,9 @@ def load_local(
 
 
 def newest_local(ranks: Coordinator, folder: LocalFolder, keeper: Keeper) -> LocalSave | None:
-    """Return what :func:`load_local` would load into the state that was saved, if anything."""
+    """Find the save that :func:`load_local` would load into the saved state, or None."""
     root = ranks.broadcast(on_first(ranks, partial(look_at_root, keeper, None)))
-    saves = _choices(ranks, folder, root, None)
+    saves = _choices(ranks, folder, root)
     return next((one.save for one in saves if one.way), None)
 
 
@@ -193,10 +191,11 @@ def _choices(
     ranks: Coordinator,
     folder: LocalFolder,
     root: RootState,
-    wants: Callable[[], Wants] | None,
+    state: MutableMapping[str, Any] | None = None,
+    how: Mapping[str, Any] = {},
     step: int | None = None,
 ) -> list[Loadable]:
-    """Return the saves that are as new as what the root has, the newest first; on all ranks."""
+    """List the saves at least as new as the run folder's, newest first, equal on all ranks."""
     if not root.run:
         return []
 
@@ -207,9 +206,13 @@ def _choices(
             _log.warning(
                 "%s: ignoring %s, which belongs to another run", folder.path, listed(strange)
             )
-        wanted = wants() if wants and saves else None
+        wants = None
+        if state is not None and saves:
+            names = how.keys() & LoadOptions.__dataclass_fields__.keys()
+            load_options = LoadOptions(**{name: how[name] for name in names})
+            wants = Wants(state_of(Owners.of(state).plain(), on_meta=True), load_options)
         paths = {save: folder.path_of(save) for save in saves}
-        return {save: _look(paths[save], ranks.rank, ranks.world, wanted) for save in saves}
+        return {save: _look(paths[save], ranks.rank, ranks.world, wants) for save in saves}
 
     looks = telling(ranks, lambda: (None, look()))[1]
     found: list[Loadable] = []
@@ -232,7 +235,7 @@ def _choices(
 
 
 def _look(path: TreePath, rank: int, world: int, wants: Wants | None) -> Look:
-    """Look at this rank's part of a save, and at those of others that lie beside it."""
+    """Inspect this rank's part of a save, and those of other ranks in the same folder."""
     numbers = (_METADATA.fullmatch(item.name) for item in path.glob("__*.metadata"))
     here = frozenset(int(one[1]) for one in numbers if one)
     if not here:
@@ -260,7 +263,7 @@ def _look(path: TreePath, rank: int, world: int, wants: Wants | None) -> Look:
 
 
 def _way(path: TreePath, seen: Sequence[Look], rank: int, copy: Start | None) -> Way | None:
-    """Return what this rank reads of the save at *path*; None: it cannot be resumed from."""
+    """Choose the source from which this rank loads the save at *path*, or None."""
     whole = [not one.lacks for one in seen]
     if all(whole):
         return Way(path, alone=True)
@@ -270,7 +273,7 @@ def _way(path: TreePath, seen: Sequence[Look], rank: int, copy: Start | None) ->
 
 
 def _lacking(seen: Sequence[Look]) -> str:
-    """Say which ranks cannot resume from their own part, and why."""
+    """Describe which ranks cannot resume from their own part, and why."""
     ranks: dict[str, list[int]] = {}
     for rank, one in enumerate(seen):
         if one.lacks:
