@@ -44,7 +44,7 @@ Hook = Callable[[Any], object]
 SERIES = "step-"
 KILLED = 60.0
 """Seconds without writes after which leftovers of a killed save are removed."""
-Standing = Literal["free", "saved", "torn"]
+Standing = Literal["free", "saved", "damaged"]
 """Status of a save's destination: free, already saved, or damaged and replaceable."""
 
 _log = logging.getLogger("ckptctl")
@@ -180,7 +180,7 @@ class Keeper:
         known = path.name in self._torn
         if there and (known or (there.torn and not there.writing)):
             _log.warning("replacing %s: %s", path, problem)
-            return "torn"
+            return "damaged"
         if there and there.complete and own:
             return "saved"
         raise RefusedError(

@@ -286,7 +286,7 @@ class LocalTier:
 
         def begin() -> bool:
             overwrite = self._options.overwrite
-            damaged = not overwrite and keeper.standing(target, own=False) == "torn"
+            damaged = not overwrite and keeper.standing(target, own=False) == "damaged"
             keeper.make_room(target)
             return damaged
 

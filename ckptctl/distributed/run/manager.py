@@ -203,7 +203,7 @@ class CheckpointManager(Closing):
             on_first(ranks, lambda: self.keeper.rate(path, rated))
             return SaveFuture(path).publish()
         options = {**self._saving, "beside": partial(self.keeper.beside, rated)}
-        if said[0] == "torn":
+        if said[0] == "damaged":
             options["overwrite"] = True
         if hurry:
             options["when_busy"] = "wait"
