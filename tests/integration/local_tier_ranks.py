@@ -380,17 +380,17 @@ def full_root(rank: int, world: int, folder: Path) -> None:
 def die(rank: int, world: int, folder: Path, phase: str) -> None:
     """Save 10 and 20; a rank is killed while it saves, or copies, 20."""
     if phase == "part":
-        at(RankFolder, "fill", rank == world - 1)
+        at(RankFolder, RankFolder.fill, rank == world - 1)
     elif phase == "metadata":
-        at(RankFolder, "publish", rank == world - 1)
+        at(RankFolder, RankFolder.publish, rank == world - 1)
     elif phase == "copy":
-        at(Folder, "fill", rank == world - 1, but=RankFolder)
+        at(Folder, Folder.fill, rank == world - 1, but=RankFolder)
     elif phase == "publish":
-        at(Folder, "publish", rank == 0, but=RankFolder)
+        at(Folder, Folder.publish, rank == 0, but=RankFolder)
     elif phase == "agree":
-        at(local_tier.LocalTier, "_decide", rank == world - 1)
+        at(local_tier.LocalTier, local_tier.LocalTier._decide, rank == world - 1)
     elif phase == "retire":
-        at(LocalFolder, "retire", rank == 0)
+        at(LocalFolder, LocalFolder.retire, rank == 0)
     with manager(folder, rank, copy_every=1) as saving:
         saving.save(10, mine(10, world)).result()
         saving.wait()
@@ -399,9 +399,8 @@ def die(rank: int, world: int, folder: Path, phase: str) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def at(owner: Any, name: str, dies: bool, but: type | None = None) -> None:
-    """Let this process be killed at the second call of a method."""
-    real: Callable[..., Any] = getattr(owner, name)
+def at(owner: Any, real: Callable[..., Any], dies: bool, but: type | None = None) -> None:
+    """Let this process be killed at the second call of method *real* of *owner*."""
     calls: list[int] = []
 
     def method(self: Any, *arguments: Any) -> Any:
@@ -411,7 +410,7 @@ def at(owner: Any, name: str, dies: bool, but: type | None = None) -> None:
                 os.kill(os.getpid(), signal.SIGKILL)
         return real(self, *arguments)
 
-    setattr(owner, name, method)
+    setattr(owner, real.__name__, method)
 
 
 def after_death(rank: int, world: int, folder: Path, expected: int) -> None:

@@ -23,6 +23,7 @@ from ckptctl.distributed.saving.device_memory import DeviceMemory
 from ckptctl.distributed.saving.save import SavedPlan, save, write
 from ckptctl.distributed.saving.save_options import SaveOptions
 from ckptctl.errors import CkptError
+from ckptctl.save_load.saving.save_files import with_values
 from ckptctl.storage.execution.run_files import LocalSink
 from ckptctl.tree import TreePath
 from tests.checkpoints.dcp import distribute
@@ -278,13 +279,15 @@ def _disk_full(*_: Any) -> None:
 def killed_at(rank: int, world: int, root: Path, phase: str, victim: int) -> None:
     """Kill one rank in the middle of a save."""
     if rank == victim:
-        owner, name = {
-            "before the plan": (collective_save.CollectiveSave, "prepare"),
-            "after the plan": (collective_save, "with_values"),
-            "while writing": (LocalSink, "write"),
-            "when written": (collective_save.CollectiveSave, "_publish"),
-        }[phase]
-        setattr(owner, name, _die)
+        collective = collective_save.CollectiveSave
+        killing: dict[str, tuple[Any, Any]] = {
+            "before the plan": (collective, collective.prepare),
+            "after the plan": (collective_save, with_values),
+            "while writing": (LocalSink, LocalSink.write),
+            "when written": (collective, collective._publish),
+        }
+        owner, function = killing[phase]
+        setattr(owner, function.__name__, _die)
     state = distribute(tensors(5), (world,), "S0")
     try:
         save(state, root / "step", overwrite=True)
