@@ -208,14 +208,22 @@ def _copied(
 ) -> list[tuple[int, torch.Tensor]]:
     """Copy the ranges, and return the copied tensors by chunk index."""
     placed = list(zip(ranges, places, strict=True))
-    streams = _start_copies(_to_copy(region, placed))
-    copy_host(
-        [
-            HostCopy(region.address + place, one.first, one.nbytes)
-            for one, place in placed
-            if _by_address(one)
-        ]
-    )
+    by_address: list[HostCopy] = []
+    by_tensor: list[tuple[torch.Tensor, torch.Tensor]] = []
+    for one, place in placed:
+        source = one.members[0].tensor
+        if not one.whole:
+            by_tensor.append((_view(region, one.members[0], place, one), source))
+        elif on_host(source):
+            by_address.append(HostCopy(region.address + place, one.first, one.nbytes))
+        else:
+            storage = source.untyped_storage()
+            empty = torch.empty(0, dtype=torch.uint8, device=source.device)
+            start = one.first - storage.data_ptr()
+            content = empty.set_(storage, start, (one.nbytes,), (1,))
+            by_tensor.append((region.bytes[place : place + one.nbytes], content))
+    streams = _start_copies(by_tensor)
+    copy_host(by_address)
     copies = [
         (member.chunk, _view(region, member, place, one))
         for one, place in placed
@@ -224,26 +232,6 @@ def _copied(
     for stream in streams:
         stream.synchronize()
     return copies
-
-
-def _by_address(one: _Range) -> bool:
-    return one.whole and on_host(one.members[0].tensor)
-
-
-def _to_copy(
-    region: HostRegion, placed: Iterable[tuple[_Range, int]]
-) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Yield target and source of ranges that are not copied by host address."""
-    for one, place in placed:
-        source = one.members[0].tensor
-        if not one.whole:
-            yield _view(region, one.members[0], place, one), source
-        elif not _by_address(one):
-            storage = source.untyped_storage()
-            empty = torch.empty(0, dtype=torch.uint8, device=source.device)
-            start = one.first - storage.data_ptr()
-            content = empty.set_(storage, start, (one.nbytes,), (1,))
-            yield region.bytes[place : place + one.nbytes], content
 
 
 def _view(region: HostRegion, member: _Member, place: int, of: _Range) -> torch.Tensor:

@@ -422,7 +422,11 @@ class CheckpointManager(Closing):
                 removed.
         """
         self._require_open()
-        self._settle()
+        if self._saver is not None:
+            self._saver.join()  # a failed save does not prevent this one
+        if self._tier is not None:
+            self._tier.join()
+        self.keeper.wait()
         there = None if options.overwrite else self.finished(out)
         saved = save_converted if there is None else require_same
         target = saved(state, out, self._options.final(options), self._group)
@@ -482,14 +486,6 @@ class CheckpointManager(Closing):
         if loaded is not None:
             self._own.add(loaded)
         self._began = True
-
-    def _settle(self) -> None:
-        """Wait for running saves and removals, and ignore failures."""
-        if self._saver is not None:
-            self._saver.join()
-        if self._tier is not None:
-            self._tier.join()
-        self.keeper.wait()
 
     def _standing(self, step: int) -> Standing:
         if step in self._own and self._saver is not None:
