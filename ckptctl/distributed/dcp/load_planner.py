@@ -48,7 +48,7 @@ class NamedPlan(LoadPlan):
 
     tensors: dict[str, Keys] = field(default_factory=dict)
     values: dict[str, Keys] = field(default_factory=dict)
-    found: LoadReport | None = None
+    comparison: LoadReport | None = None
 
 
 class LoadPlanner(DefaultLoadPlanner):
@@ -148,11 +148,11 @@ class LoadPlanner(DefaultLoadPlanner):
         found = compare(self._mapping, tensors, values)
         if self.strict:
             require_equal(replace(found, missing=()), self._mapping)
-        return [replace(plan, tensors={}, values={}, found=found) for plan in plans]
+        return [replace(plan, tensors={}, values={}, comparison=found) for plan in plans]
 
     def finish_plan(self, new_plan: LoadPlan) -> LoadPlan:
         """Build the report of the load."""
-        found = getattr(new_plan, "found", None) or LoadReport()
+        found = getattr(new_plan, "comparison", None) or LoadReport()
         entries = self._offered.state_dict_metadata
         names = (*self._state.tensors, *self._state.values)
         loaded = tuple(name for name in names if name in entries)

@@ -51,12 +51,12 @@ class Finished:
     Attributes:
         path: Path or URL of the model.
         step: Step of the checkpoint that the run had saved or loaded last, or None.
-        told: Whether the hooks were called for it.
+        hooks_called: Whether the hooks were called for it.
     """
 
     path: TreePath
     step: int | None
-    told: bool = False
+    hooks_called: bool = False
 
 
 class Finals:
@@ -84,7 +84,7 @@ class Finals:
         """Record that the run has published a model, with a digest of its current files."""
         try:
             run_store(model.path.parent).refresh()
-            own = {"step": model.step, "told": model.told, "contents": contents(model.path)}
+            own = {"step": model.step, "told": model.hooks_called, "contents": contents(model.path)}
             models = {**self._read(), str(model.path): own}
             content = json.dumps({"schema": SCHEMA, "models": models}, indent=2).encode()
             if not isinstance(self._root, UrlPath):

@@ -357,9 +357,9 @@ class Keeper:
             named = parse(self._saved or self._resumed)
             there = Finished(out, named.order[0] if named else None)
             self.finals.note(there)
-        if not there.told:
+        if not there.hooks_called:
             self.call_hooks(out)
-            self.finals.note(replace(there, told=True))
+            self.finals.note(replace(there, hooks_called=True))
         if self.policy.last == 0 and self._entries():
             self.replaced()
 
