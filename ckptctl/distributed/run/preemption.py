@@ -267,7 +267,7 @@ class Hurry:
         return future
 
     def _wait(self, future: SaveFuture, path: TreePath, *, whole: bool = False) -> None:
-        """Wait until the outcome of a save is known, or if *whole*, until its callbacks are done.
+        """Wait for the outcome of a save, and if *whole*, for its callbacks.
 
         A save ends on all ranks at about the same time, so one rank in time is enough.
         """
