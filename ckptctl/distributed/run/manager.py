@@ -182,13 +182,7 @@ class CheckpointManager(Closing):
         if not self._began:
             self._begin(step)
         if self._tier is not None:
-            self._schedule.saved()
-            local = self._tier.save(step, state, rating(metrics or {}), own=step in self._own)
-            if urgent:
-                self._tier.durable(
-                    step, self._preemption.hurry(self._saver) if self._saver else None
-                )
-            return local
+            return self._save_local(self._tier, step, state, metrics or {}, urgent=urgent)
         path = self.root / f"{SERIES}{step}"
         hurry = self._preemption.hurry(self._saver) if urgent and self._saver else None
         joined = hurry.joined(path) if hurry else None
@@ -211,6 +205,21 @@ class CheckpointManager(Closing):
         self._own.add(step)
         future = self.keeper.save(state, path, ranks, self._saver, options)
         return hurry.durable(future) if hurry else future
+
+    def _save_local(
+        self,
+        tier: LocalTier,
+        step: int,
+        state: StateDict,
+        metrics: Mapping[str, float],
+        *,
+        urgent: bool,
+    ) -> SaveFuture:
+        self._schedule.saved()
+        future = tier.save(step, state, rating(metrics), own=step in self._own)
+        if urgent:
+            tier.durable(step, self._preemption.hurry(self._saver) if self._saver else None)
+        return future
 
     def load_latest(
         self, state: MutableMapping[str, Any], *, fallback: Fallback = "older", **options: Any
