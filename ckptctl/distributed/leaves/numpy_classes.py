@@ -127,6 +127,7 @@ def _array(record: Inert, _: Make) -> Array:
 
 
 def _from_buffer(record: Inert, _: Make) -> Array:
+    """Create an array from a ``_frombuffer`` record."""
     content, dtype, shape, order = arguments(record, 4)
     if order not in ("C", "F"):
         raise wrong(record, "its order is invalid")
@@ -134,6 +135,7 @@ def _from_buffer(record: Inert, _: Make) -> Array:
 
 
 def _scalar(record: Inert, _: Make) -> object:
+    """Create a numpy scalar."""
     dtype, content = arguments(record, 2)
     found = _dtype_of(record, dtype)
     if not found.itemsize and content == b"":

@@ -31,6 +31,7 @@ _PATHS = ("Path", "PosixPath", "PurePath", "PurePosixPath", "WindowsPath", "Pure
 
 
 def _decimal(record: Inert, _: Make) -> object:
+    """Create a ``Decimal``."""
     (digits,) = arguments(record, 1)
     try:
         return Decimal(text(record, digits))
@@ -39,6 +40,7 @@ def _decimal(record: Inert, _: Make) -> object:
 
 
 def _fraction(record: Inert, _: Make) -> object:
+    """Create a ``Fraction`` of bounded size."""
     numerator, denominator = (integer(record, one, -_LONG, _LONG) for one in arguments(record, 2))
     return Fraction(numerator, denominator)
 
@@ -62,6 +64,7 @@ def _zone(record: Inert, rest: tuple[object, ...], make: Make) -> datetime.tzinf
 
 
 def _date(record: Inert, _: Make) -> object:
+    """Create a ``date`` from its packed bytes."""
     packed, rest = _packed(record, 4)
     if rest:
         raise wrong(record, "it has a time zone")
@@ -69,6 +72,7 @@ def _date(record: Inert, _: Make) -> object:
 
 
 def _datetime(record: Inert, make: Make) -> object:
+    """Create a ``datetime`` from its packed bytes and time zone."""
     packed, rest = _packed(record, 10)
     high, low, month, day, hour, minute, second, *microsecond = packed
     return datetime.datetime(
@@ -85,6 +89,7 @@ def _datetime(record: Inert, make: Make) -> object:
 
 
 def _time(record: Inert, make: Make) -> object:
+    """Create a ``time`` from its packed bytes and time zone."""
     packed, rest = _packed(record, 6)
     hour, minute, second, *microsecond = packed
     return datetime.time(
@@ -98,11 +103,13 @@ def _time(record: Inert, make: Make) -> object:
 
 
 def _timedelta(record: Inert, _: Make) -> object:
+    """Create a ``timedelta``."""
     days, seconds, microseconds = (integer(record, one) for one in arguments(record, 3))
     return datetime.timedelta(days, seconds, microseconds)
 
 
 def _timezone(record: Inert, make: Make) -> object:
+    """Create a ``timezone`` from its offset and name."""
     offset, *name = arguments(record, 1, 2)
     found = make(offset)
     if type(found) is not datetime.timedelta:
@@ -111,6 +118,7 @@ def _timezone(record: Inert, make: Make) -> object:
 
 
 def _uuid(record: Inert, _: Make) -> object:
+    """Create a ``UUID`` from its attributes."""
     state = attributes(record)
     if not {"int"} <= state.keys() <= {"int", "is_safe"}:
         raise wrong(record, "its attributes are unexpected")
@@ -119,10 +127,12 @@ def _uuid(record: Inert, _: Make) -> object:
 
 
 def _range(record: Inert, _: Make) -> object:
+    """Create a ``range``."""
     return range(*(integer(record, one) for one in arguments(record, 3)))
 
 
 def _deque(record: Inert, make: Make) -> object:
+    """Create a ``deque`` with its elements and maximum length."""
     if record.state is not None or record.entries is not None:
         raise wrong(record, "it has a state")
     if len(record.args) > 2 or (record.args and record.args[0] != ()):
@@ -133,6 +143,7 @@ def _deque(record: Inert, make: Make) -> object:
 
 
 def _counter(record: Inert, make: Make) -> object:
+    """Create a ``Counter`` without running its ``update``."""
     (counts,) = arguments(record, 1)
     if type(counts) is not dict:
         raise wrong(record, "its argument is not a dict")
@@ -142,6 +153,7 @@ def _counter(record: Inert, make: Make) -> object:
 
 
 def _namespace(record: Inert, make: Make) -> object:
+    """Create an argparse or simple namespace from its attributes."""
     kind = argparse.Namespace if record.module == "argparse" else types.SimpleNamespace
     found = kind()
     vars(found).update((name, make(one)) for name, one in attributes(record).items())
@@ -149,6 +161,7 @@ def _namespace(record: Inert, make: Make) -> object:
 
 
 def _path(record: Inert, _: Make) -> object:
+    """Create a path of this operating system from its parts."""
     parts = [text(record, one) for one in arguments(record, 0, len(record.args))]
     try:
         found: object = getattr(pathlib, record.name)(*parts)

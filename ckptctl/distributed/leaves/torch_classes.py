@@ -101,6 +101,7 @@ def _strides(stored: StoredTensor) -> tuple[int, ...]:
 
 
 def _device(record: Inert, _: Make) -> object:
+    """Create a ``torch.device``."""
     kind, *index = arguments(record, 1, 2)
     if not _DEVICE.fullmatch(text(record, kind)):
         raise wrong(record, "its kind is invalid")
@@ -111,6 +112,7 @@ def _device(record: Inert, _: Make) -> object:
 
 
 def _layout(record: Inert, _: Make) -> object:
+    """Look up a ``torch.layout`` by name."""
     (name,) = arguments(record, 1)
     found = getattr(torch, text(record, name).removeprefix("torch."), None)
     if not isinstance(found, torch.layout):
@@ -119,6 +121,7 @@ def _layout(record: Inert, _: Make) -> object:
 
 
 def _parameter(record: Inert, make: Make) -> object:
+    """Create a parameter around a tensor, without hooks."""
     data, grad, *_hooks = arguments(record, 3)
     tensor = make(data)
     if not isinstance(tensor, torch.Tensor) or type(grad) is not bool:
@@ -129,6 +132,7 @@ def _parameter(record: Inert, make: Make) -> object:
 
 
 def _subclass(_: Inert, __: Make) -> object:
+    """Reject tensor subclasses and tensors with extra attributes."""
     raise wrong("torch.Tensor", "it is a subclass, or has extra attributes")
 
 

@@ -17,18 +17,21 @@ Broadcast = bool | Literal["auto"]
 
 
 def _broadcast(value: Broadcast) -> Broadcast:
+    """Return *value*, or raise if it is not a valid ``broadcast`` option."""
     if value not in (True, False, "auto"):
         raise UsageError("`broadcast` must be True, False or 'auto'", why=f"it is {value!r}")
     return value
 
 
 def _strict(value: Strict) -> Strict:
+    """Return *value*, or raise if it is not a valid ``strict`` option."""
     if value not in (True, False, "model", "state"):
         raise UsageError("`strict` must be True, False, 'model' or 'state'", why=f"it is {value!r}")
     return value
 
 
 def _device(value: torch.device | str) -> torch.device:
+    """Convert *value* to a device, or raise if tensors cannot be loaded there."""
     try:
         device = torch.device(value)
     except (RuntimeError, TypeError) as error:

@@ -51,11 +51,13 @@ class Resumed:
 
 
 def _named(given: str | TreePath) -> str | TreePath:
+    """Return *given*, or raise if it is not a path."""
     checks.path(given)
     return given
 
 
 def _hooks(given: Any) -> tuple[Hook, ...]:
+    """Convert one hook or a list of them to a tuple, or raise."""
     several = (given,) if callable(given) else given
     if not isinstance(several, Sequence) or not all(map(callable, several)):
         raise UsageError(f"{given!r} is neither a function nor a list of them")

@@ -19,6 +19,7 @@ from ckptctl.runs.run_options import duration
 
 
 def _steps(value: Iterable[int]) -> frozenset[int]:
+    """Convert *value* to a set of steps, or raise."""
     if not isinstance(value, Iterable):
         raise UsageError(f"{value!r} is not a list of steps")
     return frozenset(map(checks.step, value))
