@@ -95,19 +95,19 @@ def quantization_schemes(_: Given | None = None) -> list[str]:
 
 def path(value: str | TreePath, hint: str = READ_HERE) -> TreePath:
     """Return a path, or raise with *hint* if it is empty."""
-    from ckptctl.storage.urls import path_text  # not needed for `--help`
+    from ckptctl.storage.urls import to_path_text  # not needed for `--help`
 
-    if not path_text(value):
+    if not to_path_text(value):
         raise UsageError("the path is empty", hint=hint)
     return Path(value)
 
 
 def place(value: str | TreePath, hint: str = READ_HERE) -> TreePath:
     """Parse the path or URL of a checkpoint, without looking it up."""
-    from ckptctl.storage.paths import named
+    from ckptctl.storage.paths import parse_path
 
     path(value, hint)
-    return named(value)
+    return parse_path(value)
 
 
 new_place = partial(place, hint="pass the path of the output")
@@ -115,12 +115,12 @@ new_place = partial(place, hint="pass the path of the output")
 
 def output_file(value: str | TreePath) -> Path:
     """Return the local path of an output file, which may be given as a ``file://`` URL."""
-    from ckptctl.storage.destinations import require_path
-    from ckptctl.storage.paths import named
+    from ckptctl.storage.destinations import require_local_path
+    from ckptctl.storage.paths import parse_path
 
     path(value, "pass the file to write")
-    require_path(value)
-    return Path(named(value))
+    require_local_path(value)
+    return Path(parse_path(value))
 
 
 def globs(value: Iterable[str]) -> tuple[str, ...]:

@@ -1,7 +1,7 @@
 """Files and folders on this machine or behind a URL.
 
 A path or URL is converted to a :class:`TreePath` once, where a command begins
-(:func:`~ckptctl.storage.paths.named`). On this machine it is a :class:`pathlib.Path`. A
+(:func:`~ckptctl.storage.paths.parse_path`). On this machine it is a :class:`pathlib.Path`. A
 :class:`UrlPath` reads through its :class:`FileTree`, which also has the credentials of the URL. Its
 text does not contain them.
 """

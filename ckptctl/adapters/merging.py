@@ -43,7 +43,7 @@ from ckptctl.planner.layouts import Family
 from ckptctl.planner.mapping.adapters import PEFT, is_adapter
 from ckptctl.results import JsonField, Result
 from ckptctl.storage.computed import can_overflow
-from ckptctl.storage.paths import named
+from ckptctl.storage.paths import parse_path
 from ckptctl.tree import TreePath
 from ckptctl.units import counted
 
@@ -79,7 +79,7 @@ def plan_merge(
     with families.using(options.converter):
         asked = options.to_format(options.to or _same_format(base, options))
         origin = formats.existing(adapter)
-        require_destination(origin, named(dst), options.overwrite, replaceable)
+        require_destination(origin, parse_path(dst), options.overwrite, replaceable)
         merging = Merging(origin, asked, options.scaling)
         plan = plan_with_steps(base, dst, asked, Step("merge", "model", 30, merging.apply))
     return MergePlan(

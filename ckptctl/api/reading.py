@@ -10,7 +10,7 @@ from ckptctl.keywords import keywords
 from ckptctl.option_checks import AnyPath, place
 from ckptctl.options import Option
 from ckptctl.shared_options import MapOptions, ModelsOptions
-from ckptctl.storage.threads import Watch, unwatched
+from ckptctl.storage.threads import Watch, ignore_progress
 from ckptctl.verbs.comparison.diff import diff as compare_checkpoints
 from ckptctl.verbs.comparison.diff_options import DiffOptions
 from ckptctl.verbs.comparison.diff_result import Difference
@@ -125,7 +125,7 @@ def report(path: AnyPath, options: _Report) -> Report:
         CkptError: A checkpoint is missing or not recognized, or the page already exists. No page
             was written.
     """
-    return write_report(path, options, options.progress or unwatched)
+    return write_report(path, options, options.progress or ignore_progress)
 
 
 @keywords(VerifyOptions)

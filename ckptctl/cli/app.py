@@ -22,7 +22,7 @@ from ckptctl.cli.typed_paths import remember, typed_words
 from ckptctl.errors import CkptError, DamagedError, StorageError
 from ckptctl.option_checks import tolerated
 from ckptctl.options import about, number
-from ckptctl.storage.threads import leave, terminable
+from ckptctl.storage.threads import exit_if_daemons_run, raise_on_sigterm
 from ckptctl.version import __version__
 
 HELP = ("-h", "--help")
@@ -61,7 +61,7 @@ class CkptGroup(PlainText, TyperGroup):
 
     def invoke(self, ctx: Any) -> Any:
         """Run the command and check that its output was written."""
-        with _told(ctx, typed_words()), terminable():
+        with _told(ctx, typed_words()), raise_on_sigterm():
             try:
                 result = super().invoke(ctx)
             except typer.Exit:
@@ -202,5 +202,5 @@ def main() -> None:
     try:
         program("".join(words[:1]), overview=overview)(prog_name="ckptctl")
     except SystemExit as end:
-        leave(end.code if isinstance(end.code, int) else int(end.code is not None))
+        exit_if_daemons_run(end.code if isinstance(end.code, int) else int(end.code is not None))
         raise

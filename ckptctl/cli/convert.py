@@ -21,7 +21,7 @@ from ckptctl.errors import command as suggested
 from ckptctl.ranks.coordinator import Coordinator, together
 from ckptctl.results import Result
 from ckptctl.shared_options import Destination, Source
-from ckptctl.storage.outcome import OutOfRange, summed_up, worst
+from ckptctl.storage.outcome import OutOfRange, describe_rounding, describe_worst
 from ckptctl.tree import TreePath
 from ckptctl.units import counted, format_bytes, format_seconds
 
@@ -64,9 +64,9 @@ def planned(ranks: Coordinator, plan: Callable[[], T], dst: TreePath | None) -> 
         dst: Destination next to which stale staging files are removed if the plan is refused, or
             None to leave them.
     """
-    from ckptctl.storage.publish import sweeping
+    from ckptctl.storage.publish import sweep_if_refused
 
-    with sweeping(dst if ranks.rank == 0 else None):
+    with sweep_if_refused(dst if ranks.rank == 0 else None):
         return together(ranks, plan)
 
 
@@ -132,11 +132,11 @@ def _run_plan(
 ) -> ConversionResult:
     """Execute *plan*, asking the user first before an upload to the Hub or a restart."""
     from ckptctl.storage.unfinished import UnfinishedWorkError
-    from ckptctl.storage.urls import HUB, scheme_of
+    from ckptctl.storage.urls import HUB_SCHEME, parse_scheme
 
     for line in (*told("dropped", plan.dropped), *told("skipped", plan.left_out)):
         output.note(line)
-    if plan.upload and scheme_of(str(plan.plan.target)) == HUB:
+    if plan.upload and parse_scheme(str(plan.plan.target)) == HUB_SCHEME:
         _announce(output, plan, dst, yes)
     try:
         result = _execute(output, plan, ranks)
@@ -153,13 +153,13 @@ def _run_plan(
 def _obstacles(plan: ConversionPlan) -> Iterator[str]:
     """Yield the reasons why executing the plan now would be refused."""
     from ckptctl.installed import INSTALL_TORCH, has_torch
-    from ckptctl.storage.publish import LEFT, unfinished
+    from ckptctl.storage.publish import UNFINISHED, find_unfinished
 
     if plan.nbytes > plan.free_bytes and not (plan.options.resume or plan.upload):
         yield "not enough disk space for the output; the conversion would be refused"
-    left = None if plan.upload else unfinished(Path(plan.plan.target))
+    left = None if plan.upload else find_unfinished(Path(plan.plan.target))
     if left and not (plan.options.resume or plan.options.restart):
-        yield f"{LEFT}; the conversion would be refused without `--resume` or `--restart`"
+        yield f"{UNFINISHED}; the conversion would be refused without `--resume` or `--restart`"
     if plan.arithmetic and not has_torch():
         yield f"torch is not installed; the conversion would be refused. {INSTALL_TORCH}"
 
@@ -182,7 +182,7 @@ def _announce(output: Printer, plan: ConversionPlan, dst: TreePath, yes: bool) -
 def _execute(output: Printer, plan: ConversionPlan, ranks: Coordinator) -> ConversionResult:
     """Execute *plan*. On Ctrl-C, report how much work was kept and how to resume it."""
     from ckptctl.conversion.convert import run_conversion
-    from ckptctl.storage.publish import unfinished
+    from ckptctl.storage.publish import find_unfinished
 
     def beginning() -> str:  # only called if progress is shown
         return "loading torch" if plan.arithmetic else ""
@@ -192,7 +192,7 @@ def _execute(output: Printer, plan: ConversionPlan, ranks: Coordinator) -> Conve
         with progress(output, "copying", plan.nbytes, ending, beginning) as advance:
             return run_conversion(plan, advance, ranks)
     except KeyboardInterrupt:
-        left = None if plan.upload else unfinished(Path(plan.plan.target))
+        left = None if plan.upload else find_unfinished(Path(plan.plan.target))
         if left is None:
             raise
         raise StoppedError(
@@ -300,7 +300,7 @@ def _show_reasons(output: Printer, title: str, keys: Mapping[str, str]) -> None:
 def warn_out_of_range(output: Printer, found: Mapping[str, OutOfRange]) -> None:
     """Warn about elements that became infinite, NaN or saturated, if there are any."""
     if found:
-        output.warning(f"elements became infinite, NaN or saturated: {worst(found)}")
+        output.warning(f"elements became infinite, NaN or saturated: {describe_worst(found)}")
 
 
 def _result_rows(result: ConversionResult, dst: TreePath) -> Iterator[Row]:
@@ -321,7 +321,7 @@ def _show_result(output: Printer, result: ConversionResult, dst: TreePath) -> No
     if not result.plan.summary.is_plain:
         output.sentence(result.plan.summary.sentence)
     if result.rounding:
-        output.sentence(summed_up(result.rounding))
+        output.sentence(describe_rounding(result.rounding))
     _show_reasons(output, "missing", result.plan.missing)
 
 

@@ -13,7 +13,7 @@ from typing import TypeVar
 from ckptctl.cli.output import Printer
 from ckptctl.errors import CkptError, UsageError, listed
 from ckptctl.ranks.coordinator import Alone, Coordinator
-from ckptctl.storage.threads import daemon
+from ckptctl.storage.threads import create_daemon
 
 T = TypeVar("T")
 SOON = 10.0
@@ -122,7 +122,7 @@ def _waited_for(meet: Callable[[], T], output: Printer) -> T:
         except BaseException as error:
             met.set_exception(error)
 
-    daemon(work).start()
+    create_daemon(work).start()
     try:
         return met.result(SOON)
     except TimeoutError:

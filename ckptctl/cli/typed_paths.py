@@ -86,10 +86,10 @@ def _with_parents(text: str) -> Iterator[str]:
 
 def _absolute(text: str, here: str) -> set[str]:
     """Return the absolute forms of a path that messages may contain."""
-    from ckptctl.storage.paths import home_expanded  # only needed for messages
+    from ckptctl.storage.paths import expand_home  # only needed for messages
 
     try:
-        expanded = str(home_expanded(Path(text)))
+        expanded = str(expand_home(Path(text)))
     except UsageError:  # it begins with `~` but is not a home directory
         expanded = text
     plain = str(Path(here) / expanded)

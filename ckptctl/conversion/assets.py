@@ -16,14 +16,14 @@ from ckptctl.notes import Notes
 from ckptctl.planner.config_facts import Json
 from ckptctl.planner.plan import RawCopy
 from ckptctl.storage.paths import (
-    home_expanded,
+    could_be_repository,
+    expand_home,
     hub_url,
     leads_outside,
-    names_repository,
     path_hint,
-    source_path,
+    resolve_source_path,
 )
-from ckptctl.storage.urls import HUB, is_url
+from ckptctl.storage.urls import HUB_SCHEME, is_url
 from ckptctl.tree import TreePath
 from ckptctl.units import natural
 
@@ -64,14 +64,14 @@ def assets_folder(given: str | TreePath) -> TreePath:
     It is a local folder or a URL. A missing folder ``ORG/NAME`` means a repository of the Hub.
     """
     if is_url(given):
-        return _existing(source_path(given))
+        return _existing(resolve_source_path(given))
     if url := hub_url(given):
         try:
-            return _existing(source_path(url))
+            return _existing(resolve_source_path(url))
         except CkptError as error:
             error.why = "; ".join(filter(None, (f"there is no local folder `{given}`", error.why)))
             raise
-    return _existing(home_expanded(Path(given)).absolute())
+    return _existing(expand_home(Path(given)).absolute())
 
 
 def file_notes(
@@ -89,8 +89,8 @@ def file_notes(
         option = spell_option(f"--assets {directory}")
         if url := hub_url(directory):
             notes.add(f"{option} refers to the Hub repository `{url}`")
-        elif names_repository(directory):
-            other = f"use `{HUB}://{directory}` for the Hub repository"
+        elif could_be_repository(directory):
+            other = f"use `{HUB_SCHEME}://{directory}` for the Hub repository"
             notes.add(f"{option} refers to the local folder; {other}")
     others = {name: why for name, why in assets.others.items() if name not in written}
     if target.single_file:

@@ -22,8 +22,8 @@ from ckptctl.planner.layouts import is_base
 from ckptctl.planner.mapping.adapters import ADAPTER_LAYOUTS
 from ckptctl.planner.mapping.mapped import ComposedTensor
 from ckptctl.storage.computed import can_overflow
-from ckptctl.storage.execution.execution_options import LEAST
-from ckptctl.storage.paths import named
+from ckptctl.storage.execution.execution_options import MIN_THREAD_BYTES
+from ckptctl.storage.paths import parse_path
 from ckptctl.storage.urls import is_url
 from ckptctl.tree import TreePath
 from ckptctl.units import counted, format_bytes
@@ -33,7 +33,7 @@ def require_sense(asked: ConversionOptions, target: WritableFormat) -> None:
     """Raise if options conflict or do not apply to the target."""
     if asked.memory is not None:
         threads = asked.execution().threads
-        least = LEAST * threads
+        least = MIN_THREAD_BYTES * threads
         if asked.execution().memory < least:
             raise UsageError(
                 f"{spell_option('--memory')} must be at least {format_bytes(least)} for "
@@ -100,7 +100,7 @@ def existing_source(src: str | TreePath, dst: str | TreePath) -> TreePath:
     try:
         return formats.existing(src)
     except SourceNotFoundError as error:
-        there = named(dst)
+        there = parse_path(dst)
         if not is_url(there) and os.path.lexists(there) and formats.sniff(there):
             error.hint = f"pass the source before the destination (`{dst}` is a checkpoint)"
         raise

@@ -13,7 +13,7 @@ from ckptctl.formats.base import ReadOptions
 from ckptctl.formats.checksums import carried
 from ckptctl.formats.sidecar_files import WEIGHTS, beside
 from ckptctl.storage import destinations
-from ckptctl.storage.paths import home_expanded, real_path
+from ckptctl.storage.paths import expand_home, resolve_links
 from ckptctl.storage.urls import is_url
 from ckptctl.tree import TreePath
 from ckptctl.units import natural
@@ -37,7 +37,9 @@ class Destination:
 
     def free_bytes(self) -> int:
         """Return the free bytes of the file system that is written to, even for an upload."""
-        return destinations.free_bytes(Path(tempfile.gettempdir() if self.upload else self.path))
+        return destinations.count_free_bytes(
+            Path(tempfile.gettempdir() if self.upload else self.path)
+        )
 
 
 def require_destination(
@@ -58,9 +60,9 @@ def require_destination(
         if not target.name or len(target.parts) < 2:
             raise RefusedError("the destination must have a name", where=str(target))
         return Destination(target, target, upload=True)
-    destinations.require_path(target)
-    found = destinations.destination(home_expanded(Path(target)).absolute())
-    real, origin = real_path(found), real_path(source)
+    destinations.require_local_path(target)
+    found = destinations.resolve_destination(expand_home(Path(target)).absolute())
+    real, origin = resolve_links(found), resolve_links(source)
     if real == origin:
         raise RefusedError(SAME, where=str(target), hint=elsewhere)
     if origin.is_dir() and real.is_relative_to(origin):

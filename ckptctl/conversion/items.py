@@ -11,12 +11,12 @@ from ckptctl.errors import CkptError, MissingPackageError, UnsupportedError, com
 from ckptctl.formats.shared.findings import of_error
 from ckptctl.ranks.coordinator import Coordinator
 from ckptctl.ranks.sharing import portion
-from ckptctl.storage.compare import equal, has_same_checksum
+from ckptctl.storage.compare import are_tensors_equal, has_same_checksum
 from ckptctl.storage.computed import open_reader
 from ckptctl.storage.files import source_files
 from ckptctl.storage.threads import Advance
 from ckptctl.storage.zips.directory import FileRange, read_directory
-from ckptctl.storage.zips.zip_reader import MAX_PICKLE
+from ckptctl.storage.zips.zip_reader import MAX_PICKLE_BYTES
 from ckptctl.tree import TreePath
 
 
@@ -93,7 +93,7 @@ def _is_sound(root: TreePath, blob: Blob) -> bool:
             directory = read_directory(span)
             pickle = directory.records.get(f"{directory.folder}data.pkl")
             if pickle is not None and directory.checksums:
-                span.content(pickle, True, limit=MAX_PICKLE)
+                span.read_record(pickle, True, limit=MAX_PICKLE_BYTES)
                 return True
     except CkptError:
         pass
@@ -165,7 +165,9 @@ def _different(catalog: Catalog, advance: Advance | None, *, checked: bool) -> I
                 used = first.setdefault(copy.box, copy)
                 proven = checked and used.strides == copy.strides and has_same_checksum(used, copy)
                 unread = used is not copy and not proven
-                if unread and not equal(files, _alone(entry, used), _alone(entry, copy)):
+                if unread and not are_tensors_equal(
+                    files, _alone(entry, used), _alone(entry, copy)
+                ):
                     why = f"the copy in `{copy.file}` differs from `{used.file}`, which is used"
                     yield Finding(WHAT, why, "unknown", copy.file, name, copy.box)
                 if advance:

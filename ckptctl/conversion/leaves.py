@@ -13,7 +13,7 @@ from ckptctl.formats.shared.leaves import flatten, join
 from ckptctl.formats.shared.stored_leaves import extent_of, is_stored
 from ckptctl.notes import Notes
 from ckptctl.planner.mapping.mapped import ComposedTensor
-from ckptctl.storage.pickles.inert import walk
+from ckptctl.storage.pickles.inert import walk_values
 from ckptctl.storage.zips.zip_reader import StoredTensor
 
 Parts = Mapping[str, tuple[str, ...]]
@@ -25,7 +25,7 @@ def unpacked(catalog: Catalog, names: Collection[str]) -> tuple[Catalog, Parts]:
     tensors, parts = dict(catalog.tensors), dict[str, tuple[str, ...]]()
     blobs: dict[str, Blob] = {}
     for name, blob in catalog.blobs.items():
-        holds = name in names and any(is_stored(node) for node in walk(blob.value))
+        holds = name in names and any(is_stored(node) for node in walk_values(blob.value))
         where = f"{catalog.root}/{blob.file}" if blob.file else catalog.path
         found = dict(flatten(blob.value, is_stored, blob.path, where=str(where))) if holds else {}
         for path, leaf in found.items():

@@ -19,8 +19,8 @@ from ckptctl.errors import RefusedError
 from ckptctl.formats.sidecar_files import documents
 from ckptctl.numerics.quantized import advised
 from ckptctl.storage.destinations import Replaceable
-from ckptctl.storage.paths import named
-from ckptctl.storage.sources import blaming, require_unreplaced
+from ckptctl.storage.paths import parse_path
+from ckptctl.storage.sources import raise_changed_if, require_same_file
 from ckptctl.tree import TreePath
 
 
@@ -30,7 +30,7 @@ def open_draft(src: str | TreePath, dst: str | TreePath, options: ConversionOpti
     require_sense(options, target)
     source = existing_source(src, dst)
     may_go = Replaceable(replaceable, file=target.single_file)
-    destination = require_destination(source, named(dst), options.overwrite, may_go)
+    destination = require_destination(source, parse_path(dst), options.overwrite, may_go)
     if not destination.upload:
         require_fitting_name(destination.path, target)
     elif target.single_file and destination.path.parent == destination.path:
@@ -65,5 +65,5 @@ def understand_model(draft: Draft) -> Draft:
 def explain_errors(draft: Draft) -> Iterator[None]:
     """Make errors in the block mention a replaced source or a quantized checkpoint."""
     opened = draft.source.opened
-    with blaming(lambda: require_unreplaced(opened)), advised(draft.model):
+    with raise_changed_if(lambda: require_same_file(opened)), advised(draft.model):
         yield

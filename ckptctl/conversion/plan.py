@@ -22,7 +22,7 @@ from ckptctl.planner.mapping.mapped import RedundantData
 from ckptctl.planner.mapping.tensors import Change
 from ckptctl.planner.plan import Plan
 from ckptctl.results import Inline, JsonField, Result, rounded
-from ckptctl.storage.computed import calculates
+from ckptctl.storage.computed import needs_arithmetic
 from ckptctl.storage.outcome import EXACT, OUT_OF_RANGE, ROUNDED, OutOfRange, Rounding
 from ckptctl.tree import TreePath
 from ckptctl.units import counted, format_bytes
@@ -259,7 +259,7 @@ class ConversionPlan(
     @property
     def arithmetic(self) -> Annotated[bool, JsonField("whether elements are cast")]:
         """Whether elements are computed, cast or transposed, which requires torch."""
-        return calculates(self.plan) or self.permutes
+        return needs_arithmetic(self.plan) or self.permutes
 
     @cached_property
     def permutes(self) -> bool:
@@ -275,7 +275,7 @@ class ConversionPlan(
     def memory_bytes(self) -> Annotated[int, JsonField()]:
         """Estimated peak memory."""
         options = self.options.execution()
-        limits = options.limits()
+        limits = options.compute_limits()
         each = limits.widest
         if self.permutes:
             # A tile of the target, and the elements that are read for it.

@@ -19,9 +19,9 @@ from ckptctl.planner.strided import Strided
 from ckptctl.ranks import sharing
 from ckptctl.ranks.coordinator import Alone, Coordinator, together
 from ckptctl.ranks.sharing import portion
-from ckptctl.storage.compare import all_zero, equal
+from ckptctl.storage.compare import are_tensors_equal, is_all_zero
 from ckptctl.storage.computed import open_reader
-from ckptctl.storage.crc import crc_of
+from ckptctl.storage.crc import compute_crc
 from ckptctl.storage.files import Readable, SourceFiles, source_files
 from ckptctl.storage.publish import Staging
 from ckptctl.tree import TreePath
@@ -48,9 +48,9 @@ def find_lost(
     for one in redundant:
         part = _part_of(catalog, one.part)
         if one.same_as is None:
-            is_redundant = all_zero(files, part)
+            is_redundant = is_all_zero(files, part)
         else:
-            is_redundant = equal(files, _part_of(catalog, one.same_as), part)
+            is_redundant = are_tensors_equal(files, _part_of(catalog, one.same_as), part)
         if not is_redundant:
             yield one
 
@@ -143,7 +143,7 @@ def require_published(plan: Plan, crcs: Sequence[int], ranks: Coordinator | None
                 )
                 raise _unlike(file.path, root / file.path, why)
         for record, expected in portion(ranks, records, lambda pair: pair[0].nbytes):
-            if crc_of(files, record.file, record.offset, record.nbytes) != expected:
+            if compute_crc(files, record.file, record.offset, record.nbytes) != expected:
                 place = _range(record.offset, record.nbytes)
                 raise _unlike(record.name, root / record.file, place)
         for file in portion(ranks, plan.files, lambda file: file.size):
@@ -191,7 +191,7 @@ def _drop_cache(files: SourceFiles, name: str) -> None:
     """Evict the file's pages from the page cache, so that reads reach the disk."""
     if not files.local:
         return
-    descriptor = files.descriptor(name)
+    descriptor = files.open_descriptor(name)
     try:
         os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
     finally:

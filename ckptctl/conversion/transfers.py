@@ -102,4 +102,4 @@ def sources_of(
 def identities(root: TreePath, names: Iterable[str]) -> dict[str, FileIdentity]:
     """Return the identities of the files called *names*."""
     with source_files(root) as files:
-        return {name: files.identity(name) for name in names}
+        return {name: files.read_identity(name) for name in names}

@@ -1,7 +1,7 @@
 """Execution of a plan whose destination is a URL: files are uploaded from a scratch directory.
 
 The scratch directory is in the directory for temporary files (``TMPDIR``). It contains the files in
-progress and at most :data:`~ckptctl.storage.execution.finisher.WAITING` complete files. Each file
+progress and at most :data:`~ckptctl.storage.execution.finisher.MAX_WAITING` complete files. Each file
 is removed after its upload. The directory is locked while its process lives. The next run of the
 same user removes the directories of killed processes.
 """
@@ -22,10 +22,10 @@ from ckptctl.planner.plan import Plan
 from ckptctl.storage import lock, trash
 from ckptctl.storage.destinations import require_space
 from ckptctl.storage.execution.execution_options import Execution, ExecutionOptions
-from ckptctl.storage.execution.executor import execute
-from ckptctl.storage.execution.finisher import KEPT, WAITING, UploadQueue
-from ckptctl.storage.paths import source_path
-from ckptctl.storage.threads import Advance, terminable
+from ckptctl.storage.execution.executor import execute_plan
+from ckptctl.storage.execution.finisher import MAX_KEPT_BYTES, MAX_WAITING, UploadQueue
+from ckptctl.storage.paths import resolve_source_path
+from ckptctl.storage.threads import Advance, raise_on_sigterm
 from ckptctl.tree import INDEXES, FileTree, Upload, UploadRequest, UrlPath
 
 PREFIX = "ckptctl-upload-"
@@ -43,8 +43,8 @@ def publishes_at_once(plan: Plan) -> bool:
 def room_needed(plan: Plan) -> int:
     """Return the maximum size of the scratch directory in bytes."""
     sizes = sorted((file.size for file in plan.files), reverse=True)
-    large = sizes[: WAITING + 2]
-    return sum(large) + sum(size for size in sizes[len(large) :] if size <= KEPT)
+    large = sizes[: MAX_WAITING + 2]
+    return sum(large) + sum(size for size in sizes[len(large) :] if size <= MAX_KEPT_BYTES)
 
 
 def upload(
@@ -80,18 +80,18 @@ def upload(
         single=plan.target.name if plan.single_file else None,
         overwrite=overwrite,
         resume=options.resume,
-        is_checkpoint=lambda: replaceable(source_path(plan.target)),
+        is_checkpoint=lambda: replaceable(resolve_source_path(plan.target)),
         read=read,
     )
     tree, folder = _tree(plan), plan.target.parent if plan.single_file else plan.target
-    with terminable(), scratch_directory() as root:
+    with raise_on_sigterm(), scratch_directory() as root:
         require_space(root, room_needed(plan))
         target = tree.begin_upload(str(folder), asked)
         try:
             uploads = UploadQueue(target.put, last)
-            done = execute(plan, root, options, progress, uploads=uploads)
+            done = execute_plan(plan, root, options, progress, uploads=uploads)
             written(done)
-            uploads.close(root, target.require_whole)
+            uploads.upload_last_files(root, target.require_whole)
             target.commit()
             tree.drop(str(plan.target))
             proven(done.crcs)
@@ -127,23 +127,23 @@ def scratch_directory() -> Iterator[Path]:
     """Create a locked scratch directory, and remove it at the end of the block."""
     _sweep()
     folder = Path(tempfile.mkdtemp(prefix=PREFIX))
-    with lock.held(folder, folder, "using this folder"):
+    with lock.hold_lock(folder, folder, "using this folder"):
         try:
             data = folder / "data"
             data.mkdir()
             yield data
         finally:
-            trash.remove(folder)
+            trash.remove_path(folder)
 
 
 def _sweep() -> None:
     """Remove scratch directories of killed runs of the same user."""
     with suppress(OSError):
         for found in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
-            if _is_own(found) and (found / lock.NAME).is_file():
-                held = lock.held(found, found, "using this folder", to_sweep=True)
+            if _is_own(found) and (found / lock.LOCK_FILE).is_file():
+                held = lock.hold_lock(found, found, "using this folder", to_sweep=True)
                 with suppress(CkptError), held:
-                    trash.remove(found)
+                    trash.remove_path(found)
 
 
 def _is_own(path: Path) -> bool:

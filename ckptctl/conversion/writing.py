@@ -19,7 +19,7 @@ from ckptctl.storage.computed import require_torch_for
 from ckptctl.storage.destinations import Replaceable, require_space
 from ckptctl.storage.execution.execution_options import Execution
 from ckptctl.storage.outcome import require_in_range
-from ckptctl.storage.publish import Staging, staging
+from ckptctl.storage.publish import Staging, stage_output
 from ckptctl.storage.threads import Advance
 
 
@@ -43,7 +43,7 @@ def write_output(
     options, single_file = plan.options, plan.plan.single_file
 
     def begin() -> AbstractContextManager[Staging]:
-        return staging(
+        return stage_output(
             Path(plan.plan.target),
             overwrite=options.overwrite,
             resume=options.resume,
@@ -95,7 +95,7 @@ def _upload(plan: ConversionPlan, progress: Advance, ranks: Coordinator, notes: 
 
 def _require_room(plan: ConversionPlan, stage: Staging | None) -> None:
     if stage:
-        require_space(stage.data, plan.nbytes, stage.held())
+        require_space(stage.data, plan.nbytes, stage.count_allocated_bytes())
 
 
 def _require_in_range(plan: ConversionPlan, done: Execution) -> None:
@@ -114,7 +114,7 @@ def _require_same(plan: ConversionPlan, ranks: Coordinator) -> None:
         {
             **asked,
             "the destination": str(plan.plan.target),
-            f"buffer sizes ({buffers})": options.execution().limits(),
+            f"buffer sizes ({buffers})": options.execution().compute_limits(),
             "the source files": sharing.source_summary(plan.plan),
             "the plan": plan.plan.digest,
         },

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 
-from ckptctl.storage.paths import real_path
+from ckptctl.storage.paths import resolve_links
 from ckptctl.storage.urls import is_url
 from ckptctl.tree import TreePath
 
@@ -34,4 +34,4 @@ def positions_in(root: TreePath) -> list[str]:
 
 
 def _comparable(path: TreePath) -> TreePath:
-    return path if is_url(path) else real_path(path)
+    return path if is_url(path) else resolve_links(path)

@@ -29,7 +29,7 @@ from ckptctl.formats.shared.leaves import value_bytes
 from ckptctl.save_load.loading.key_comparison import held_as, kept_apart
 from ckptctl.save_load.loading.state_mapping import StateMapping
 from ckptctl.storage.files import MemoryFiles, source_files
-from ckptctl.storage.zips.zip_reader import LEGACY, read_archive
+from ckptctl.storage.zips.zip_reader import LEGACY_MAGIC, read_archive
 from ckptctl.storage.zstd import MemoryBudget
 from ckptctl.units import counted
 
@@ -236,7 +236,7 @@ def unpickle_value(content: bytes, name: str, where: str, *, trusted: bool) -> o
     try:
         if trusted:
             return torch.load(io.BytesIO(content), map_location="cpu", weights_only=False)
-        if content.startswith(LEGACY):
+        if content.startswith(LEGACY_MAGIC):
             raise UnsupportedError("it was saved in the format of torch before 1.6")
         return read_leaf(content, where)
     except UsageError:
@@ -282,7 +282,7 @@ def _is_whole(content: bytes) -> bool:
     try:
         read_archive(MemoryFiles(content, Path()), "", 0, len(content), unknown="inert")
     except CkptError:
-        return content.startswith(LEGACY)
+        return content.startswith(LEGACY_MAGIC)
     return True
 
 

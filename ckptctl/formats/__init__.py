@@ -30,10 +30,10 @@ from ckptctl.errors import (
 from ckptctl.formats import checksums, foreign
 from ckptctl.formats.base import AS_IT_IS, Format, Listing, ReadOptions, WritableFormat
 from ckptctl.formats.shared.findings import of_error, weighed
-from ckptctl.storage.paths import home_expanded, path_hint, source_path
-from ckptctl.storage.sources import blaming, identity_of, require_unreplaced
-from ckptctl.storage.urls import path_text
-from ckptctl.storage.writing import NAME, unfinished
+from ckptctl.storage.paths import expand_home, path_hint, resolve_source_path
+from ckptctl.storage.sources import raise_changed_if, read_identity, require_same_file
+from ckptctl.storage.urls import to_path_text
+from ckptctl.storage.writing import LOCK_NAME, find_unfinished_error
 from ckptctl.tree import TreePath
 from ckptctl.units import counted, natural_key
 
@@ -202,7 +202,7 @@ def only_format(path: TreePath, sniffed: Mapping[str, str]) -> Format:
             why=listed([item.name for item in inside]),
             hint=f"pass one of them; {command('inspect', path)} shows which are complete",
         )
-    problem = unfinished(path)
+    problem = find_unfinished_error(path)
     if problem is None and (begun := interrupted(path)):
         return begun  # its reader reports the missing files
     raise problem or foreign.unrecognized(path, names(), below(path))
@@ -221,11 +221,11 @@ def open_checkpoint(
     read only if this takes no remote request.
     """
     path = existing(path)
-    opened = path, identity_of(path)
-    with blaming(lambda: require_unreplaced(opened)):
+    opened = path, read_identity(path)
+    with raise_changed_if(lambda: require_same_file(opened)):
         sniffed = {} if format else sniff(path)
         inside = None if format or sniffed else only_inside(path)
-        problem = unfinished(path)
+        problem = find_unfinished_error(path)
         if problem and not asked.partial:
             raise problem
         if inside:
@@ -254,7 +254,7 @@ def open_checkpoint(
         if manifest is not False:
             found = checksums.attach(found, needed=manifest is True)
         if problem:
-            found = replace(found, findings=(of_error(problem, file=NAME), *found.findings))
+            found = replace(found, findings=(of_error(problem, file=LOCK_NAME), *found.findings))
         if found.findings:
             found = replace(found, findings=weighed(found.findings))
         if inside:
@@ -277,7 +277,7 @@ def merged_parameters(catalog: Catalog, names: Sequence[str]) -> dict[str, str]:
 
 def resolve(catalog: Catalog) -> Catalog:
     """Locate the element bytes of all extents in *catalog*."""
-    with blaming(lambda: require_unreplaced(catalog.opened)):
+    with raise_changed_if(lambda: require_same_file(catalog.opened)):
         return get(catalog.format).resolve(catalog)
 
 
@@ -347,11 +347,11 @@ def _newer_than(one: TreePath) -> TreePath | None:
 
 def existing(path: str | TreePath) -> TreePath:
     """Return *path* as an absolute path, or raise if it does not exist."""
-    if not path_text(path):
+    if not to_path_text(path):
         raise UsageError("the path is empty", hint="use `.` for the working directory")
-    absolute = home_expanded(source_path(path)).absolute()
+    absolute = expand_home(resolve_source_path(path)).absolute()
     if not absolute.exists():
         raise SourceNotFoundError(
-            "no such file or directory", where=str(path), hint=path_hint(source_path(path))
+            "no such file or directory", where=str(path), hint=path_hint(resolve_source_path(path))
         )
     return absolute

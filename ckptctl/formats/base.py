@@ -21,7 +21,7 @@ from ckptctl.catalog import Path as KeyPath
 from ckptctl.errors import FormatError, RefusedError, spell_option
 from ckptctl.notes import Notes
 from ckptctl.planner.plan import OutputFile
-from ckptctl.storage.paths import is_there
+from ckptctl.storage.paths import is_present
 from ckptctl.tree import TreePath
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ class Listing:
 
     def has(self, name: str) -> bool:
         """Return whether the folder has a file called *name* (see :func:`is_there`)."""
-        return name in self.items and is_there(self.items[name])
+        return name in self.items and is_present(self.items[name])
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,8 +20,8 @@ from ckptctl.formats.dcp import METADATA, ItemFormat, metadata_name
 from ckptctl.formats.shared.findings import UNUSABLE, Faults
 from ckptctl.formats.shared.leaves import kept_apart
 from ckptctl.storage.files import SourceFiles, source_files
-from ckptctl.storage.read_ahead import ahead
-from ckptctl.storage.threads import no_collection
+from ckptctl.storage.read_ahead import prefetch_items
+from ckptctl.storage.threads import pause_gc
 from ckptctl.tree import TreePath
 from ckptctl.units import counted
 
@@ -70,12 +70,12 @@ class DcpRankLocalFormat(ItemFormat):
         from ckptctl.formats.dcp.dcp_reader import catalog_of, read_metadata
         from ckptctl.formats.dcp.union import RankValues, Union
 
-        with source_files(path) as files, no_collection():
+        with source_files(path) as files, pause_gc():
             faults, of_values = Faults(path, asked.partial), Faults(path, asked.partial)
             ranks = _ranks(files, faults)
             joined = Union(str(path), len(ranks), repeated=asked.partial or asked.replicas)
             values, readable = RankValues(files, of_values), set[int]()
-            for rank in ahead(files, ranks, lambda rank: ((metadata_name(rank), 0),)):
+            for rank in prefetch_items(files, ranks, lambda rank: ((metadata_name(rank), 0),)):
                 said = faults.read(metadata_name(rank), lambda name: read_metadata(files, name))
                 if said is None:
                     continue
@@ -132,7 +132,7 @@ def read_rank(path: TreePath, rank: int) -> Catalog | None:
         return None
     from ckptctl.formats.dcp.dcp_reader import catalog_of, read_metadata
 
-    with source_files(path) as files, no_collection():
+    with source_files(path) as files, pause_gc():
         note = f"only the files of rank {rank} are read"
         leaves, origin = read_metadata(files, metadata_name(rank))
         catalog = catalog_of(files, leaves, DcpRankLocalFormat.name, Faults(path), (note,))

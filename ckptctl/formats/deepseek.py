@@ -26,7 +26,7 @@ from ckptctl.formats.hf.shards import read_shard
 from ckptctl.formats.shared.findings import missing_error
 from ckptctl.formats.shared.model_parallel_layout import lay_out
 from ckptctl.storage.files import source_files
-from ckptctl.storage.read_ahead import heads_ahead
+from ckptctl.storage.read_ahead import prefetch_heads
 from ckptctl.tree import TreePath
 
 
@@ -65,7 +65,7 @@ class DeepSeekFormat(WritableFormat):
         root = path if path.is_dir() else path.parent
         names = _ranks(root)
         with source_files(root) as files:
-            read = {name: read_shard(files, name) for name in heads_ahead(files, names)}
+            read = {name: read_shard(files, name) for name in prefetch_heads(files, names)}
             shards = {name: tensors for name, (tensors, _) in read.items()}
             catalog = joined_catalog(files, self.name, self.name, shards, asked)
         return replace(catalog, metadata=dict(read[names[0]][1]))

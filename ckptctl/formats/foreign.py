@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ckptctl.errors import FormatError, listed, spell_option
-from ckptctl.storage.stand_ins import GIT_LFS, HDF5, LEGACY_TORCH, PULL
+from ckptctl.storage.stand_ins import GIT_LFS, GIT_LFS_HINT, HDF5, LEGACY_TORCH
 from ckptctl.tree import TreePath
 from ckptctl.units import natural
 
@@ -18,7 +18,7 @@ _ADVICE = {
         "load it with `torch.load(..., weights_only=True)` and save it again with `torch.save`"
     ),
     "a tar archive": "unpack it and pass the checkpoint inside",
-    "a Git LFS pointer, not the file": PULL,
+    "a Git LFS pointer, not the file": GIT_LFS_HINT,
     "a bare pickle": "save the tensors with `torch.save` (reading a bare pickle would execute it)",
     "Flax (msgpack)": "load it with transformers (`from_flax=True`) and save it with "
     "`save_pretrained`",

@@ -35,10 +35,10 @@ from ckptctl.formats.shared.joined_tensors import (
 from ckptctl.formats.sidecar_files import beside
 from ckptctl.planner.boxes import coverage
 from ckptctl.storage.files import SourceFiles, source_files
-from ckptctl.storage.json_reader import loads, read_json
-from ckptctl.storage.read_ahead import heads_ahead
-from ckptctl.storage.safetensors_header import MAX_HEADER, SafetensorsHeader, read_header
-from ckptctl.storage.schema import MalformedError, find, malformed, read_as
+from ckptctl.storage.json_reader import parse_json, read_json
+from ckptctl.storage.read_ahead import prefetch_heads
+from ckptctl.storage.safetensors_header import MAX_HEADER_BYTES, SafetensorsHeader, read_header
+from ckptctl.storage.schema import MalformedError, find_member, malformed_errors, read_as
 from ckptctl.tree import TreePath
 from ckptctl.units import counted
 
@@ -84,7 +84,7 @@ class HfRankShardsFormat(Format):
         joined: dict[str, JoinedTensor] = {}
         sizes: dict[str, int] = {}
         with source_files(path) as files:
-            for name in heads_ahead(files, shards):
+            for name in prefetch_heads(files, shards):
                 header = faults.read(name, lambda name: _read_header(files, name))
                 if header is not None:
                     _take(joined, *header, name, str(path / name))
@@ -170,11 +170,11 @@ def _read_header(files: SourceFiles, name: str) -> tuple[SafetensorsHeader, Offs
     """Read the header of one file and the offset of each shard in its global tensor."""
     header = read_header(files, name)
     where = str(files.root / name)
-    with malformed(INVALID, where):
+    with malformed_errors(INVALID, where):
         text = header.metadata.get(OFFSETS)
         if text is None:
             raise MalformedError(f"the header does not contain {OFFSETS}")
-        info = loads(text.encode(), where=where, max_bytes=MAX_HEADER)
+        info = parse_json(text.encode(), where=where, max_bytes=MAX_HEADER_BYTES)
         places = read_as(dict[str, dict[str, object]], info, OFFSETS)
         if places.keys() != header.tensors.keys():
             raise MalformedError(f"{OFFSETS} does not match the tensors of the file")
@@ -262,12 +262,12 @@ def _compared(tensors: Mapping[str, TensorEntry], faults: Faults, following: str
     where = str(folder / name)
     with source_files(folder) as files:
         index = read_json(files, name)
-    weight_map = find(dict[str, object], index, "weight_map")
+    weight_map = find_member(dict[str, object], index, "weight_map")
     if weight_map is None:
         yield f"`../{name}` is not an index and was not compared"
         return
     lacking = sorted(weight_map.keys() - tensors.keys())
-    total = find(int, index, "metadata", "total_size")
+    total = find_member(int, index, "metadata", "total_size")
     here = sum(entry.nbytes for entry in tensors.values())
     if lacking or (total or 0) > here:
         file = next((one.file for one in faults.findings if one.file), following)

@@ -26,7 +26,7 @@ from ckptctl.formats.mistral import is_mistral
 from ckptctl.formats.shared.findings import missing_error
 from ckptctl.formats.shared.model_parallel_layout import lay_out
 from ckptctl.storage.files import source_files
-from ckptctl.storage.read_ahead import zips_ahead
+from ckptctl.storage.read_ahead import prefetch_zips
 from ckptctl.tree import TreePath
 
 LAYOUT = "meta"
@@ -79,7 +79,7 @@ class MetaFormat(WritableFormat):
             raise _no_shards(path)
         names = _shards(root)
         with source_files(root) as files:
-            read = {name: read_leaves(files, name) for name in zips_ahead(files, names)}
+            read = {name: read_leaves(files, name) for name in prefetch_zips(files, names)}
             shards = {name: contents.tensors for name, contents in read.items()}
             catalog = joined_catalog(files, self.name, LAYOUT, shards, asked)
         said = dict.fromkeys(note for contents in read.values() for note in contents.notes)

@@ -21,7 +21,7 @@ from ckptctl.formats.hf import shards as hf_shards
 from ckptctl.formats.shared.findings import missing_error
 from ckptctl.formats.sidecar_files import documents
 from ckptctl.storage.files import SourceFiles, source_files
-from ckptctl.storage.read_ahead import zips_ahead
+from ckptctl.storage.read_ahead import prefetch_zips
 from ckptctl.tree import TreePath
 
 PARAMS = "params.json"
@@ -141,7 +141,7 @@ class MistralFormat(hf.HfFormat):
                 raise error
         tensors: dict[str, TensorEntry] = {}
         notes: dict[str, None] = {}
-        for name in zips_ahead(files, names):
+        for name in prefetch_zips(files, names):
             found = hf_shards.read_bin(files, name)
             hf_shards.merge(tensors, found.tensors, name)
             notes |= dict.fromkeys(found.notes)

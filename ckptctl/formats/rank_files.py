@@ -20,7 +20,7 @@ from ckptctl.formats.base import AS_IT_IS, Format, Listing, ReadOptions, require
 from ckptctl.formats.shared.findings import Faults, mixed_saves
 from ckptctl.formats.sidecar_files import CONFIGURATION, with_folder
 from ckptctl.storage.files import SourceFiles, source_files
-from ckptctl.storage.read_ahead import ahead, zip_ends
+from ckptctl.storage.read_ahead import list_zip_ends, prefetch_items
 from ckptctl.tree import TreePath
 from ckptctl.units import counted
 
@@ -187,7 +187,7 @@ def _joined(files: SourceFiles, groups: RankGroups, merger: RankMerger) -> Leave
         _require(merger, name, group, max(max(group) + 1, _stated(group)))
     for name, group in groups.items():
         ranks = sorted(group.items())
-        for rank, file in ahead(files, ranks, lambda one: zip_ends(one[1].name)):
+        for rank, file in prefetch_items(files, ranks, lambda one: list_zip_ends(one[1].name)):
             leaves = _below(name, read_rank_file(files, file.name))
             merger.take(rank, _head(name), file.name, leaves)
     told = max(max(merger.ranks, default=-1) + 1, *map(_stated, groups.values()))

@@ -22,7 +22,7 @@ from ckptctl.planner.config_facts import plain
 from ckptctl.storage.files import source_files
 from ckptctl.storage.json_reader import read_json, read_json_object
 from ckptctl.storage.paths import leads_outside
-from ckptctl.storage.schema import find
+from ckptctl.storage.schema import find_member
 from ckptctl.tree import TreePath
 
 MAX_BYTES = 100_000_000
@@ -249,8 +249,8 @@ def _members(
 
 def _modules(root: TreePath, items: Collection[str]) -> set[str]:
     """Return the configuration files in the folders listed in ``modules.json``."""
-    modules = find(list[object], _content(root, "modules.json")) or []
-    paths = {path for one in modules if (path := find(str, one, "path")) in items}
+    modules = find_member(list[object], _content(root, "modules.json")) or []
+    paths = {path for one in modules if (path := find_member(str, one, "path")) in items}
     return {f"{path}/config.json" for path in paths}
 
 

@@ -26,18 +26,18 @@ from ckptctl.formats.shared.joined_tensors import ONE_SAVE
 from ckptctl.formats.shared.leaves import flatten, join
 from ckptctl.formats.sidecar_files import beside
 from ckptctl.storage.files import SourceFiles, source_files
-from ckptctl.storage.json_reader import loads as loads_json
+from ckptctl.storage.json_reader import parse_json as loads_json
 from ckptctl.storage.json_reader import read_json
-from ckptctl.storage.paths import contained, is_there
-from ckptctl.storage.pickles.pickle_reader import loads
-from ckptctl.storage.read_ahead import ahead, zip_ends
+from ckptctl.storage.paths import is_present, require_relative
+from ckptctl.storage.pickles.pickle_reader import load_pickle
+from ckptctl.storage.read_ahead import list_zip_ends, prefetch_items
 from ckptctl.storage.schema import (
-    FILLED,
+    NOT_EMPTY,
     MalformedError,
     MismatchError,
     Natural,
     Schema,
-    malformed,
+    malformed_errors,
     read_as,
 )
 from ckptctl.tree import TreePath
@@ -82,7 +82,7 @@ class _Group(Schema):
 class _Item(Schema):
     """A top-level item in the metadata."""
 
-    nested_path_to_metadata: dict[str, Annotated[tuple[_Group, ...], FILLED]]
+    nested_path_to_metadata: dict[str, Annotated[tuple[_Group, ...], NOT_EMPTY]]
     rank_to_layout_info: dict[Natural, dict[str, object] | None]
 
 
@@ -215,7 +215,7 @@ def _files_of(files: SourceFiles, merger: RankMerger) -> _Found:
     found = _Found(said or Metadata())
     for path in sorted(files.root.iterdir()):
         match = NAME.fullmatch(path.name)
-        if not match or not is_there(path) or not _is_own(match):
+        if not match or not is_present(path) or not _is_own(match):
             continue
         name, rank = match["item"], int(match["rank"])
         if match["kind"] == "bin" and path.stat().st_size > MAX_RAW:
@@ -247,7 +247,9 @@ def _files_of(files: SourceFiles, merger: RankMerger) -> _Found:
 
 def _joined(files: SourceFiles, found: _Found, merger: RankMerger) -> Leaves:
     for name, ranks in found.items.items():
-        for rank, file in ahead(files, sorted(ranks.items()), lambda one: zip_ends(one[1])):
+        for rank, file in prefetch_items(
+            files, sorted(ranks.items()), lambda one: list_zip_ends(one[1])
+        ):
             merger.take(rank, (name,), file, _leaves(files, name, file))
     joined = merger.finish()
     described = found.metadata.items
@@ -283,7 +285,7 @@ def _alone(found: _Found, name: str) -> bool:
 def _require(merger: RankMerger, found: _Found, name: str, wanted: Collection[int]) -> None:
     """Raise, or add findings, for missing files of an item, and forget these files."""
     named = found.items[name]
-    there = {rank: file for rank, file in named.items() if is_there(merger.faults.root / file)}
+    there = {rank: file for rank, file in named.items() if is_present(merger.faults.root / file)}
     kind = Path(next(iter(named.values()), "a.pt")).suffix
     merger.require(
         (name,),
@@ -364,8 +366,8 @@ def _read_metadata(files: SourceFiles) -> Metadata:
     from ckptctl.formats.shared.rank_archive import MAX_WORLD
 
     where, content = str(files.root / METADATA), read_whole(files, METADATA, MAX_METADATA)
-    root = loads(content, where=where, table={})
-    with malformed("this is not the metadata of torch_checkpointing", where):
+    root = load_pickle(content, where=where, table={})
+    with malformed_errors("this is not the metadata of torch_checkpointing", where):
         said = read_as(dict[str, object], root)
         world, version = said.get("world_size"), str(said.get("version", "1.0"))
         if type(world) is not int or not 0 < world <= MAX_WORLD:
@@ -393,7 +395,7 @@ def _item(item: _Item, world: int, where: str) -> ItemMetadata:
     if max((*ranks, *layouts), default=0) >= world:
         raise MalformedError(f"a rank is outside the world size {world}")
     files = {
-        rank: contained(read_as(str, layout.get("file_path"), "file_path"), where)
+        rank: require_relative(read_as(str, layout.get("file_path"), "file_path"), where)
         for rank, layout in layouts.items()
         if layout is not None
     }

@@ -24,7 +24,7 @@ from ckptctl.formats.base import (
 from ckptctl.formats.shared.leaves import nest
 from ckptctl.planner.plan import OutputFile, Record
 from ckptctl.storage.files import source_files
-from ckptctl.storage.stand_ins import only_zeros
+from ckptctl.storage.stand_ins import has_only_zeros
 from ckptctl.tree import TreePath
 
 if TYPE_CHECKING:
@@ -75,7 +75,7 @@ class TorchFormat(WritableFormat):
             head = file.read(4)
         if head == _ZIP:
             return "a zip file"
-        written = any(head) or path.suffix not in SUFFIXES or not only_zeros(path)
+        written = any(head) or path.suffix not in SUFFIXES or not has_only_zeros(path)
         return None if written else "only zeros instead of a zip"
 
     def read(self, path: TreePath, asked: ReadOptions = AS_IT_IS) -> Catalog:
@@ -116,7 +116,7 @@ class TorchFormat(WritableFormat):
         """See :meth:`WritableFormat.lay_out`."""
         # Only writing needs these modules.
         from ckptctl.formats.shared.stored_leaves import stored_leaf
-        from ckptctl.storage.pickles.pickle_writer import dumps
+        from ckptctl.storage.pickles.pickle_writer import dump_pickle
         from ckptctl.storage.zips.zip_writer import lay_out
 
         stored = [tensor for tensor in request.tensors if tensor.alias_of is None]
@@ -128,7 +128,7 @@ class TorchFormat(WritableFormat):
         leaves += [(blob.path, blob.value) for blob in request.blobs]
         storages = [(key_of[tensor.name], tensor.nbytes) for tensor in stored]
         folder = request.name.encode(errors="replace").decode().partition(".")[0] or "archive"
-        layout = lay_out(dumps(nest(leaves)), storages, folder=folder)
+        layout = lay_out(dump_pickle(nest(leaves)), storages, folder=folder)
         records = [
             Record(tensor.name, request.name, offset, tensor.nbytes)
             for tensor, offset in zip(stored, layout.data_offsets, strict=True)

@@ -33,7 +33,7 @@ from ckptctl.integrations.whole import (
     with_numbers,
 )
 from ckptctl.storage import trash
-from ckptctl.storage.paths import real_path
+from ckptctl.storage.paths import resolve_links
 
 META = "meta.pt"
 MODEL = "state_dict"
@@ -82,7 +82,7 @@ class DirectoryCheckpointIO(CheckpointIO):  # type: ignore[misc]
             own = TorchCheckpointIO()
             found: dict[str, Any] = own.load_checkpoint(path, map_location, weights_only)
             return found
-        source = real_path(Path(path))
+        source = resolve_links(Path(path))
         state = with_numbers(whole(source))
         optimizers = [key for key in state if key.startswith(OPTIMIZER)]
         optimizers.sort(key=lambda key: int(key.removeprefix(OPTIMIZER)))
@@ -91,7 +91,7 @@ class DirectoryCheckpointIO(CheckpointIO):  # type: ignore[misc]
 
     def remove_checkpoint(self, path: str | Path) -> None:
         """Remove a checkpoint, which is renamed first."""
-        trash.remove(Path(path))
+        trash.remove_path(Path(path))
 
 
 class ShardedStrategy(ModelParallelStrategy):  # type: ignore[misc]
@@ -135,7 +135,7 @@ class ShardedStrategy(ModelParallelStrategy):  # type: ignore[misc]
         Raises:
             CkptError: It cannot be loaded. It is raised on every rank.
         """
-        path = real_path(Path(self.broadcast(checkpoint_path)))
+        path = resolve_links(Path(self.broadcast(checkpoint_path)))
         if path.is_file():
             found: dict[str, Any] = super().load_checkpoint(path, weights_only)
             return found
@@ -152,7 +152,7 @@ class ShardedStrategy(ModelParallelStrategy):  # type: ignore[misc]
     def remove_checkpoint(self, filepath: str | Path) -> None:
         """Remove a checkpoint on rank 0, which is renamed first."""
         if self.is_global_zero:
-            trash.remove(Path(filepath))
+            trash.remove_path(Path(filepath))
 
 
 def parts(checkpoint: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -26,7 +26,7 @@ from ckptctl.distributed.run.manager_options import MAX_FAILURES
 from ckptctl.planner.retention import Policy
 from ckptctl.ranks.coordinator import on_first
 from ckptctl.save_load.loading.load_options import Strict
-from ckptctl.storage.paths import named
+from ckptctl.storage.paths import parse_path
 
 
 class CheckpointManager(dcp.CheckpointManager):  # type: ignore[misc]
@@ -75,7 +75,7 @@ class CheckpointManager(dcp.CheckpointManager):  # type: ignore[misc]
                 state_dict, checkpoint_id, async_mode, enable_garbage_collection, to_hf
             )
             return None
-        path, synchronous = named(checkpoint_id), async_mode == dcp.AsyncMode.DISABLED
+        path, synchronous = parse_path(checkpoint_id), async_mode == dcp.AsyncMode.DISABLED
         saver, options = self._saver, {"beside": partial(self._keeper.beside, {})}
         future = self._keeper.save(
             state_dict, path, coordinator(), None if synchronous else saver, options

@@ -24,10 +24,10 @@ from ckptctl.errors import StorageError
 from ckptctl.formats import open_checkpoint
 from ckptctl.ranks.coordinator import on_first
 from ckptctl.storage.crc import crc32
-from ckptctl.storage.destinations import destination
+from ckptctl.storage.destinations import resolve_destination
 from ckptctl.storage.file_system import add_file, sync_directory
-from ckptctl.storage.paths import home_expanded
-from ckptctl.storage.publish import staging
+from ckptctl.storage.paths import expand_home
+from ckptctl.storage.publish import stage_output
 from ckptctl.tree import TreePath
 
 RANKS_OWN = re.compile(r"rank_\d+\.")
@@ -144,8 +144,8 @@ def save_beside(
 
 def _linked(source: Path, path: Path, files: Mapping[str, bytes]) -> bool:
     """Publish hard links to the data of *source*, and return whether the file system can."""
-    target = destination(home_expanded(path).absolute())
-    with staging(target, overwrite=True, restart=True, is_checkpoint=replaceable) as stage:
+    target = resolve_destination(expand_home(path).absolute())
+    with stage_output(target, overwrite=True, restart=True, is_checkpoint=replaceable) as stage:
         try:
             for item in source.iterdir():
                 if item.name not in files:

@@ -18,10 +18,10 @@ from ckptctl.planner.balance import assign, share_of
 from ckptctl.planner.plan import Plan
 from ckptctl.ranks.coordinator import Coordinator, on_first, through_first, together
 from ckptctl.storage.execution.execution_options import Execution, ExecutionOptions
-from ckptctl.storage.execution.executor import PlanRun, execute
-from ckptctl.storage.execution.journal import Books
+from ckptctl.storage.execution.executor import PlanRun, execute_plan
+from ckptctl.storage.execution.journal import LedgerEntries
 from ckptctl.storage.publish import Staging
-from ckptctl.storage.sources import blaming
+from ckptctl.storage.sources import raise_changed_if
 from ckptctl.storage.threads import Advance
 from ckptctl.units import counted
 
@@ -80,36 +80,36 @@ def execute_together(
     """
     if ranks.world == 1:
         assert stage is not None
-        return execute(plan, stage.data, options, progress, journal=stage.journal)
+        return execute_plan(plan, stage.data, options, progress, journal=stage.journal)
     root = Path(ranks.broadcast(str(stage.data) if stage else None))
     share = share_of(plan, options.checksum, ranks.rank, ranks.world)
     with ExitStack() as stack:
 
         def begin() -> PlanRun:
             run = PlanRun(plan, root, options, stack, share=share)
-            run.sources.check()
+            run.sources.require_unchanged()
             return run
 
         run = together(ranks, begin)
-        on_first(ranks, run.output.create)
+        on_first(ranks, run.output.create_files)
 
         def require_seen() -> None:
-            if not run.output.intact():
+            if not run.output.are_intact():
                 raise _unseen(root)
 
         together(ranks, require_seen)
         alarm = _Alarm(root.parent / "failed")
         everybody = alarm.watching(lambda nbytes: progress(nbytes * ranks.world))
 
-        def fill() -> Books | None:
-            with alarm, blaming(run.sources.check):
-                run.fill(everybody)
-                run.sources.check()
-            return None if alarm.heard else run.books()
+        def fill() -> LedgerEntries | None:
+            with alarm, raise_changed_if(run.sources.require_unchanged):
+                run.fill_files(everybody)
+                run.sources.require_unchanged()
+            return None if alarm.heard else run.export_entries()
 
-        def finish(books: list[Books | None]) -> list[Execution]:
-            run.finish([one for one in books[1:] if one is not None])
-            return [run.result()] * len(books)
+        def finish(books: list[LedgerEntries | None]) -> list[Execution]:
+            run.finish_shared_plan([one for one in books[1:] if one is not None])
+            return [run.build_result()] * len(books)
 
         return through_first(ranks, fill, finish)
 

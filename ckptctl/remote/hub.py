@@ -20,8 +20,8 @@ from urllib.parse import quote, unquote
 from ckptctl.errors import CkptError, SourceNotFoundError, StorageError, UsageError
 from ckptctl.remote.retries import persistent, retried
 from ckptctl.remote.store import ITSELF, Store
-from ckptctl.storage.paths import real_path
-from ckptctl.storage.urls import masked, normal
+from ckptctl.storage.paths import resolve_links
+from ckptctl.storage.urls import mask_secrets, normalize_scheme
 from ckptctl.tree import TreeEntry
 
 KINDS = {"models": "model", "datasets": "dataset", "spaces": "space"}
@@ -66,10 +66,10 @@ def parse(url: str) -> HubUrl:
     Raises:
         UsageError: The URL does not name a repository.
     """
-    match = _URL.fullmatch(normal(url).rstrip("/"))
+    match = _URL.fullmatch(normalize_scheme(url).rstrip("/"))
     what = "this is not a Hub repository"
     if match is None:
-        raise UsageError(what, where=masked(url), hint=FORM)
+        raise UsageError(what, where=mask_secrets(url), hint=FORM)
     from huggingface_hub import utils as hub  # lazy names, which type checkers cannot see
     from huggingface_hub.errors import HFValidationError
 
@@ -77,7 +77,7 @@ def parse(url: str) -> HubUrl:
     try:
         client.validate_repo_id(match["repository"])
     except HFValidationError as error:
-        raise UsageError(what, where=masked(url), why=str(error), hint=FORM) from None
+        raise UsageError(what, where=mask_secrets(url), why=str(error), hint=FORM) from None
     revision = match["revision"] and unquote(match["revision"])
     kind = KINDS[match["kind"] or "models"]
     return HubUrl(kind, match["repository"], revision, (match["path"] or "").strip("/"))
@@ -186,7 +186,7 @@ def _look_offline(at: HubUrl) -> tuple[str, dict[str, TreeEntry], Path | None]:
     for item in names:
         name, status = str(item.relative_to(folder)), item.stat()
         files[name] = TreeEntry(
-            name, False, status.st_size, real_path(item).name, status.st_mtime_ns
+            name, False, status.st_size, resolve_links(item).name, status.st_mtime_ns
         )
     return folder.name, files, folder
 

@@ -25,7 +25,15 @@ from ckptctl.errors import RefusedError, StorageError
 from ckptctl.remote.conditions import UNKNOWN, code_of, is_taken, knows_no_conditions
 from ckptctl.remote.store import FsspecStore, entry_of
 from ckptctl.storage import processes
-from ckptctl.storage.writing import BUSY, HELD, SILENCE, Sent, Writing, is_dead, parse
+from ckptctl.storage.writing import (
+    BUSY_MESSAGE,
+    LEASE_SECONDS,
+    OWN_LOCK_TOKENS,
+    LockRecord,
+    UploadedFile,
+    is_dead,
+    parse_lock,
+)
 
 BEAT = 60.0
 """Seconds between updates of the lock."""
@@ -41,18 +49,20 @@ class RemoteLock:
         name: str,
         names: Sequence[str],
         *,
-        doomed: Mapping[str, Sent] | None = None,
-        busy: str = BUSY,
+        doomed: Mapping[str, UploadedFile] | None = None,
+        busy: str = BUSY_MESSAGE,
     ) -> None:
         self._store, self._name, self._busy = store, name, busy
         self._object = ConditionalObject(store, name)
-        said = Writing(secrets.token_hex(8), processes.own(), tuple(names), doomed=doomed or {})
+        said = LockRecord(
+            secrets.token_hex(8), processes.current_process(), tuple(names), doomed=doomed or {}
+        )
         self._said = said
         self._mutex = threading.Lock()
         self._over = threading.Event()
         self._proven = 0.0
 
-    def take(self) -> Writing | None:
+    def take(self) -> LockRecord | None:
         """Acquire the lock and start a thread that refreshes it.
 
         Returns:
@@ -66,7 +76,7 @@ class RemoteLock:
             left = self._taken_over()
         if not self.ours():
             raise self._refusal(None)
-        HELD.add(self._said.token)
+        OWN_LOCK_TOKENS.add(self._said.token)
         threading.Thread(target=self._live, daemon=True).start()
         return left
 
@@ -74,7 +84,7 @@ class RemoteLock:
         """Read the lock and return whether this run holds it."""
         now = _now()
         with self._store.errors(self._name, "read"):
-            found = parse(self._object.read() or b"")
+            found = parse_lock(self._object.read() or b"")
         if found is None or found.token != self._said.token:
             return False
         self._proven = now
@@ -100,7 +110,7 @@ class RemoteLock:
         """Files that the lock records as being written."""
         return self._said.names
 
-    def note(self, name: str, sent: Sent) -> None:
+    def note(self, name: str, sent: UploadedFile) -> None:
         """Record a file as uploaded, so that a later run can reuse it."""
         self._write(lambda said: replace(said, sent={**said.sent, name: sent}))
 
@@ -118,7 +128,7 @@ class RemoteLock:
         with self._store.errors(self._name, "access"):
             return self._object.written() / 1e9 or time.time()
 
-    def leave(self, writing: Writing | None = None) -> None:
+    def leave(self, writing: LockRecord | None = None) -> None:
         """Release the lock, but keep its record for a later run."""
         self.stop()
         self._write(lambda said: replace(writing or said, process=None, token=said.token))
@@ -133,9 +143,9 @@ class RemoteLock:
     def stop(self) -> None:
         """Stop refreshing the lock, which then exists without a holder."""
         self._over.set()
-        HELD.discard(self._said.token)
+        OWN_LOCK_TOKENS.discard(self._said.token)
 
-    def _write(self, change: Callable[[Writing], Writing]) -> None:
+    def _write(self, change: Callable[[LockRecord], LockRecord]) -> None:
         with self._mutex:
             self.require()
             said = change(self._said)
@@ -150,7 +160,7 @@ class RemoteLock:
                 if not self._over.is_set() and self.ours():
                     self._object.write(self._said.to_bytes())
 
-    def _taken_over(self) -> Writing | None:
+    def _taken_over(self) -> LockRecord | None:
         """Write the lock, and return the record of a dead holder, if any."""
         data = self._said.to_bytes()
         for _ in range(TRIES):
@@ -159,7 +169,7 @@ class RemoteLock:
             content = self._object.read()
             if content is None:
                 continue
-            found = parse(content)
+            found = parse_lock(content)
             if found is None or not is_dead(found, self._age):
                 raise self._refusal(found)
             if self._object.replace(content, data):
@@ -171,14 +181,14 @@ class RemoteLock:
             return self._object.age(self._said.token)
         return inf  # it was just removed
 
-    def _refusal(self, found: Writing | None) -> RefusedError:
+    def _refusal(self, found: LockRecord | None) -> RefusedError:
         process = found and found.process
         return RefusedError(
             self._busy,
             where=self._store.url,
             why=f"process {process.number} on {process.host}" if process else None,
             hint="wait for it to finish; a process killed on another machine counts as dead "
-            f"{SILENCE / 60:.0f} minutes after its last update of `{self._name}`",
+            f"{LEASE_SECONDS / 60:.0f} minutes after its last update of `{self._name}`",
         )
 
 

@@ -18,7 +18,7 @@ from typing import Any
 from ckptctl.errors import StorageError
 from ckptctl.remote.conditions import is_taken, knows_no_conditions
 from ckptctl.remote.store import FsspecStore, entry_of
-from ckptctl.storage.writing import BUSY, NAME, Sent
+from ckptctl.storage.writing import BUSY_MESSAGE, LOCK_NAME, UploadedFile
 
 PART = 8 << 20
 PARTS = 9000
@@ -37,14 +37,14 @@ class Objects:
     def __init__(self, store: FsspecStore, single: str | None = None) -> None:
         self._store, self._single = store, single
         self._system = store.system
-        self.lock = f".{single}{NAME}" if single else NAME
+        self.lock = f".{single}{LOCK_NAME}" if single else LOCK_NAME
         self._multipart = store.is_s3 and "s3fs" in sys.modules
         self._on_the_way: set[Future[Any]] = set()
         self._changed = threading.Condition()
         self._sending = 0
         self._over = False
 
-    def look(self) -> dict[str, Sent]:
+    def look(self) -> dict[str, UploadedFile]:
         """Map the names of all existing files, except the lock, to their sizes and versions."""
         self._store.refresh()
         with self._store.errors("", "list"):
@@ -60,11 +60,11 @@ class Objects:
             self._store.refresh()
             return bool(self._system.exists(self._store.path(self.lock)))
 
-    def is_same(self, name: str, expected: Sent, found: Mapping[str, Sent]) -> bool:
+    def is_same(self, name: str, expected: UploadedFile, found: Mapping[str, UploadedFile]) -> bool:
         """Return whether *name* is as expected in *found*, or else by a new request."""
         return name in found and (found[name] == expected or self._ask(name) == expected)
 
-    def send(self, name: str, path: Path, *, create: bool) -> Sent:
+    def send(self, name: str, path: Path, *, create: bool) -> UploadedFile:
         """Upload the file at *path*, and return its size and version.
 
         Raises:
@@ -86,7 +86,7 @@ class Objects:
         return self._ask(name)
 
     def remove(
-        self, names: Iterable[str], found: Mapping[str, Sent], still: Callable[[], None]
+        self, names: Iterable[str], found: Mapping[str, UploadedFile], still: Callable[[], None]
     ) -> None:
         """Remove files one by one, skipping missing ones.
 
@@ -122,13 +122,13 @@ class Objects:
                 if places is None or f"{bucket}/{upload['Key']}" in places:
                     self._system.abort_mpu(bucket, upload["Key"], upload["UploadId"])
 
-    def _ask(self, name: str) -> Sent:
+    def _ask(self, name: str) -> UploadedFile:
         """Return the current size and version of one file, which may differ from a listing."""
         self._store.refresh()
         with self._store.errors(name, "access"):
             return _found(self._system.info(self._store.path(name)))
 
-    def _listed(self) -> dict[str, Sent]:
+    def _listed(self) -> dict[str, UploadedFile]:
         if self._single:
             return {self._single: _found(self._system.info(self._store.path(self._single)))}
         root = self._store.root.strip("/")
@@ -184,7 +184,7 @@ class Objects:
                 for start in range(0, size, PART)
             )
 
-    def _remove(self, name: str, found: Sent | None) -> None:
+    def _remove(self, name: str, found: UploadedFile | None) -> None:
         place = self._store.path(name)
         versions = self._store.versions
         if found is None or versions is None:
@@ -203,9 +203,9 @@ class Objects:
             self._system.rm_file(place)
 
     def _occupied(self, why: str) -> OccupiedError:
-        return OccupiedError(BUSY, where=self._store.url, why=why)
+        return OccupiedError(BUSY_MESSAGE, where=self._store.url, why=why)
 
 
-def _found(info: Mapping[str, Any]) -> Sent:
+def _found(info: Mapping[str, Any]) -> UploadedFile:
     entry = entry_of(info, "")
-    return Sent(entry.size, entry.version or str(entry.mtime_ns))
+    return UploadedFile(entry.size, entry.version or str(entry.mtime_ns))

@@ -17,8 +17,14 @@ from ckptctl.file_identity import FileIdentity
 from ckptctl.remote.lock import ConditionalObject, RemoteLock
 from ckptctl.remote.objects import Objects
 from ckptctl.remote.trees import store_at
-from ckptctl.storage.urls import HUB, WEB, scheme_of
-from ckptctl.storage.writing import GONE, NAME, Sent, removal_left_in, save_left_in
+from ckptctl.storage.urls import HUB_SCHEME, WEB_SCHEMES, parse_scheme
+from ckptctl.storage.writing import (
+    LOCK_NAME,
+    REMOVAL_NAME,
+    UploadedFile,
+    find_killed_removal,
+    has_killed_save,
+)
 from ckptctl.tree import INDEXES, UrlPath
 
 LOCK = ".ckptctl-removing"
@@ -34,7 +40,7 @@ class RemoteRun:
 
     def require_changeable(self) -> None:
         """See :class:`~ckptctl.runs.run_store.RunStore`."""
-        if scheme_of(str(self.root)) in (HUB, *WEB):
+        if parse_scheme(str(self.root)) in (HUB_SCHEME, *WEB_SCHEMES):
             raise RefusedError(
                 "training runs are only supported on local disks and in object stores",
                 where=str(self.root),
@@ -52,19 +58,19 @@ class RemoteRun:
         Taking the lock of an unfinished save shows whether it has a holder.
         """
         there = {item.name for item in (self.root / name).iterdir()}
-        return (NAME in there and not any(one.endswith(INDEXES) for one in there)) or not there
+        return (LOCK_NAME in there and not any(one.endswith(INDEXES) for one in there)) or not there
 
     def left_saves(self) -> list[str]:
         """See :class:`~ckptctl.runs.run_store.RunStore`."""
-        return sorted(item.name for item in self.root.iterdir() if save_left_in(item))
+        return sorted(item.name for item in self.root.iterdir() if has_killed_save(item))
 
     def leftovers(self) -> list[str]:
         """See :class:`~ckptctl.runs.run_store.RunStore`."""
         return sorted(self.half_removed())
 
-    def half_removed(self) -> dict[str, Mapping[str, Sent]]:
+    def half_removed(self) -> dict[str, Mapping[str, UploadedFile]]:
         """Map each checkpoint whose removal was interrupted to its recorded objects."""
-        there = {item.name: removal_left_in(item) for item in self.root.iterdir()}
+        there = {item.name: find_killed_removal(item) for item in self.root.iterdir()}
         return {name: doomed for name, doomed in there.items() if doomed is not None}
 
     def tidy(self) -> None:
@@ -132,7 +138,7 @@ class RemoteDeletion:
         place = Objects(store)
         found = place.look()
         still()
-        lock = RemoteLock(store, place.lock, (GONE,), doomed=found)
+        lock = RemoteLock(store, place.lock, (REMOVAL_NAME,), doomed=found)
         left = lock.take()
         try:
             if place.look() != found:
@@ -149,7 +155,7 @@ class RemoteDeletion:
         for name, doomed in self._run.half_removed().items():
             store = store_at(self._run.root / name)
             place = Objects(store)
-            lock = RemoteLock(store, place.lock, (GONE,), doomed=doomed)
+            lock = RemoteLock(store, place.lock, (REMOVAL_NAME,), doomed=doomed)
             try:
                 lock.take()
                 found = place.look()
@@ -162,7 +168,7 @@ class RemoteDeletion:
                 lock.stop()
         self._run.refresh()
 
-    def _remove(self, place: Objects, lock: RemoteLock, doomed: Mapping[str, Sent]) -> None:
+    def _remove(self, place: Objects, lock: RemoteLock, doomed: Mapping[str, UploadedFile]) -> None:
         """Remove *doomed*, the index first. After an error, the lock records the rest."""
         order = sorted(doomed, key=lambda name: not name.endswith(INDEXES))
         place.remove(order, doomed, lock.still)

@@ -30,15 +30,15 @@ from ckptctl.remote.conditions import (
 )
 from ckptctl.remote.retries import retried
 from ckptctl.storage.urls import (
-    WEB,
-    hide,
+    WEB_SCHEMES,
+    hide_secrets,
     install_hint,
-    masked,
-    normal,
-    scheme_of,
-    without_query,
+    mask_secrets,
+    normalize_scheme,
+    parse_scheme,
+    split_query,
 )
-from ckptctl.storage.writing import BUSY
+from ckptctl.storage.writing import BUSY_MESSAGE
 from ckptctl.tree import TreeEntry
 
 VERSIONS = (
@@ -104,11 +104,11 @@ class FsspecStore:
     """
 
     def __init__(self, url: str, shown: str | None = None) -> None:
-        self.url = shown or masked(url)
-        self._secret = url = normal(url)
-        plain, self._query = without_query(url)
+        self.url = shown or mask_secrets(url)
+        self._secret = url = normalize_scheme(url)
+        plain, self._query = split_query(url)
         self.system, self.root = system_of(plain)
-        self._web = scheme_of(url) in WEB
+        self._web = parse_scheme(url) in WEB_SCHEMES
         self.is_s3 = not self._web and "s3" in protocols(self.system)
         self.has_folders = not protocols(self.system) & BUCKETS
         self.refresh()
@@ -162,7 +162,7 @@ class FsspecStore:
 
     def above(self) -> FsspecStore | None:
         """See :class:`Store`."""
-        plain, query = without_query(self._secret)
+        plain, query = split_query(self._secret)
         url = plain.rstrip("/").rpartition("/")[0]
         shown = self.url.rstrip("/").rpartition("/")[0]
         return None if shown.endswith("/") else FsspecStore(url + query, shown)
@@ -278,7 +278,7 @@ class FsspecStore:
 
     def _occupied(self, name: str) -> StorageError:
         return StorageError(
-            BUSY, where=self.url, why=f"`{name}` exists and does not belong to this run"
+            BUSY_MESSAGE, where=self.url, why=f"`{name}` exists and does not belong to this run"
         )
 
     def _abandon(self, name: str, target: Any) -> None:
@@ -339,7 +339,7 @@ def system_of(url: str) -> tuple[Any, str]:
     for name in NOISY:
         # Our own errors report failures, so Python's last-resort log handler must not.
         logging.getLogger(name).addHandler(logging.NullHandler())
-    scheme, shown, url = scheme_of(url), masked(url), normal(url)
+    scheme, shown, url = parse_scheme(url), mask_secrets(url), normalize_scheme(url)
     if "::" in url:
         raise UsageError("chained URLs are not supported", where=shown, hint="pass the inner URL")
     if scheme in ("s3", "s3a") and VERSION in url:  # s3fs would strip it from the key
@@ -350,7 +350,7 @@ def system_of(url: str) -> tuple[Any, str]:
         raise UsageError(
             f"no file system is available for `{scheme}://`",
             where=shown,
-            why=hide(str(error), url),
+            why=hide_secrets(str(error), url),
             hint=install_hint(scheme),
         ) from error
     try:
@@ -402,7 +402,7 @@ def failure_of(error: Exception, url: str, name: str, what: str) -> CkptError:
     """Convert an exception of a file system to a `CkptError` without the secrets of *url*."""
     subject = f"`{name}`" if name else "it"
     said = next(iter(str(error).strip().splitlines()), "")
-    where, why = masked(url), hide(f"{type(error).__name__}: {said}", url)
+    where, why = mask_secrets(url), hide_secrets(f"{type(error).__name__}: {said}", url)
     answer = getattr(error.__cause__, "response", None) or {}
     if what == "read" and answer.get("Error", {}).get("Code") in REPLACED:
         return ChangedError(where, name, "another file has replaced it")
@@ -414,7 +414,7 @@ def failure_of(error: Exception, url: str, name: str, what: str) -> CkptError:
     if missing:
         return SourceNotFoundError(f"{subject} is missing" if name else "not found", where=where)
     if isinstance(error, ImportError):
-        hint = install_hint(scheme_of(url))
+        hint = install_hint(parse_scheme(url))
         return UsageError("a package is missing", where=where, why=why, hint=hint)
     denied = isinstance(error, PermissionError) or status in DENIED or said.startswith(FORBIDDEN)
     denied = denied or "credential" in f"{type(error).__name__} {said}".lower()

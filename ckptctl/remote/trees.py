@@ -21,7 +21,14 @@ from ckptctl.remote.hub import HubStore
 from ckptctl.remote.hub_upload import HubUpload
 from ckptctl.remote.store import ITSELF, FsspecStore, Store
 from ckptctl.remote.upload import ObjectUpload
-from ckptctl.storage.urls import HIDDEN, HUB, masked, scheme_of, secrets, tidy
+from ckptctl.storage.urls import (
+    HUB_SCHEME,
+    MASK,
+    find_secrets,
+    mask_secrets,
+    normalize_url,
+    parse_scheme,
+)
 from ckptctl.tree import FileTree, TreeEntry, Upload, UploadRequest, UrlPath
 from ckptctl.units import counted
 
@@ -158,8 +165,8 @@ class RemoteTree(FileTree):
     """
 
     def __init__(self, url: str) -> None:
-        self.atomic = scheme_of(url) == HUB
-        self._secrets = secrets(url)
+        self.atomic = parse_scheme(url) == HUB_SCHEME
+        self._secrets = find_secrets(url)
         self._lock = threading.Lock()
         self._trees: dict[str, Tree] = {}
 
@@ -172,7 +179,7 @@ class RemoteTree(FileTree):
     def secret_of(self, url: str) -> str:
         """See :class:`FileTree`."""
         user, query = self._secrets
-        plain = url.replace(f"://{HIDDEN}@", f"://{user}@", 1) if user else url
+        plain = url.replace(f"://{MASK}@", f"://{user}@", 1) if user else url
         return plain + query
 
     def look(self, url: str) -> str:
@@ -286,8 +293,8 @@ class RemoteTree(FileTree):
 
 def open_url(url: str) -> UrlPath:
     """Return the path of a URL, without accessing it."""
-    url = tidy(url)
-    scheme, _, rest = masked(url).partition("://")
+    url = normalize_url(url)
+    scheme, _, rest = mask_secrets(url).partition("://")
     return UrlPath(RemoteTree(url), f"{scheme}://{PurePosixPath(rest.lstrip('/'))}")
 
 

@@ -19,7 +19,7 @@ from ckptctl.errors import CkptError, RefusedError, StorageError, UsageError, sp
 from ckptctl.remote.lock import RemoteLock
 from ckptctl.remote.objects import Objects, OccupiedError
 from ckptctl.remote.store import FsspecStore, system_of
-from ckptctl.storage.writing import BUSY, Sent, Writing
+from ckptctl.storage.writing import BUSY_MESSAGE, LockRecord, UploadedFile
 from ckptctl.tree import INDEXES, UploadRequest, UrlPath
 from ckptctl.units import counted
 
@@ -49,7 +49,7 @@ class ObjectUpload:
         self._shown = f"{store.url}/{asked.single}" if asked.single else store.url
         self._objects = objects = Objects(store, asked.single)
         self._mutex = threading.Lock()
-        self._sent: dict[str, Sent] = {}
+        self._sent: dict[str, UploadedFile] = {}
         self._begun: list[str] = []
         self._committed = self._replaces = self._ruined = False
         self.resumed = 0
@@ -93,7 +93,7 @@ class ObjectUpload:
         except OccupiedError:
             self._begun.remove(name)  # it belongs to another run and must not be removed
             raise
-        self._sent[name] = sent = Sent(path.stat().st_size, found.version, digest)
+        self._sent[name] = sent = UploadedFile(path.stat().st_size, found.version, digest)
         if self._asked.resume:
             self._lock.note(name, sent)
 
@@ -104,7 +104,7 @@ class ObjectUpload:
         others = found.keys() - self._sent.keys() - self._kept.keys()
         if others:
             why = f"`{min(others)}` exists and does not belong to this run"
-            raise StorageError(BUSY, where=self._shown, why=why)
+            raise StorageError(BUSY_MESSAGE, where=self._shown, why=why)
         for name, sent in self._sent.items():
             if not self._objects.is_same(name, sent, found):
                 size = found[name].size if name in found else 0
@@ -153,7 +153,7 @@ class ObjectUpload:
 
     def _admit(self) -> None:
         """Raise if the destination contains files that must not be replaced."""
-        unfinished = self._left is not None and self._left.explains(self._before)
+        unfinished = self._left is not None and self._left.explains_files(self._before)
         if not self._before or unfinished or self._kept.keys() == self._before.keys():
             return
         if not self._asked.overwrite:
@@ -166,7 +166,7 @@ class ObjectUpload:
             )
         self._replaces = True
 
-    def _kept_of(self, left: Writing | None) -> dict[str, Sent]:
+    def _kept_of(self, left: LockRecord | None) -> dict[str, UploadedFile]:
         """Return the files that an earlier run uploaded and that have not changed since."""
         if left is None or not self._asked.resume:
             return {}
@@ -204,7 +204,7 @@ class ObjectUpload:
     def _let_go(self) -> None:
         """Restore the lock's previous record, or remove the lock."""
         left = self._left
-        if left is not None and not self._begun and left.explains(self._objects.look()):
+        if left is not None and not self._begun and left.explains_files(self._objects.look()):
             self._lock.leave(left)
         else:
             self._lock.drop()

@@ -15,12 +15,12 @@ from ckptctl.file_identity import FileIdentity
 from ckptctl.formats.sidecar_files import SIDECAR
 from ckptctl.runs.names import Named, is_last, parse, staged
 from ckptctl.runs.notes import stated_step
-from ckptctl.storage.paths import path_hint, real_path
-from ckptctl.storage.writing import NAME as LOCK
-from ckptctl.storage.writing import OBJECTS
+from ckptctl.storage.paths import path_hint, resolve_links
+from ckptctl.storage.writing import LOCK_NAME as LOCK
+from ckptctl.storage.writing import OBJECTS_NAME
 from ckptctl.tree import TreePath
 
-ADDED = frozenset({"SHA256SUMS", MANIFEST, SIDECAR, LOCK, OBJECTS})
+ADDED = frozenset({"SHA256SUMS", MANIFEST, SIDECAR, LOCK, OBJECTS_NAME})
 """Files that are added to a checkpoint later, or removed from it."""
 STATE = (
     *(".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".distcp", ".pkl"),
@@ -144,9 +144,9 @@ def entry_at(item: TreePath) -> RunEntry | None:
 
 def _leads_to_another(link: TreePath) -> bool:
     """Return whether *link* points to another checkpoint in the same folder."""
-    target = real_path(link)
+    target = resolve_links(link)
     named = parse(target.name) is not None or is_last(target.name)
-    return named and target.parent == real_path(link.parent)
+    return named and target.parent == resolve_links(link.parent)
 
 
 def unstated(root: TreePath) -> tuple[str, ...]:
@@ -176,7 +176,7 @@ def _no_run(root: TreePath) -> FormatError:
     what = "this folder contains no checkpoints of a run"
     hint = f"list its contents with `{shlex.join(['ckptctl', 'inspect', str(root)])}`"
     if not runs and (seen := formats.sniff(root)):
-        what, real = "this is a checkpoint, not a folder of checkpoints", real_path(root)
+        what, real = "this is a checkpoint, not a folder of checkpoints", resolve_links(root)
         why = ", ".join(f"{name}: {evidence}" for name, evidence in seen.items())
         hint = f"did you mean the run `{real.parent}`?" if entry_at(real) else hint
         if root / STEPLESS in folders:

@@ -21,9 +21,9 @@ from ckptctl.runs.entries import RunEntry
 from ckptctl.runs.notes import RunRecord, noted, run_record, trainer_state
 from ckptctl.storage import lock
 from ckptctl.storage.destinations import staging_directory
-from ckptctl.storage.paths import real_path, require_answers
-from ckptctl.storage.writing import NAME as LOCK
-from ckptctl.storage.writing import OBJECTS, UnfinishedError, unfinished
+from ckptctl.storage.paths import require_no_failure, resolve_links
+from ckptctl.storage.writing import LOCK_NAME as LOCK
+from ckptctl.storage.writing import OBJECTS_NAME, UnfinishedError, find_unfinished_error
 from ckptctl.tree import TreePath
 from ckptctl.units import counted, rfc3339
 from ckptctl.verbs.verification.verify import IndexChecks
@@ -31,7 +31,7 @@ from ckptctl.verbs.verification.verify import examine as verify
 from ckptctl.verbs.verification.verify_options import VerifyOptions
 from ckptctl.verdict import Verdict, decide_verdict, shows_torn_write, worst_verdict
 
-NOTES = frozenset({SIDECAR, LOCK, OBJECTS})
+NOTES = frozenset({SIDECAR, LOCK, OBJECTS_NAME})
 """Files next to a checkpoint's own that may remain after its removal."""
 BUILT_IN_RULES = Path("megatron-core")
 AT_WORK = 600.0
@@ -154,7 +154,7 @@ def health(
     except OSError as error:
         what = StorageError.from_os_error(error, "read", str(path)).what
         return Health(Verdict.UNKNOWN, what, read_failed=True)
-    require_answers(path)
+    require_no_failure(path)
     return judged
 
 
@@ -186,7 +186,7 @@ def examine(
     # The age of an incomplete checkpoint counts from the last change of any file.
     checkpoint = replace(checkpoint, time=entry.touched)
     staging = Path(entry.path) if entry.staging else staging_directory(Path(entry.path))
-    writer = lock.holder(staging) if staging.is_dir() and not staging.is_symlink() else None
+    writer = lock.find_holder(staging) if staging.is_dir() and not staging.is_symlink() else None
     if writer:
         return replace(checkpoint, writing=True, problem=f"process {writer} is writing it")
     age = now - entry.touched
@@ -211,7 +211,7 @@ def _health(path: TreePath, asked: _Asked) -> Health:
             missing = (folder / METADATA).relative_to(path)
             what = f"`{missing}` is missing"
             return Health(Verdict.DAMAGED, what, format=begun.name, parts=(path,), torn=True)
-    problem = unfinished(path)
+    problem = find_unfinished_error(path)
     if problem is not None:
         kind = next(iter(formats.sniff(path)), None)
         why = f" ({problem.why})" if problem.why else ""
@@ -221,8 +221,8 @@ def _health(path: TreePath, asked: _Asked) -> Health:
         failed = isinstance(problem, StorageError)
         return Health(Verdict.UNKNOWN, text, format=kind, read_failed=failed)
     parts = [path] if formats.sniff(path) else formats.list_run(path) or formats.below(path)
-    real = real_path(path)
-    outside = next((part for part in parts if not real_path(part).is_relative_to(real)), None)
+    real = resolve_links(path)
+    outside = next((part for part in parts if not resolve_links(part).is_relative_to(real)), None)
     if outside is not None:
         what = f"`{outside.relative_to(path)}` is a link to a path outside the checkpoint"
         return Health(Verdict.UNKNOWN, what)

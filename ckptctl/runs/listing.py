@@ -30,7 +30,7 @@ from ckptctl.runs.health import Checkpoint, examine
 from ckptctl.runs.names import is_last
 from ckptctl.runs.notes import stated_step
 from ckptctl.runs.protections import Pointers, Protected, RunView, protect
-from ckptctl.storage.paths import source_path
+from ckptctl.storage.paths import resolve_source_path
 from ckptctl.tree import TreePath
 from ckptctl.units import rfc3339
 from ckptctl.verbs.verification.verify import IndexChecks
@@ -160,7 +160,7 @@ def read_run(
         branches: Whether abandoned checkpoints are left alone.
         model: Whether to compare tensors with their model type.
     """
-    root = source_path(root)
+    root = resolve_source_path(root)
     own = [entry for entry in entries(root) if series in (None, entry.named.series)]
     examined = list(map(Company(own, now, model=model).examine, own))
     pointers = Pointers.read(root)
@@ -214,7 +214,7 @@ def newest(
     those saved later than a higher step. *torn* maps names to reasons why checkpoints are
     damaged, although no file is missing. *model* is that of `read_run`.
     """
-    root = source_path(root)
+    root = resolve_source_path(root)
     there = [Checkpoint.of(one) for one in entries(root) if series in (None, one.named.series)]
     company = Company([one.entry for one in there], now, model=model)
     waiting = sorted(there, key=lambda one: (one.order, one.time), reverse=True)

@@ -20,7 +20,7 @@ from ckptctl.file_identity import FileIdentity
 from ckptctl.formats.sidecar_files import SIDECAR
 from ckptctl.planner.lineage import UNKNOWN, Lineage, Resume
 from ckptctl.storage.files import SourceFiles, source_files
-from ckptctl.storage.json_reader import JsonText, read_json
+from ckptctl.storage.json_reader import JsonTextReader, read_json
 from ckptctl.storage.zips.zip_reader import KEEPING_TABLE, StoredTensor, read_archive
 from ckptctl.tree import TreePath
 
@@ -262,19 +262,19 @@ def _pass(path: TreePath, said: dict[str, object]) -> tuple[bool, Mapping[str, o
     log_was_first, seen = False, set()
     rated: dict[str, object] = {}
     with path.open("r", encoding="utf-8-sig") as file:
-        text = JsonText(file)
-        for key in text.members():
+        text = JsonTextReader(file)
+        for key in text.iterate_keys():
             if key in seen:
                 raise ValueError(f"the key {key[:100]!r} occurs twice")
             seen.add(key)
-            if key == LOG and text.ahead() == "[":
+            if key == LOG and text.peek_character() == "[":
                 log_was_first = STEP not in said
                 said[LOG] = None
-                for entry in text.items():
+                for entry in text.iterate_items():
                     if isinstance(entry, dict) and entry.get("step") == said.get(STEP):
                         rated |= entry
             else:
-                value = text.value()
+                value = text.read_value()
                 said[key] = value if key in (BEST, STEP) else None
-        text.end()
+        text.require_end()
     return log_was_first, rated

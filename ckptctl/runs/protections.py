@@ -31,8 +31,8 @@ from ckptctl.runs.entries import entry_at
 from ckptctl.runs.health import Checkpoint, health
 from ckptctl.runs.names import is_last, parse, staged
 from ckptctl.runs.notes import LAST, TRAINER, noted, trainer_state
-from ckptctl.storage.paths import real_path
-from ckptctl.storage.two_phase_delete import TRASH
+from ckptctl.storage.paths import resolve_links
+from ckptctl.storage.two_phase_delete import TRASH_FOLDER
 from ckptctl.storage.urls import is_url
 from ckptctl.tree import TreePath
 
@@ -463,7 +463,7 @@ def linked(
     """
     if is_url(root):
         return
-    real = real_path(Path(root))
+    real = resolve_links(Path(root))
     folders = () if near else (*names, *_others(real, names))
     inside = ((name, link) for name in folders for link in _all(real, name))
     items = (item for folder in (real, real.parent) for item in _listed(folder))
@@ -504,7 +504,7 @@ def _way(link: Path) -> Iterator[Path]:
 
 def _others(root: Path, names: Sequence[str]) -> Iterator[str]:
     """Yield the folders in *root* that are not checkpoints."""
-    known = {*names, TRASH}
+    known = {*names, TRASH_FOLDER}
     with suppress(OSError), os.scandir(root) as found:
         for item in found:
             if item.name not in known and item.is_dir(follow_symlinks=False):

@@ -34,9 +34,9 @@ from ckptctl.runs.listing import RunFolder, read_run
 from ckptctl.runs.protections import Pointers, Protected, RunView, points_inside, protect
 from ckptctl.runs.run_store import run_store
 from ckptctl.runs.thinning import Thinning, plan_thinning, run_thinning
-from ckptctl.storage.file_system import mounted_in
-from ckptctl.storage.paths import named, path_hint, real_path, require_local
-from ckptctl.storage.two_phase_delete import TRASH, TwoPhaseDelete
+from ckptctl.storage.file_system import list_mounts_in
+from ckptctl.storage.paths import parse_path, path_hint, require_local, resolve_links
+from ckptctl.storage.two_phase_delete import TRASH_FOLDER, TwoPhaseDelete
 from ckptctl.tree import TreePath
 from ckptctl.units import counted, rfc3339
 
@@ -246,7 +246,7 @@ def plan_prune(
     now = clock.time() if now is None else now
     if not replaced:
         policy.require_rules()
-    real = _require_root(named(root), force=force)
+    real = _require_root(parse_path(root), force=force)
     if thin:
         require_local(
             real,
@@ -343,22 +343,24 @@ def _require_root(root: TreePath, *, force: bool = False) -> TreePath:
     store.refresh()
     if root.is_symlink():
         raise RefusedError(
-            "this is a symbolic link", where=str(root), hint=f"pass its target, `{real_path(root)}`"
+            "this is a symbolic link",
+            where=str(root),
+            hint=f"pass its target, `{resolve_links(root)}`",
         )
     if not root.is_dir():
         raise SourceNotFoundError("no such directory", where=str(root), hint=path_hint(root))
-    real, homes = real_path(root), [Path("/")]
+    real, homes = resolve_links(root), [Path("/")]
     with suppress(RuntimeError):  # a process need not have a home directory
         homes.append(Path.home())
-    if any(real_path(home).is_relative_to(real) for home in homes):
+    if any(resolve_links(home).is_relative_to(real) for home in homes):
         raise RefusedError(
             "refusing to remove anything from the home directory, `/`, or a parent of them",
             where=str(real),
         )
-    folder = real / TRASH
+    folder = real / TRASH_FOLDER
     if os.path.lexists(folder) and not folder.is_symlink() and not folder.is_dir():
         raise RefusedError(
-            f"`{TRASH}` is not a folder",
+            f"`{TRASH_FOLDER}` is not a folder",
             where=str(folder),
             why="removed checkpoints are first moved into a folder of that name",
             hint="move or remove it; ckptctl did not create it",
@@ -393,7 +395,7 @@ def _plan(
         here = Path.cwd()
     for decision in plan.of("remove"):
         path = decision.checkpoint.path
-        mounted = mounted_in(Path(path))
+        mounted = list_mounts_in(Path(path))
         if mounted:
             raise RefusedError(
                 "another file system is mounted inside a checkpoint",

@@ -12,8 +12,8 @@ from typing import Protocol
 from ckptctl.errors import storage_errors
 from ckptctl.file_identity import FileIdentity
 from ckptctl.storage import trash, two_phase_delete
-from ckptctl.storage.destinations import is_empty_folder, staged_name
-from ckptctl.storage.file_system import add_file, move, sync_directory
+from ckptctl.storage.destinations import is_empty_folder, parse_staging_name
+from ckptctl.storage.file_system import add_file, rename_exclusively, sync_directory
 from ckptctl.tree import TreePath, UrlPath
 
 
@@ -91,21 +91,21 @@ class LocalRun:
     def left_saves(self) -> list[str]:
         """See :class:`RunStore`."""
         there = self.root.iterdir() if self.root.is_dir() else ()
-        return [name for item in there if (name := staged_name(item.name))]
+        return [name for item in there if (name := parse_staging_name(item.name))]
 
     def leftovers(self) -> list[str]:
         """See :class:`RunStore`."""
-        return two_phase_delete.leftovers(self.root)
+        return two_phase_delete.list_leftovers(self.root)
 
     def tidy(self) -> None:
         """See :class:`RunStore`."""
-        two_phase_delete.tidy(self.root)
+        two_phase_delete.remove_empty_trash(self.root)
 
     def replace(self, name: str, content: bytes, *, sync: bool) -> None:
         """See :class:`RunStore`."""
         target = self.root / name
         part = target.with_name(f".{target.name}.tmp")
-        trash.remove(part)
+        trash.remove_path(part)
         add_file(part, [content], sync=sync)
         part.replace(target)
 
@@ -118,14 +118,14 @@ class LocalRun:
         add_file(part, [content], sync=True)
         with storage_errors("write", target):
             try:
-                move(part, target)
+                rename_exclusively(part, target)
                 sync_directory(self.root)
             except FileExistsError:
                 part.unlink()
 
     def deleting(self) -> AbstractContextManager[two_phase_delete.TwoPhaseDelete]:
         """See :class:`RunStore`."""
-        return two_phase_delete.deleting(self.root)
+        return two_phase_delete.lock_for_deletion(self.root)
 
 
 def run_store(root: TreePath) -> RunStore:

@@ -109,7 +109,7 @@ def run_thinning(thinning: Thinning, deletion: TwoPhaseDelete) -> None:
         return
     _strike_out(Path(thinning.entry.path), thinning.files, deletion)
     for path in thinning.files:
-        deletion.take(path, f"{thinning.entry.path.name}-{path.name}")
+        deletion.remove_path(path, f"{thinning.entry.path.name}-{path.name}")
 
 
 def _strike_out(folder: Path, files: Sequence[Path], deletion: TwoPhaseDelete) -> None:
@@ -127,7 +127,7 @@ def _strike_out(folder: Path, files: Sequence[Path], deletion: TwoPhaseDelete) -
             text = os.fsdecode(path.read_bytes())
             left = lines_without(text, goes)
             if left != text:
-                _replace(path, left, deletion.make_room(f"{folder.name}-{name}"))
+                _replace(path, left, deletion.free_name(f"{folder.name}-{name}"))
 
 
 def _replace(path: Path, text: str, room: Path) -> None:
@@ -145,7 +145,7 @@ def _rewrite(thinning: Thinning, deletion: TwoPhaseDelete) -> None:
     from ckptctl.conversion.convert import Step, plan_with_steps, run_conversion
 
     entry = thinning.entry
-    room = deletion.make_room(f"{entry.path.name}-thin")
+    room = deletion.free_name(f"{entry.path.name}-thin")
     target = room / entry.path.name
     with storage_errors("rewrite", entry.path):
         room.mkdir()
@@ -163,13 +163,13 @@ def _rewrite(thinning: Thinning, deletion: TwoPhaseDelete) -> None:
     entry.require_unchanged()
     try:
         with storage_errors("replace", entry.path):
-            file_system.rename(target, Path(entry.path), file_system.EXCHANGE)
+            file_system.rename_atomically(target, Path(entry.path), file_system.EXCHANGE)
             sync_directory(deletion.root)
     except file_system.UnsupportedRenameError:
         raise RefusedError(
             "this file system cannot replace a checkpoint in one step", where=str(entry.path)
         ) from None
-    trash.remove(room)
+    trash.remove_path(room)
 
 
 def without(catalog: Catalog) -> Catalog:

@@ -18,13 +18,13 @@ from typing import TYPE_CHECKING
 from ckptctl import dtypes
 from ckptctl.errors import MissingPackageError
 from ckptctl.installed import require_torch
-from ckptctl.storage.outcome import NONE, OutOfRange
+from ckptctl.storage.outcome import NO_LOSS, OutOfRange
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor as Tensor
 
-CODES = {
+STRUCT_CODES = {
     "float64": "d",
     "float32": "f",
     "float16": "e",
@@ -40,11 +40,11 @@ CODES = {
 }
 Number = float | complex
 Axes = Sequence[tuple[int, int, int]]
-OPAQUE = {1: "uint8", 2: "int16", 4: "int32", 8: "int64", 16: "complex128"}
-AT_ONCE = 128
+OPAQUE_DTYPES = {1: "uint8", 2: "int16", 4: "int32", 8: "int64", 16: "complex128"}
+TRANSPOSE_COLUMNS = 128
 """Columns transposed at a time into a block of a larger matrix."""
-FEW_MATRICES = 512
-AT_A_TIME = 1 << 16
+MAX_MATRICES = 512
+RANGE_CHECK_ELEMENTS = 1 << 16
 """Elements checked for range at a time, in double precision."""
 
 
@@ -56,20 +56,20 @@ def import_torch() -> None:
             shared library is missing.
     """
     require_torch("arithmetic on elements")
-    looked_for = gc.isenabled()
+    gc_was_enabled = gc.isenabled()
     gc.disable()
     try:
         import torch  # noqa: F401
     except (ImportError, OSError) as error:
-        what = "torch is installed but cannot be imported"
+        message = "torch is installed but cannot be imported"
         hint = "run `python -c 'import torch'` to see the error, then reinstall torch"
-        raise MissingPackageError(what, why=f"{error}", hint=hint) from error
+        raise MissingPackageError(message, why=f"{error}", hint=hint) from error
     finally:
-        if looked_for:
+        if gc_was_enabled:
             gc.enable()
 
 
-def keep_to_thread() -> None:
+def limit_torch_to_thread() -> None:
     """Limit torch to one thread for operations of the calling thread.
 
     Unlike ``torch.set_num_threads``, this does not affect threads that use torch for the first time
@@ -89,16 +89,18 @@ def keep_to_thread() -> None:
                 limit(1)
 
 
-def tensor(content: bytearray, dtype: str, shape: tuple[int, ...]) -> Tensor:
+def view_as_tensor(content: bytearray, dtype: str, shape: tuple[int, ...]) -> Tensor:
     """Wrap row-major elements in a tensor that shares the memory of *content*."""
     import torch
 
     if not content:
-        return torch.empty(shape, dtype=_dtype(dtype))
-    return torch.frombuffer(content, dtype=torch.uint8).view(_dtype(dtype)).view(shape)
+        return torch.empty(shape, dtype=_torch_dtype(dtype))
+    return torch.frombuffer(content, dtype=torch.uint8).view(_torch_dtype(dtype)).view(shape)
 
 
-def permute(staged: memoryview, target: memoryview, start: int, axes: Axes, item: int) -> None:
+def permute_elements(
+    staged: memoryview, target: memoryview, start: int, axes: Axes, itemsize: int
+) -> None:
     """Copy strided elements from *staged* to *target*.
 
     Args:
@@ -106,32 +108,34 @@ def permute(staged: memoryview, target: memoryview, start: int, axes: Axes, item
         target: Destination bytes; only the addressed elements are written.
         start: Byte position of that first element in *target*.
         axes: ``(count, stride in staged, stride in target)`` in bytes, outermost first.
-        item: Element size in bytes: 1, 2, 4, 8 or 16.
+        itemsize: Element size in bytes: 1, 2, 4, 8 or 16.
     """
     import torch
 
-    kind = _dtype(OPAQUE[item])
-    source = torch.frombuffer(staged, dtype=kind)
-    into = torch.frombuffer(target, dtype=kind)
+    dtype = _torch_dtype(OPAQUE_DTYPES[itemsize])
+    source = torch.frombuffer(staged, dtype=dtype)
+    destination = torch.frombuffer(target, dtype=dtype)
     # Innermost axis has the smallest target stride, which is the order torch copies fastest.
-    ordered = sorted(axes, key=lambda axis: -axis[2])
-    shape = [axis[0] for axis in ordered]
-    near = [axis[1] // item for axis in ordered]
-    far = [axis[2] // item for axis in ordered]
+    sorted_axes = sorted(axes, key=lambda axis: -axis[2])
+    shape = [axis[0] for axis in sorted_axes]
+    source_strides = [axis[1] // itemsize for axis in sorted_axes]
+    target_strides = [axis[2] // itemsize for axis in sorted_axes]
     outer = max(0, len(shape) - 2)
-    if math.prod(shape[:outer]) > FEW_MATRICES:
+    if math.prod(shape[:outer]) > MAX_MATRICES:
         outer = 0
     # torch transposes matrices in blocks, but does not detect them inside larger tensors.
     for index in product(*(range(n) for n in shape[:outer])):
-        a = sum(i * s for i, s in zip(index, near, strict=False))
-        b = start // item + sum(i * s for i, s in zip(index, far, strict=False))
-        _copy(
-            into.as_strided(shape[outer:], far[outer:], b),
-            source.as_strided(shape[outer:], near[outer:], a),
+        source_start = sum(i * s for i, s in zip(index, source_strides, strict=False))
+        target_start = start // itemsize + sum(
+            i * s for i, s in zip(index, target_strides, strict=False)
+        )
+        _copy_matrix(
+            destination.as_strided(shape[outer:], target_strides[outer:], target_start),
+            source.as_strided(shape[outer:], source_strides[outer:], source_start),
         )
 
 
-def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
+def _copy_matrix(target: torch.Tensor, source: torch.Tensor) -> None:
     """Copy elements, transposing into a block of a larger matrix through dense buffers.
 
     torch only transposes in blocks into dense memory. Otherwise, if the row stride is a power of
@@ -141,55 +145,61 @@ def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
     if not transposed or target.is_contiguous():
         target.copy_(source)
         return
-    for start in range(0, target.shape[1], AT_ONCE):
-        columns = slice(start, start + AT_ONCE)
+    for start in range(0, target.shape[1], TRANSPOSE_COLUMNS):
+        columns = slice(start, start + TRANSPOSE_COLUMNS)
         target[:, columns].copy_(source[:, columns].contiguous())
 
 
-def cast(
+def cast_elements(
     source: memoryview, source_dtype: str, target: memoryview, target_dtype: str
 ) -> OutOfRange:
     """Cast elements like ``tensor.to(dtype)`` and count values that *target_dtype* cannot hold."""
     import torch
 
-    values = torch.frombuffer(source, dtype=_dtype(source_dtype))
-    made = torch.frombuffer(target, dtype=_dtype(target_dtype)).copy_(values)
-    return NONE if _holds(target_dtype, source_dtype) else out_of_range(made, lambda: values)
+    values = torch.frombuffer(source, dtype=_torch_dtype(source_dtype))
+    result = torch.frombuffer(target, dtype=_torch_dtype(target_dtype)).copy_(values)
+    return (
+        NO_LOSS
+        if _can_hold(target_dtype, source_dtype)
+        else count_out_of_range(result, lambda: values)
+    )
 
 
-def out_of_range(made: torch.Tensor, given: Callable[[], torch.Tensor | None]) -> OutOfRange:
+def count_out_of_range(
+    computed: torch.Tensor, read_source: Callable[[], torch.Tensor | None]
+) -> OutOfRange:
     """Count elements that became infinite, NaN or saturated.
 
     Args:
-        made: Floating-point elements. If all are finite, they are not examined one by one.
-        given: Returns the elements they were computed from, or None if all of those were
+        computed: Floating-point elements. If all are finite, they are not examined one by one.
+        read_source: Returns the elements they were computed from, or None if all of those were
             finite.
     """
-    if _in_range(made):
-        return NONE
-    source, values, lost = given(), made.reshape(-1), NONE
-    before = None if source is None else source.reshape(-1)
-    for start in range(0, len(values), AT_A_TIME):
-        part = slice(start, start + AT_A_TIME)
-        lost += _lost(values[part], None if before is None else before[part])
-    return lost
+    if _are_finite(computed):
+        return NO_LOSS
+    source, values, counts = read_source(), computed.reshape(-1), NO_LOSS
+    source_values = None if source is None else source.reshape(-1)
+    for start in range(0, len(values), RANGE_CHECK_ELEMENTS):
+        part = slice(start, start + RANGE_CHECK_ELEMENTS)
+        counts += _count_lost(values[part], None if source_values is None else source_values[part])
+    return counts
 
 
-def _lost(made: torch.Tensor, source: torch.Tensor | None) -> OutOfRange:
-    """Count out-of-range elements of *made* in float64."""
+def _count_lost(computed: torch.Tensor, source: torch.Tensor | None) -> OutOfRange:
+    """Count out-of-range elements of *computed* in float64."""
     import torch
 
-    values = made.to(torch.float64)
-    before = torch.zeros_like(values) if source is None else source.to(torch.float64)
-    nan = values.isnan() & ~before.isnan()
-    infinite = values.isinf() & ~before.isinf()
-    limits = torch.finfo(made.dtype)
+    values = computed.to(torch.float64)
+    source_values = torch.zeros_like(values) if source is None else source.to(torch.float64)
+    nan = values.isnan() & ~source_values.isnan()
+    infinite = values.isinf() & ~source_values.isinf()
+    limits = torch.finfo(computed.dtype)
     half = limits.eps * 2.0 ** math.floor(math.log2(limits.max)) / 2
-    saturated = (values.abs() == limits.max) & (before.abs() > limits.max + half)
-    return OutOfRange(*(int(found.sum()) for found in (infinite, nan, saturated)))
+    saturated = (values.abs() == limits.max) & (source_values.abs() > limits.max + half)
+    return OutOfRange(*(int(mask.sum()) for mask in (infinite, nan, saturated)))
 
 
-def _in_range(values: torch.Tensor) -> bool:
+def _are_finite(values: torch.Tensor) -> bool:
     """Return whether all elements are finite, by their sum or else by their exponent bits.
 
     Both are many times faster than ``isfinite`` of each.
@@ -201,12 +211,12 @@ def _in_range(values: torch.Tensor) -> bool:
     if math.isfinite(values.sum()):
         return True
     opaque = {2: torch.int16, 4: torch.int32, 8: torch.int64}[values.element_size()]
-    exponent = _exponent(values.dtype, opaque)
+    exponent = _exponent_bits(values.dtype, opaque)
     return int(values.view(opaque).bitwise_and(exponent).max()) < exponent
 
 
 @cache
-def _exponent(dtype: torch.dtype, opaque: torch.dtype) -> int:
+def _exponent_bits(dtype: torch.dtype, opaque: torch.dtype) -> int:
     """Return the exponent bits shared by infinity and NaN."""
     import torch
 
@@ -214,38 +224,38 @@ def _exponent(dtype: torch.dtype, opaque: torch.dtype) -> int:
 
 
 @cache
-def _holds(target: str, source: str) -> bool:
+def _can_hold(target: str, source: str) -> bool:
     """Return whether *target* can represent the range of *source*."""
     import torch
 
-    return torch.finfo(_dtype(target)).max >= torch.finfo(_dtype(source)).max
+    return torch.finfo(_torch_dtype(target)).max >= torch.finfo(_torch_dtype(source)).max
 
 
-def elements(view: memoryview, dtype: str, columns: int) -> torch.Tensor:
+def view_elements(view: memoryview, dtype: str, columns: int) -> torch.Tensor:
     """Return the elements of *view* as ``[rows, columns]``, without a copy."""
     import torch
 
-    return torch.frombuffer(view, dtype=_dtype(dtype)).view(-1, columns)
+    return torch.frombuffer(view, dtype=_torch_dtype(dtype)).view(-1, columns)
 
 
 @cache
-def _dtype(name: str) -> torch.dtype:
+def _torch_dtype(name: str) -> torch.dtype:
     import torch
 
-    found = getattr(torch, dtypes.BY_NAME[name].name)
-    if not isinstance(found, torch.dtype):
+    dtype = getattr(torch, dtypes.BY_NAME[name].name)
+    if not isinstance(dtype, torch.dtype):
         raise TypeError(name)
-    return found
+    return dtype
 
 
-def plain(dtype: str) -> bool:
-    """Return whether :func:`numbers` needs no torch."""
-    return dtype in CODES or dtype in dtypes.UNMEASURED or dtype == "bfloat16"
+def can_decode_without_torch(dtype: str) -> bool:
+    """Return whether :func:`decode_numbers` needs no torch."""
+    return dtype in STRUCT_CODES or dtype in dtypes.UNMEASURED or dtype == "bfloat16"
 
 
-def numbers(data: bytearray, dtype: str) -> Sequence[Number]:
+def decode_numbers(data: bytearray, dtype: str) -> Sequence[Number]:
     """Decode dense elements to numbers, or to bytes if *dtype* has no numeric values."""
-    code = "B" if dtype in dtypes.UNMEASURED else CODES.get(dtype)
+    code = "B" if dtype in dtypes.UNMEASURED else STRUCT_CODES.get(dtype)
     count = len(data) // dtypes.itemsize(dtype)
     if code:
         return struct.unpack(f"<{count}{code}", data)
@@ -257,12 +267,12 @@ def numbers(data: bytearray, dtype: str) -> Sequence[Number]:
 
     if not data:
         return ()
-    found = torch.frombuffer(data, dtype=getattr(torch, dtype))
-    wide = torch.complex128 if found.is_complex() else torch.float64
-    values: list[Number] = found.to(wide).tolist()
+    dense = torch.frombuffer(data, dtype=getattr(torch, dtype))
+    wide = torch.complex128 if dense.is_complex() else torch.float64
+    values: list[Number] = dense.to(wide).tolist()
     return values
 
 
-def shown(value: Number) -> str:
+def format_number(value: Number) -> str:
     """Format a number for summaries."""
     return f"{value:.5g}" if isinstance(value, (float, complex)) else str(value)

@@ -10,10 +10,10 @@ from ckptctl.storage.files import IOV_MAX
 
 MAX_VIEWS = 1 << 14
 """Cached views per thread."""
-TILE = "tile"
+TILE_BUFFER = "tile"
 """Buffer for the bytes of a tile, or of one step of a long tile."""
-STAGING = "staging"
-CAST = "cast"
+STAGING_BUFFER = "staging"
+CAST_BUFFER = "cast"
 BufferParts = tuple[int, list[memoryview]]
 """A number of bytes, and at most IOV_MAX buffer views that hold them."""
 
@@ -32,23 +32,23 @@ class TileBuffers:
         self._views: dict[Pattern, list[BufferParts]] = {}
         self._view_count = 0
 
-    def get(self, name: str, nbytes: int) -> memoryview:
+    def get_buffer(self, name: str, nbytes: int) -> memoryview:
         """Return the buffer *name* with at least *nbytes* bytes, without clearing its content."""
         buffer = self._buffers.get(name)
         if buffer is None or len(buffer) < nbytes:
             self._views, self._view_count = {}, 0
             buffer = None
             self._buffers.pop(name, None)
-            buffer = self._buffers[name] = self._allocate(nbytes)
+            buffer = self._buffers[name] = self._allocate_pages(nbytes)
         return buffer
 
-    def places(self, pattern: Pattern, buffer: memoryview) -> list[BufferParts]:
+    def list_views(self, pattern: Pattern, buffer: memoryview) -> list[BufferParts]:
         """Return views of *buffer* for *pattern*, cached for tiles with equal patterns."""
         parts = self._views.get(pattern)
         if parts is None:
             if self._view_count + len(pattern.runs) > MAX_VIEWS:
                 self._views, self._view_count = {}, 0
-            parts = self._views[pattern] = list(scattered(pattern, buffer))
+            parts = self._views[pattern] = list(split_buffer(pattern, buffer))
             self._view_count += len(pattern.runs)
         return parts
 
@@ -57,13 +57,13 @@ class TileBuffers:
         """Total size of all buffers in bytes."""
         return sum(map(len, self._buffers.values()))
 
-    def _allocate(self, nbytes: int) -> memoryview:
+    def _allocate_pages(self, nbytes: int) -> memoryview:
         """Allocate page-aligned memory, as required for direct reads."""
         pages = mmap.mmap(-1, max(nbytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         return memoryview(pages)
 
 
-def scattered(pattern: Pattern, buffer: memoryview) -> Iterator[BufferParts]:
+def split_buffer(pattern: Pattern, buffer: memoryview) -> Iterator[BufferParts]:
     """Split *buffer* into views for the runs of *pattern*."""
     for first in range(0, len(pattern.runs), IOV_MAX):
         runs = pattern.runs[first : first + IOV_MAX]

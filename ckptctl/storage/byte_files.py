@@ -9,9 +9,9 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 
-from ckptctl.storage.outcome import NOTHING, Outcome
+from ckptctl.storage.outcome import NO_OUTCOME, Outcome
 
-MEMORY_STEP = 4 << 20
+MEMORY_STEP_BYTES = 4 << 20
 """Bytes of memory written at a time, because every step waits for the GIL."""
 Piece = tuple[int, int, int]
 """Offset in the file, number of bytes, and offset in the buffer."""
@@ -22,11 +22,11 @@ class ByteSource(ABC):
 
     Attributes:
         descriptor: Descriptor for ``copy_file_range``, or None.
-        together: Whether to pass all pieces to one call of :meth:`gather`.
+        batches_pieces: Whether to pass all pieces to one call of :meth:`read_pieces`.
     """
 
     descriptor: int | None = None
-    together = False
+    batches_pieces = False
 
     @abstractmethod
     def read_into(self, offset: int, views: Sequence[memoryview], nbytes: int) -> None:
@@ -42,29 +42,29 @@ class ByteSource(ABC):
             StorageError: The read failed.
         """
 
-    def gather(self, pieces: Iterable[Piece], buffer: memoryview) -> Outcome:
+    def read_pieces(self, pieces: Iterable[Piece], buffer: memoryview) -> Outcome:
         """Read *pieces* into *buffer*, fastest if neighboring pieces follow each other.
 
         Returns out-of-range counts and quantization errors of the elements, for computed files.
         """
         for offset, nbytes, start in pieces:
             self.read_into(offset, [buffer[start : start + nbytes]], nbytes)
-        return NOTHING
+        return NO_OUTCOME
 
     def best_step(self, offset: int, nbytes: int) -> int:  # noqa: ARG002
         """Return the preferred number of bytes to read at *offset*, about *nbytes*."""
         return nbytes
 
-    def view(self, offset: int, nbytes: int) -> memoryview | None:  # noqa: ARG002
+    def view_memory(self, offset: int, nbytes: int) -> memoryview | None:  # noqa: ARG002
         """Return a view of bytes already in memory, valid until the next call, or None."""
         return None
 
     @property
-    def past_cache(self) -> bool:
-        """Whether long ranges should be read with :meth:`read_past_cache`."""
+    def should_bypass_cache(self) -> bool:
+        """Whether long ranges should be read with :meth:`read_bypassing_cache`."""
         return False
 
-    def read_past_cache(self, offset: int, nbytes: int, room: memoryview) -> memoryview | None:  # noqa: ARG002
+    def read_bypassing_cache(self, offset: int, nbytes: int, room: memoryview) -> memoryview | None:  # noqa: ARG002
         """Read bytes with direct I/O into whole pages of *room*.
 
         Returns:
@@ -72,7 +72,7 @@ class ByteSource(ABC):
         """
         return None
 
-    def end(self, stop: int) -> None:  # noqa: B027
+    def limit_read_ahead(self, stop: int) -> None:  # noqa: B027
         """Announce that the current range ends at byte *stop*, to limit read-ahead."""
 
     def close(self) -> None:  # noqa: B027
@@ -98,7 +98,7 @@ class ByteSink(ABC):
             StorageError: The write failed.
         """
 
-    def view(self, offset: int, nbytes: int) -> memoryview | None:  # noqa: ARG002
+    def view_memory(self, offset: int, nbytes: int) -> memoryview | None:  # noqa: ARG002
         """Return memory to fill directly instead of calling :meth:`write`, or None."""
         return None
 
@@ -121,10 +121,10 @@ class HostMemory(ByteSource, ByteSink):
             offset += len(view)
 
     def best_step(self, offset: int, nbytes: int) -> int:  # noqa: ARG002
-        """Return :data:`MEMORY_STEP`, because no buffer is needed."""
-        return MEMORY_STEP
+        """Return :data:`MEMORY_STEP_BYTES`, because no buffer is needed."""
+        return MEMORY_STEP_BYTES
 
-    def view(self, offset: int, nbytes: int) -> memoryview:
+    def view_memory(self, offset: int, nbytes: int) -> memoryview:
         """Return a slice of the memory."""
         return self._content[offset : offset + nbytes]
 
@@ -140,9 +140,9 @@ Memory = memoryview | ByteSource | ByteSink
 """Memory that a plan reads or fills: host memory, or an object that accesses device memory."""
 
 
-def memory_files(memory: Mapping[str, Memory]) -> dict[str, ByteSource | ByteSink]:
+def wrap_memory(memory: Mapping[str, Memory]) -> dict[str, ByteSource | ByteSink]:
     """Wrap host memory in file objects."""
     return {
-        name: HostMemory(held) if isinstance(held, memoryview) else held
-        for name, held in memory.items()
+        name: HostMemory(content) if isinstance(content, memoryview) else content
+        for name, content in memory.items()
     }

@@ -23,57 +23,57 @@ if TYPE_CHECKING:
 
     from ckptctl.storage.files import Readable
 
-WINDOW = 8 << 20
+WINDOW_BYTES = 8 << 20
 """Bytes of a tensor to read at a time."""
-WIDE = frozenset({"int64", "uint64"})
+WIDE_INTEGERS = frozenset({"int64", "uint64"})
 """Dtypes with values that float64 cannot represent exactly."""
-NEAR = 2.0**62
+MAX_INT64_DIFFERENCE = 2.0**62
 """Limit for differences that are computed exactly in int64."""
 
 
-def equal(files: Readable, a: TensorEntry, b: TensorEntry) -> bool:
+def are_tensors_equal(files: Readable, a: TensorEntry, b: TensorEntry) -> bool:
     """Return whether *a* and *b* have the same dtype, shape and bytes."""
     if (a.dtype, a.shape) != (b.dtype, b.shape):
         return False
     if a.extents == b.extents:
         return True
-    pairs = zip(_windows(files, a), _windows(files, b), strict=True)
+    pairs = zip(_iterate_windows(files, a), _iterate_windows(files, b), strict=True)
     return all(x == y for x, y in pairs)
 
 
-def same_elements(
-    files: Readable, one: TensorEntry, other: TensorEntry, *, of_any_size: bool = False
+def have_same_elements(
+    files: Readable, first: TensorEntry, second: TensorEntry, *, of_any_size: bool = False
 ) -> bool | None:
     """Return whether two single-extent tensors are equal, or None if they were not compared.
 
-    Tensors larger than :data:`WINDOW` are read only if *of_any_size* is set. Recorded checksums
+    Tensors larger than :data:`WINDOW_BYTES` are read only if *of_any_size* is set. Recorded checksums
     that differ prove that the tensors do; equal ones prove nothing until the bytes are read.
     """
-    if (one.dtype, one.shape) != (other.dtype, other.shape):
+    if (first.dtype, first.shape) != (second.dtype, second.shape):
         return False
-    a, b = one.extents[0], other.extents[0]
+    a, b = first.extents[0], second.extents[0]
     if a.crc32 is not None and b.crc32 is not None and a.crc32 != b.crc32:
         return False
-    if max(a.nbytes, b.nbytes) > WINDOW and not of_any_size:
+    if max(a.nbytes, b.nbytes) > WINDOW_BYTES and not of_any_size:
         return None
-    return equal(files, one, other)
+    return are_tensors_equal(files, first, second)
 
 
-def has_same_checksum(one: Extent, other: Extent) -> bool:
+def has_same_checksum(first: Extent, second: Extent) -> bool:
     """Return whether both extents have the same size and the same recorded checksum."""
-    known = one.crc32 is not None and one.crc32 == other.crc32
-    return known and one.nbytes == other.nbytes
+    is_recorded = first.crc32 is not None and first.crc32 == second.crc32
+    return is_recorded and first.nbytes == second.nbytes
 
 
-def all_zero(files: Readable, entry: TensorEntry) -> bool:
+def is_all_zero(files: Readable, entry: TensorEntry) -> bool:
     """Return whether every byte of *entry* is 0."""
-    return not any(map(any, _windows(files, entry)))
+    return not any(map(any, _iterate_windows(files, entry)))
 
 
-def _windows(files: Readable, entry: TensorEntry) -> Iterator[bytearray]:
+def _iterate_windows(files: Readable, entry: TensorEntry) -> Iterator[bytearray]:
     from ckptctl.storage.tensor_reader import TensorReader  # loads the planner: start-up time
 
-    return TensorReader(files, entry).windows(nbytes=WINDOW)
+    return TensorReader(files, entry).iterate_windows(nbytes=WINDOW_BYTES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,12 +108,12 @@ class Errors:
             self.count + other.count,
             self.differing + other.differing,
             self.nonfinite + other.nonfinite,
-            _largest(self.max_abs, other.max_abs),
-            _largest(self.max_rel, other.max_rel),
-            max(self, other, key=Errors._rank).worst,
+            _max_of_optional(self.max_abs, other.max_abs),
+            _max_of_optional(self.max_rel, other.max_rel),
+            max(self, other, key=Errors._sort_key).worst,
         )
 
-    def _rank(self) -> tuple[bool, bool, float]:
+    def _sort_key(self) -> tuple[bool, bool, float]:
         return self.worst is not None, self.nonfinite > 0, self.max_abs or 0.0
 
 
@@ -130,7 +130,7 @@ class Tolerance:
     rtol: float = 0.0
 
 
-def errors_between(
+def compare_windows(
     a: bytearray,
     b: bytearray,
     dtype_a: str,
@@ -154,35 +154,37 @@ def errors_between(
     if a == b and dtype_a == dtype_b:
         return Errors(box.numel)
     if dtypes.UNMEASURED & {dtype_a, dtype_b} or bitwise:
-        errors, worst = _bits(a, b, dtype_a, dtype_b)
+        errors, worst = _compare_bits(a, b, dtype_a, dtype_b)
     else:
-        errors, worst = _errors(a, b, dtype_a, dtype_b, tolerance)
-    return replace(errors, count=box.numel, worst=None if worst is None else _index(box, worst))
+        errors, worst = _compare_values(a, b, dtype_a, dtype_b, tolerance)
+    return replace(errors, count=box.numel, worst=None if worst is None else _to_index(box, worst))
 
 
-def _index(box: Box, position: int) -> tuple[int, ...]:
+def _to_index(box: Box, position: int) -> tuple[int, ...]:
     """Convert a flat *position* in a window to an index of the tensor."""
-    found: list[int] = []
+    index: list[int] = []
     for offset, size in zip(reversed(box.offsets), reversed(box.sizes), strict=True):
-        position, inside = divmod(position, size)
-        found.append(offset + inside)
-    return tuple(reversed(found))
+        position, index_in_box = divmod(position, size)
+        index.append(offset + index_in_box)
+    return tuple(reversed(index))
 
 
-def _bits(a: bytearray, b: bytearray, dtype_a: str, dtype_b: str) -> tuple[Errors, int | None]:
+def _compare_bits(
+    a: bytearray, b: bytearray, dtype_a: str, dtype_b: str
+) -> tuple[Errors, int | None]:
     """Count elements whose bits differ, and find the first (all differ if the dtypes do)."""
     if dtype_a != dtype_b:
         return Errors(differing=len(a)), None
     itemsize = dtypes.itemsize(dtype_a)
-    words = [memoryview(each).cast(dtypes.WORDS[itemsize]) for each in (a, b)]
+    words = [memoryview(data).cast(dtypes.WORDS[itemsize]) for data in (a, b)]
     per_element = itemsize // words[0].itemsize
     different = (word // per_element for word in compress(count(), map(ne, *words)))
     positions = (position for position, _ in groupby(different))
-    first = next(positions)
-    return Errors(differing=1 + sum(1 for _ in positions)), first
+    first_position = next(positions)
+    return Errors(differing=1 + sum(1 for _ in positions)), first_position
 
 
-def _errors(
+def _compare_values(
     a: bytearray, b: bytearray, dtype_a: str, dtype_b: str, tolerance: Tolerance | None
 ) -> tuple[Errors, int | None]:
     """Return the errors without element count and index, and the position of the worst element."""
@@ -190,55 +192,57 @@ def _errors(
         import_torch()
     import torch
 
-    x, y = _numbers(a, dtype_a), _numbers(b, dtype_b)
+    x, y = _to_float_tensor(a, dtype_a), _to_float_tensor(b, dtype_b)
     if dtype_a == dtype_b:
         item = dtypes.itemsize(dtype_a)
         rows = [torch.frombuffer(data, dtype=torch.uint8).view(-1, item) for data in (a, b)]
         different = (rows[0] != rows[1]).any(1)
     else:
         different = (x != y) & ~(x.isnan() & y.isnan())
-    x, y, gap = x[different], y[different], None
-    if dtype_a == dtype_b and dtype_a in WIDE:
-        gap = _integers_apart(a, b, different, x, y)
-    gap = (x - y).abs() if gap is None else gap
+    x, y, difference = x[different], y[different], None
+    if dtype_a == dtype_b and dtype_a in WIDE_INTEGERS:
+        difference = _subtract_integers(a, b, different, x, y)
+    difference = (x - y).abs() if difference is None else difference
     finite = x.isfinite() & y.isfinite()
-    near = torch.zeros_like(finite)
+    is_tolerated = torch.zeros_like(finite)
     if tolerance:
-        near = finite & (gap <= tolerance.atol + tolerance.rtol * y.abs())
-    far = ~near
-    rest, base = gap[finite], y[finite].abs()
+        is_tolerated = finite & (difference <= tolerance.atol + tolerance.rtol * y.abs())
+    is_different = ~is_tolerated
+    finite_gaps, base = difference[finite], y[finite].abs()
     errors = Errors(
         0,
-        int(far.sum()),
-        int((far & ~finite).sum()),
-        _top(rest),
-        _top((rest / base)[base > 0]),
+        int(is_different.sum()),
+        int((is_different & ~finite).sum()),
+        _max_or_none(finite_gaps),
+        _max_or_none((finite_gaps / base)[base > 0]),
     )
-    if not gap.numel():
+    if not difference.numel():
         return errors, None
-    first = torch.where(finite, gap, float("inf")).argmax()
-    return errors, int(different.nonzero().flatten()[first])
+    worst_position = torch.where(finite, difference, float("inf")).argmax()
+    return errors, int(different.nonzero().flatten()[worst_position])
 
 
-def _numbers(data: bytearray, dtype: str) -> Tensor:
+def _to_float_tensor(data: bytearray, dtype: str) -> Tensor:
     import torch
 
-    found = torch.frombuffer(data, dtype=getattr(torch, dtype))
-    return found.to(torch.complex128 if found.is_complex() else torch.float64)
+    tensor = torch.frombuffer(data, dtype=getattr(torch, dtype))
+    return tensor.to(torch.complex128 if tensor.is_complex() else torch.float64)
 
 
-def _integers_apart(a: bytearray, b: bytearray, different: Tensor, x: Tensor, y: Tensor) -> Tensor:
+def _subtract_integers(
+    a: bytearray, b: bytearray, different: Tensor, x: Tensor, y: Tensor
+) -> Tensor:
     """Subtract 64-bit integers exactly if they are close to each other."""
     import torch
 
-    i, j = (torch.frombuffer(one, dtype=torch.int64)[different] for one in (a, b))
+    i, j = (torch.frombuffer(data, dtype=torch.int64)[different] for data in (a, b))
     rough = (x - y).abs()
-    return torch.where(rough < NEAR, (i - j).abs().to(torch.float64), rough)
+    return torch.where(rough < MAX_INT64_DIFFERENCE, (i - j).abs().to(torch.float64), rough)
 
 
-def _top(values: Tensor) -> float | None:
+def _max_or_none(values: Tensor) -> float | None:
     return float(values.max()) if values.numel() else None
 
 
-def _largest(a: float | None, b: float | None) -> float | None:
-    return max((one for one in (a, b) if one is not None), default=None)
+def _max_of_optional(a: float | None, b: float | None) -> float | None:
+    return max((value for value in (a, b) if value is not None), default=None)

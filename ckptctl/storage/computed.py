@@ -25,11 +25,11 @@ from ckptctl.installed import has_torch, require_package, require_torch
 from ckptctl.planner.copying.copies import permutes
 from ckptctl.planner.plan import Plan
 from ckptctl.planner.strided import Strided
-from ckptctl.storage.arithmetic import elements, import_torch, out_of_range
+from ckptctl.storage.arithmetic import count_out_of_range, import_torch, view_elements
 from ckptctl.storage.buffers import TileBuffers
 from ckptctl.storage.byte_files import ByteSource, Piece
 from ckptctl.storage.files import IOV_MAX, SourceFiles, source_files
-from ckptctl.storage.outcome import EXACT, NONE, NOTHING, Outcome, Rounding
+from ckptctl.storage.outcome import EXACT, NO_LOSS, NO_OUTCOME, Outcome, Rounding
 from ckptctl.storage.tensor_reader import TensorReader
 from ckptctl.tree import TreePath
 
@@ -37,18 +37,18 @@ if TYPE_CHECKING:
     import torch
 
 T = TypeVar("T")
-PACKAGE = "ckptctl.numerics.kinds"
-RECTANGLE = 1 << 20
+KINDS_PACKAGE = "ckptctl.numerics.kinds"
+RECTANGLE_BYTES = 1 << 20
 """Bytes to compute at a time."""
-GAP = 16 << 10
+MAX_GAP_BYTES = 16 << 10
 """Longest gap between two reads of a stored file that is read instead of skipped, in bytes."""
-CACHED = 8 << 20
+CACHE_BYTES = 8 << 20
 """Bytes of small inputs that each thread caches."""
-SEEK = 64 << 10
+SEEK_BYTES = 64 << 10
 """Bytes that can be read in the time of a seek."""
-MOST = 8 << 20
+MAX_ROWS_BYTES = 8 << 20
 """Most bytes of complete rows to read if only some of their columns are requested."""
-PIECE = 1 << 20
+TRANSPOSE_BYTES = 1 << 20
 """Bytes of a matrix to read at a time."""
 
 
@@ -76,43 +76,43 @@ class Kind:
 
 
 @cache
-def kinds() -> dict[str, Kind]:
+def load_kinds() -> dict[str, Kind]:
     """Load all kinds of virtual files, by name."""
-    package = importlib.import_module(PACKAGE)
+    package = importlib.import_module(KINDS_PACKAGE)
     names = sorted(module.name for module in pkgutil.iter_modules(package.__path__))
-    modules = (importlib.import_module(f"{PACKAGE}.{name}") for name in names)
+    modules = (importlib.import_module(f"{KINDS_PACKAGE}.{name}") for name in names)
     return {name: kind for module in modules for name, kind in module.KINDS.items()}
 
 
 def can_overflow(computed: Computed) -> bool:
     """Return whether the arithmetic of *computed* can exceed the range of a dtype."""
-    return kinds()[computed.kind].overflows
+    return load_kinds()[computed.kind].overflows
 
 
 def needs_torch(computed: Computed) -> bool:
     """Return whether computing *computed* requires torch."""
-    return kinds()[computed.kind].needs_torch(computed)
+    return load_kinds()[computed.kind].needs_torch(computed)
 
 
-def takes_torch(plan: Plan) -> bool:
+def plan_needs_torch(plan: Plan) -> bool:
     """Return whether *plan* requires torch to compute, cast or transpose elements."""
-    return calculates(plan) or any(map(permutes, plan.transfers))
+    return needs_arithmetic(plan) or any(map(permutes, plan.transfers))
 
 
-def calculates(plan: Plan) -> bool:
+def needs_arithmetic(plan: Plan) -> bool:
     """Return whether *plan* requires torch to compute or cast elements."""
     if any(map(needs_torch, plan.computed.values())):
         return True
     return any(transfer.casts for transfer in plan.transfers)
 
 
-def require_torch_for(plan: Plan, what: str) -> None:
+def require_torch_for(plan: Plan, action: str) -> None:
     """Raise if *plan* requires torch or another package that is not installed."""
-    if not has_torch() and takes_torch(plan):
-        require_torch(what, "elements are cast, computed or transposed one by one")
-    packages = {kinds()[computed.kind].package for computed in plan.computed.values()}
+    if not has_torch() and plan_needs_torch(plan):
+        require_torch(action, "elements are cast, computed or transposed one by one")
+    packages = {load_kinds()[computed.kind].package for computed in plan.computed.values()}
     for package in sorted(packages - {""}):
-        require_package(package, what)
+        require_package(package, action)
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,25 +143,27 @@ class Output:
     @property
     def elements(self) -> torch.Tensor:
         """Elements to fill, ``[rows, columns]``."""
-        return elements(self.memory, self.computed.dtype, len(self.columns))
+        return view_elements(self.memory, self.computed.dtype, len(self.columns))
 
-    def groups(self, size: int) -> range:
+    def list_groups(self, size: int) -> range:
         """Return the indices of the groups of *size* columns that overlap the rectangle."""
         return range(self.columns.start // size, -(-self.columns.stop // size))
 
-    def write(self, values: torch.Tensor, first: int = 0) -> None:
-        """Cast and write this rectangle's columns of *values*, whose first is *first*."""
-        wide = values.reshape(len(self.rows), -1)
-        self.elements.copy_(wide[:, self.columns.start - first : self.columns.stop - first])
+    def write(self, values: torch.Tensor, first_column: int = 0) -> None:
+        """Cast and write this rectangle's columns of *values*, whose first is *first_column*."""
+        all_columns = values.reshape(len(self.rows), -1)
+        self.elements.copy_(
+            all_columns[:, self.columns.start - first_column : self.columns.stop - first_column]
+        )
 
-    def scratch(self, use: str, dtype: str, count: int) -> torch.Tensor:
+    def get_scratch(self, use: str, dtype: str, count: int) -> torch.Tensor:
         """Return an uninitialized buffer of *count* elements, valid until the next call with *use*.
 
         Allocating it for each rectangle would cost more than most of the computation.
         """
         nbytes = count * dtypes.itemsize(dtype)
-        room = self.opened.buffers.get(f"/{use}", nbytes)[:nbytes]
-        return elements(room, dtype, max(count, 1)).view(-1)[:count]
+        buffer = self.opened.buffers.get_buffer(f"/{use}", nbytes)[:nbytes]
+        return view_elements(buffer, dtype, max(count, 1)).view(-1)[:count]
 
 
 class InputTensor:
@@ -180,25 +182,33 @@ class InputTensor:
     @property
     def files(self) -> SourceFiles:
         """Files of the checkpoint that contains the tensor."""
-        return self._opened.roots(self._root)
+        return self._opened.open_root(self._root)
 
     def read(self, rows: range, columns: range | None = None) -> torch.Tensor:
         """Read *columns* (or all) of *rows*.
 
         The result is valid until the next call. Complete rows are read if that is faster.
         """
-        width, item = last_of(self.entry.shape), dtypes.itemsize(self.entry.dtype)
-        part = columns or range(width)
-        more, complete = (width - len(part)) * item, len(rows) * width * item
-        near = more == 0 or (more < SEEK and complete <= MOST)
-        taken = part
-        if near or len(self.entry.extents) > 1 or not self.files.local:
-            taken = range(width)
-        memory = self._opened.buffers.get(str(self._key[1]), len(rows) * len(taken) * item)
-        memory = memory[: len(rows) * len(taken) * item]
-        self._reader.fill(rectangle(rows, taken), memory)
-        matrix = elements(memory, self.entry.dtype, len(taken))
-        return matrix if taken == part else matrix[:, part.start : part.stop]
+        width, item = last_dimension(self.entry.shape), dtypes.itemsize(self.entry.dtype)
+        selected_columns = columns or range(width)
+        extra_bytes, total_bytes = (width - len(selected_columns)) * item, len(rows) * width * item
+        reads_rows = extra_bytes == 0 or (
+            extra_bytes < SEEK_BYTES and total_bytes <= MAX_ROWS_BYTES
+        )
+        read_columns = selected_columns
+        if reads_rows or len(self.entry.extents) > 1 or not self.files.local:
+            read_columns = range(width)
+        memory = self._opened.buffers.get_buffer(
+            str(self._key[1]), len(rows) * len(read_columns) * item
+        )
+        memory = memory[: len(rows) * len(read_columns) * item]
+        self._reader.fill_view(build_matrix_box(rows, read_columns), memory)
+        matrix = view_elements(memory, self.entry.dtype, len(read_columns))
+        return (
+            matrix
+            if read_columns == selected_columns
+            else matrix[:, selected_columns.start : selected_columns.stop]
+        )
 
     def read_all(self) -> torch.Tensor:
         """Read a small tensor in its own shape. The result is cached and must not be modified.
@@ -206,8 +216,8 @@ class InputTensor:
         The size is not limited, so use it only for tensors that are always small.
         """
         entry = self.entry
-        content = self._opened.cached(self._key, lambda: memoryview(self._reader.read()))
-        return elements(content, entry.dtype, last_of(entry.shape)).view(entry.shape)
+        content = self._opened.get_cached(self._key, lambda: memoryview(self._reader.read()))
+        return view_elements(content, entry.dtype, last_dimension(entry.shape)).view(entry.shape)
 
     def read_transposed(
         self, columns: range, dtype: str, convert: Callable[[torch.Tensor], torch.Tensor]
@@ -225,10 +235,10 @@ class InputTensor:
         import torch
 
         height, width = self.entry.shape
-        step = max(PIECE // (width * dtypes.itemsize(dtype)), 1)
+        step = max(TRANSPOSE_BYTES // (width * dtypes.itemsize(dtype)), 1)
 
-        def read() -> memoryview:
-            parts = [
+        def read_content() -> memoryview:
+            blocks = [
                 # torch transposes in blocks if the target is dense. A single row is already
                 # dense, but its buffer is reused by the next batch, so it has to be copied too.
                 convert(self.read(range(start, min(start + step, height)), columns))
@@ -236,75 +246,81 @@ class InputTensor:
                 .clone(memory_format=torch.contiguous_format)
                 for start in range(0, height, step)
             ]
-            content = memoryview(bytearray(sum(part.nbytes for part in parts)))
-            into, start = elements(content, dtype, height), 0
-            for part in parts:
-                into[:, start : start + part.shape[1]].copy_(part)
-                start += part.shape[1]
+            content = memoryview(bytearray(sum(block.nbytes for block in blocks)))
+            target, start = view_elements(content, dtype, height), 0
+            for block in blocks:
+                target[:, start : start + block.shape[1]].copy_(block)
+                start += block.shape[1]
             return content
 
-        return elements(self._opened.cached((*self._key, columns), read), dtype, height)
+        return view_elements(
+            self._opened.get_cached((*self._key, columns), read_content), dtype, height
+        )
 
-    def source_rows(self, rows: range) -> torch.Tensor | None:
+    def read_source_rows(self, rows: range) -> torch.Tensor | None:
         """Return the stored elements behind *rows*, or None if all of them are finite.
 
         Infinite and NaN elements among them do not come from arithmetic.
         """
-        made = self._opened.computed(self.entry.extents[0].file)
-        return made.source_rows(rows) if made and made.kind.overflows else self.read(rows)
+        source_file = self._opened.find_virtual_file(self.entry.extents[0].file)
+        return (
+            source_file.read_source_rows(rows)
+            if source_file and source_file.kind.overflows
+            else self.read(rows)
+        )
 
     @cached_property
     def _reader(self) -> TensorReader:
         matrix = Strided.whole(self.entry).as_matrix()
-        return TensorReader(self._opened.reader(self._root), matrix)
+        return TensorReader(self._opened.create_reader(self._root), matrix)
 
 
 class OpenFiles:
     """Stored and computed files that one thread reads, opened on demand.
 
     Attributes:
-        roots: Returns the source files of a directory.
+        open_root: Returns the source files of a directory.
         bytes_read: Bytes read from stored files.
         depth: Nesting depth of virtual files being computed as inputs of each other.
         unused: Buffer for bytes in gaps that are read but not needed.
     """
 
     def __init__(
-        self, computed: Mapping[str, Computed], roots: Callable[[TreePath], SourceFiles]
+        self, computed: Mapping[str, Computed], open_root: Callable[[TreePath], SourceFiles]
     ) -> None:
         self._computed = computed
-        self.roots = roots
+        self.open_root = open_root
         self.bytes_read = 0
         self.depth = 0
         self._virtual: dict[str, ComputedFile] = {}
         self._cache: OrderedDict[tuple[object, ...], memoryview] = OrderedDict()
         self._cached_bytes = 0
         self._buffers: dict[int, TileBuffers] = {}
-        self.unused = memoryview(bytearray(GAP))
+        self.unused = memoryview(bytearray(MAX_GAP_BYTES))
 
-    def source(self, files: SourceFiles, name: str) -> ByteSource:
+    def open_source(self, files: SourceFiles, name: str) -> ByteSource:
         """Open *name* as a virtual file or one of *files*, to be read before the next call."""
-        return self.computed(name) or StoredFile(self, files, name)
+        return self.find_virtual_file(name) or StoredFile(self, files, name)
 
-    def computed(self, name: str) -> ComputedFile | None:
+    def find_virtual_file(self, name: str) -> ComputedFile | None:
         """Return the virtual file called *name*, or None if it is a stored file."""
         file = self._virtual.get(name)
         if file is None and name in self._computed:
             file = self._virtual[name] = ComputedFile(self, name, self._computed[name])
         return file
 
-    def reader(self, root: TreePath) -> RootReader:
+    def create_reader(self, root: TreePath) -> RootReader:
         """Create a reader of the files below *root* and of virtual files."""
-        return RootReader(self, self.roots(root))
+        return RootReader(self, self.open_root(root))
 
-    def cached(self, key: tuple[object, ...], read: Callable[[], memoryview]) -> memoryview:
+    def get_cached(self, key: tuple[object, ...], read: Callable[[], memoryview]) -> memoryview:
         """Return the cached result of *read* for *key*, or call it and cache the result."""
         content = self._cache.pop(key, None)
         if content is None:
             content = read()
             self._cached_bytes += len(content)
         self._cache[key] = content
-        while len(self._cache) > 1 and self._cached_bytes > CACHED:
+        while len(self._cache) > 1 and self._cached_bytes > CACHE_BYTES:
             self._cached_bytes -= len(self._cache.popitem(last=False)[1])
         return content
 
@@ -336,8 +352,8 @@ class StoredFile(ByteSource):
         self._opened.bytes_read += nbytes
         self._files.readv(self.name, views, offset)
 
-    def gather(self, pieces: Iterable[Piece], buffer: memoryview) -> Outcome:
-        """See :meth:`ByteSource.gather`. Small gaps between pieces are read with them.
+    def read_pieces(self, pieces: Iterable[Piece], buffer: memoryview) -> Outcome:
+        """See :meth:`ByteSource.read_pieces`. Small gaps between pieces are read with them.
 
         At most twice the bytes of the pieces are read.
 
@@ -346,7 +362,11 @@ class StoredFile(ByteSource):
         unused = self._opened.unused
         views, begin, end = list[memoryview](), 0, 0
         for offset, nbytes, start in pieces:
-            if not views or not 0 <= offset - end <= min(GAP, nbytes) or len(views) > IOV_MAX - 2:
+            if (
+                not views
+                or not 0 <= offset - end <= min(MAX_GAP_BYTES, nbytes)
+                or len(views) > IOV_MAX - 2
+            ):
                 if views:
                     self.read_into(begin, views, end - begin)
                 views, begin, end = [], offset, offset
@@ -356,20 +376,20 @@ class StoredFile(ByteSource):
             end = offset + nbytes
         if views:
             self.read_into(begin, views, end - begin)
-        return NOTHING
+        return NO_OUTCOME
 
-    def end(self, stop: int) -> None:
-        """See :meth:`ByteSource.end`."""
-        self._files.end(self.name, stop)
+    def limit_read_ahead(self, stop: int) -> None:
+        """See :meth:`ByteSource.limit_read_ahead`."""
+        self._files.limit_read_ahead(self.name, stop)
 
 
 class ComputedFile(ByteSource):
     """Virtual file opened for reading."""
 
-    together = True
+    batches_pieces = True
 
     def __init__(self, opened: OpenFiles, name: str, computed: Computed) -> None:
-        self.kind = kinds()[computed.kind]
+        self.kind = load_kinds()[computed.kind]
         self._opened = opened
         self._computed = computed
         if needs_torch(computed):
@@ -379,23 +399,25 @@ class ComputedFile(ByteSource):
             for number, made_of in enumerate(computed.inputs)
         )
         self._item = dtypes.itemsize(computed.dtype)
-        self._width = last_of(computed.shape) * self._item or 1  # of an empty tensor
+        self._width = last_dimension(computed.shape) * self._item or 1  # of an empty tensor
 
     def read_into(self, offset: int, views: Sequence[memoryview], nbytes: int) -> None:  # noqa: ARG002
         """See :meth:`ByteSource.read_into`. Losses and rounding errors are ignored."""
         for view in views:
-            for _ in self._computing([(offset, len(view), 0)], view):
+            for _ in self._compute_rectangles([(offset, len(view), 0)], view):
                 pass
             offset += len(view)
 
-    def gather(self, pieces: Iterable[Piece], buffer: memoryview) -> Outcome:
-        """See :meth:`ByteSource.gather`."""
-        lost, rounding = NONE, EXACT
-        for output, off in self._computing(pieces, buffer):
-            rounding += off
+    def read_pieces(self, pieces: Iterable[Piece], buffer: memoryview) -> Outcome:
+        """See :meth:`ByteSource.read_pieces`."""
+        losses, rounding = NO_LOSS, EXACT
+        for output, error in self._compute_rectangles(pieces, buffer):
+            rounding += error
             if self.kind.overflows:
-                lost += out_of_range(output.elements, partial(self._source_elements, output))
-        return Outcome(lost, rounding)
+                losses += count_out_of_range(
+                    output.elements, partial(self._read_source_elements, output)
+                )
+        return Outcome(losses, rounding)
 
     def best_step(self, offset: int, nbytes: int) -> int:
         """Return the preferred number of bytes to read at *offset*.
@@ -408,28 +430,30 @@ class ComputedFile(ByteSource):
                 return end - offset
         return nbytes
 
-    def source_rows(self, rows: range) -> torch.Tensor | None:
-        """See :meth:`InputTensor.source_rows`."""
-        return self._inputs[0].source_rows(rows) if self.kind.keeps_infinite else None
+    def read_source_rows(self, rows: range) -> torch.Tensor | None:
+        """See :meth:`InputTensor.read_source_rows`."""
+        return self._inputs[0].read_source_rows(rows) if self.kind.keeps_infinite else None
 
-    def _source_elements(self, output: Output) -> torch.Tensor | None:
-        rows = self.source_rows(output.rows)
+    def _read_source_elements(self, output: Output) -> torch.Tensor | None:
+        rows = self.read_source_rows(output.rows)
         return None if rows is None else rows[:, output.columns.start : output.columns.stop]
 
-    def _computing(
+    def _compute_rectangles(
         self, pieces: Iterable[Piece], buffer: memoryview
     ) -> Iterator[tuple[Output, Rounding]]:
         """Fill *buffer* one rectangle at a time and yield each with its rounding error."""
         together = self._width * self.kind.rows
-        limit = max(RECTANGLE // together, 1) * together
-        limit = limit if limit <= 2 * RECTANGLE else RECTANGLE
-        for part in rectangles(pieces, self._width, limit):
-            rows = range(part.row, part.row + part.rows)
-            end = part.start + part.nbytes
-            columns = range(part.start // self._item, end // self._item)
-            views = [buffer[start : start + nbytes] for start, nbytes in part.places]
-            size = part.rows * part.nbytes
-            memory = views[0] if len(views) == 1 else self._opened.buffers.get("", size)[:size]
+        limit = max(RECTANGLE_BYTES // together, 1) * together
+        limit = limit if limit <= 2 * RECTANGLE_BYTES else RECTANGLE_BYTES
+        for area in split_rectangles(pieces, self._width, limit):
+            rows = range(area.row, area.row + area.rows)
+            end = area.start + area.nbytes
+            columns = range(area.start // self._item, end // self._item)
+            views = [buffer[start : start + nbytes] for start, nbytes in area.destinations]
+            size = area.rows * area.nbytes
+            memory = (
+                views[0] if len(views) == 1 else self._opened.buffers.get_buffer("", size)[:size]
+            )
             output = Output(self._opened, self._computed, self._inputs, rows, columns, memory)
             self._opened.depth += 1
             try:
@@ -451,9 +475,9 @@ class Rectangle:
     rows: int
     start: int
     nbytes: int
-    places: list[tuple[int, int]]
+    destinations: list[tuple[int, int]]
 
-    def take(self, row: int, rows: int, start: int, nbytes: int, limit: int) -> bool:
+    def try_extend(self, row: int, rows: int, start: int, nbytes: int, limit: int) -> bool:
         """Extend the rectangle by the following rows if they fit, and return whether they do."""
         if row != self.row + self.rows or start != self.start or nbytes != self.nbytes:
             return False
@@ -462,31 +486,35 @@ class Rectangle:
         self.rows += rows
         return True
 
-    def place(self, start: int, nbytes: int) -> None:
+    def add_destination(self, start: int, nbytes: int) -> None:
         """Add a destination in the buffer for the next bytes."""
-        last = self.places[-1] if self.places else None
-        if last and last[0] + last[1] == start:
-            self.places[-1] = (last[0], last[1] + nbytes)
+        previous = self.destinations[-1] if self.destinations else None
+        if previous and previous[0] + previous[1] == start:
+            self.destinations[-1] = (previous[0], previous[1] + nbytes)
         else:
-            self.places.append((start, nbytes))
+            self.destinations.append((start, nbytes))
 
 
-def rectangles(pieces: Iterable[Piece], width: int, limit: int = RECTANGLE) -> Iterator[Rectangle]:
+def split_rectangles(
+    pieces: Iterable[Piece], width: int, limit: int = RECTANGLE_BYTES
+) -> Iterator[Rectangle]:
     """Split *pieces* of a matrix of *width* bytes per row into rectangles of *limit* bytes."""
-    last: Rectangle | None = None
-    for offset, nbytes, place in pieces:
-        for row, rows, start, size in _parts(offset, nbytes, width, limit):
-            if last is None or not last.take(row, rows, start, size, limit):
-                if last is not None:
-                    yield last
-                last = Rectangle(row, rows, start, size, [])
-            last.place(place, rows * size)
-            place += rows * size
-    if last is not None:
-        yield last
+    current: Rectangle | None = None
+    for offset, nbytes, destination in pieces:
+        for row, rows, start, size in _split_range(offset, nbytes, width, limit):
+            if current is None or not current.take(row, rows, start, size, limit):
+                if current is not None:
+                    yield current
+                current = Rectangle(row, rows, start, size, [])
+            current.add_destination(destination, rows * size)
+            destination += rows * size
+    if current is not None:
+        yield current
 
 
-def _parts(offset: int, nbytes: int, width: int, limit: int) -> Iterator[tuple[int, int, int, int]]:
+def _split_range(
+    offset: int, nbytes: int, width: int, limit: int
+) -> Iterator[tuple[int, int, int, int]]:
     """Split a byte range into ``(row, rows, start in row, bytes per row)``."""
     while nbytes:
         row, start = divmod(offset, width)
@@ -512,15 +540,15 @@ class RootReader:
 
     def readv(self, name: str, views: Sequence[memoryview], offset: int) -> None:
         """Fill *views* in order with the bytes of the file *name* from *offset*."""
-        source = self._opened.source(self._files, name)
+        source = self._opened.open_source(self._files, name)
         source.read_into(offset, views, sum(map(len, views)))
 
 
 class CatalogReader(threading.local, RootReader):
     """Reader for any number of threads, with separate buffers for each."""
 
-    def __init__(self, catalog: Catalog, roots: Callable[[TreePath], SourceFiles]) -> None:
-        RootReader.__init__(self, OpenFiles(catalog.computed, roots), roots(catalog.root))
+    def __init__(self, catalog: Catalog, open_root: Callable[[TreePath], SourceFiles]) -> None:
+        RootReader.__init__(self, OpenFiles(catalog.computed, open_root), open_root(catalog.root))
 
 
 @contextmanager
@@ -547,34 +575,36 @@ class SharedResults(Generic[T]):
             the files.
     """
 
-    def __init__(self, is_too_much: Callable[[Sequence[T | None]], bool] | None = None) -> None:
-        self._is_too_much = is_too_much
+    def __init__(self, exceeds_limit: Callable[[Sequence[T | None]], bool] | None = None) -> None:
+        self._exceeds_limit = exceeds_limit
         self._lock = threading.Lock()
         self._by_files: WeakKeyDictionary[SourceFiles, OrderedDict[object, _Result[T]]] = (
             WeakKeyDictionary()
         )
 
-    def get(self, files: SourceFiles, key: object, compute: Callable[[], T]) -> T:
+    def get_or_compute(self, files: SourceFiles, key: object, compute: Callable[[], T]) -> T:
         """Return the cached result for *key* of *files*, or *compute* it."""
         with self._lock:
-            known = self._by_files.setdefault(files, OrderedDict())
-            result = known.setdefault(key, _Result())
-            known.move_to_end(key)
-            while self._is_too_much and len(known) > 1:
-                if not self._is_too_much([one.value for one in known.values()]):
+            results = self._by_files.setdefault(files, OrderedDict())
+            result = results.setdefault(key, _Result())
+            results.move_to_end(key)
+            while self._exceeds_limit and len(results) > 1:
+                if not self._exceeds_limit(
+                    [cached_result.value for cached_result in results.values()]
+                ):
                     break
-                known.popitem(last=False)
+                results.popitem(last=False)
         with result.lock:
             if result.value is None:
                 result.value = compute()
             return result.value
 
 
-def last_of(shape: tuple[int, ...]) -> int:
+def last_dimension(shape: tuple[int, ...]) -> int:
     """Return the size of the last dimension, or 1 for a scalar."""
     return shape[-1] if shape else 1
 
 
-def rectangle(rows: range, columns: range) -> Box:
+def build_matrix_box(rows: range, columns: range) -> Box:
     """Build a two-dimensional box."""
     return Box((rows.start, columns.start), (len(rows), len(columns)))

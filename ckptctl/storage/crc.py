@@ -27,10 +27,10 @@ from ckptctl.storage.threads import Advance
 if TYPE_CHECKING:
     from hashlib import _Hash
 
-WINDOW = 1 << 20
+WINDOW_BYTES = 1 << 20
 _local = threading.local()
-GIT = "git-"
-ALGORITHMS = {64: "sha256", 40: f"{GIT}sha1"}
+GIT_PREFIX = "git-"
+ALGORITHMS = {64: "sha256", 40: f"{GIT_PREFIX}sha1"}
 _HEXADECIMAL = re.compile(r"[0-9a-f]+")
 
 try:
@@ -45,9 +45,9 @@ POLYNOMIAL = 0xEDB88320
 _ONE = 1 << 31
 
 
-def combine(crc1: int, crc2: int, len2: int) -> int:
+def combine_crcs(crc1: int, crc2: int, len2: int) -> int:
     """Combine the CRC-32 of two adjacent blocks, the second of *len2* bytes."""
-    t0, t1, t2, t3, t4, t5, t6, t7 = _tables(len2)
+    t0, t1, t2, t3, t4, t5, t6, t7 = _build_tables(len2)
     return (
         t0[crc1 & 15]
         ^ t1[crc1 >> 4 & 15]
@@ -61,7 +61,7 @@ def combine(crc1: int, crc2: int, len2: int) -> int:
     )
 
 
-def _multiply(a: int, b: int) -> int:
+def _multiply_polynomials(a: int, b: int) -> int:
     """Multiply two polynomials modulo the CRC polynomial (bit 31 is the coefficient of x^0)."""
     product = 0
     while a:
@@ -72,17 +72,19 @@ def _multiply(a: int, b: int) -> int:
     return product
 
 
-_POWERS = tuple(accumulate(range(63), lambda power, _: _multiply(power, power), initial=1 << 23))
+_POWERS = tuple(
+    accumulate(range(63), lambda power, _: _multiply_polynomials(power, power), initial=1 << 23)
+)
 """x^(8·2^k) modulo the CRC polynomial, for k = 0 .. 63."""
 
 
 @lru_cache(maxsize=4096)
-def _tables(nbytes: int) -> tuple[tuple[int, ...], ...]:
+def _build_tables(nbytes: int) -> tuple[tuple[int, ...], ...]:
     """Build tables that map each hex digit of a CRC to its CRC after *nbytes* zero bytes."""
     operator = _ONE
     for bit, power in enumerate(_POWERS):
         if nbytes >> bit & 1:
-            operator = _multiply(power, operator)
+            operator = _multiply_polynomials(power, operator)
     columns = [0] * 32
     for bit in range(31, -1, -1):
         columns[bit] = operator
@@ -96,38 +98,38 @@ def _tables(nbytes: int) -> tuple[tuple[int, ...], ...]:
     return tuple(tables)
 
 
-def algorithm_of(digest: str) -> str | None:
+def find_digest_algorithm(digest: str) -> str | None:
     """Identify the algorithm of a hex digest by its length, or return None if it is no digest."""
     return ALGORITHMS.get(len(digest)) if _HEXADECIMAL.fullmatch(digest) else None
 
 
-def hasher(algorithm: str, size: int) -> _Hash:
+def create_hasher(algorithm: str, size: int) -> _Hash:
     """Create a ``git-sha1`` or :mod:`hashlib` hash object for a file of *size* bytes."""
     import hashlib  # with OpenSSL, which `ckptctl inspect` should not wait for
 
-    found = hashlib.new(algorithm.removeprefix(GIT), usedforsecurity=False)
-    if algorithm.startswith(GIT):
-        found.update(b"blob %d\0" % size)
-    return found
+    hash_object = hashlib.new(algorithm.removeprefix(GIT_PREFIX), usedforsecurity=False)
+    if algorithm.startswith(GIT_PREFIX):
+        hash_object.update(b"blob %d\0" % size)
+    return hash_object
 
 
 def is_digest_of(digest: str, content: bytes) -> bool:
     """Return whether *digest* matches *content*."""
-    algorithm = algorithm_of(digest)
+    algorithm = find_digest_algorithm(digest)
     if algorithm is None:
         return False
-    found = hasher(algorithm, len(content))
-    found.update(content)
-    return found.hexdigest() == digest
+    hash_object = create_hasher(algorithm, len(content))
+    hash_object.update(content)
+    return hash_object.hexdigest() == digest
 
 
-def windows(
+def iterate_windows(
     files: SourceFiles, file: str, offset: int, nbytes: int, advance: Advance | None = None
 ) -> Iterator[memoryview]:
     """Yield a byte range of a file in windows, each valid until the next one."""
     buffer: memoryview | None = getattr(_local, "buffer", None)
-    if buffer is None or len(buffer) != WINDOW:
-        buffer = _local.buffer = memoryview(bytearray(WINDOW))
+    if buffer is None or len(buffer) != WINDOW_BYTES:
+        buffer = _local.buffer = memoryview(bytearray(WINDOW_BYTES))
     for start in range(0, nbytes, len(buffer)):
         view = buffer[: nbytes - start]
         files.readv(file, [view], offset + start)
@@ -136,11 +138,11 @@ def windows(
             advance(len(view))
 
 
-def crc_of(
+def compute_crc(
     files: SourceFiles, file: str, offset: int, nbytes: int, advance: Advance | None = None
 ) -> int:
     """Compute the CRC-32 of a byte range of a file, calling *advance* with the bytes read."""
     crc = 0
-    for view in windows(files, file, offset, nbytes, advance):
+    for view in iterate_windows(files, file, offset, nbytes, advance):
         crc = crc32(view, crc)
     return crc

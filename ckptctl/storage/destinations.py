@@ -16,13 +16,13 @@ from ckptctl.errors import (
     spell_option,
     storage_errors,
 )
-from ckptctl.storage.file_system import mounted_in
-from ckptctl.storage.paths import real_path, require_local
-from ckptctl.storage.urls import SCHEME, local_path
+from ckptctl.storage.file_system import list_mounts_in
+from ckptctl.storage.paths import require_local, resolve_links
+from ckptctl.storage.urls import SCHEME, to_local_path
 from ckptctl.tree import TreePath
 from ckptctl.units import counted
 
-STAGING = ".ckptctl-staging"
+STAGING_SUFFIX = ".ckptctl-staging"
 Recognize = Callable[[TreePath], bool]
 """Returns whether a path may be overwritten; see also :class:`Replaceable`."""
 
@@ -49,22 +49,22 @@ class Replaceable:
 ANYTHING = Replaceable(lambda _: True)
 
 
-def destination(target: Path) -> Path:
+def resolve_destination(target: Path) -> Path:
     """Resolve the parent of *target*, but not its name, to an absolute path."""
-    require_path(target)
+    require_local_path(target)
     if target.name in ("", ".", ".."):
         raise RefusedError(
             "the destination has no name",
             where=str(target),
             hint="pass the path of a directory that does not exist yet",
         )
-    return real_path(target.parent) / target.name
+    return resolve_links(target.parent) / target.name
 
 
-def require_path(path: str | os.PathLike[str]) -> None:
+def require_local_path(path: str | os.PathLike[str]) -> None:
     """Reject a URL, or a path made from one (``Path("s3://a")`` is the local path ``s3:/a``)."""
     require_local(path, "URLs are not supported here", hint="pass a path")
-    for folder in Path(local_path(path)).parents:
+    for folder in Path(to_local_path(path)).parents:
         if SCHEME.match(f"{folder.name}//") and not folder.is_dir():
             raise UsageError(
                 "this path looks like a URL",
@@ -82,12 +82,16 @@ def require_folder(path: Path) -> None:
 
 def staging_directory(target: Path) -> Path:
     """Return the path of the staging directory for *target*."""
-    return target.parent / f".{target.name}{STAGING}"
+    return target.parent / f".{target.name}{STAGING_SUFFIX}"
 
 
-def staged_name(name: str) -> str:
+def parse_staging_name(name: str) -> str:
     """Return the target name of a staging directory called *name*, or an empty string."""
-    return name[1:].removesuffix(STAGING) if name[0] == "." and name.endswith(STAGING) else ""
+    return (
+        name[1:].removesuffix(STAGING_SUFFIX)
+        if name[0] == "." and name.endswith(STAGING_SUFFIX)
+        else ""
+    )
 
 
 def check_target(target: Path, *, overwrite: bool, is_checkpoint: Recognize) -> None:
@@ -100,9 +104,11 @@ def check_target(target: Path, *, overwrite: bool, is_checkpoint: Recognize) -> 
         )
     if not os.path.lexists(target):
         return
-    kind = is_checkpoint if isinstance(is_checkpoint, Replaceable) else Replaceable(is_checkpoint)
-    folder = target.is_dir()
-    if folder and kind.file and not kind(target):
+    replaceable = (
+        is_checkpoint if isinstance(is_checkpoint, Replaceable) else Replaceable(is_checkpoint)
+    )
+    is_folder = target.is_dir()
+    if is_folder and replaceable.file and not replaceable(target):
         raise RefusedError(
             "the destination is a folder, but the output is a file",
             where=str(target),
@@ -112,17 +118,17 @@ def check_target(target: Path, *, overwrite: bool, is_checkpoint: Recognize) -> 
         _require_movable(target)
         return
     if not overwrite:
-        raise already_exists(target, kind)
-    if not kind(target):
+        raise destination_exists_error(target, replaceable)
+    if not replaceable(target):
         raise RefusedError(
-            f"the destination is not {kind.noun} and is not overwritten",
+            f"the destination is not {replaceable.noun} and is not overwritten",
             where=str(target),
             why=f"it contains {listed(sorted(item.name for item in target.iterdir()))}"
-            if folder
+            if is_folder
             else None,
             hint="move it away or choose another destination",
         )
-    if folder:
+    if is_folder:
         _require_movable(target)
 
 
@@ -133,17 +139,17 @@ def is_empty_folder(path: Path) -> bool:
 
 def _require_movable(folder: Path) -> None:
     """Reject a folder that the output cannot be renamed to."""
-    if os.path.ismount(folder) or mounted_in(real_path(folder)):
-        what = "the destination is a mount point"
+    if os.path.ismount(folder) or list_mounts_in(resolve_links(folder)):
+        message = "the destination is a mount point"
     elif folder.samefile(os.curdir) and is_empty_folder(folder):
-        what = "the destination is the working directory"
+        message = "the destination is the working directory"
     else:
         if not os.access(folder, os.W_OK | os.X_OK, effective_ids=True):
             error = PermissionError(errno.EACCES, os.strerror(errno.EACCES))
             raise StorageError.from_os_error(error, "write to the destination", str(folder))
         return
     raise RefusedError(
-        what,
+        message,
         where=str(folder),
         why="the output is published in one step, as a new folder",
         hint=f"pass a folder in it, such as `{folder / 'converted'}`",
@@ -165,28 +171,28 @@ def require_writable(target: Path) -> None:
     raise StorageError.from_os_error(error, f"create `{target.name}`", str(parent))
 
 
-def free_bytes(path: Path) -> int:
+def count_free_bytes(path: Path) -> int:
     """Return the free bytes of the file system that contains, or will contain, *path*."""
     path = path.absolute()
     while not path.exists() and path != path.parent:
         path = path.parent
     with storage_errors("access", path):
-        found = os.statvfs(path)
-    return found.f_bavail * found.f_frsize
+        status = os.statvfs(path)
+    return status.f_bavail * status.f_frsize
 
 
-def require_space(path: Path, needed: int, held: int = 0) -> None:
-    """Raise unless *needed* bytes, including *held* allocated ones, fit on disk."""
-    free = free_bytes(path)
-    if free < needed - held:
+def require_space(path: Path, needed: int, allocated: int = 0) -> None:
+    """Raise unless *needed* bytes, including *allocated* allocated ones, fit on disk."""
+    free = count_free_bytes(path)
+    if free < needed - allocated:
         raise RefusedError(
             "not enough disk space for the output",
             where=str(path),
-            why=f"{counted(needed - held, 'byte')} needed, {free:,} free",
+            why=f"{counted(needed - allocated, 'byte')} needed, {free:,} free",
         )
 
 
-def already_exists(target: TreePath, kind: Replaceable = ANYTHING) -> RefusedError:
+def destination_exists_error(target: TreePath, kind: Replaceable = ANYTHING) -> RefusedError:
     """Build the error for a destination that exists."""
     if kind(target):
         hint = (

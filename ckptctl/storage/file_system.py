@@ -18,15 +18,15 @@ from ckptctl.errors import storage_errors
 NOREPLACE = 1
 EXCHANGE = 2
 _AT_FDCWD = -100
-_MISSING = {errno.ENOSYS, errno.EINVAL, errno.ENOTSUP}
-_WRITE = 2
+_UNSUPPORTED_ERRNOS = {errno.ENOSYS, errno.EINVAL, errno.ENOTSUP}
+_SYNC_FILE_RANGE_WRITE = 2
 """``SYNC_FILE_RANGE_WRITE`` (man 2 sync_file_range)."""
 _MOUNTS = Path("/proc/self/mountinfo")
 _ESCAPE = re.compile(r"\\([0-7]{3})")
 
 
 @cache
-def _libc() -> ctypes.CDLL:
+def _load_libc() -> ctypes.CDLL:
     return ctypes.CDLL(None, use_errno=True)
 
 
@@ -34,7 +34,7 @@ class UnsupportedRenameError(Exception):
     """The kernel or the file system does not support this rename."""
 
 
-def rename(source: Path, target: Path, flags: int) -> None:
+def rename_atomically(source: Path, target: Path, flags: int) -> None:
     """Rename *source* to *target* atomically.
 
     Args:
@@ -47,18 +47,18 @@ def rename(source: Path, target: Path, flags: int) -> None:
         UnsupportedRenameError: The kernel or the file system does not support it.
         OSError: The rename failed for another reason.
     """
-    call = getattr(_libc(), "renameat2", None)
+    call = getattr(_load_libc(), "renameat2", None)
     if call is None:
         raise UnsupportedRenameError
     if not call(_AT_FDCWD, os.fsencode(source), _AT_FDCWD, os.fsencode(target), flags):
         return
     number = ctypes.get_errno()
-    if number in _MISSING:
+    if number in _UNSUPPORTED_ERRNOS:
         raise UnsupportedRenameError
     raise OSError(number, os.strerror(number), str(target))
 
 
-def move(path: Path, target: Path) -> None:
+def rename_exclusively(path: Path, target: Path) -> None:
     """Rename *path* to *target*, which does not exist.
 
     If the system does not support an atomic rename without replacement, *target* is checked first.
@@ -68,7 +68,7 @@ def move(path: Path, target: Path) -> None:
         OSError: The rename failed.
     """
     try:
-        rename(path, target, NOREPLACE)
+        rename_atomically(path, target, NOREPLACE)
     except UnsupportedRenameError:
         if os.path.lexists(target):
             raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(target)) from None
@@ -107,25 +107,25 @@ def begin_writeback(descriptor: int) -> None:
     Unlike an early ``fsync``, it does not commit the file system's journal, which would block other
     writers. Errors are reported by the ``fsync`` that follows.
     """
-    call = getattr(_libc(), "sync_file_range", None)
+    call = getattr(_load_libc(), "sync_file_range", None)
     if call is not None:
-        call(descriptor, ctypes.c_int64(0), ctypes.c_int64(0), _WRITE)
+        call(descriptor, ctypes.c_int64(0), ctypes.c_int64(0), _SYNC_FILE_RANGE_WRITE)
 
 
-def mounted_in(path: Path) -> list[Path]:
+def list_mounts_in(path: Path) -> list[Path]:
     """List the mount points at and below the resolved *path*, including bind mounts, sorted."""
-    found = (point for point, _ in _mounts())
-    return sorted({point for point in found if point.is_relative_to(path)})
+    mount_points = (point for point, _ in _list_mounts())
+    return sorted({point for point in mount_points if point.is_relative_to(path)})
 
 
-def type_of(path: Path) -> str | None:
+def find_type(path: Path) -> str | None:
     """Return the file system type of a resolved path, such as ``ext4``, or None if unknown."""
-    over = [(point, kind) for point, kind in _mounts() if path.is_relative_to(point)]
+    mounts = [(point, kind) for point, kind in _list_mounts() if path.is_relative_to(point)]
     # The last mount at a mount point hides earlier ones.
-    return max(reversed(over), key=lambda one: len(one[0].parts))[1] if over else None
+    return max(reversed(mounts), key=lambda mount: len(mount[0].parts))[1] if mounts else None
 
 
-def _mounts() -> list[tuple[Path, str]]:
+def _list_mounts() -> list[tuple[Path, str]]:
     """Read the mount points and file system types of this process (man 5 proc_pid_mountinfo)."""
     try:
         lines = _MOUNTS.read_text(errors="surrogateescape").splitlines()

@@ -25,15 +25,15 @@ from ckptctl.errors import (
     storage_errors,
 )
 from ckptctl.file_identity import FileIdentity
-from ckptctl.storage.paths import OutsideError, contained, leads_outside, real_path
+from ckptctl.storage.paths import OutsideError, leads_outside, require_relative, resolve_links
 from ckptctl.tree import TreePath, UrlPath
 
-AT_ONCE = 1 << 16
+SMALL_READ_BYTES = 1 << 16
 """Most bytes to request without checking the size of the file first."""
-MAX_OFFSET = (1 << 63) - 1 - AT_ONCE
+MAX_OFFSET = (1 << 63) - 1 - SMALL_READ_BYTES
 """Largest offset of such a request, because ``off_t`` is signed."""
-MAX_OPEN = 256
-MOST = 4 << 20
+MAX_OPEN_FILES = 256
+MAX_REQUEST_BYTES = 4 << 20
 """Bytes requested from a remote tree at a time."""
 IOV_MAX = 1024
 
@@ -76,7 +76,7 @@ class SourceFiles(ABC):
     def close(self) -> None:  # noqa: B027
         """Close descriptors and drop cached data of remote files."""
 
-    def forget(self) -> None:  # noqa: B027
+    def drop_metadata(self) -> None:  # noqa: B027
         """Drop cached metadata of remote files, which may have changed."""
 
     @abstractmethod
@@ -84,7 +84,7 @@ class SourceFiles(ABC):
         """Return the path of *name* after checking that it exists and is inside the root."""
 
     @abstractmethod
-    def identity(self, name: str) -> FileIdentity:
+    def read_identity(self, name: str) -> FileIdentity:
         """Return the identity of *name*, which must not change while it is read."""
 
     @abstractmethod
@@ -92,14 +92,14 @@ class SourceFiles(ABC):
         """Read up to *nbytes* bytes, fewer at the end of the file."""
 
     @abstractmethod
-    def fill(self, name: str, views: Sequence[memoryview], offset: int) -> int:
+    def fill_views(self, name: str, views: Sequence[memoryview], offset: int) -> int:
         """Fill *views* with the bytes from *offset* and return the number of bytes read."""
 
     def size(self, name: str) -> int:
         """Return the size of *name* in bytes."""
-        return self.identity(name).size
+        return self.read_identity(name).size
 
-    def digest(self, name: str) -> str | None:  # noqa: ARG002
+    def find_digest(self, name: str) -> str | None:  # noqa: ARG002
         """Return the digest of *name* if the remote store provides one, as the Hub does.
 
         Returns:
@@ -113,12 +113,12 @@ class SourceFiles(ABC):
         Raises:
             DamagedError: The file ends before that.
         """
-        if 0 <= nbytes <= AT_ONCE and 0 <= offset <= MAX_OFFSET:
-            found = self.read_some(name, offset, nbytes)
-            if len(found) == nbytes:
-                return found
+        if 0 <= nbytes <= SMALL_READ_BYTES and 0 <= offset <= MAX_OFFSET:
+            content = self.read_some(name, offset, nbytes)
+            if len(content) == nbytes:
+                return content
         if offset < 0 or nbytes < 0 or offset + nbytes > self.size(name):
-            raise self._truncated(name, offset, nbytes)
+            raise self._truncated_error(name, offset, nbytes)
         buffer = bytearray(nbytes)
         self.readv(name, [memoryview(buffer)], offset)
         return bytes(buffer)
@@ -135,10 +135,10 @@ class SourceFiles(ABC):
             DamagedError: The file ends before they are full.
             StorageError: The read failed.
         """
-        done = self.fill(name, views, offset)
-        wanted = sum(map(len, views))
-        if done < wanted:
-            raise self._truncated(name, offset + done, wanted - done)
+        filled = self.fill_views(name, views, offset)
+        requested = sum(map(len, views))
+        if filled < requested:
+            raise self._truncated_error(name, offset + filled, requested - filled)
 
     def prefetch(self, name: str, offset: int) -> None:  # noqa: B027
         """Fetch the bytes around *offset* of a remote file into memory.
@@ -151,7 +151,7 @@ class SourceFiles(ABC):
             CkptError: The fetch failed. Reading the bytes raises the error again.
         """
 
-    def end(self, name: str, stop: int) -> None:  # noqa: B027
+    def limit_read_ahead(self, name: str, stop: int) -> None:  # noqa: B027
         """Announce that the current range ends at byte *stop*, to limit read-ahead.
 
         Args:
@@ -159,7 +159,7 @@ class SourceFiles(ABC):
             stop: First byte after the range.
         """
 
-    def descriptor(self, name: str) -> int:
+    def open_descriptor(self, name: str) -> int:
         """Open a new descriptor of *name* that the caller closes.
 
         Raises:
@@ -169,7 +169,7 @@ class SourceFiles(ABC):
             f"`{name}` is remote and cannot be opened as a local file", where=str(self.root)
         )
 
-    def _truncated(self, name: str, offset: int, nbytes: int) -> DamagedError:
+    def _truncated_error(self, name: str, offset: int, nbytes: int) -> DamagedError:
         return DamagedError(
             f"`{Path(name).name}` is truncated",
             where=str(self.root / name),
@@ -197,9 +197,9 @@ class LocalFiles(SourceFiles):
 
     def path(self, name: str) -> Path:
         """Return the path of *name* after checking that it stays inside the root."""
-        path = self.root / contained(name, str(self.root))
+        path = self.root / require_relative(name, str(self.root))
         if leads_outside(path, self.root):
-            why = f"it resolves to {real_path(path)}"
+            why = f"it resolves to {resolve_links(path)}"
             raise OutsideError(f"`{name}` points outside the checkpoint", where=str(path), why=why)
         try:
             mode = path.stat().st_mode
@@ -211,82 +211,84 @@ class LocalFiles(SourceFiles):
             raise UnsupportedError(f"`{name}` is not a regular file", where=str(path))
         return path
 
-    def identity(self, name: str) -> FileIdentity:
-        """See :meth:`SourceFiles.identity`."""
-        with self._descriptor(name) as descriptor:
+    def read_identity(self, name: str) -> FileIdentity:
+        """See :meth:`SourceFiles.read_identity`."""
+        with self._hold_descriptor(name) as descriptor:
             return FileIdentity.of(os.fstat(descriptor))
 
     def read_some(self, name: str, offset: int, nbytes: int) -> bytes:
         """See :meth:`SourceFiles.read_some`."""
-        descriptor = self._hold(name)
+        descriptor = self._acquire_descriptor(name)
         try:
             return os.pread(descriptor, nbytes, offset)
         except OSError as error:
             raise StorageError.from_os_error(error, "read", str(self.root / name)) from error
         finally:
-            self._release(descriptor)
+            self._release_descriptor(descriptor)
 
-    def fill(self, name: str, views: Sequence[memoryview], offset: int) -> int:
-        """See :meth:`SourceFiles.fill`."""
-        done = 0
-        with self._descriptor(name) as descriptor:
+    def fill_views(self, name: str, views: Sequence[memoryview], offset: int) -> int:
+        """See :meth:`SourceFiles.fill_views`."""
+        filled = 0
+        with self._hold_descriptor(name) as descriptor:
             for start in range(0, len(views), IOV_MAX):
-                some = views[start : start + IOV_MAX]
-                found = self._preadv(descriptor, name, some, offset + done)
-                done += found
-                if found < sum(map(len, some)):
+                batch = views[start : start + IOV_MAX]
+                count = self._read_fully(descriptor, name, batch, offset + filled)
+                filled += count
+                if count < sum(map(len, batch)):
                     break
-        return done
+        return filled
 
-    def descriptor(self, name: str) -> int:
-        """See :meth:`SourceFiles.descriptor`."""
+    def open_descriptor(self, name: str) -> int:
+        """See :meth:`SourceFiles.open_descriptor`."""
         with storage_errors("open", self.root / name):
             return os.open(self.path(name), os.O_RDONLY | os.O_CLOEXEC)
 
-    def _preadv(self, descriptor: int, name: str, views: Sequence[memoryview], offset: int) -> int:
-        wanted = sum(len(view) for view in views)
-        done = 0
-        left = list(views)
-        while done < wanted:
+    def _read_fully(
+        self, descriptor: int, name: str, views: Sequence[memoryview], offset: int
+    ) -> int:
+        requested = sum(len(view) for view in views)
+        filled = 0
+        remaining = list(views)
+        while filled < requested:
             try:
-                count = os.preadv(descriptor, left, offset + done)
+                count = os.preadv(descriptor, remaining, offset + filled)
             except OSError as error:
                 raise StorageError.from_os_error(error, "read", str(self.root / name)) from error
             if count == 0:
                 break
-            done += count
-            left = after(left, count) if done < wanted else []
-        return done
+            filled += count
+            remaining = skip_bytes(remaining, count) if filled < requested else []
+        return filled
 
     @contextmanager
-    def _descriptor(self, name: str) -> Iterator[int]:
-        descriptor = self._hold(name)
+    def _hold_descriptor(self, name: str) -> Iterator[int]:
+        descriptor = self._acquire_descriptor(name)
         try:
             yield descriptor
         finally:
-            self._release(descriptor)
+            self._release_descriptor(descriptor)
 
-    def _hold(self, name: str) -> int:
+    def _acquire_descriptor(self, name: str) -> int:
         """Acquire the descriptor of *name*, which stays open until it is released."""
         with self._lock:
             descriptor = self._open.get(name)
             if descriptor is None:
-                descriptor = self._open[name] = self.descriptor(name)
+                descriptor = self._open[name] = self.open_descriptor(name)
             else:
                 self._open.move_to_end(name)
             self._users[descriptor] = self._users.get(descriptor, 0) + 1
-            if len(self._open) > MAX_OPEN:
-                self._shrink()
+            if len(self._open) > MAX_OPEN_FILES:
+                self._close_idle()
             return descriptor
 
-    def _release(self, descriptor: int) -> None:
+    def _release_descriptor(self, descriptor: int) -> None:
         with self._lock:
             self._users[descriptor] -= 1
 
-    def _shrink(self) -> None:
+    def _close_idle(self) -> None:
         """Close the least recently used idle descriptors, down to the limit."""
         for name, descriptor in list(self._open.items()):
-            if len(self._open) <= MAX_OPEN:
+            if len(self._open) <= MAX_OPEN_FILES:
                 return
             if not self._users.get(descriptor):
                 del self._open[name]
@@ -305,60 +307,60 @@ class UrlFiles(SourceFiles):
         """Drop cached data."""
         self._tree.trim()
 
-    def forget(self) -> None:
+    def drop_metadata(self) -> None:
         """Drop cached metadata and listings."""
         self._tree.forget(self.root.url)
 
     def path(self, name: str) -> UrlPath:
         """See :meth:`SourceFiles.path`."""
-        self._tree.file(self._url(name))
+        self._tree.file(self._build_url(name))
         return self.root / name
 
-    def identity(self, name: str) -> FileIdentity:
-        """See :meth:`SourceFiles.identity`."""
-        entry = self._tree.file(self._url(name))
+    def read_identity(self, name: str) -> FileIdentity:
+        """See :meth:`SourceFiles.read_identity`."""
+        entry = self._tree.file(self._build_url(name))
         return FileIdentity(entry.size, entry.mtime_ns, entry.mtime_ns, entry.number, 0)
 
-    def digest(self, name: str) -> str | None:
-        """See :meth:`SourceFiles.digest`."""
-        return self._tree.file(self._url(name)).digest
+    def find_digest(self, name: str) -> str | None:
+        """See :meth:`SourceFiles.find_digest`."""
+        return self._tree.file(self._build_url(name)).digest
 
     def read_some(self, name: str, offset: int, nbytes: int) -> bytes:
         """See :meth:`SourceFiles.read_some`."""
-        return bytes(self._tree.read(self._url(name), offset, nbytes))
+        return bytes(self._tree.read(self._build_url(name), offset, nbytes))
 
-    def fill(self, name: str, views: Sequence[memoryview], offset: int) -> int:
-        """See :meth:`SourceFiles.fill`."""
-        url = self._url(name)
-        left, done, wanted = list(views), 0, sum(map(len, views))
-        while done < wanted:
-            asked = min(MOST, wanted - done)
-            data = memoryview(self._tree.read(url, offset + done, asked))
-            at = 0
-            for view in left:
-                part = data[at : at + len(view)]
+    def fill_views(self, name: str, views: Sequence[memoryview], offset: int) -> int:
+        """See :meth:`SourceFiles.fill_views`."""
+        url = self._build_url(name)
+        remaining, filled, requested = list(views), 0, sum(map(len, views))
+        while filled < requested:
+            request_bytes = min(MAX_REQUEST_BYTES, requested - filled)
+            data = memoryview(self._tree.read(url, offset + filled, request_bytes))
+            copied = 0
+            for view in remaining:
+                part = data[copied : copied + len(view)]
                 view[: len(part)] = part
-                at += len(part)
-                if at == len(data):
+                copied += len(part)
+                if copied == len(data):
                     break
-            left, done = after(left, at), done + at
-            if at < asked:
+            remaining, filled = skip_bytes(remaining, copied), filled + copied
+            if copied < request_bytes:
                 break
-        return done
+        return filled
 
     def prefetch(self, name: str, offset: int) -> None:
         """See :meth:`SourceFiles.prefetch`."""
-        self._tree.prefetch(self._url(name), offset)
+        self._tree.prefetch(self._build_url(name), offset)
 
-    def end(self, name: str, stop: int) -> None:
-        """See :meth:`SourceFiles.end`."""
-        self._tree.end(self._url(name), stop)
+    def limit_read_ahead(self, name: str, stop: int) -> None:
+        """See :meth:`SourceFiles.limit_read_ahead`."""
+        self._tree.end(self._build_url(name), stop)
 
-    def _url(self, name: str) -> str:
-        return f"{self.root.url}/{contained(name, self.root.url)}"
+    def _build_url(self, name: str) -> str:
+        return f"{self.root.url}/{require_relative(name, self.root.url)}"
 
 
-def after(views: Sequence[memoryview], count: int) -> list[memoryview]:
+def skip_bytes(views: Sequence[memoryview], count: int) -> list[memoryview]:
     """Return *views* without their first *count* bytes."""
     for index, view in enumerate(views):
         if count < len(view):
@@ -378,7 +380,7 @@ class MemoryFiles(SourceFiles):
         """Return the path to show in messages."""
         return self.root / name
 
-    def identity(self, name: str) -> FileIdentity:  # noqa: ARG002
+    def read_identity(self, name: str) -> FileIdentity:  # noqa: ARG002
         """Return an identity that only records the size."""
         return FileIdentity(len(self._content), 0, 0, 0, 0)
 
@@ -386,8 +388,8 @@ class MemoryFiles(SourceFiles):
         """See :meth:`~ckptctl.storage.files.SourceFiles.read_some`."""
         return self._content[offset : offset + nbytes]
 
-    def fill(self, name: str, views: Sequence[memoryview], offset: int) -> int:
-        """See :meth:`~ckptctl.storage.files.SourceFiles.fill`."""
+    def fill_views(self, name: str, views: Sequence[memoryview], offset: int) -> int:
+        """See :meth:`~ckptctl.storage.files.SourceFiles.fill_views`."""
         start = offset
         for view in views:
             part = self.read_some(name, offset, len(view))

@@ -19,11 +19,11 @@ from ckptctl.units import counted
 
 MAX_BYTES = 100_000_000
 MAX_DIGITS = 400
-CHUNK = 1 << 20
-MAX_VALUE = 100_000_000
+CHUNK_CHARACTERS = 1 << 20
+MAX_VALUE_CHARACTERS = 100_000_000
 """Most characters of one value in an incrementally read text."""
 _DECODER = json.JSONDecoder()
-_SPACE = re.compile(r"[ \t\r\n]*")
+_WHITE_SPACE = re.compile(r"[ \t\r\n]*")
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 
@@ -36,7 +36,7 @@ def read_json(
         files: Files of the checkpoint.
         name: File to read.
         max_bytes: Largest accepted file size.
-        constants: As in :func:`loads`.
+        constants: As in :func:`parse_json`.
 
     Raises:
         DamagedError: The file is truncated or was replaced by something else.
@@ -49,7 +49,7 @@ def read_json(
     _check_size(size, max_bytes, where)
     data = files.read(name, 0, size)
     try:
-        return loads(data, where=where, max_bytes=max_bytes, constants=constants)
+        return parse_json(data, where=where, max_bytes=max_bytes, constants=constants)
     except (DamagedError, UnsupportedError):
         require_content(files, name)
         raise
@@ -65,7 +65,7 @@ def read_json_object(
     return content
 
 
-def loads(
+def parse_json(
     data: bytes,
     *,
     where: str,
@@ -84,38 +84,40 @@ def loads(
     """
     _check_size(len(data), max_bytes, where)
     try:
-        found: object = json.loads(
+        value: object = json.loads(
             data.decode("utf-8"),
-            object_pairs_hook=_unique,
-            parse_constant=float if constants else _constant,
-            parse_float=_finite,
-            parse_int=parse_int or _integer,
+            object_pairs_hook=_require_unique_keys,
+            parse_constant=float if constants else _reject_constant,
+            parse_float=_parse_finite,
+            parse_int=parse_int or _parse_integer,
         )
         if _SURROGATE.search(data):
-            json.dumps(found, ensure_ascii=False).encode("utf-8")
+            json.dumps(value, ensure_ascii=False).encode("utf-8")
     except (ValueError, RecursionError) as error:
-        kind = DamagedError if _is_cut(data, error) else UnsupportedError
-        what = "the JSON text is truncated" if kind is DamagedError else "malformed JSON"
+        error_type = DamagedError if _is_truncated(data, error) else UnsupportedError
+        message = "the JSON text is truncated" if error_type is DamagedError else "malformed JSON"
         why = str(error)[:300]
         if isinstance(error, UnicodeEncodeError):
             why = "a string contains an unpaired surrogate"
         elif isinstance(error, RecursionError):
             why = "it is nested too deeply"
-        raise kind(what, where=where, why=why) from error
-    return found
+        raise error_type(message, where=where, why=why) from error
+    return value
 
 
-def _is_cut(data: bytes, error: Exception) -> bool:
+def _is_truncated(data: bytes, error: Exception) -> bool:
     """Return whether *error* only means that *data* is truncated."""
     text = data.rstrip()
     if isinstance(error, UnicodeDecodeError):
         return error.reason == "unexpected end of data"
     if not isinstance(error, json.JSONDecodeError):
         return False
-    rest = error.doc[error.pos :].rstrip()
-    open_ = error.msg.startswith("Unterminated string") and not text.endswith((b"}", b"]"))
-    part = rest in (".", "-") or any(word.startswith(rest) for word in ("true", "false", "null"))
-    return open_ or part or not rest.strip("\0")
+    remainder = error.doc[error.pos :].rstrip()
+    is_open_string = error.msg.startswith("Unterminated string") and not text.endswith((b"}", b"]"))
+    is_partial_word = remainder in (".", "-") or any(
+        word.startswith(remainder) for word in ("true", "false", "null")
+    )
+    return is_open_string or is_partial_word or not remainder.strip("\0")
 
 
 def _check_size(size: int, limit: int, where: str) -> None:
@@ -127,35 +129,35 @@ def _check_size(size: int, limit: int, where: str) -> None:
         )
 
 
-def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
+def _require_unique_keys(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    members = dict(pairs)
+    if len(members) != len(pairs):
         seen: set[str] = set()
         for key, _ in pairs:
             if key in seen:
                 raise ValueError(f"duplicate key {key[:100]!r}")
             seen.add(key)
-    return found
+    return members
 
 
-def _constant(text: str) -> NoReturn:
+def _reject_constant(text: str) -> NoReturn:
     raise ValueError(f"{text} is not a JSON number")
 
 
-def _finite(text: str) -> float:
+def _parse_finite(text: str) -> float:
     value = float(text)
     if not math.isfinite(value):
         raise ValueError(f"the number {text[:40]} overflows")
     return value
 
 
-def _integer(text: str) -> int:
+def _parse_integer(text: str) -> int:
     if len(text) > MAX_DIGITS:
         raise ValueError(f"an integer has {counted(len(text), 'digit')}")
     return int(text)
 
 
-class JsonText:
+class JsonTextReader:
     """Incremental reader for JSON texts of any length, as lenient as :mod:`json`.
 
     It holds one value in memory at a time, so a truncated text can be read up to the truncation.
@@ -165,71 +167,71 @@ class JsonText:
     def __init__(self, file: IO[str]) -> None:
         self._file = file
         self._text = ""
-        self._at = 0
+        self._position = 0
 
-    def members(self) -> Iterator[str]:
+    def iterate_keys(self) -> Iterator[str]:
         """Yield the keys of the next object, whose values the caller reads."""
-        for _ in self._between("{", "}"):
-            key = self.value()
+        for _ in self._iterate_separated("{", "}"):
+            key = self.read_value()
             if not isinstance(key, str):
                 raise ValueError("a key is not a string")
-            self._one_of(":")
+            self._expect_character(":")
             yield key
 
-    def items(self) -> Iterator[object]:
+    def iterate_items(self) -> Iterator[object]:
         """Yield the values of the next array."""
-        for _ in self._between("[", "]"):
-            yield self.value()
+        for _ in self._iterate_separated("[", "]"):
+            yield self.read_value()
 
-    def value(self) -> object:
+    def read_value(self) -> object:
         """Read the next value."""
-        self.ahead()
+        self.peek_character()
         while True:
             try:
-                found, end = _DECODER.raw_decode(self._text, self._at)
+                value, end = _DECODER.raw_decode(self._text, self._position)
             except json.JSONDecodeError:
-                if not self._more():
+                if not self._read_more():
                     raise
                 continue
-            if end < len(self._text) or not self._more():  # a number may continue
-                self._at = end
-                return found
+            if end < len(self._text) or not self._read_more():  # a number may continue
+                self._position = end
+                return value
 
-    def ahead(self) -> str:
+    def peek_character(self) -> str:
         """Return the next character other than white space, or an empty string at the end."""
         while True:
-            space = _SPACE.match(self._text, self._at)
-            self._at = space.end() if space else self._at
-            if self._at < len(self._text):
-                return self._text[self._at]
-            if not self._more():
+            space = _WHITE_SPACE.match(self._text, self._position)
+            self._position = space.end() if space else self._position
+            if self._position < len(self._text):
+                return self._text[self._position]
+            if not self._read_more():
                 return ""
 
-    def end(self) -> None:
+    def require_end(self) -> None:
         """Raise unless the text ends here."""
-        if self.ahead():
+        if self.peek_character():
             raise ValueError("extra data after the JSON text")
 
-    def _between(self, first: str, last: str) -> Iterator[None]:
+    def _iterate_separated(self, opening: str, closing: str) -> Iterator[None]:
         """Yield before each of the comma-separated items between two brackets."""
-        self._one_of(first)
-        more = self.ahead() != last
-        while more:
+        self._expect_character(opening)
+        has_more = self.peek_character() != closing
+        while has_more:
             yield
-            more = self.ahead() == ","
-            if more:
-                self._one_of(",")
-        self._one_of(last)
+            has_more = self.peek_character() == ","
+            if has_more:
+                self._expect_character(",")
+        self._expect_character(closing)
 
-    def _one_of(self, letter: str) -> None:
-        if self.ahead() != letter:
+    def _expect_character(self, letter: str) -> None:
+        if self.peek_character() != letter:
             raise ValueError(f"expected `{letter}`")
-        self._at += 1
+        self._position += 1
 
-    def _more(self) -> bool:
-        left = self._text[self._at :]
-        if len(left) > MAX_VALUE:
-            raise ValueError(f"a value has more than {MAX_VALUE:,} characters")
-        more = self._file.read(max(CHUNK, len(left)))
-        self._text, self._at = left + more, 0
-        return bool(more)
+    def _read_more(self) -> bool:
+        remaining = self._text[self._position :]
+        if len(remaining) > MAX_VALUE_CHARACTERS:
+            raise ValueError(f"a value has more than {MAX_VALUE_CHARACTERS:,} characters")
+        chunk = self._file.read(max(CHUNK_CHARACTERS, len(remaining)))
+        self._text, self._position = remaining + chunk, 0
+        return bool(chunk)

@@ -11,9 +11,9 @@ from pathlib import Path
 
 from ckptctl.errors import RefusedError, StorageError, storage_errors
 
-NAME = "lock"
-_LOCKS = Path("/proc/locks")
-_SWEEP = "sweep"
+LOCK_FILE = "lock"
+_PROC_LOCKS = Path("/proc/locks")
+_SWEEP_MARK = "sweep"
 """Follows the PID in the file of a lock that is held to remove files of a killed run."""
 _SWEEP_SECONDS = 60.0
 """How long a run waits for such a lock, so that its output is not lost."""
@@ -23,7 +23,7 @@ _RETRY_SECONDS = 0.01
 
 
 @contextmanager
-def held(folder: Path, target: Path, doing: str, *, to_sweep: bool = False) -> Iterator[None]:
+def hold_lock(folder: Path, target: Path, doing: str, *, to_sweep: bool = False) -> Iterator[None]:
     """Hold an exclusive lock on *folder*, creating the folder if necessary.
 
     Args:
@@ -37,7 +37,7 @@ def held(folder: Path, target: Path, doing: str, *, to_sweep: bool = False) -> I
         RefusedError: Another run holds the lock.
         StorageError: The lock could not be created or acquired.
     """
-    descriptor = _lock(folder, target, doing, to_sweep=to_sweep)
+    descriptor = _acquire_lock(folder, target, doing, to_sweep=to_sweep)
     try:
         yield
     finally:
@@ -45,46 +45,46 @@ def held(folder: Path, target: Path, doing: str, *, to_sweep: bool = False) -> I
 
 
 @contextmanager
-def held_itself(folder: Path, doing: str) -> Iterator[None]:
+def hold_folder_lock(folder: Path, doing: str) -> Iterator[None]:
     """Hold a lock on an existing folder itself, which needs no disk space.
 
-    Not every file system supports this, and :func:`held` does not conflict with such a lock.
+    Not every file system supports this, and :func:`hold_lock` does not conflict with such a lock.
     """
     with storage_errors("lock", folder):
         descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        _take(descriptor, folder, doing, wait=False)
+        _acquire_flock(descriptor, folder, doing, wait=False)
         yield
     finally:
         os.close(descriptor)
 
 
-def holder(folder: Path) -> str | None:
+def find_holder(folder: Path) -> str | None:
     """Return the PID of the local process that holds the lock of *folder*, or None.
 
     This does not acquire the lock, so it does not block others (man 5 proc_locks).
     """
     try:
-        return _holding((folder / NAME).stat())
+        return _find_flock_holder((folder / LOCK_FILE).stat())
     except OSError:
         return None
 
 
-def _holding(locked: os.stat_result) -> str | None:
+def _find_flock_holder(status: os.stat_result) -> str | None:
     """Find the PID that holds a lock in ``/proc/locks``, or return None."""
     try:
-        lines = _LOCKS.read_text().splitlines()
+        lines = _PROC_LOCKS.read_text().splitlines()
     except OSError:
         return None
     for line in lines:
         fields = line.split()
-        if "FLOCK" in fields and any(f.endswith(f":{locked.st_ino}") for f in fields):
+        if "FLOCK" in fields and any(f.endswith(f":{status.st_ino}") for f in fields):
             return fields[fields.index("FLOCK") + 3]
     return None
 
 
-def _lock(folder: Path, target: Path, doing: str, *, to_sweep: bool) -> int:
-    path = folder / NAME
+def _acquire_lock(folder: Path, target: Path, doing: str, *, to_sweep: bool) -> int:
+    path = folder / LOCK_FILE
     flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
     while True:
         try:
@@ -103,12 +103,12 @@ def _lock(folder: Path, target: Path, doing: str, *, to_sweep: bool) -> int:
             _remove_unused(folder)
             raise
         try:
-            _take(descriptor, target, doing, wait=not to_sweep)
+            _acquire_flock(descriptor, target, doing, wait=not to_sweep)
             # The previous holder may have removed the file in the meantime.
             if path.stat().st_ino == os.fstat(descriptor).st_ino:
                 with suppress(OSError):  # optional, fails on a full disk
                     os.ftruncate(descriptor, 0)
-                    mark = f" {_SWEEP}" if to_sweep else ""
+                    mark = f" {_SWEEP_MARK}" if to_sweep else ""
                     os.pwrite(descriptor, f"{os.getpid()}{mark}\n".encode(), 0)
                 return descriptor
         except FileNotFoundError:
@@ -127,23 +127,26 @@ def _remove_unused(folder: Path) -> None:
     A process that has just created the lock file, but not locked it, creates it again.
     """
     with suppress(OSError):
-        if [item.name for item in folder.iterdir()] == [NAME] and holder(folder) is None:
-            (folder / NAME).unlink()
+        if [item.name for item in folder.iterdir()] == [LOCK_FILE] and find_holder(folder) is None:
+            (folder / LOCK_FILE).unlink()
         folder.rmdir()
 
 
-def _take(descriptor: int, target: Path, doing: str, *, wait: bool) -> None:
-    began = time.monotonic()
+def _acquire_flock(descriptor: int, target: Path, doing: str, *, wait: bool) -> None:
+    started = time.monotonic()
     while True:
         try:
             return fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             # A process that has just acquired the lock may not have written its PID yet.
-            written, holding = _written(descriptor), _holding(os.fstat(descriptor))
-            if wait and time.monotonic() - began < _patience(written, holding):
+            content, holder_pid = (
+                _read_lock_file(descriptor),
+                _find_flock_holder(os.fstat(descriptor)),
+            )
+            if wait and time.monotonic() - started < _choose_wait_seconds(content, holder_pid):
                 time.sleep(_RETRY_SECONDS)
                 continue
-            pid = written.partition(" ")[0] or holding or "unknown"
+            pid = content.partition(" ")[0] or holder_pid or "unknown"
             raise RefusedError(
                 f"another process is {doing} (PID {pid})",
                 where=str(target),
@@ -153,14 +156,14 @@ def _take(descriptor: int, target: Path, doing: str, *, wait: bool) -> None:
             raise StorageError.from_os_error(error, "lock", str(target)) from error
 
 
-def _patience(written: str, holding: str | None) -> float:
-    """Return the seconds to wait for a lock file with *written*, locked by *holding*."""
-    if written.endswith(_SWEEP):
+def _choose_wait_seconds(content: str, holder_pid: str | None) -> float:
+    """Return the seconds to wait for a lock file with *content*, locked by *holder_pid*."""
+    if content.endswith(_SWEEP_MARK):
         return _SWEEP_SECONDS
-    return 0.0 if written == holding else _UNNAMED_SECONDS
+    return 0.0 if content == holder_pid else _UNNAMED_SECONDS
 
 
-def _written(descriptor: int) -> str:
+def _read_lock_file(descriptor: int) -> str:
     """Read the content of a lock file, empty for a lock on the folder itself."""
     with suppress(IsADirectoryError):
         return os.pread(descriptor, 32, 0).decode("ascii", "replace").strip()

@@ -12,7 +12,7 @@ from ckptctl.errors import RefusedError
 from ckptctl.results import JsonField
 from ckptctl.units import counted
 
-SHOWN = 3
+MAX_SHOWN_TENSORS = 3
 OUT_OF_RANGE = JsonField(
     "values that a cast, dequantization or merge could not represent, by output tensor; a "
     "tensor that is repeated on model-parallel ranks is counted once per rank"
@@ -49,22 +49,22 @@ class OutOfRange:
         return ", ".join(f"{count:,} {word}" for word, count in words.items() if count)
 
 
-NONE = OutOfRange()
+NO_LOSS = OutOfRange()
 
 
-def worst(found: Mapping[str, OutOfRange]) -> str:
+def describe_worst(losses: Mapping[str, OutOfRange]) -> str:
     """Format the tensors with the most out-of-range elements and the number of further tensors."""
-    names = sorted(found, key=lambda name: (-found[name].total, name))
-    more = len(names) - SHOWN
-    head = "; ".join(f"`{name}`: {found[name]}" for name in names[:SHOWN])
-    return f"{head}; and {counted(more, 'more tensor')}" if more > 0 else head
+    names = sorted(losses, key=lambda name: (-losses[name].total, name))
+    hidden_count = len(names) - MAX_SHOWN_TENSORS
+    summary = "; ".join(f"`{name}`: {losses[name]}" for name in names[:MAX_SHOWN_TENSORS])
+    return f"{summary}; and {counted(hidden_count, 'more tensor')}" if hidden_count > 0 else summary
 
 
-def require_in_range(found: Mapping[str, OutOfRange], hint: str) -> None:
+def require_in_range(losses: Mapping[str, OutOfRange], hint: str) -> None:
     """Raise if any elements became infinite, NaN or saturated."""
-    if found:
+    if losses:
         raise RefusedError(
-            "elements became infinite, NaN or saturated", why=worst(found), hint=hint
+            "elements became infinite, NaN or saturated", why=describe_worst(losses), hint=hint
         )
 
 
@@ -74,50 +74,54 @@ class Rounding:
 
     Attributes:
         largest: The largest absolute difference.
-        squares: The sum of the squares of all differences.
-        whole: The sum of the squares of the unquantized elements.
+        error_squares: The sum of the squares of all differences.
+        reference_squares: The sum of the squares of the unquantized elements.
     """
 
     largest: float = 0.0
-    squares: float = 0.0
-    whole: float = 0.0
+    error_squares: float = 0.0
+    reference_squares: float = 0.0
 
     def __add__(self, other: Rounding) -> Rounding:
         return Rounding(
             max(self.largest, other.largest),
-            self.squares + other.squares,
-            self.whole + other.whole,
+            self.error_squares + other.error_squares,
+            self.reference_squares + other.reference_squares,
         )
 
     def __bool__(self) -> bool:
         """Return whether any nonzero elements were quantized."""
-        return self.whole > 0 or self.largest > 0
+        return self.reference_squares > 0 or self.largest > 0
 
     @property
     def max_abs(self) -> Annotated[float, JsonField()]:
         """Largest absolute difference."""
-        return _shortened(self.largest)
+        return _round_digits(self.largest)
 
     @property
     def relative_rms(self) -> Annotated[float, JsonField()]:
         """Root mean square of the differences, divided by that of the unquantized elements."""
-        return _shortened(math.sqrt(self.squares / self.whole)) if self.whole else 0.0
+        return (
+            _round_digits(math.sqrt(self.error_squares / self.reference_squares))
+            if self.reference_squares
+            else 0.0
+        )
 
     def __str__(self) -> str:
         return f"max {self.max_abs:.3g}, relative RMS {self.relative_rms:.3g}"
 
 
-def summed_up(found: Mapping[str, Rounding]) -> str:
+def describe_rounding(roundings: Mapping[str, Rounding]) -> str:
     """Format the overall quantization error and the tensor with the largest error."""
-    total = sum(found.values(), EXACT)
-    worst = max(found, key=lambda name: found[name].relative_rms)
+    total = sum(roundings.values(), EXACT)
+    worst_name = max(roundings, key=lambda name: roundings[name].relative_rms)
     return (
         f"quantization error (relative RMS): {total.relative_rms:.2g} overall, "
-        f"max {found[worst].relative_rms:.2g} (`{worst}`)"
+        f"max {roundings[worst_name].relative_rms:.2g} (`{worst_name}`)"
     )
 
 
-def _shortened(value: float) -> float:
+def _round_digits(value: float) -> float:
     """Round *value* to digits that do not depend on the order of summation."""
     return float(f"{value:.6g}")
 
@@ -129,7 +133,7 @@ EXACT = Rounding()
 class Outcome:
     """Out-of-range counts and quantization error of some elements."""
 
-    lost: OutOfRange = NONE
+    lost: OutOfRange = NO_LOSS
     rounding: Rounding = EXACT
 
     def __add__(self, other: Outcome) -> Outcome:
@@ -141,4 +145,4 @@ class Outcome:
         return bool(self.lost or self.rounding)
 
 
-NOTHING = Outcome()
+NO_OUTCOME = Outcome()

@@ -13,39 +13,39 @@ import os
 from contextlib import suppress
 from functools import cache
 
-PAGE = mmap.PAGESIZE
-LEAST = 16 << 20
+PAGE_BYTES = mmap.PAGESIZE
+MIN_FILE_BYTES = 16 << 20
 """Smallest file size that is checked, in bytes."""
 SAMPLES = 16
 
 
-def cold(descriptor: int) -> bool:
+def is_mostly_uncached(descriptor: int) -> bool:
     """Return whether less than half of the sampled pages of a file are in the page cache.
 
     ``mincore`` does not read, unlike ``preadv2(RWF_NOWAIT)``, which starts read-ahead.
     """
     size = os.fstat(descriptor).st_size
-    if size < LEAST or not hasattr(os, "O_DIRECT"):
+    if size < MIN_FILE_BYTES or not hasattr(os, "O_DIRECT"):
         return False
-    libc = _libc()
+    libc = _load_libc()
     # The mapping is never accessed, so a file that is truncated does no harm.
-    first = libc.mmap(None, size, mmap.PROT_READ, mmap.MAP_SHARED, descriptor, 0)
-    if first == ctypes.c_void_p(-1).value:
+    address = libc.mmap(None, size, mmap.PROT_READ, mmap.MAP_SHARED, descriptor, 0)
+    if address == ctypes.c_void_p(-1).value:
         return False
     resident, state = 0, ctypes.c_ubyte()
     try:
         for sample in range(SAMPLES):
-            page = size * sample // SAMPLES // PAGE * PAGE
-            if libc.mincore(first + page, PAGE, ctypes.byref(state)):
+            page = size * sample // SAMPLES // PAGE_BYTES * PAGE_BYTES
+            if libc.mincore(address + page, PAGE_BYTES, ctypes.byref(state)):
                 return False
             resident += state.value & 1
     finally:
-        libc.munmap(first, size)
+        libc.munmap(address, size)
     return 2 * resident < SAMPLES
 
 
 @cache
-def _libc() -> ctypes.CDLL:
+def _load_libc() -> ctypes.CDLL:
     libc = ctypes.CDLL(None)
     libc.mmap.restype = ctypes.c_void_p
     libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, *(ctypes.c_int,) * 3, ctypes.c_long)
@@ -54,7 +54,7 @@ def _libc() -> ctypes.CDLL:
     return libc
 
 
-def past_cache(descriptor: int) -> int | None:
+def enable_direct_reads(descriptor: int) -> int | None:
     """Switch a descriptor to direct reads, or close it and return None if that is unsupported."""
     with suppress(OSError):
         flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)

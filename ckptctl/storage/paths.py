@@ -12,21 +12,30 @@ from pathlib import Path, PureWindowsPath
 from typing import TypeVar, cast
 
 from ckptctl.errors import CkptError, UnsupportedError, UsageError, listed, nearest
-from ckptctl.storage.urls import HUB, PACKAGES, is_url, local_path, masked, scheme_of
+from ckptctl.storage.urls import (
+    HUB_SCHEME,
+    PACKAGES,
+    is_url,
+    mask_secrets,
+    parse_scheme,
+    to_local_path,
+)
 from ckptctl.tree import TreePath, UrlPath, open_url
 from ckptctl.units import natural_key
 
 P = TypeVar("P", bound=TreePath)
-LOOKED_AT = 1000
-SHOWN = 3
+MAX_LISTED_NAMES = 1000
+MAX_SHOWN_NAMES = 3
 _REPOSITORY = re.compile(r"[A-Za-z0-9][\w-]*/[\w.-]+")
 """Hub repository, ``ORG/NAME``."""
-_FILES = frozenset((".bin", ".ckpt", ".gguf", ".json", ".pt", ".pth", ".safetensors", ".zip"))
+_FILE_SUFFIXES = frozenset(
+    (".bin", ".ckpt", ".gguf", ".json", ".pt", ".pth", ".safetensors", ".zip")
+)
 """File suffixes that repository names do not have."""
 _SHARED_BLOB = re.compile(r"[0-9a-f]{64}")
 
 
-def named(path: str | os.PathLike[str]) -> TreePath:
+def parse_path(path: str | os.PathLike[str]) -> TreePath:
     """Parse a path or URL given by the user, without accessing it."""
     if isinstance(path, UrlPath):
         return path
@@ -34,16 +43,20 @@ def named(path: str | os.PathLike[str]) -> TreePath:
         return open_url(os.fspath(path))
     if "\0" in os.fspath(path):
         raise UsageError("a path cannot contain the character NUL", where=str(path))
-    return path if isinstance(path, Path) else Path(local_path(path))
+    return path if isinstance(path, Path) else Path(to_local_path(path))
 
 
-def source_path(path: str | os.PathLike[str]) -> TreePath:
+def resolve_source_path(path: str | os.PathLike[str]) -> TreePath:
     """Parse a path or URL to read from, accessing a URL to resolve it."""
-    found = named(path)
-    return UrlPath(found.tree, found.tree.look(found.url)) if isinstance(found, UrlPath) else found
+    parsed = parse_path(path)
+    return (
+        UrlPath(parsed.tree, parsed.tree.look(parsed.url))
+        if isinstance(parsed, UrlPath)
+        else parsed
+    )
 
 
-def home_expanded(path: P) -> P:
+def expand_home(path: P) -> P:
     """Expand a leading ``~`` of a path given by the user."""
     try:
         return path.expanduser()
@@ -55,21 +68,21 @@ def home_expanded(path: P) -> P:
         ) from None
 
 
-def shown(path: str | os.PathLike[str]) -> str:
+def redact_path(path: str | os.PathLike[str]) -> str:
     """Return *path* as given, without the secrets of a URL."""
-    return str(named(path)) if is_url(path) else str(path)
+    return str(parse_path(path)) if is_url(path) else str(path)
 
 
-def is_known(path: str | os.PathLike[str]) -> bool:
+def has_known_scheme(path: str | os.PathLike[str]) -> bool:
     """Return whether *path* is a local path, or a URL with a scheme supported by fsspec."""
     if not is_url(path):
         return True
     import fsspec
 
-    return scheme_of(os.fspath(path)) in fsspec.available_protocols()
+    return parse_scheme(os.fspath(path)) in fsspec.available_protocols()
 
 
-def require_answers(path: TreePath) -> None:
+def require_no_failure(path: TreePath) -> None:
     """Raise if any request to a remote tree has failed.
 
     Readers treat an unreadable file as damaged, which is only right for local files.
@@ -80,7 +93,7 @@ def require_answers(path: TreePath) -> None:
 
 def require_local(
     path: str | os.PathLike[str],
-    what: str,
+    message: str,
     *,
     why: str | None = None,
     hint: str | None = None,
@@ -88,40 +101,42 @@ def require_local(
 ) -> None:
     """Raise if *path* is a URL."""
     if is_url(path):
-        raise error(what, where=masked(os.fspath(path)), why=why, hint=hint)
+        raise error(message, where=mask_secrets(os.fspath(path)), why=why, hint=hint)
 
 
 def path_hint(path: str | TreePath) -> str:
     """Return a hint for a path that does not exist."""
     if is_url(path):
         return "check the URL; nothing was found there"
-    absolute = home_expanded(Path(path)).absolute()
+    absolute = expand_home(Path(path)).absolute()
     if absolute.exists():
         return f"`{absolute}` is a file"
-    there = next(parent for parent in absolute.parents if parent.is_dir())
-    wanted = absolute.relative_to(there).parts[0]
-    if (there / wanted).is_symlink():
-        return _link_hint(there / wanted)
-    scheme, colon, _ = wanted.partition(":")
-    if colon and scheme in (HUB, *PACKAGES):
+    parent_folder = next(parent for parent in absolute.parents if parent.is_dir())
+    missing_name = absolute.relative_to(parent_folder).parts[0]
+    if (parent_folder / missing_name).is_symlink():
+        return _link_hint(parent_folder / missing_name)
+    scheme, colon, _ = missing_name.partition(":")
+    if colon and scheme in (HUB_SCHEME, *PACKAGES):
         return f"start the URL with `{scheme}://`"
     try:
-        with os.scandir(there) as found:
-            names = [entry.name for entry in islice(found, LOOKED_AT) if entry.name[0] != "."]
+        with os.scandir(parent_folder) as entries:
+            names = [
+                entry.name for entry in islice(entries, MAX_LISTED_NAMES) if entry.name[0] != "."
+            ]
     except OSError:
-        return f"`{there}` cannot be listed"
-    close = nearest(wanted, names)
-    if close:
-        return f"did you mean `{there / close}`?"
-    inside = sorted(names, key=natural_key)
-    holds = f"`{there}` contains {listed(inside, SHOWN) if inside else 'nothing'}"
+        return f"`{parent_folder}` cannot be listed"
+    similar_name = nearest(missing_name, names)
+    if similar_name:
+        return f"did you mean `{parent_folder / similar_name}`?"
+    sorted_names = sorted(names, key=natural_key)
+    contents = f"`{parent_folder}` contains {listed(sorted_names, MAX_SHOWN_NAMES) if sorted_names else 'nothing'}"
     repository = hub_url(path)
-    return f"{holds}; write a Hub repository as `{repository}`" if repository else holds
+    return f"{contents}; write a Hub repository as `{repository}`" if repository else contents
 
 
-def names_repository(path: str | TreePath) -> bool:
+def could_be_repository(path: str | TreePath) -> bool:
     """Return whether a path could also be a Hub repository ``ORG/NAME``."""
-    return bool(_REPOSITORY.fullmatch(str(path))) and Path(path).suffix not in _FILES
+    return bool(_REPOSITORY.fullmatch(str(path))) and Path(path).suffix not in _FILE_SUFFIXES
 
 
 def hub_url(path: str | TreePath) -> str | None:
@@ -129,20 +144,20 @@ def hub_url(path: str | TreePath) -> str | None:
 
     It is None if a local folder ``ORG`` exists.
     """
-    here = Path(path).absolute().parent.is_dir()
-    return f"{HUB}://{path}" if names_repository(path) and not here else None
+    has_local_folder = Path(path).absolute().parent.is_dir()
+    return f"{HUB_SCHEME}://{path}" if could_be_repository(path) and not has_local_folder else None
 
 
 def _link_hint(link: Path) -> str:
     """Return the hint for a broken symbolic link."""
-    said = f"`{link}` is a symbolic link to `{link.readlink()}`"
+    message = f"`{link}` is a symbolic link to `{link.readlink()}`"
     try:
         link.stat()
     except FileNotFoundError:
-        return f"{said}, which does not exist"
+        return f"{message}, which does not exist"
     except OSError as error:
-        return f"{said}: {os.strerror(error.errno or 0)}"
-    return said
+        return f"{message}: {os.strerror(error.errno or 0)}"
+    return message
 
 
 class OutsideError(UnsupportedError):
@@ -152,7 +167,7 @@ class OutsideError(UnsupportedError):
     """
 
 
-def contained(name: str, where: str) -> str:
+def require_relative(name: str, where: str) -> str:
     """Normalize *name*, which must be a relative path without ``..``."""
     pure = PureWindowsPath(name)
     parts = pure.parts
@@ -165,7 +180,7 @@ def contained(name: str, where: str) -> str:
     return "/".join(parts)
 
 
-def real_path(path: P) -> P:
+def resolve_links(path: P) -> P:
     """Resolve symbolic links, except a link to itself (URLs have none).
 
     ``Path.resolve`` raises ``RuntimeError`` for such a link before Python 3.13, which no caller
@@ -177,10 +192,10 @@ def real_path(path: P) -> P:
         return cast(P, Path(os.path.realpath(path)))
 
 
-def hub_repository(root: TreePath) -> TreePath | None:
+def find_hub_repository(root: TreePath) -> TreePath | None:
     """Return the repository in a Hugging Face cache whose snapshot contains *root*, or None."""
-    found = (parent.parent for parent in root.parents if parent.name == "snapshots")
-    return next(found, None)
+    repositories = (parent.parent for parent in root.parents if parent.name == "snapshots")
+    return next(repositories, None)
 
 
 def leads_outside(path: TreePath, root: TreePath) -> bool:
@@ -190,23 +205,23 @@ def leads_outside(path: TreePath, root: TreePath) -> bool:
     ``blobs/`` directory of the same repository, and on to the ``blobs/`` shared by all repositories
     (huggingface_hub, ``utils/_shared_blobs.py``).
     """
-    root, real = real_path(root), real_path(path)
-    if real.is_relative_to(root):
+    root, resolved = resolve_links(root), resolve_links(path)
+    if resolved.is_relative_to(root):
         return False
-    repository = hub_repository(root)
+    repository = find_hub_repository(root)
     if repository is None:
         return True
-    shared = real.parent.parent == repository.parent / "blobs"
-    return real.parent != repository / "blobs" and not (
-        shared and _SHARED_BLOB.fullmatch(real.name)
+    shared = resolved.parent.parent == repository.parent / "blobs"
+    return resolved.parent != repository / "blobs" and not (
+        shared and _SHARED_BLOB.fullmatch(resolved.name)
     )
 
 
-def is_there(path: TreePath) -> bool:
+def is_present(path: TreePath) -> bool:
     """Return whether *path* is a file, or a link to itself or out of its folder.
 
     The target of such a link is unknown. A link to a missing file in the folder does not count.
     """
     return path.is_file() or (
-        path.is_symlink() and (real_path(path).is_symlink() or leads_outside(path, path.parent))
+        path.is_symlink() and (resolve_links(path).is_symlink() or leads_outside(path, path.parent))
     )

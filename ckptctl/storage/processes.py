@@ -8,9 +8,9 @@ from pathlib import Path
 
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
 _NAMESPACE = Path("/proc/self/ns/pid")
-_STATE, _BEGAN = 0, 19
+_STATE_FIELD, _START_TIME_FIELD = 0, 19
 """Indices of the state and the start time after the process name in ``stat`` (man 5 proc)."""
-_OVER = ("Z", "X")
+_ENDED_STATES = ("Z", "X")
 """States of a process that has ended but was not reaped by its parent."""
 
 
@@ -31,30 +31,30 @@ class Process:
     began: int
 
 
-def own() -> Process:
+def current_process() -> Process:
     """Return the identity of this process."""
     number = os.getpid()
-    return Process(os.uname().nodename, _system(), number, _began(number) or 0)
+    return Process(os.uname().nodename, _read_system_id(), number, _read_start_time(number) or 0)
 
 
-def ended(process: Process) -> bool:
+def has_ended(process: Process) -> bool:
     """Return whether *process* has certainly ended, which is only known on the same system."""
-    same = bool(process.system) and process.system == _system()
-    return same and _began(process.number) != process.began
+    same = bool(process.system) and process.system == _read_system_id()
+    return same and _read_start_time(process.number) != process.began
 
 
-def _system() -> str:
+def _read_system_id() -> str:
     try:
         return f"{_BOOT.read_text().strip()} {_NAMESPACE.readlink()}"
     except OSError:
         return ""
 
 
-def _began(number: int) -> int | None:
+def _read_start_time(number: int) -> int | None:
     """Return the start time of a running process in clock ticks, or None if it is not running."""
     try:
         text = Path(f"/proc/{number}/stat").read_text()
     except OSError:
         return None
     fields = text.rpartition(")")[2].split()
-    return None if fields[_STATE] in _OVER else int(fields[_BEGAN])
+    return None if fields[_STATE_FIELD] in _ENDED_STATES else int(fields[_START_TIME_FIELD])

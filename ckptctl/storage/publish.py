@@ -30,22 +30,28 @@ from ckptctl.errors import (
 from ckptctl.storage import file_system, lock, trash
 from ckptctl.storage.destinations import (
     Recognize,
-    already_exists,
     check_target,
-    destination,
+    destination_exists_error,
     is_empty_folder,
+    resolve_destination,
     staging_directory,
 )
 from ckptctl.storage.file_system import sync_directory
-from ckptctl.storage.paths import real_path
-from ckptctl.storage.threads import terminable
-from ckptctl.storage.unfinished import DATA, JOURNAL, Unfinished, held_in, left_in
+from ckptctl.storage.paths import resolve_links
+from ckptctl.storage.threads import raise_on_sigterm
+from ckptctl.storage.unfinished import (
+    DATA_NAME,
+    JOURNAL_NAME,
+    PartialOutput,
+    count_allocated_bytes,
+    find_partial_output,
+)
 from ckptctl.storage.urls import is_url
 
-DOING = "writing to this destination"
-LEFT = "partial output from an interrupted run exists for this destination"
-IN_PLACE = "the output was published, but it may not survive a power failure"
-_OWN = frozenset((lock.NAME, DATA, JOURNAL, "failed"))
+LOCK_PURPOSE = "writing to this destination"
+UNFINISHED = "partial output from an interrupted run exists for this destination"
+NOT_DURABLE_MESSAGE = "the output was published, but it may not survive a power failure"
+_STAGING_FILES = frozenset((lock.LOCK_FILE, DATA_NAME, JOURNAL_NAME, "failed"))
 """Files of a staging directory; ``failed`` reports the failure of one of several ranks."""
 
 
@@ -57,20 +63,20 @@ class Staging:
     ) -> None:
         self.target = target
         self.root = staging_directory(target)
-        self.data = self.root / DATA
-        self.journal = self.root / JOURNAL
+        self.data = self.root / DATA_NAME
+        self.journal = self.root / JOURNAL_NAME
         self.notes: list[str] = []
         self.published = False
-        self._fills = is_empty_folder(target) and not single_file
+        self._replaces_empty_folder = is_empty_folder(target) and not single_file
         self._replaced = self._filled = False
         self._identity = (0, 0)
         self._overwrite = overwrite
         self._finished = self.data / target.name if single_file else self.data
         self._is_checkpoint = is_checkpoint
 
-    def held(self) -> int:
+    def count_allocated_bytes(self) -> int:
         """Return the disk space that the staged output already takes, in bytes."""
-        return held_in(self.data)
+        return count_allocated_bytes(self.data)
 
     def publish(self) -> list[str]:
         """Rename the output, whose files are synced, to its final name, and return notes."""
@@ -79,13 +85,13 @@ class Staging:
             # After an exchange, `data` is the old output, which no journal may describe.
             self.journal.unlink(missing_ok=True)
             sync_directory(self.root)
-            self._rename()
+            self._rename_output()
             self.published = True
         try:
             sync_directory(self.target.parent)
             sync_directory(self.root)
         except StorageError as error:
-            error.why = IN_PLACE
+            error.why = NOT_DURABLE_MESSAGE
             raise
         return self.notes
 
@@ -97,12 +103,12 @@ class Staging:
             StorageError: The rename or a sync failed.
         """
         with storage_errors("withdraw the output", self.target):
-            if _inode(self.target) != self._identity:
+            if _read_inode(self.target) != self._identity:
                 raise RefusedError(
                     "the output was replaced in the meantime", where=str(self.target)
                 )
             if self._replaced:
-                file_system.rename(self.target, self._finished, file_system.EXCHANGE)
+                file_system.rename_atomically(self.target, self._finished, file_system.EXCHANGE)
             else:
                 self.target.rename(self._finished)
                 if self._filled:
@@ -111,20 +117,20 @@ class Staging:
             sync_directory(self._finished.parent)
         return "the previous output was restored" if self._replaced else "the output was deleted"
 
-    def _rename(self) -> None:
-        self._identity = _inode(self._finished)
-        if self._fills and is_empty_folder(self.target):
-            self._fill()
+    def _rename_output(self) -> None:
+        self._identity = _read_inode(self._finished)
+        if self._replaces_empty_folder and is_empty_folder(self.target):
+            self._replace_empty_folder()
             return
         exists = self._overwrite and os.path.lexists(self.target)
         if exists:
             check_target(self.target, overwrite=True, is_checkpoint=self._is_checkpoint)
         flags = file_system.EXCHANGE if exists else file_system.NOREPLACE
         try:
-            file_system.rename(self._finished, self.target, flags)
+            file_system.rename_atomically(self._finished, self.target, flags)
             self._replaced = exists
         except FileExistsError:
-            raise already_exists(self.target) from None
+            raise destination_exists_error(self.target) from None
         except file_system.UnsupportedRenameError:
             if exists:
                 raise RefusedError(
@@ -133,38 +139,38 @@ class Staging:
                     hint="delete the old checkpoint first, or choose another destination",
                 ) from None
             if os.path.lexists(self.target):
-                raise already_exists(self.target) from None
+                raise destination_exists_error(self.target) from None
             self._finished.rename(self.target)
             self.notes.append(
                 "the file system does not support renameat2; the output was renamed after a "
                 "check that the destination does not exist"
             )
 
-    def _fill(self) -> None:
+    def _replace_empty_folder(self) -> None:
         """Atomically replace an empty folder by the output, keeping its mode."""
         self._finished.chmod(stat.S_IMODE(self.target.lstat().st_mode))
         try:
             self._finished.rename(self.target)
         except OSError as error:
             if error.errno in (errno.ENOTEMPTY, errno.EEXIST):
-                raise already_exists(self.target) from None
+                raise destination_exists_error(self.target) from None
             raise
         self._filled = True
 
 
-def unfinished(target: Path) -> Unfinished | None:
+def find_unfinished(target: Path) -> PartialOutput | None:
     """Return the partial output of an interrupted run for *target*, or None if a run is active."""
     root = staging_directory(target)
-    return None if lock.holder(root) else left_in(root)
+    return None if lock.find_holder(root) else find_partial_output(root)
 
 
 def data_directory(target: Path) -> Path:
     """Return the folder in which the output for *target* is built."""
-    return staging_directory(target) / DATA
+    return staging_directory(target) / DATA_NAME
 
 
 @contextmanager
-def staging(
+def stage_output(
     target: Path,
     *,
     overwrite: bool = False,
@@ -188,43 +194,43 @@ def staging(
         single_file: Whether the output is the single file ``data/NAME`` instead of ``data``.
         is_checkpoint: Returns whether a path may be overwritten.
     """
-    target = destination(target)
-    found = Staging(
+    target = resolve_destination(target)
+    stage = Staging(
         target, overwrite=overwrite, single_file=single_file, is_checkpoint=is_checkpoint
     )
-    with sweeping(target):
+    with sweep_if_refused(target):
         check_target(target, overwrite=overwrite, is_checkpoint=is_checkpoint)
     with ExitStack() as stack:
-        stack.enter_context(terminable())
-        above = (target.parent, *target.parent.parents)
-        missing = [path for path in above if not path.exists()]
+        stack.enter_context(raise_on_sigterm())
+        parents = (target.parent, *target.parent.parents)
+        missing = [path for path in parents if not path.exists()]
         with storage_errors("create", target.parent):
             for path in reversed(missing):
                 path.mkdir(exist_ok=True)
                 sync_directory(path.parent)
-        _require_own(found.root)
-        stack.enter_context(lock.held(found.root, found.target, DOING))
-        left = left_in(found.root)
-        if left and not (resume or restart):
-            raise left.refusal(
-                LEFT,
+        _require_own(stage.root)
+        stack.enter_context(lock.hold_lock(stage.root, stage.target, LOCK_PURPOSE))
+        partial_output = find_partial_output(stage.root)
+        if partial_output and not (resume or restart):
+            raise partial_output.refusal_error(
+                UNFINISHED,
                 f"use {spell_option('--resume', of='convert')} to resume it, or "
                 f"{spell_option('--restart', of='convert')} to discard it and start over",
             )
         try:
-            _prepare(found, resume=resume)
-            yield found
+            _prepare_data(stage, resume=resume)
+            yield stage
         except BaseException as error:
-            stopped = keep_on_interrupt and isinstance(error, KeyboardInterrupt)
-            keep = keep_on_error or (stopped and left_in(found.root) is not None)
-            if found.published or not keep:
-                _tell(error, _discard(found))
+            is_interrupted = keep_on_interrupt and isinstance(error, KeyboardInterrupt)
+            keep = keep_on_error or (is_interrupted and find_partial_output(stage.root) is not None)
+            if stage.published or not keep:
+                _add_notes(error, _remove_staging(stage))
             raise
-        found.notes += _discard(found)
+        stage.notes += _remove_staging(stage)
 
 
 @contextmanager
-def sweeping(target: str | os.PathLike[str] | None) -> Iterator[None]:
+def sweep_if_refused(target: str | os.PathLike[str] | None) -> Iterator[None]:
     """If the block raises `RefusedError`, remove stale staging files of a killed run."""
     try:
         yield
@@ -233,16 +239,16 @@ def sweeping(target: str | os.PathLike[str] | None) -> Iterator[None]:
             path = Path(target).expanduser()
             if os.path.lexists(path):
                 with suppress(CkptError):
-                    sweep(real_path(path.parent) / path.name)
+                    sweep_staging(resolve_links(path.parent) / path.name)
         raise
 
 
-def sweep(target: Path, untouched: float = 0.0) -> bool:
+def sweep_staging(target: Path, idle_seconds: float = 0.0) -> bool:
     """Remove the staging directory of a killed run unless it can be resumed.
 
     Args:
         target: The destination.
-        untouched: Seconds for which no process may have written to it, by the clock of the file
+        idle_seconds: Seconds for which no process may have written to it, by the clock of the file
             system, because the holder of the lock is not the only writer. A directory that was
             written to since is not even locked, as a new run may be about to lock it.
 
@@ -254,32 +260,32 @@ def sweep(target: Path, untouched: float = 0.0) -> bool:
         StorageError: The directory could not be removed.
     """
     root = staging_directory(target)
-    journal, locked = root / JOURNAL, root / lock.NAME
+    journal, lock_file = root / JOURNAL_NAME, root / lock.LOCK_FILE
     if root.is_symlink() or not root.is_dir() or journal.exists():
         return False
-    if not locked.is_file() and (untouched or any(root.iterdir())):
+    if not lock_file.is_file() and (idle_seconds or any(root.iterdir())):
         return False  # a run killed while removing it leaves an empty folder
     with storage_errors("remove", root):
         try:
             _require_own(root)
-            if untouched and _seconds_untouched(root) < untouched:
+            if idle_seconds and _seconds_since_write(root) < idle_seconds:
                 return False
         except FileNotFoundError:  # its run is removing it
             return False
-    with lock.held(root, target, DOING, to_sweep=True), storage_errors("remove", root):
-        if journal.exists() or _seconds_untouched(root) < untouched:
+    with lock.hold_lock(root, target, LOCK_PURPOSE, to_sweep=True), storage_errors("remove", root):
+        if journal.exists() or _seconds_since_write(root) < idle_seconds:
             return False
-        trash.remove(root / DATA)
-        trash.remove(root)
+        trash.remove_path(root / DATA_NAME)
+        trash.remove_path(root)
     return True
 
 
-def _seconds_untouched(root: Path) -> float:
+def _seconds_since_write(root: Path) -> float:
     """Return the seconds since the last write to a staging directory, by the file system clock."""
-    locked = root / lock.NAME
-    os.utime(locked)
-    written = (item.lstat().st_mtime for item in (root, *root.rglob("*")) if item != locked)
-    return locked.stat().st_mtime - max(written)
+    lock_file = root / lock.LOCK_FILE
+    os.utime(lock_file)
+    written = (item.lstat().st_mtime for item in (root, *root.rglob("*")) if item != lock_file)
+    return lock_file.stat().st_mtime - max(written)
 
 
 def _require_own(root: Path) -> None:
@@ -290,48 +296,50 @@ def _require_own(root: Path) -> None:
     if root.is_symlink() or not root.is_dir():
         return  # missing, or locking it raises the error
     names = {item.name for item in root.iterdir() if not item.name.startswith(".nfs")}
-    if strange := names - _OWN or (lock.NAME not in names and names & {DATA, JOURNAL}):
+    if unknown_names := names - _STAGING_FILES or (
+        lock.LOCK_FILE not in names and names & {DATA_NAME, JOURNAL_NAME}
+    ):
         raise RefusedError(
             "the staging directory contains files that ckptctl did not create",
             where=str(root),
-            why=f"unknown: {listed(sorted(strange))}",
+            why=f"unknown: {listed(sorted(unknown_names))}",
             hint="move them away; this folder is deleted once the output is published",
         )
 
 
-def _inode(path: Path) -> tuple[int, int]:
-    found = path.lstat()
-    return found.st_dev, found.st_ino
+def _read_inode(path: Path) -> tuple[int, int]:
+    status = path.lstat()
+    return status.st_dev, status.st_ino
 
 
-def _prepare(found: Staging, *, resume: bool) -> None:
-    if not resume or found.data.is_symlink() or not found.data.is_dir():
-        trash.remove(found.journal)
-        trash.remove(found.data)
-    with storage_errors("create", found.data):
-        found.data.mkdir(exist_ok=True)
+def _prepare_data(stage: Staging, *, resume: bool) -> None:
+    if not resume or stage.data.is_symlink() or not stage.data.is_dir():
+        trash.remove_path(stage.journal)
+        trash.remove_path(stage.data)
+    with storage_errors("create", stage.data):
+        stage.data.mkdir(exist_ok=True)
 
 
-def _discard(found: Staging) -> list[str]:
+def _remove_staging(stage: Staging) -> list[str]:
     """Remove the staging directory and return a note if that fails."""
     failures: list[str] = []
-    for path in (found.journal, found.data, found.root):
+    for path in (stage.journal, stage.data, stage.root):
         try:
-            trash.remove(path)
+            trash.remove_path(path)
         except CkptError as error:
             failures.append(error.what)
     if not failures:
         return []
     return [
-        f"`{found.root}` could not be deleted ({failures[0]}); the next run for this destination "
+        f"`{stage.root}` could not be deleted ({failures[0]}); the next run for this destination "
         "deletes it"
     ]
 
 
-def _tell(error: BaseException, left: Sequence[str]) -> None:
+def _add_notes(error: BaseException, notes: Sequence[str]) -> None:
     """Add notes on remaining files to *error*."""
     if isinstance(error, CkptError):
-        error.why = "; ".join(filter(None, (error.why, *left)))
+        error.why = "; ".join(filter(None, (error.why, *notes)))
     else:
-        for line in left:
+        for line in notes:
             error.add_note(line)

@@ -14,17 +14,17 @@ from typing import TypeVar
 from ckptctl.catalog import Blob, Extent
 from ckptctl.errors import CkptError
 from ckptctl.storage.files import SourceFiles
-from ckptctl.storage.threads import thread_pool
+from ckptctl.storage.threads import create_thread_pool
 
-AHEAD = 16
+PREFETCH_COUNT = 16
 """Number of items to prefetch."""
 FileOffset = tuple[str, int]
 """File name and byte offset, relative to the end if negative."""
 T = TypeVar("T")
 
 
-def ahead(
-    files: SourceFiles, items: Iterable[T], places: Callable[[T], Iterable[FileOffset]]
+def prefetch_items(
+    files: SourceFiles, items: Iterable[T], list_places: Callable[[T], Iterable[FileOffset]]
 ) -> Iterator[T]:
     """Yield *items* while prefetching the next ones, unless they are local.
 
@@ -34,41 +34,41 @@ def ahead(
         yield from items
         return
     waiting: deque[T] = deque()
-    pool = thread_pool(AHEAD)
+    pool = create_thread_pool(PREFETCH_COUNT)
     try:
         for item in items:
-            for name, offset in places(item):
-                pool.submit(_fetch, files, name, offset)
+            for name, offset in list_places(item):
+                pool.submit(_try_prefetch, files, name, offset)
             waiting.append(item)
-            if len(waiting) > AHEAD:
+            if len(waiting) > PREFETCH_COUNT:
                 yield waiting.popleft()
         yield from waiting
     finally:
         pool.shutdown(wait=False, cancel_futures=True)
 
 
-def heads_ahead(files: SourceFiles, names: Iterable[str]) -> Iterator[str]:
+def prefetch_heads(files: SourceFiles, names: Iterable[str]) -> Iterator[str]:
     """Yield *names* of files that are read from the start, such as safetensors."""
-    return ahead(files, names, lambda name: ((name, 0),))
+    return prefetch_items(files, names, lambda name: ((name, 0),))
 
 
-def zips_ahead(files: SourceFiles, names: Iterable[str]) -> Iterator[str]:
+def prefetch_zips(files: SourceFiles, names: Iterable[str]) -> Iterator[str]:
     """Yield *names* of ``torch.save`` files, which are read at the end first, then at the start."""
-    return ahead(files, names, zip_ends)
+    return prefetch_items(files, names, list_zip_ends)
 
 
-def zip_ends(name: str) -> tuple[FileOffset, ...]:
+def list_zip_ends(name: str) -> tuple[FileOffset, ...]:
     """Return the places at which a ``torch.save`` file is read."""
     return (name, -1), (name, 0)
 
 
-def ends(part: Extent | Blob) -> Iterator[FileOffset]:
+def list_item_ends(item: Extent | Blob) -> Iterator[FileOffset]:
     """Yield the first and last byte of an item that is a separate zip."""
-    if part.file is not None:
-        yield part.file, part.offset
-        yield part.file, part.offset + part.nbytes - 1
+    if item.file is not None:
+        yield item.file, item.offset
+        yield item.file, item.offset + item.nbytes - 1
 
 
-def _fetch(files: SourceFiles, name: str, offset: int) -> None:
+def _try_prefetch(files: SourceFiles, name: str, offset: int) -> None:
     with suppress(CkptError):
         files.prefetch(name, offset)

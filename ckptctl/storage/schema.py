@@ -40,13 +40,13 @@ from ckptctl.errors import CkptError, UnsupportedError, either, nearest
 from ckptctl.storage.pickles.inert import Inert
 from ckptctl.units import counted
 
-SHOWN = 40
+MAX_SHOWN_CHARACTERS = 40
 """Most characters of a value or key in a message."""
 T = TypeVar("T")
 _Seen = defaultdict[Any, dict[int, Any]]
 """Results by reader and identity of the value."""
 _Reader = Callable[[Any, _Seen], Any]
-_CALLED = {
+_TYPE_NAMES = {
     int: "an integer",
     str: "a string",
     bool: "a boolean",
@@ -93,24 +93,26 @@ class Constraint:
     test: Callable[[Any], bool]
 
 
-def within(least: int, end: int) -> Constraint:
+def value_in_range(minimum: int, end: int) -> Constraint:
     """Require an integer with ``least <= value < end``."""
-    return Constraint(f"an integer from {least} to {end - 1}", lambda value: least <= value < end)
-
-
-def sized(least: int, most: int) -> Constraint:
-    """Require *least* to *most* items."""
     return Constraint(
-        f"{least:,} to {counted(most, 'item')}", lambda value: least <= len(value) <= most
+        f"an integer from {minimum} to {end - 1}", lambda value: minimum <= value < end
+    )
+
+
+def size_between(minimum: int, maximum: int) -> Constraint:
+    """Require *minimum* to *maximum* items."""
+    return Constraint(
+        f"{minimum:,} to {counted(maximum, 'item')}", lambda value: minimum <= len(value) <= maximum
     )
 
 
 Natural = Annotated[int, Constraint("a non-negative integer", lambda value: 0 <= value < 1 << 63)]
-FILLED = Constraint("a collection that is not empty", bool)
+NOT_EMPTY = Constraint("a collection that is not empty", bool)
 
 
 class MalformedError(ValueError):
-    """Malformed data, to which :func:`malformed` adds the context."""
+    """Malformed data, to which :func:`malformed_errors` adds the context."""
 
 
 class MismatchError(MalformedError):
@@ -128,24 +130,24 @@ class MismatchError(MalformedError):
     ) -> None:
         super().__init__(expected)
         self.expected = expected
-        self.problem = problem or f"is {describe(value)}, expected {expected}"
+        self.problem = problem or f"is {describe_value(value)}, expected {expected}"
         self.path = [name] if name else []
 
     def __str__(self) -> str:
-        place = "".join(reversed(self.path)).removeprefix(".")
-        return f"`{place}` {self.problem}" if place else f"it {self.problem}"
+        path = "".join(reversed(self.path)).removeprefix(".")
+        return f"`{path}` {self.problem}" if path else f"it {self.problem}"
 
 
-def describe(value: object) -> str:
+def describe_value(value: object) -> str:
     """Describe *value* in a few words."""
     if isinstance(value, str):
-        return repr(value[:SHOWN])
+        return repr(value[:MAX_SHOWN_CHARACTERS])
     if type(value) is int and value.bit_length() > 64:
         return f"an integer of {counted(value.bit_length(), 'bit')}"
     if value is None or type(value) in (bool, int, float):
         return str(value)
-    name = value.name[:SHOWN] if isinstance(value, Inert) else type(value).__name__
-    return _CALLED.get(type(value), f"of class `{name}`")
+    name = value.name[:MAX_SHOWN_CHARACTERS] if isinstance(value, Inert) else type(value).__name__
+    return _TYPE_NAMES.get(type(value), f"of class `{name}`")
 
 
 def read_as(kind: type[T], value: object, name: str = "") -> T:
@@ -157,17 +159,17 @@ def read_as(kind: type[T], value: object, name: str = "") -> T:
         name: Name of the value in messages.
 
     Raises:
-        MismatchError: The value does not match; see :func:`malformed`.
+        MismatchError: The value does not match; see :func:`malformed_errors`.
     """
     try:
-        found: T = _reader(cast("Any", kind))(value, defaultdict(dict))
+        result: T = _build_reader(cast("Any", kind))(value, defaultdict(dict))
     except MismatchError as error:
         error.path.append(name)
         raise
-    return found
+    return result
 
 
-def find(kind: type[T], value: object, *names: str) -> T | None:
+def find_member(kind: type[T], value: object, *names: str) -> T | None:
     """Return the nested member *names* of *value* if it matches *kind*, or None."""
     for name in names:
         value = value.get(name) if isinstance(value, dict) else None
@@ -178,91 +180,91 @@ def find(kind: type[T], value: object, *names: str) -> T | None:
 
 
 @contextmanager
-def malformed(
-    what: str, where: str, hint: str | None = None, error: type[CkptError] = UnsupportedError
+def malformed_errors(
+    message: str, where: str, hint: str | None = None, error: type[CkptError] = UnsupportedError
 ) -> Iterator[None]:
     """Convert exceptions raised while reading untrusted data into one *error*."""
     try:
         yield
-    except (LookupError, TypeError, ValueError, AttributeError, RecursionError) as found:
-        exact = isinstance(found, MalformedError)
-        why = str(found) if exact else f"{type(found).__name__}: {found}"
-        raise error(what, where=where, why=why, hint=hint) from found
+    except (LookupError, TypeError, ValueError, AttributeError, RecursionError) as raised:
+        is_malformed = isinstance(raised, MalformedError)
+        why = str(raised) if is_malformed else f"{type(raised).__name__}: {raised}"
+        raise error(message, where=where, why=why, hint=hint) from raised
 
 
-def attributes(record: object) -> Mapping[str, object]:
+def read_attributes(record: object) -> Mapping[str, object]:
     """Return the attributes of an inert record, from its ``__dict__`` or its slots."""
     state = record.state if isinstance(record, Inert) else record
     if isinstance(state, tuple) and len(state) == 2:
-        slots = [one or {} for one in state]
-        state = slots[0] | slots[1] if all(isinstance(one, dict) for one in slots) else None
+        slots = [part or {} for part in state]
+        state = slots[0] | slots[1] if all(isinstance(part, dict) for part in slots) else None
     if not isinstance(state, dict):
         raise MismatchError("an object with attributes", record)
     return state
 
 
 @lru_cache(maxsize=1024)
-def _reader(kind: Any) -> _Reader:
+def _build_reader(kind: Any) -> _Reader:
     """Build the function that reads values of *kind*."""
     origin, inner = get_origin(kind), get_args(kind)
     if origin is Annotated:
-        return partial(_read_checked, _reader(inner[0]), inner[1])
+        return partial(_read_checked, _build_reader(inner[0]), inner[1])
     if origin in (Union, UnionType):
-        return partial(_read_either, [_reader(item) for item in inner])
+        return partial(_read_either, [_build_reader(item) for item in inner])
     if origin is Literal:
         types = {type(choice) for choice in inner}
         words = Constraint(
             " or ".join(map(repr, inner)), lambda value: type(value) in types and value in inner
         )
-        return partial(_read_checked, _any, words)
+        return partial(_read_checked, _read_any, words)
     if kind in (Any, object):
-        return _any
+        return _read_any
     if origin is tuple and inner[-1] is not Ellipsis:
-        reader: _Reader = partial(_read_row, [_reader(item) for item in inner])
+        reader: _Reader = partial(_read_row, [_build_reader(item) for item in inner])
     elif origin in (tuple, list):
-        reader = partial(_read_elements, origin, _reader(inner[0]))
+        reader = partial(_read_elements, origin, _build_reader(inner[0]))
     elif origin in (dict, Mapping):
-        reader = partial(_read_entries, _reader(inner[0]), _reader(inner[1]))
+        reader = partial(_read_entries, _build_reader(inner[0]), _build_reader(inner[1]))
     elif issubclass(kind, Schema):
         hints = get_type_hints(kind, include_extras=True)
-        members = {member.name: _reader(hints[member.name]) for member in fields(kind)}
+        members = {member.name: _build_reader(hints[member.name]) for member in fields(kind)}
         required = {
             member.name for member in fields(kind) if member.default is member.default_factory
         }
         reader = partial(_read_members, kind, members, required)
     else:
-        return _instance(kind)
+        return _build_instance_reader(kind)
     return partial(_read_once, reader)
 
 
-def _any(value: object, _: _Seen) -> object:
+def _read_any(value: object, _: _Seen) -> object:
     return value
 
 
 def _read_once(reader: _Reader, value: object, seen: _Seen) -> object:
     """Read a value, or return the result of an earlier read of the same object."""
-    known, place = seen[reader], id(value)
-    if place not in known:
-        known[place] = reader(value, seen)
-    return known[place]
+    results, identity = seen[reader], id(value)
+    if identity not in results:
+        results[identity] = reader(value, seen)
+    return results[identity]
 
 
-def _instance(kind: type) -> _Reader:
+def _build_instance_reader(kind: type) -> _Reader:
     """Build a reader of single values, as a closure for speed."""
 
     def read_instance(value: object, _: _Seen) -> object:
-        if type(value) is not kind and (kind in _CALLED or not isinstance(value, kind)):
-            raise MismatchError(_CALLED.get(kind, f"of class `{kind.__name__}`"), value)
+        if type(value) is not kind and (kind in _TYPE_NAMES or not isinstance(value, kind)):
+            raise MismatchError(_TYPE_NAMES.get(kind, f"of class `{kind.__name__}`"), value)
         return value
 
     return read_instance
 
 
 def _read_checked(reader: _Reader, constraint: Constraint, value: object, seen: _Seen) -> object:
-    found = reader(value, seen)
-    if not constraint.test(found):
+    result = reader(value, seen)
+    if not constraint.test(result):
         raise MismatchError(constraint.expected, value)
-    return found
+    return result
 
 
 def _read_either(readers: Sequence[_Reader], value: object, seen: _Seen) -> object:
@@ -273,8 +275,12 @@ def _read_either(readers: Sequence[_Reader], value: object, seen: _Seen) -> obje
             return reader(value, seen)
         except MismatchError as error:
             errors.append(error)
-    inside = [error for error in errors if error.path]
-    raise inside[0] if inside else MismatchError(either([one.expected for one in errors]), value)
+    nested_errors = [error for error in errors if error.path]
+    raise (
+        nested_errors[0]
+        if nested_errors
+        else MismatchError(either([mismatch.expected for mismatch in errors]), value)
+    )
 
 
 def _read_row(readers: Sequence[_Reader], value: object, seen: _Seen) -> object:
@@ -292,28 +298,28 @@ def _read_elements(
 
 
 def _read_each(readers: Iterable[_Reader], values: Sequence[object], seen: _Seen) -> list[object]:
-    found: list[object] = []
+    results: list[object] = []
     try:
-        for reader, one in zip(readers, values, strict=False):
-            found.append(reader(one, seen))
+        for reader, item in zip(readers, values, strict=False):
+            results.append(reader(item, seen))
     except MismatchError as error:
-        error.path.append(f"[{len(found)}]")
+        error.path.append(f"[{len(results)}]")
         raise
-    return found
+    return results
 
 
 def _read_entries(key_reader: _Reader, reader: _Reader, value: object, seen: _Seen) -> object:
     if not isinstance(value, dict):
         raise MismatchError("a dict", value)
-    found = {}
+    results = {}
     key: object = None
     try:
-        for key, one in value.items():
-            found[key_reader(key, seen)] = reader(one, seen)
+        for key, item in value.items():
+            results[key_reader(key, seen)] = reader(item, seen)
     except MismatchError as error:
-        error.path.append(f"[{describe(key)}]")
+        error.path.append(f"[{describe_value(key)}]")
         raise
-    return value if reader is _any else found
+    return value if reader is _read_any else results
 
 
 def _read_members(
@@ -324,25 +330,27 @@ def _read_members(
     seen: _Seen,
 ) -> object:
     if isinstance(value, dict):
-        held: Mapping[Any, object] = value
+        content: Mapping[Any, object] = value
     elif issubclass(kind, ObjectSchema):
-        held = attributes(value)
+        content = read_attributes(value)
     else:
         raise MismatchError("a dict", value)
-    if issubclass(kind, ClosedSchema) and (strange := [key for key in held if key not in members]):
-        name = str(strange[0])[:SHOWN]
-        close = nearest(name, [*members])
-        advice = f"; did you mean `{close}`?" if close else ""
+    if issubclass(kind, ClosedSchema) and (
+        unknown_keys := [key for key in content if key not in members]
+    ):
+        name = str(unknown_keys[0])[:MAX_SHOWN_CHARACTERS]
+        similar_key = nearest(name, [*members])
+        advice = f"; did you mean `{similar_key}`?" if similar_key else ""
         raise MismatchError("", name=f".{name}", problem=f"is unknown{advice}")
-    found: dict[str, object] = {}
+    arguments: dict[str, object] = {}
     name = ""
     try:
         for name, reader in members.items():
-            if name in held:
-                found[name] = reader(held[name], seen)
+            if name in content:
+                arguments[name] = reader(content[name], seen)
             elif name in required:
                 raise MismatchError("", problem="is missing")
     except MismatchError as error:
         error.path.append(f".{name}")
         raise
-    return kind(**found)
+    return kind(**arguments)

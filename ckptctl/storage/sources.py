@@ -28,64 +28,68 @@ class Sources:
         roots |= {root for root, _ in made_of(plan.computed)}
         roots |= {root for root, _ in plan.inputs} | {check.root for check in plan.checks}
         self._open = {root: stack.enter_context(source_files(root)) for root in roots}
-        self._identities = {(plan.source_root, name): one for name, one in plan.sources.items()}
+        self._identities = {
+            (plan.source_root, name): identity for name, identity in plan.sources.items()
+        }
         self._identities |= plan.inputs
 
-    def files(self, root: TreePath) -> SourceFiles:
+    def get_files(self, root: TreePath) -> SourceFiles:
         """Return the files below one of the source directories."""
         return self._open[root]
 
-    def listed(self) -> list[tuple[object, ...]]:
+    def list_identities(self) -> list[tuple[object, ...]]:
         """List file names and identities for the header of the journal.
 
         Directories and device numbers are omitted. Network file systems have a different device
         number on each machine and mount.
         """
-        return sorted((name, *astuple(one)[:-1]) for (_, name), one in self._identities.items())
+        return sorted(
+            (name, *astuple(identity)[:-1]) for (_, name), identity in self._identities.items()
+        )
 
-    def check(self) -> None:
+    def require_unchanged(self) -> None:
         """Raise `ChangedError` if a source file differs from its state when the plan was made."""
-        require_unreplaced(self._plan.opened)
+        require_same_file(self._plan.opened)
         sizes = {file.path: file.size for file in self._plan.files}
         for files in self._open.values():
-            files.forget()
+            files.drop_metadata()
         for raw in self._plan.raw_copies:
             key = (raw.root or self._plan.source_root, raw.source)
             if key in self._identities:
                 continue
-            found = self._identities[key] = self._identity(*key)
-            whole = raw.offset == raw.target_offset == 0 and raw.nbytes == sizes[raw.target]
-            if whole and found.size != raw.nbytes:
+            current = self._identities[key] = self._read_identity(*key)
+            is_complete = raw.offset == raw.target_offset == 0 and raw.nbytes == sizes[raw.target]
+            if is_complete and current.size != raw.nbytes:
                 raise ChangedError(
-                    *key, f"it had {counted(raw.nbytes, 'byte')} and now has {found.size:,}"
+                    *key, f"it had {counted(raw.nbytes, 'byte')} and now has {current.size:,}"
                 )
         for key, identity in self._identities.items():
-            found = self._identity(*key)
-            if found != identity:
-                raise ChangedError(*key, _difference(identity, found))
+            current = self._read_identity(*key)
+            if current != identity:
+                raise ChangedError(*key, _describe_difference(identity, current))
 
-    def _identity(self, root: TreePath, name: str) -> FileIdentity:
+    def _read_identity(self, root: TreePath, name: str) -> FileIdentity:
         # By path instead of the open descriptor, to detect replaced files.
         try:
-            found = self._open[root].path(name).stat()
+            status = self._open[root].path(name).stat()
         except (SourceNotFoundError, FileNotFoundError):
             raise ChangedError(root, name, "it was deleted") from None
-        return FileIdentity.of(found)
+        return FileIdentity.of(status)
 
 
-def identity_of(path: TreePath) -> FileIdentity:
+def read_identity(path: TreePath) -> FileIdentity:
     """Return the identity of the file or folder at *path*."""
     with storage_errors("access", path):
         return FileIdentity.of(path.stat())
 
 
-def require_unreplaced(opened: tuple[TreePath, FileIdentity] | None) -> None:
+def require_same_file(opened: tuple[TreePath, FileIdentity] | None) -> None:
     """Raise if another file has replaced the opened one at its path."""
     if opened is None:
         return
-    path, before = opened
+    path, original = opened
     try:
-        if before.one_with(FileIdentity.of(path.stat())):
+        if original.one_with(FileIdentity.of(path.stat())):
             return
     except FileNotFoundError:
         pass
@@ -95,7 +99,7 @@ def require_unreplaced(opened: tuple[TreePath, FileIdentity] | None) -> None:
 
 
 @contextmanager
-def blaming(check: Callable[[], None]) -> Iterator[None]:
+def raise_changed_if(check: Callable[[], None]) -> Iterator[None]:
     """If the block fails, call *check* first, which raises if the source changed."""
     try:
         yield
@@ -104,7 +108,7 @@ def blaming(check: Callable[[], None]) -> Iterator[None]:
         raise
 
 
-def _difference(was: FileIdentity, now: FileIdentity) -> str:
+def _describe_difference(was: FileIdentity, now: FileIdentity) -> str:
     if was.size != now.size:
         return f"it had {counted(was.size, 'byte')} and now has {now.size:,}"
     if not was.one_with(now):

@@ -12,17 +12,17 @@ from ckptctl.errors import DamagedError
 from ckptctl.storage.files import SourceFiles
 from ckptctl.tree import TreePath
 
-LONGEST = 1 << 20
+MAX_STAND_IN_BYTES = 1 << 20
 """Largest size of a replacement, in bytes."""
-EDGE = 1 << 16
+EDGE_BYTES = 1 << 16
 ZIP, ZIP_END, ZIP_TAIL = b"PK\3\4", b"PK\5\6", 22
 """Start of a zip, start of its end record, and size of that record (torch adds no comment)."""
 ZIP_REACH = ZIP_TAIL + 0xFFFF
 """Bytes in which torch searches the end record, which a comment or padding may follow."""
-HEAD = 512
+HEAD_BYTES = 512
 """Bytes needed to detect a replacement."""
 GIT_LFS = b"version https://git-lfs.github.com/spec/"
-PULL = "run `git lfs pull` in the repository to fetch the file"
+GIT_LFS_HINT = "run `git lfs pull` in the repository to fetch the file"
 HDF5 = b"\x89HDF\r\n\x1a\n"
 LEGACY_TORCH = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
 _AGAIN = "copy or download the file again"
@@ -46,41 +46,41 @@ _PAGE = (b"<!doctype html", b"<html")
 _ERROR = (b"<?xml", b"<error>")
 
 
-def zeros(files: SourceFiles, name: str) -> str:
+def describe_zeros(files: SourceFiles, name: str) -> str:
     """Describe a file that starts with zeros."""
-    return "it contains only zeros" if only_zeros(files.path(name)) else "it starts with zeros"
+    return "it contains only zeros" if has_only_zeros(files.path(name)) else "it starts with zeros"
 
 
-def only_zeros(path: TreePath) -> bool:
+def has_only_zeros(path: TreePath) -> bool:
     """Return whether the first and last 64 KiB of a non-empty file are zeros.
 
     A crash can leave such a file after space was allocated and before data was written. No format
     starts with zeros.
     """
     with path.open("rb") as file:
-        head = file.read(EDGE)
-        file.seek(max(0, file.seek(0, os.SEEK_END) - EDGE))
-        return bool(head) and not any(head) and not any(file.read(EDGE))
+        head = file.read(EDGE_BYTES)
+        file.seek(max(0, file.seek(0, os.SEEK_END) - EDGE_BYTES))
+        return bool(head) and not any(head) and not any(file.read(EDGE_BYTES))
 
 
-def unwritten(path: TreePath) -> str:
+def incomplete_reason(path: TreePath) -> str:
     """Return why a ``torch.save`` file is incomplete, or an empty string if it seems complete."""
     size = path.stat().st_size
     if not size:
         return "it is empty"
-    if only_zeros(path):
+    if has_only_zeros(path):
         return "it contains only zeros"
     with path.open("rb") as file:
         begin = file.read(len(ZIP))
         file.seek(max(0, size - ZIP_REACH))
-        whole = begin != ZIP or ZIP_END in file.read(ZIP_REACH)
-    return "" if whole else "it starts like a zip but does not end like one"
+        is_complete = begin != ZIP or ZIP_END in file.read(ZIP_REACH)
+    return "" if is_complete else "it starts like a zip but does not end like one"
 
 
-def likely_kind(head: bytes) -> tuple[str, str] | None:
+def guess_kind(head: bytes) -> tuple[str, str] | None:
     """Guess the kind of file from its first bytes, with a hint, or return None."""
-    for sign, kind, hint in _SIGNATURES:
-        if head.startswith(sign):
+    for magic, kind, hint in _SIGNATURES:
+        if head.startswith(magic):
             return kind, hint
     if head[257:262] == b"ustar":
         return "a tar archive", "unpack it"
@@ -95,7 +95,7 @@ def likely_kind(head: bytes) -> tuple[str, str] | None:
     return ("JSON" if text.lstrip()[:1] in ("{", "[") else "text"), _AGAIN
 
 
-def begins_as_zip(files: SourceFiles, name: str) -> bool:
+def starts_like_zip(files: SourceFiles, name: str) -> bool:
     """Return whether a file starts like a zip."""
     return files.size(name) > len(ZIP) and files.read(name, 0, len(ZIP)) == ZIP
 
@@ -106,19 +106,19 @@ def require_content(files: SourceFiles, name: str) -> None:
     Called for files that could not be parsed.
     """
     size = files.size(name)
-    if size > LONGEST:
+    if size > MAX_STAND_IN_BYTES:
         return
-    begin = files.read(name, 0, min(size, HEAD)).lstrip().lower()
+    begin = files.read(name, 0, min(size, HEAD_BYTES)).lstrip().lower()
     if begin.startswith(GIT_LFS):
-        what, hint = "a Git LFS pointer", PULL
+        description, hint = "a Git LFS pointer", GIT_LFS_HINT
     elif begin.startswith(_PAGE):
-        what, hint = (
+        description, hint = (
             "a web page",
             "download the file itself (on the Hub, the URL contains `resolve`, not `blob`)",
         )
     elif begin.startswith(_ERROR) and b"<error>" in begin:
-        what, hint = "an error message from an object store", "download it again"
+        description, hint = "an error message from an object store", "download it again"
     else:
         return
     where = str(files.root / name)
-    raise DamagedError(f"this is {what} instead of the file", where=where, hint=hint)
+    raise DamagedError(f"this is {description} instead of the file", where=where, hint=hint)

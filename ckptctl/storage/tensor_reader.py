@@ -15,12 +15,12 @@ from ckptctl.planner.copying.blocks import Block, BlockReader, domains
 from ckptctl.planner.strided import Strided
 from ckptctl.storage.files import Readable
 
-WINDOW = 8 << 20
-NEAR = 512
+WINDOW_BYTES = 8 << 20
+MAX_STRIDE_ELEMENTS = 512
 """Largest stride, in elements, at which elements are read together with the gaps between them."""
-FAR = 32 << 10
+MAX_ROW_STRIDE_BYTES = 32 << 10
 """Largest stride, in bytes, at which rows with small gaps are read together."""
-MOST_BETWEEN = 1 << 20
+GAPPED_READ_BYTES = 1 << 20
 """Bytes to read at a time if they contain gaps."""
 
 
@@ -36,71 +36,89 @@ class TensorReader:
         self._row = prod(tensor.shape[1:]) * self._reader.item
 
     @cached_property
-    def _range(self) -> tuple[str, int] | None:
+    def _contiguous_range(self) -> tuple[str, int] | None:
         """File and first byte if all elements are one contiguous range, or None."""
-        whole = Box.whole(self._shape)
-        by_source = self._reader.dense(whole.offsets, whole.sizes).items()
-        places = [(source.file, block) for source, blocks in by_source for block in blocks]
-        is_range = len(places) == 1 and not places[0][1].axes
-        return (places[0][0], places[0][1].source) if is_range else None
+        full_box = Box.whole(self._shape)
+        by_source = self._reader.dense(full_box.offsets, full_box.sizes).items()
+        ranges = [(source.file, block) for source, blocks in by_source for block in blocks]
+        is_range = len(ranges) == 1 and not ranges[0][1].axes
+        return (ranges[0][0], ranges[0][1].source) if is_range else None
 
-    def fill(self, box: Box, view: memoryview) -> None:
+    def fill_view(self, box: Box, view: memoryview) -> None:
         """Fill *view* with the elements of *box*."""
-        if box.sizes[1:] == self._shape[1:] and self._range:
-            file, start = self._range
+        if box.sizes[1:] == self._shape[1:] and self._contiguous_range:
+            file, start = self._contiguous_range
             self._files.readv(file, [view], start + sum(box.offsets[:1]) * self._row)
             return
         for source, blocks in self._reader.dense(box.offsets, box.sizes).items():
             for block in blocks:
-                self._copy(source.file, block, view)
+                self._copy_block(source.file, block, view)
 
     def read(self, box: Box | None = None) -> bytearray:
         """Read the elements of *box*, or of the complete tensor."""
         box = box or Box.whole(self._shape)
         buffer = bytearray(box.numel * self._reader.item)
-        self.fill(box, memoryview(buffer))
+        self.fill_view(box, memoryview(buffer))
         return buffer
 
-    def windows(self, box: Box | None = None, nbytes: int = WINDOW) -> Iterator[bytearray]:
+    def iterate_windows(
+        self, box: Box | None = None, nbytes: int = WINDOW_BYTES
+    ) -> Iterator[bytearray]:
         """Yield the elements of *box*, or of the complete tensor, at most *nbytes* at a time."""
         box = box or Box.whole(self._shape)
-        for part in boxes_within(box.sizes, nbytes // self._reader.item):
+        for part in split_into_boxes(box.sizes, nbytes // self._reader.item):
             yield self.read(Box(tuple(map(add, box.offsets, part.offsets)), part.sizes))
 
-    def _copy(self, file: str, block: Block, view: memoryview) -> None:
+    def _copy_block(self, file: str, block: Block, view: memoryview) -> None:
         # Expanded dimensions (stride 0) come first, so that repeated elements are read at once.
         axes = sorted(block.axes, key=lambda axis: axis[1] > 0)
-        count, near, far = axes.pop() if axes else (1, 0, 0)
+        count, source_stride, target_stride = axes.pop() if axes else (1, 0, 0)
         item, run = self._reader.item, block.run
-        close = near <= NEAR * item or (near <= FAR and near - run <= run // 4)
-        each = max(1, MOST_BETWEEN // near) if run <= near and close else 1
+        reads_gaps = source_stride <= MAX_STRIDE_ELEMENTS * item or (
+            source_stride <= MAX_ROW_STRIDE_BYTES and source_stride - run <= run // 4
+        )
+        runs_per_read = (
+            max(1, GAPPED_READ_BYTES // source_stride) if run <= source_stride and reads_gaps else 1
+        )
         for index in product(*(range(axis[0]) for axis in axes)):
             source, start = block.source, block.buffer
             for number, (_, stride, step) in zip(index, axes, strict=True):
                 source, start = source + number * stride, start + number * step
-            for first in range(0, count, each):
-                place, runs = start + first * far, min(each, count - first)
-                target = view[place : place + (runs - 1) * far + run]
-                stored = target if runs == 1 else memoryview(bytearray((runs - 1) * near + run))
-                self._files.readv(file, [stored], source + first * near)
+            for first_run in range(0, count, runs_per_read):
+                target_start, runs = (
+                    start + first_run * target_stride,
+                    min(runs_per_read, count - first_run),
+                )
+                target = view[target_start : target_start + (runs - 1) * target_stride + run]
+                stored = (
+                    target if runs == 1 else memoryview(bytearray((runs - 1) * source_stride + run))
+                )
+                self._files.readv(file, [stored], source + first_run * source_stride)
                 if runs > 1:
-                    _spread(stored, near, target, far, run, item)
+                    _spread_runs(stored, source_stride, target, target_stride, run, item)
 
 
-def _spread(
-    source: memoryview, near: int, target: memoryview, far: int, run: int, item: int
+def _spread_runs(
+    source: memoryview,
+    source_stride: int,
+    target: memoryview,
+    target_stride: int,
+    run: int,
+    item: int,
 ) -> None:
-    """Copy runs with a stride of *near* bytes to a stride of *far* bytes."""
+    """Copy runs with a stride of *source_stride* bytes to a stride of *target_stride* bytes."""
     if run == item <= 8:
         word = dtypes.WORDS[item]
-        target.cast(word)[:: far // item] = source.cast(word)[:: near // item]
+        target.cast(word)[:: target_stride // item] = source.cast(word)[:: source_stride // item]
         return
-    places = zip(range(0, len(source), near), range(0, len(target), far), strict=True)
-    for start, place in places:
-        target[place : place + run] = source[start : start + run]
+    offsets = zip(
+        range(0, len(source), source_stride), range(0, len(target), target_stride), strict=True
+    )
+    for start, target_start in offsets:
+        target[target_start : target_start + run] = source[start : start + run]
 
 
-def boxes_within(shape: tuple[int, ...], limit: int) -> Iterator[Box]:
+def split_into_boxes(shape: tuple[int, ...], limit: int) -> Iterator[Box]:
     """Yield boxes of at most *limit* elements that tile a tensor (none if it is empty)."""
     if 0 not in shape:
         for domain in domains((0,) * len(shape), shape, limit):
@@ -108,7 +126,7 @@ def boxes_within(shape: tuple[int, ...], limit: int) -> Iterator[Box]:
                 yield Box(part.lo, part.sizes)
 
 
-def windows_as_stored(files: Readable, entry: TensorEntry, nbytes: int) -> Iterator[bytearray]:
+def iterate_stored_windows(files: Readable, entry: TensorEntry, nbytes: int) -> Iterator[bytearray]:
     """Yield all elements in the order of the extents, in windows of at most *nbytes*."""
     item = dtypes.itemsize(entry.dtype)
     step = max(1, nbytes // item) * item
@@ -118,7 +136,7 @@ def windows_as_stored(files: Readable, entry: TensorEntry, nbytes: int) -> Itera
             stored = replace(entry, shape=sizes, extents=(replace(extent, box=Box.whole(sizes)),))
             order = sorted(range(len(sizes)), key=strides.__getitem__, reverse=True)
             tensor = Strided.whole(stored).permute(order)
-            yield from TensorReader(files, tensor).windows(nbytes=nbytes)
+            yield from TensorReader(files, tensor).iterate_windows(nbytes=nbytes)
             continue
         total = extent.box.numel * item
         for start in range(0, total, step):

@@ -17,17 +17,17 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from concurrent.futures import ThreadPoolExecutor
 
-_WORKER = "ckptctl-worker"
+_WORKER_NAME = "ckptctl-worker"
 Advance = Callable[[int], None]
 """Called with the bytes done since its last call."""
 
 
-PATIENCE = 0.8
+JOIN_SECONDS = 0.8
 """Seconds."""
 
-MOST = 16
+MAX_DEFAULT_THREADS = 16
 """Default limit of threads per process; measurements show no gain above it."""
-LAUNCHERS = (
+LAUNCHER_VARIABLES = (
     "LOCAL_WORLD_SIZE",  # torchrun
     "OMPI_COMM_WORLD_LOCAL_SIZE",  # Open MPI
     "MPI_LOCALNRANKS",  # MPICH, Intel MPI
@@ -36,7 +36,7 @@ LAUNCHERS = (
 """Variables in which launchers report the number of processes per host."""
 
 
-def cores() -> int:
+def count_cores() -> int:
     """Return the number of cores available to this process."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
@@ -51,12 +51,12 @@ def default_threads(processes: int = 1) -> int:
     Args:
         processes: Number of these processes, unless the launcher states it.
     """
-    for name in LAUNCHERS:
+    for name in LAUNCHER_VARIABLES:
         digits = os.environ.get(name, "").partition("(")[0].partition(",")[0]
         if digits.isdecimal() and int(digits):
             processes = int(digits)
             break
-    return max(1, min(MOST, cores() // processes))
+    return max(1, min(MAX_DEFAULT_THREADS, count_cores() // processes))
 
 
 class Supervisor:
@@ -68,29 +68,29 @@ class Supervisor:
         self._errors: list[BaseException] = []
         self._reported = 0
 
-    def ended(self, error: BaseException | None, leave: Callable[[], None]) -> None:
+    def report_end(self, error: BaseException | None, deregister: Callable[[], None]) -> None:
         """Register the end of a thread, and stop the others if it failed.
 
         Args:
             error: Exception of the thread, or None.
-            leave: Removes the thread from the active ones in the same step, so that all errors
+            deregister: Removes the thread from the active ones in the same step, so that all errors
                 are known when no thread is active.
         """
         with self.changed:
             if error is not None:
                 self._errors.append(error)
                 self.stop.set()
-            leave()
+            deregister()
             self.changed.notify_all()
 
-    def watch(
+    def watch_until(
         self, finished: Callable[[], bool], total: Callable[[], int], progress: Advance
     ) -> None:
         """Report progress until *finished*, and raise the first error of a thread."""
         while True:
             with self.changed:
-                over = finished()
-                if not over and not self._errors:
+                is_finished = finished()
+                if not is_finished and not self._errors:
                     self.changed.wait(0.05)
             done = total()
             if done > self._reported:
@@ -98,7 +98,7 @@ class Supervisor:
                 self._reported = done
             if self._errors:
                 raise self._errors[0]
-            if over:
+            if is_finished:
                 return
 
 
@@ -114,7 +114,7 @@ class Crew:
     def __init__(self, supervisor: Supervisor, work: Callable[[], None], count: int) -> None:
         self._supervisor = supervisor
         self._work = work
-        self._threads = [daemon(self._run) for _ in range(count)]
+        self._threads = [create_daemon(self._run_work) for _ in range(count)]
         self._working = count
 
     def __len__(self) -> int:
@@ -131,32 +131,32 @@ class Crew:
 
     def join(self) -> None:
         """Wait briefly for the threads (one that hangs in the kernel only holds descriptors)."""
-        end = time.monotonic() + PATIENCE
+        end = time.monotonic() + JOIN_SECONDS
         for thread in self._threads:
             if thread.ident is not None:
                 thread.join(max(0.0, end - time.monotonic()))
 
-    def _run(self) -> None:
+    def _run_work(self) -> None:
         failure: BaseException | None = None
         try:
             self._work()
         except BaseException as error:
             failure = error
-        self._supervisor.ended(failure, self._leave)
+        self._supervisor.report_end(failure, self._deregister_thread)
 
-    def _leave(self) -> None:
+    def _deregister_thread(self) -> None:
         self._working -= 1
 
 
 @contextmanager
-def no_collection() -> Iterator[None]:
+def pause_gc() -> Iterator[None]:
     """Pause the garbage collector, which is slow while many objects are created."""
-    collecting = gc.isenabled()
+    was_enabled = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
-        if collecting:
+        if was_enabled:
             gc.enable()
 
 
@@ -165,31 +165,31 @@ class Terminated(KeyboardInterrupt):
 
 
 @contextmanager
-def terminable() -> Iterator[None]:
+def raise_on_sigterm() -> Iterator[None]:
     """Turn SIGTERM into an exception, unless another handler is installed."""
-    main = threading.current_thread() is threading.main_thread()
-    if not main or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+    is_main_thread = threading.current_thread() is threading.main_thread()
+    if not is_main_thread or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
         yield
         return
 
-    def terminate(_number: int, _frame: FrameType | None) -> None:
+    def raise_terminated(_number: int, _frame: FrameType | None) -> None:
         raise Terminated
 
-    signal.signal(signal.SIGTERM, terminate)
+    signal.signal(signal.SIGTERM, raise_terminated)
     try:
         yield
     finally:
-        if signal.getsignal(signal.SIGTERM) is terminate:  # not replaced meanwhile
+        if signal.getsignal(signal.SIGTERM) is raise_terminated:  # not replaced meanwhile
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
-def daemon(target: Callable[..., None], *args: object) -> threading.Thread:
+def create_daemon(target: Callable[..., None], *args: object) -> threading.Thread:
     """Create a daemon thread, not started, that runs in the current context."""
     run = copy_context().run
-    return threading.Thread(target=run, args=(target, *args), name=_WORKER, daemon=True)
+    return threading.Thread(target=run, args=(target, *args), name=_WORKER_NAME, daemon=True)
 
 
-def thread_pool(threads: int) -> ThreadPoolExecutor:
+def create_thread_pool(threads: int) -> ThreadPoolExecutor:
     """Create a thread pool that runs in the current context.
 
     `concurrent.futures` imports `logging`, and most commands need neither.
@@ -198,20 +198,20 @@ def thread_pool(threads: int) -> ThreadPoolExecutor:
 
     context = copy_context()
 
-    def enter() -> None:
+    def set_context() -> None:
         for variable, value in context.items():
             variable.set(value)
 
-    return ThreadPoolExecutor(threads, initializer=enter)
+    return ThreadPoolExecutor(threads, initializer=set_context)
 
 
-def leave(code: int) -> None:
-    """Exit with *code* now if a :func:`daemon` thread is still running, else do nothing.
+def exit_if_daemons_run(code: int) -> None:
+    """Exit with *code* now if a :func:`create_daemon` thread is still running, else do nothing.
 
     On shutdown, the interpreter ends such a thread when it next acquires the GIL. Inside torch, for
     example during its import, this aborts the process.
     """
-    if all(thread.name != _WORKER for thread in threading.enumerate()):
+    if all(thread.name != _WORKER_NAME for thread in threading.enumerate()):
         return
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError, ValueError):
@@ -223,7 +223,7 @@ Watch = Callable[[int], AbstractContextManager[Advance | None]]
 """Takes the total bytes; its context yields a callback for bytes done, or None."""
 
 
-def unwatched(_: int) -> AbstractContextManager[None]:
+def ignore_progress(_: int) -> AbstractContextManager[None]:
     """Report no progress."""
     return nullcontext()
 
@@ -245,18 +245,18 @@ class ByteCount:
 
 
 @contextmanager
-def one_of_many(advance: Advance | None, nbytes: int) -> Iterator[Advance]:
+def report_part(advance: Advance | None, nbytes: int) -> Iterator[Advance]:
     """Yield a progress callback for a part of *nbytes*, and report the rest of them at the end."""
-    left = nbytes
+    remaining = nbytes
 
-    def told(done: int) -> None:
-        nonlocal left
-        done = min(done, left)
-        left -= done
+    def report_done(done: int) -> None:
+        nonlocal remaining
+        done = min(done, remaining)
+        remaining -= done
         if advance and done:
             advance(done)
 
     try:
-        yield told
+        yield report_done
     finally:
-        told(left)
+        report_done(remaining)

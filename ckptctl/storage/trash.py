@@ -19,94 +19,94 @@ from ckptctl.errors import RefusedError, StorageError, storage_errors
 _OPEN = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
-def remove(path: Path) -> None:
+def remove_path(path: Path) -> None:
     """Remove the file or directory at *path*, if it exists."""
     try:
-        with _opened(path.parent, _OPEN & ~os.O_NOFOLLOW) as walk:
-            walk.remove(path.name)
+        with _open_walk(path.parent, _OPEN & ~os.O_NOFOLLOW) as walk:
+            walk.remove_entry(path.name)
     except FileNotFoundError:
         return
     except OSError as error:
         raise StorageError.from_os_error(error, "remove", str(path)) from error
 
 
-def clear(path: Path) -> None:
+def clear_folder(path: Path) -> None:
     """Remove the contents of the directory at *path*."""
-    with storage_errors("empty", path), _opened(path, _OPEN) as walk:
-        for name in _names(walk.descriptor):
-            walk.remove(name)
+    with storage_errors("empty", path), _open_walk(path, _OPEN) as walk:
+        for name in _list_names(walk.descriptor):
+            walk.remove_entry(name)
 
 
 @dataclass(slots=True)
-class _Level:
+class _FolderLevel:
     """Folder being emptied, with the identity of its parent and the names still to remove."""
 
     name: str
-    above: tuple[int, int]
-    left: list[str]
+    parent_identity: tuple[int, int]
+    remaining_names: list[str]
 
 
-class _Walk:
+class _FolderWalk:
     """Path into nested folders with only the innermost one open."""
 
     def __init__(self, descriptor: int, path: Path) -> None:
         self.descriptor = descriptor
         self._path = path
         self._device = os.fstat(descriptor).st_dev
-        self._levels: list[_Level] = []
+        self._levels: list[_FolderLevel] = []
 
-    def remove(self, name: str) -> None:
+    def remove_entry(self, name: str) -> None:
         """Remove *name* recursively, and return to the starting folder."""
         self._remove_or_enter(name)
         while self._levels:
-            left = self._levels[-1].left
-            if left:
-                self._remove_or_enter(left.pop())
+            remaining = self._levels[-1].remaining_names
+            if remaining:
+                self._remove_or_enter(remaining.pop())
             else:
-                self._leave(self._levels.pop())
+                self._leave_folder(self._levels.pop())
 
     def _remove_or_enter(self, name: str) -> None:
-        found = os.stat(name, dir_fd=self.descriptor, follow_symlinks=False)
-        if not stat.S_ISDIR(found.st_mode):
+        status = os.stat(name, dir_fd=self.descriptor, follow_symlinks=False)
+        if not stat.S_ISDIR(status.st_mode):
             os.unlink(name, dir_fd=self.descriptor)
             return
-        if found.st_dev != self._device:
-            raise RefusedError("another file system is mounted here", where=self._where(name))
-        above = _identity(self.descriptor)
+        if status.st_dev != self._device:
+            raise RefusedError("another file system is mounted here", where=self._build_path(name))
+        parent_identity = _read_identity(self.descriptor)
         descriptor = os.open(name, _OPEN, dir_fd=self.descriptor)
         try:
-            left = _names(descriptor)
+            names = _list_names(descriptor)
         except BaseException:
             os.close(descriptor)
             raise
-        if left:
-            self._go(descriptor)
-            self._levels.append(_Level(name, above, left))
+        if names:
+            self._switch_folder(descriptor)
+            self._levels.append(_FolderLevel(name, parent_identity, names))
         else:  # an empty folder may lack permissions to enter it
             os.close(descriptor)
             os.rmdir(name, dir_fd=self.descriptor)
 
-    def _leave(self, level: _Level) -> None:
+    def _leave_folder(self, level: _FolderLevel) -> None:
         """Return to the parent of *level* and remove it, or raise if the folder was moved."""
-        self._go(os.open(os.pardir, _OPEN, dir_fd=self.descriptor))
-        if _identity(self.descriptor) != level.above:
-            raise RefusedError("it was moved in the meantime", where=self._where(level.name))
+        self._switch_folder(os.open(os.pardir, _OPEN, dir_fd=self.descriptor))
+        if _read_identity(self.descriptor) != level.parent_identity:
+            raise RefusedError("it was moved in the meantime", where=self._build_path(level.name))
         os.rmdir(level.name, dir_fd=self.descriptor)
 
-    def _go(self, descriptor: int) -> None:
+    def _switch_folder(self, descriptor: int) -> None:
         # On Ctrl-C in between, leaking a descriptor is better than closing one twice.
-        left, self.descriptor = self.descriptor, descriptor
-        os.close(left)
+        previous, self.descriptor = self.descriptor, descriptor
+        os.close(previous)
 
-    def _where(self, name: str) -> str:
+    def _build_path(self, name: str) -> str:
         return str(self._path.joinpath(*(level.name for level in self._levels), name))
 
 
 @contextmanager
-def _opened(path: Path, flags: int) -> Iterator[_Walk]:
+def _open_walk(path: Path, flags: int) -> Iterator[_FolderWalk]:
     descriptor = os.open(path, flags)
     try:
-        walk = _Walk(descriptor, path)
+        walk = _FolderWalk(descriptor, path)
     except BaseException:
         os.close(descriptor)
         raise
@@ -116,10 +116,10 @@ def _opened(path: Path, flags: int) -> Iterator[_Walk]:
         os.close(walk.descriptor)
 
 
-def _identity(descriptor: int) -> tuple[int, int]:
+def _read_identity(descriptor: int) -> tuple[int, int]:
     status = os.fstat(descriptor)
     return status.st_dev, status.st_ino
 
 
-def _names(descriptor: int) -> list[str]:
+def _list_names(descriptor: int) -> list[str]:
     return os.listdir(descriptor)

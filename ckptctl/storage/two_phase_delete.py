@@ -19,33 +19,33 @@ from pathlib import Path
 from ckptctl.errors import CkptError, RefusedError, StorageError, storage_errors
 from ckptctl.file_identity import FileIdentity
 from ckptctl.storage import file_system, lock, trash
-from ckptctl.storage.file_system import mounted_in, sync_directory
+from ckptctl.storage.file_system import list_mounts_in, sync_directory
 
-TRASH = ".ckptctl-trash"
-DOING = "removing checkpoints here"
+TRASH_FOLDER = ".ckptctl-trash"
+LOCK_PURPOSE = "removing checkpoints here"
 
 
 class TwoPhaseDelete:
-    """Deletes entries of one folder, created by :func:`deleting`."""
+    """Deletes entries of one folder, created by :func:`lock_for_deletion`."""
 
     def __init__(self, root: Path, stack: ExitStack) -> None:
         self.root = root
-        self.folder = root / TRASH
+        self.folder = root / TRASH_FOLDER
         self._stack = stack
-        self._cramped = False
+        self._disk_is_full = False
 
-    def lock(self) -> None:
+    def lock_trash(self) -> None:
         """Create and lock the trash folder, or lock *root* if the disk is full."""
         try:
-            self._stack.enter_context(lock.held(self.folder, self.root, DOING))
-            self._cramped = False
+            self._stack.enter_context(lock.hold_lock(self.folder, self.root, LOCK_PURPOSE))
+            self._disk_is_full = False
         except StorageError as error:
             cause = error.__cause__
             if not (isinstance(cause, OSError) and cause.errno in (errno.ENOSPC, errno.EDQUOT)):
                 raise
-            if not self._cramped:
-                self._stack.enter_context(lock.held_itself(self.root, DOING))
-                self._cramped = True
+            if not self._disk_is_full:
+                self._stack.enter_context(lock.hold_folder_lock(self.root, LOCK_PURPOSE))
+                self._disk_is_full = True
 
     def delete(
         self, name: str, identity: FileIdentity, still: Callable[[], None] = lambda: None
@@ -59,119 +59,121 @@ class TwoPhaseDelete:
         """
         path = self.root / name
         still()
-        _require(path, identity)
-        self.take(path, name)
+        _require_unchanged(path, identity)
+        self.remove_path(path, name)
 
-    def take(self, path: Path, name: str) -> None:
+    def remove_path(self, path: Path, name: str) -> None:
         """Remove *path*, which is inside the folder, through the trash."""
-        if self._cramped:
-            self._take_the_first(path)
+        if self._disk_is_full:
+            self._remove_on_full_disk(path)
             return
-        target = self.make_room(name)
-        self._move(path, target)
+        target = self.free_name(name)
+        self._move_to_trash(path, target)
         try:
-            trash.remove(target)
+            trash.remove_path(target)
         except StorageError as error:
             raise StorageError(
-                f"it remains in `{TRASH}` until the next run deletes it: {error.what}",
+                f"it remains in `{TRASH_FOLDER}` until the next run deletes it: {error.what}",
                 where=error.where,
             ) from error
 
-    def make_room(self, name: str) -> Path:
+    def free_name(self, name: str) -> Path:
         """Return a free path in the trash, named after *name*."""
-        if self._cramped:
-            raise self._no_room(self.root)
-        trash.remove(self.folder / name)
+        if self._disk_is_full:
+            raise self._no_space_error(self.root)
+        trash.remove_path(self.folder / name)
         return self.folder / name
 
     def now(self) -> float:
         """Return the current time by the file system's clock, which may be that of a server."""
-        path = self.root if self._cramped else self.folder / lock.NAME
+        path = self.root if self._disk_is_full else self.folder / lock.LOCK_FILE
         os.utime(path)
         return path.stat().st_mtime
 
     def left(self) -> list[str]:
         """List the names in the trash."""
-        return leftovers(self.root)
+        return list_leftovers(self.root)
 
-    def sweep(self) -> None:
+    def empty_trash(self) -> None:
         """Empty the trash as far as possible (:meth:`left` lists the rest)."""
         for name in self.left():
             with suppress(CkptError):
-                if not mounted_in(self.folder / name):
-                    trash.remove(self.folder / name)
-        if self._cramped and self.folder.exists():
-            self.lock()
+                if not list_mounts_in(self.folder / name):
+                    trash.remove_path(self.folder / name)
+        if self._disk_is_full and self.folder.exists():
+            self.lock_trash()
 
-    def _take_the_first(self, path: Path) -> None:
+    def _remove_on_full_disk(self, path: Path) -> None:
         """Remove *path* on a full disk, where it becomes the trash folder."""
         if path.is_dir():
-            usable = os.access(path, os.W_OK | os.X_OK) and not os.path.lexists(path / lock.NAME)
+            usable = os.access(path, os.W_OK | os.X_OK) and not os.path.lexists(
+                path / lock.LOCK_FILE
+            )
             if not usable:
-                raise self._no_room(path)
-            self._move(path, self.folder)
+                raise self._no_space_error(path)
+            self._move_to_trash(path, self.folder)
         else:
-            trash.remove(path)
+            trash.remove_path(path)
             sync_directory(path.parent)
-        self.lock()
-        self.sweep()
+        self.lock_trash()
+        self.empty_trash()
 
-    def _move(self, path: Path, target: Path) -> None:
+    def _move_to_trash(self, path: Path, target: Path) -> None:
         with storage_errors("remove", path):
             if target == self.folder and target.exists():
                 target.rmdir()  # raises if another run uses it
-            file_system.move(path, target)
+            file_system.rename_exclusively(path, target)
             for folder in dict.fromkeys((target.parent, path.parent)):
                 sync_directory(folder)
 
-    def _no_room(self, path: Path) -> StorageError:
+    def _no_space_error(self, path: Path) -> StorageError:
         return StorageError(
-            f"no space for `{TRASH}`",
+            f"no space for `{TRASH_FOLDER}`",
             where=str(path),
             why="no free blocks or no free inodes",
             hint="delete a log or another small file first",
         )
 
 
-def leftovers(root: Path) -> list[str]:
+def list_leftovers(root: Path) -> list[str]:
     """List the names that an earlier run left in the trash of *root*."""
-    folder = root / TRASH
+    folder = root / TRASH_FOLDER
     if folder.is_symlink() or not folder.is_dir():
         return []
-    return sorted(item.name for item in folder.iterdir() if item.name != lock.NAME)
+    return sorted(item.name for item in folder.iterdir() if item.name != lock.LOCK_FILE)
 
 
-def tidy(root: Path) -> None:
+def remove_empty_trash(root: Path) -> None:
     """Remove an empty trash folder that a killed run left.
 
     It stays if another run holds it, or if the folder is not writable.
     """
-    if os.path.lexists(root / TRASH) and not leftovers(root):
-        with suppress(CkptError), deleting(root):
+    if os.path.lexists(root / TRASH_FOLDER) and not list_leftovers(root):
+        with suppress(CkptError), lock_for_deletion(root):
             pass
 
 
 @contextmanager
-def deleting(root: Path) -> Iterator[TwoPhaseDelete]:
+def lock_for_deletion(root: Path) -> Iterator[TwoPhaseDelete]:
     """Lock *root* against other deletions, and empty its trash before and after."""
     with ExitStack() as stack:
-        found = TwoPhaseDelete(root, stack)
-        found.lock()
+        deletion = TwoPhaseDelete(root, stack)
+        deletion.lock_trash()
         try:
-            found.sweep()
-            yield found
-            found.sweep()
+            deletion.empty_trash()
+            yield deletion
+            deletion.empty_trash()
         finally:
             # On an interruption the trash is not emptied: the next run does that.
-            if not found.left():
-                trash.remove(found.folder)
+            if not deletion.left():
+                trash.remove_path(deletion.folder)
 
 
-def _require(path: Path, identity: FileIdentity) -> None:
+def _require_unchanged(path: Path, identity: FileIdentity) -> None:
     with storage_errors("remove", path):
         status = path.lstat()
     if FileIdentity.of(status) != identity:
         raise RefusedError("it was replaced in the meantime", where=str(path))
-    mounted = mounted_in(path)
+    mounted = list_mounts_in(path)
     if mounted:
         raise RefusedError("another file system is mounted inside", where=str(mounted[0]))

@@ -14,8 +14,8 @@ from pathlib import Path
 from ckptctl.errors import RefusedError
 from ckptctl.units import format_bytes, format_seconds
 
-DATA = "data"
-JOURNAL = "journal"
+DATA_NAME = "data"
+JOURNAL_NAME = "journal"
 
 
 class UnfinishedWorkError(RefusedError):
@@ -23,7 +23,7 @@ class UnfinishedWorkError(RefusedError):
 
 
 @dataclass(frozen=True, slots=True)
-class Unfinished:
+class PartialOutput:
     """Partial output of an interrupted run.
 
     Attributes:
@@ -36,27 +36,29 @@ class Unfinished:
     nbytes: int
     age: float
 
-    def refusal(self, what: str, hint: str) -> UnfinishedWorkError:
+    def refusal_error(self, message: str, hint: str) -> UnfinishedWorkError:
         """Build the error for partial output that would be lost, with its size and age."""
         name = self.root.name.removeprefix(".").rpartition(".")[0]
         why = (
             f"it contains {format_bytes(self.nbytes)}, last written {format_seconds(self.age)} ago"
         )
-        return UnfinishedWorkError(what, where=str(self.root.parent / name), why=why, hint=hint)
+        return UnfinishedWorkError(message, where=str(self.root.parent / name), why=why, hint=hint)
 
 
-def left_in(root: Path) -> Unfinished | None:
+def find_partial_output(root: Path) -> PartialOutput | None:
     """Return the partial output in a staging directory, or None if it cannot be resumed."""
     try:
-        noted = (root / JOURNAL).lstat()
+        status = (root / JOURNAL_NAME).lstat()
     except OSError:
         return None
-    if not (stat.S_ISREG(noted.st_mode) and noted.st_size):
+    if not (stat.S_ISREG(status.st_mode) and status.st_size):
         return None
-    return Unfinished(root, held_in(root / DATA), max(0.0, time.time() - noted.st_mtime))
+    return PartialOutput(
+        root, count_allocated_bytes(root / DATA_NAME), max(0.0, time.time() - status.st_mtime)
+    )
 
 
-def held_in(folder: Path) -> int:
+def count_allocated_bytes(folder: Path) -> int:
     """Return the disk space of the files below *folder*, in bytes."""
     files = (entry for entry in folder.rglob("*") if entry.is_file())
     return sum(file.lstat().st_blocks * 512 for file in files)

@@ -13,15 +13,15 @@ from ckptctl.errors import UsageError
 SCHEME = re.compile(r"(?:[A-Za-z][A-Za-z0-9+.-]*::)*[A-Za-z][A-Za-z0-9+.-]*://")
 """A scheme, including fsspec's chained ones, which are rejected later."""
 _CHAINED = re.compile(r"::[A-Za-z][A-Za-z0-9+.-]*://")
-LOCAL = ("file://", "local://")
+LOCAL_SCHEMES = ("file://", "local://")
 THIS_MACHINE = ("", "localhost")
-HUB = "hf"
+HUB_SCHEME = "hf"
 WITHOUT_HOST = ("memory://",)
 """Schemes for which fsspec treats ``x:///y`` as ``x://y``."""
-EXAMPLE = "use a URL such as `hf://ORG/NAME` or `s3://BUCKET/PATH`"
-HIDDEN = "***"
-WEB = ("http", "https")
-ALONE = 6
+URL_EXAMPLE = "use a URL such as `hf://ORG/NAME` or `s3://BUCKET/PATH`"
+MASK = "***"
+WEB_SCHEMES = ("http", "https")
+MIN_SECRET_LENGTH = 6
 """Shortest secret that is masked outside of a URL; shorter ones are parts of words."""
 _PASSWORD_WITH_SLASH = re.compile(r"(?!\[)[^/@:]*:(?!\d*/)[^/@]*/.*@", re.DOTALL)
 """A colon without a port, and an ``@`` after a slash that should have been ``%2F``."""
@@ -46,7 +46,7 @@ PACKAGES = {
 }
 
 
-def path_text(path: str | os.PathLike[str]) -> str:
+def to_path_text(path: str | os.PathLike[str]) -> str:
     """Convert a path or URL to text, or raise for other types."""
     text = os.fspath(path) if isinstance(path, str | os.PathLike) else None
     if not isinstance(text, str):
@@ -59,11 +59,11 @@ def is_url(path: str | os.PathLike[str]) -> bool:
 
     A path with a colon is not: ``a:b/c`` has no ``://``, and ``./a://b`` does not begin with it.
     """
-    text = path_text(path)
-    return SCHEME.match(text) is not None and not normal(text).startswith(LOCAL)
+    text = to_path_text(path)
+    return SCHEME.match(text) is not None and not normalize_scheme(text).startswith(LOCAL_SCHEMES)
 
 
-def local_path(path: str | os.PathLike[str]) -> str:
+def to_local_path(path: str | os.PathLike[str]) -> str:
     """Convert a ``file://`` URL to a path (RFC 8089), leaving paths unchanged.
 
     The host is empty or ``localhost``, the path absolute, and ``%20`` a space.
@@ -71,87 +71,91 @@ def local_path(path: str | os.PathLike[str]) -> str:
     text = os.fspath(path)
     if not SCHEME.match(text):
         return text
-    scheme = next((scheme for scheme in LOCAL if normal(text).startswith(scheme)), None)
+    scheme = next(
+        (scheme for scheme in LOCAL_SCHEMES if normalize_scheme(text).startswith(scheme)), None
+    )
     if scheme is None:
         return text
-    host, slash, _ = rest = text[len(scheme) :].partition("/")
+    host, slash, _ = remainder = text[len(scheme) :].partition("/")
     if host.lower() in THIS_MACHINE and not slash:
-        what, hint = "the URL has no path", "use `.` for the working directory"
-        raise UsageError(what, where=masked(text), hint=hint)
+        message, hint = "the URL has no path", "use `.` for the working directory"
+        raise UsageError(message, where=mask_secrets(text), hint=hint)
     if host.lower() not in THIS_MACHINE:
-        what = f"the URL contains a host name after `{scheme}`"
+        message = f"the URL contains a host name after `{scheme}`"
         hint = (
             f"write an absolute path as `{scheme}/folder/name`, or a relative one without "
             f"`{scheme}`"
         )
-        raise UsageError(what, where=masked(text), hint=hint)
-    found = unquote_to_bytes(os.fsencode("".join(rest[1:])))
-    if b"\0" in found:
-        raise UsageError("a path cannot contain the character `%00`", where=masked(text))
-    return os.fsdecode(found)
+        raise UsageError(message, where=mask_secrets(text), hint=hint)
+    path_bytes = unquote_to_bytes(os.fsencode("".join(remainder[1:])))
+    if b"\0" in path_bytes:
+        raise UsageError("a path cannot contain the character `%00`", where=mask_secrets(text))
+    return os.fsdecode(path_bytes)
 
 
-def normal(url: str) -> str:
+def normalize_scheme(url: str) -> str:
     """Convert the scheme of *url* to lower case (RFC 3986, section 3.1)."""
-    found = SCHEME.match(url)
-    return found[0].lower() + url[found.end() :] if found else url
+    match = SCHEME.match(url)
+    return match[0].lower() + url[match.end() :] if match else url
 
 
-def tidy(url: str) -> str:
+def normalize_url(url: str) -> str:
     """Normalize the scheme and trailing slashes of *url*, or raise if a component is empty."""
-    scheme, _, rest, query = _parts(url)
-    host, *folders = rest.rstrip("/").removeprefix("/" * (scheme in WITHOUT_HOST)).split("/")
-    if not rest.rstrip("/"):
-        raise UsageError(f"the URL is empty after `{scheme}`", where=masked(url), hint=EXAMPLE)
+    scheme, _, address, query = _split_url(url)
+    host, *folders = address.rstrip("/").removeprefix("/" * (scheme in WITHOUT_HOST)).split("/")
+    if not address.rstrip("/"):
+        raise UsageError(
+            f"the URL is empty after `{scheme}`", where=mask_secrets(url), hint=URL_EXAMPLE
+        )
     if not host:
-        what = f"the URL has no name between `{scheme}` and the next `/`"
+        message = f"the URL has no name between `{scheme}` and the next `/`"
         hint = "add the name of a host, bucket or organization"
-        raise UsageError(what, where=masked(url), hint=hint)
+        raise UsageError(message, where=mask_secrets(url), hint=hint)
     if "" in folders and not _CHAINED.search(url):  # opening a chained URL raises
-        what, hint = "the URL contains an empty path component", "write a single `/`"
-        raise UsageError(what, where=masked(url), hint=hint)
-    return normal(url.removesuffix(query)).rstrip("/") + query
+        message, hint = "the URL contains an empty path component", "write a single `/`"
+        raise UsageError(message, where=mask_secrets(url), hint=hint)
+    return normalize_scheme(url.removesuffix(query)).rstrip("/") + query
 
 
-def scheme_of(url: str) -> str:
+def parse_scheme(url: str) -> str:
     """Return the last scheme of *url* in lower case, or an empty string."""
-    found = SCHEME.match(url)
-    return found[0].removesuffix("://").rpartition("::")[2].lower() if found else ""
+    match = SCHEME.match(url)
+    return match[0].removesuffix("://").rpartition("::")[2].lower() if match else ""
 
 
-def masked(url: str) -> str:
+def mask_secrets(url: str) -> str:
     """Mask passwords and remove the query of *url*, so that it can be shown."""
-    scheme, user, rest, _ = _parts(url)
-    return f"{scheme}{HIDDEN}@{rest}" if user else scheme + rest
+    scheme, user, address, _ = _split_url(url)
+    return f"{scheme}{MASK}@{address}" if user else scheme + address
 
 
-def without_query(url: str) -> tuple[str, str]:
+def split_query(url: str) -> tuple[str, str]:
     """Split a web URL into address and query including ``?`` (empty for other URLs)."""
-    query = _parts(url).query
+    query = _split_url(url).query
     return url.removesuffix(query), query
 
 
-def secrets(url: str) -> tuple[str, str]:
+def find_secrets(url: str) -> tuple[str, str]:
     """Return the credentials and the query of *url*, empty if it has none."""
-    _, user, _, query = _parts(url)
+    _, user, _, query = _split_url(url)
     return user, query
 
 
-def hide(text: str, url: str) -> str:
+def hide_secrets(text: str, url: str) -> str:
     """Mask the secrets of *url* (a password, a signed query) in *text*."""
-    user, query = secrets(url)
-    if user and user != HIDDEN:
-        for one in _spellings(user):
-            text = re.sub(rf"(?<!\w){re.escape(one)}@", f"{HIDDEN}@", text)
-        text = _CREDENTIALS.sub(f"{HIDDEN}@", text)
+    user, query = find_secrets(url)
+    if user and user != MASK:
+        for spelling in _iterate_spellings(user):
+            text = re.sub(rf"(?<!\w){re.escape(spelling)}@", f"{MASK}@", text)
+        text = _CREDENTIALS.sub(f"{MASK}@", text)
         name, colon, password = user.partition(":")
         if colon:
             text = _hide_word(text, user, 0)
         text = _hide_word(text, password if colon else name)
     if query.removeprefix("?"):
-        for one in _spellings(query):
-            text = text.replace(one, f"?{HIDDEN}")
-        text = _hide_word(_QUERY.sub(rf"\1{HIDDEN}", text), query[1:])
+        for spelling in _iterate_spellings(query):
+            text = text.replace(spelling, f"?{MASK}")
+        text = _hide_word(_QUERY.sub(rf"\1{MASK}", text), query[1:])
     return text
 
 
@@ -169,42 +173,45 @@ class _UrlParts(NamedTuple):
     Attributes:
         scheme: Scheme with ``://``, in lower case.
         user: Credentials before the ``@``, if they are secret.
-        rest: Host and path.
+        address: Host and path.
         query: Query of a web URL, with its ``?``.
     """
 
     scheme: str
     user: str
-    rest: str
+    address: str
     query: str
 
 
-def _parts(url: str) -> _UrlParts:
-    found = SCHEME.match(url)
-    if found is None:
+def _split_url(url: str) -> _UrlParts:
+    match = SCHEME.match(url)
+    if match is None:
         return _UrlParts("", "", url, "")
-    rest, web = url[found.end() :], scheme_of(url) in WEB
+    remainder, web = url[match.end() :], parse_scheme(url) in WEB_SCHEMES
     with_slash = _WEB_PASSWORD_WITH_SLASH if web else _PASSWORD_WITH_SLASH
-    authority = re.split("[/?#]" if web else "/", rest, maxsplit=1)[0]
-    user, sign, _ = (rest if with_slash.match(rest) else authority).rpartition("@")
+    authority = re.split("[/?#]" if web else "/", remainder, maxsplit=1)[0]
+    user, sign, _ = (remainder if with_slash.match(remainder) else authority).rpartition("@")
     # A name without password may be a token, unless it is a login name.
-    secret = ":" in user or web or scheme_of(url) == HUB or user == HIDDEN
-    if not user or not secret:
+    is_secret = ":" in user or web or parse_scheme(url) == HUB_SCHEME or user == MASK
+    if not user or not is_secret:
         user = sign = ""
-    rest = rest[len(user + sign) :]
-    plain = rest.partition("?")[0] if web else rest
-    return _UrlParts(found[0].lower(), user, plain, rest[len(plain) :])
+    remainder = remainder[len(user + sign) :]
+    address = remainder.partition("?")[0] if web else remainder
+    return _UrlParts(match[0].lower(), user, address, remainder[len(address) :])
 
 
-def _hide_word(text: str, secret: str, least: int = ALONE) -> str:
-    """Mask *secret* in *text* as a complete word, if it has at least *least* characters."""
-    for one in _spellings(secret):
-        if len(one) >= least:
-            before, behind = r"(?<!\w)" * one[0].isalnum(), r"(?!\w)" * one[-1].isalnum()
-            text = re.sub(before + re.escape(one) + behind, HIDDEN, text)
+def _hide_word(text: str, secret: str, min_length: int = MIN_SECRET_LENGTH) -> str:
+    """Mask *secret* in *text* as a complete word, if it has at least *min_length* characters."""
+    for spelling in _iterate_spellings(secret):
+        if len(spelling) >= min_length:
+            left_boundary, right_boundary = (
+                r"(?<!\w)" * spelling[0].isalnum(),
+                r"(?!\w)" * spelling[-1].isalnum(),
+            )
+            text = re.sub(left_boundary + re.escape(spelling) + right_boundary, MASK, text)
     return text
 
 
-def _spellings(secret: str) -> Iterator[str]:
+def _iterate_spellings(secret: str) -> Iterator[str]:
     """Yield *secret* as it is, and percent-encoded and decoded."""
     yield from sorted(filter(None, {secret, unquote(secret), quote(secret)}), key=len, reverse=True)

@@ -2,7 +2,7 @@
 
 The lock names the run that writes or deletes the checkpoint, and its progress;
 :mod:`~ckptctl.remote.lock` acquires it. The objects are listed just before the file is written that
-makes them a checkpoint. Readers call :func:`unfinished`.
+makes them a checkpoint. Readers call :func:`find_unfinished_error`.
 """
 
 from __future__ import annotations
@@ -19,25 +19,25 @@ from ckptctl.storage import processes
 from ckptctl.tree import TreePath, UrlPath, number_of
 from ckptctl.units import counted
 
-BUSY = "another process is writing to the same destination"
-NAME = ".ckptctl-writing"
+BUSY_MESSAGE = "another process is writing to the same destination"
+LOCK_NAME = ".ckptctl-writing"
 """Name of the lock of a folder (:mod:`~ckptctl.remote.lock`)."""
-SILENCE = 300.0
+LEASE_SECONDS = 300.0
 """Seconds without a refresh after which the holder of a lock is considered dead."""
-SILENCE_OF_THE_LIVING = 3600.0
+LIVE_PROCESS_LEASE_SECONDS = 3600.0
 """The same for a running process, which was suspended or could not remove its lock."""
-GONE = ".ckptctl-removed"
+REMOVAL_NAME = ".ckptctl-removed"
 """Name of a file that never exists, which stands for the end of a deletion."""
-METADATA = ".metadata"
+METADATA_NAME = ".metadata"
 """File that completes a save and is written last."""
-OBJECTS = ".ckptctl-objects"
+OBJECTS_NAME = ".ckptctl-objects"
 """List of the objects of a checkpoint, with their sizes and versions."""
-HELD: set[str] = set()
+OWN_LOCK_TOKENS: set[str] = set()
 """Tokens of the locks held by this process."""
 
 
 @dataclass(frozen=True, slots=True)
-class Sent:
+class UploadedFile:
     """Remote file, as uploaded or as listed.
 
     Attributes:
@@ -52,7 +52,7 @@ class Sent:
 
 
 @dataclass(frozen=True, slots=True)
-class Writing:
+class LockRecord:
     """Content of the lock.
 
     Attributes:
@@ -69,61 +69,63 @@ class Writing:
     process: processes.Process | None
     names: tuple[str, ...]
     removed: tuple[str, ...] = ()
-    sent: Mapping[str, Sent] = field(default_factory=dict)
-    doomed: Mapping[str, Sent] = field(default_factory=dict)
+    sent: Mapping[str, UploadedFile] = field(default_factory=dict)
+    doomed: Mapping[str, UploadedFile] = field(default_factory=dict)
 
     @property
-    def removes(self) -> bool:
+    def is_deletion(self) -> bool:
         """Whether the run deletes a checkpoint."""
-        return self.names == (GONE,)
+        return self.names == (REMOVAL_NAME,)
 
-    def is_all(self, found: Collection[str]) -> bool:
-        """Return whether *found* contains all files that the run writes."""
-        return set(self.names) <= set(found)
+    def has_all_files(self, existing_names: Collection[str]) -> bool:
+        """Return whether *existing_names* contains all files that the run writes."""
+        return set(self.names) <= set(existing_names)
 
-    def explains(self, found: Collection[str]) -> bool:
-        """Return whether *found* are files of this run, which did not finish."""
-        known = {*self.names, *self.removed, *self.doomed}
-        return set(found) <= known and not self.is_all(found)
+    def explains_files(self, existing_names: Collection[str]) -> bool:
+        """Return whether *existing_names* are files of this run, which did not finish."""
+        expected_names = {*self.names, *self.removed, *self.doomed}
+        return set(existing_names) <= expected_names and not self.has_all_files(existing_names)
 
     def to_bytes(self) -> bytes:
         """Serialize the content of the lock."""
         return json.dumps({"ckptctl": 1, **asdict(self)}).encode()
 
 
-def parse(content: bytes) -> Writing | None:
+def parse_lock(content: bytes) -> LockRecord | None:
     """Parse a lock, or return None if it is malformed."""
     try:
-        found = json.loads(content)
-        process = found["process"] and processes.Process(**found["process"])
-        sent, doomed = (_files(found.get(key, {})) for key in ("sent", "doomed"))
-        names, removed = (tuple(map(str, found[key])) for key in ("names", "removed"))
-        return Writing(str(found["token"]), process, names, removed, sent, doomed)
+        record = json.loads(content)
+        process = record["process"] and processes.Process(**record["process"])
+        sent, doomed = (_parse_files(record.get(key, {})) for key in ("sent", "doomed"))
+        names, removed = (tuple(map(str, record[key])) for key in ("names", "removed"))
+        return LockRecord(str(record["token"]), process, names, removed, sent, doomed)
     except (ValueError, KeyError, TypeError, AttributeError):
         return None
 
 
-def _files(said: Mapping[str, Mapping[str, Any]]) -> dict[str, Sent]:
-    return {str(name): Sent(**one) for name, one in said.items()}
+def _parse_files(values: Mapping[str, Mapping[str, Any]]) -> dict[str, UploadedFile]:
+    return {str(name): UploadedFile(**fields) for name, fields in values.items()}
 
 
-def is_dead(found: Writing, age: Callable[[], float | None]) -> bool:
+def is_dead(lock_record: LockRecord, age: Callable[[], float | None]) -> bool:
     """Return whether a lock's holder is dead, where *age* returns the seconds since a refresh."""
-    own = processes.own()
-    if found.process is None or processes.ended(found.process):
+    this_process = processes.current_process()
+    if lock_record.process is None or processes.has_ended(lock_record.process):
         return True
-    if found.process == own:
-        return found.token not in HELD
-    alive = bool(own.system) and found.process.system == own.system
+    if lock_record.process == this_process:
+        return lock_record.token not in OWN_LOCK_TOKENS
+    alive = bool(this_process.system) and lock_record.process.system == this_process.system
     seconds = age()
-    return seconds is not None and seconds > (SILENCE_OF_THE_LIVING if alive else SILENCE)
+    return seconds is not None and seconds > (
+        LIVE_PROCESS_LEASE_SECONDS if alive else LEASE_SECONDS
+    )
 
 
 class UnfinishedError(DamagedError):
     """The checkpoint is being written or deleted, and nothing of it may be read."""
 
 
-def unfinished(folder: TreePath) -> CkptError | None:
+def find_unfinished_error(folder: TreePath) -> CkptError | None:
     """Return an error if the checkpoint in *folder* must not be read, or None.
 
     The lock of a dead run is ignored if all of its files exist, because the run ended before it
@@ -134,35 +136,35 @@ def unfinished(folder: TreePath) -> CkptError | None:
         An :class:`UnfinishedError` if files are missing, or an :class:`UnsupportedError` if the
         objects differ from the committed ones.
     """
-    return _locked(folder) or _contradicted(folder)
+    return _lock_error(folder) or _changed_objects_error(folder)
 
 
-def removal_left_in(folder: TreePath) -> Mapping[str, Sent] | None:
+def find_killed_removal(folder: TreePath) -> Mapping[str, UploadedFile] | None:
     """Return the files that a dead run was deleting from *folder*, or None."""
-    said = _of_a_dead_run(folder)
-    return said.doomed if said and said.removes else None
+    record = _read_dead_lock(folder)
+    return record.doomed if record and record.is_deletion else None
 
 
-def save_left_in(folder: TreePath) -> bool:
+def has_killed_save(folder: TreePath) -> bool:
     """Return whether a multipart save into *folder* was killed and cannot be resumed."""
-    said = _of_a_dead_run(folder)
-    if said is None or said.removes or said.sent or not said.names:
+    record = _read_dead_lock(folder)
+    if record is None or record.is_deletion or record.sent or not record.names:
         return False
-    index = said.names[0]  # the file that is written last
-    return index == METADATA and not _exists(folder / index)
+    index = record.names[0]  # the file that is written last
+    return index == METADATA_NAME and not _is_file(folder / index)
 
 
-def _of_a_dead_run(folder: TreePath) -> Writing | None:
+def _read_dead_lock(folder: TreePath) -> LockRecord | None:
     with suppress(OSError):
-        lock = folder / NAME
-        said = parse(lock.read_bytes()) if lock.is_file() else None
-        age = time.time() - lock.stat().st_mtime if said else 0.0
-        return said if said and is_dead(said, lambda: age) else None
+        lock = folder / LOCK_NAME
+        record = parse_lock(lock.read_bytes()) if lock.is_file() else None
+        age = time.time() - lock.stat().st_mtime if record else 0.0
+        return record if record and is_dead(record, lambda: age) else None
     return None
 
 
-def _locked(folder: TreePath) -> UnfinishedError | None:
-    lock = folder / NAME
+def _lock_error(folder: TreePath) -> UnfinishedError | None:
+    lock = folder / LOCK_NAME
     try:
         if not lock.is_file():
             return None
@@ -172,42 +174,52 @@ def _locked(folder: TreePath) -> UnfinishedError | None:
     except FileNotFoundError:
         return None  # the lock was just removed
     except OSError as error:
-        return _problem(
+        return _unfinished_error(
             folder,
             "another process may still be writing the checkpoint",
-            f"`{NAME}` cannot be read: {error}",
+            f"`{LOCK_NAME}` cannot be read: {error}",
         )
-    return _said(folder, content, age)
+    return _lock_record_error(folder, content, age)
 
 
-def _said(folder: TreePath, content: bytes, age: float) -> UnfinishedError | None:
-    said = parse(content)
-    process = said and said.process
-    who = f"by process {process.number} on {process.host}" if process else "by another process"
-    whole = said is not None and all(_exists(folder / name) for name in said.names)
-    if said and whole and OBJECTS in said.names:  # including the metadata, written last
+def _lock_record_error(folder: TreePath, content: bytes, age: float) -> UnfinishedError | None:
+    record = parse_lock(content)
+    process = record and record.process
+    author = f"by process {process.number} on {process.host}" if process else "by another process"
+    is_complete = record is not None and all(_is_file(folder / name) for name in record.names)
+    if (
+        record and is_complete and OBJECTS_NAME in record.names
+    ):  # including the metadata, written last
         return None
-    if said is None or not is_dead(said, lambda: age):
-        what = "deleted" if said and said.removes else "written"
-        return _problem(folder, f"the checkpoint is being {what}", f"{who}, according to `{NAME}`")
-    if said.removes:
-        return _half_removed(folder, said, who)
-    if whole:
+    if record is None or not is_dead(record, lambda: age):
+        action = "deleted" if record and record.is_deletion else "written"
+        return _unfinished_error(
+            folder, f"the checkpoint is being {action}", f"{author}, according to `{LOCK_NAME}`"
+        )
+    if record.is_deletion:
+        return _half_removed_error(folder, record, author)
+    if is_complete:
         return None
-    return _problem(folder, "the upload did not finish", f"`{NAME}` was left {who}")
+    return _unfinished_error(
+        folder, "the upload did not finish", f"`{LOCK_NAME}` was left {author}"
+    )
 
 
-def _half_removed(folder: TreePath, said: Writing, who: str) -> UnfinishedError | None:
+def _half_removed_error(
+    folder: TreePath, record: LockRecord, author: str
+) -> UnfinishedError | None:
     """Return the error for a checkpoint that a dead run has deleted in part, or None."""
-    left = any(is_as(folder / name, one) for name, one in said.doomed.items())
-    replaced = not left and any(item.name != NAME for item in folder.iterdir())
-    if not said.doomed or replaced:
+    has_remaining = any(is_unchanged(folder / name, file) for name, file in record.doomed.items())
+    replaced = not has_remaining and any(item.name != LOCK_NAME for item in folder.iterdir())
+    if not record.doomed or replaced:
         return None
     hint = "use `ckptctl prune` on the training run to delete the rest"
-    return _problem(folder, "the deletion did not finish", f"`{NAME}` was left {who}", hint)
+    return _unfinished_error(
+        folder, "the deletion did not finish", f"`{LOCK_NAME}` was left {author}", hint
+    )
 
 
-def is_as(path: TreePath, expected: Sent, *, moved: bool = False) -> bool:
+def is_unchanged(path: TreePath, expected: UploadedFile, *, moved: bool = False) -> bool:
     """Return whether a file is unchanged, judging local and *moved* files only by size."""
     try:
         status = path.stat()
@@ -220,53 +232,55 @@ def is_as(path: TreePath, expected: Sent, *, moved: bool = False) -> bool:
     return same and (number_of(expected.version) == versions[0] or expected.version == versions[1])
 
 
-def committed(url: str, files: Mapping[str, Sent]) -> bytes:
+def encode_objects(url: str, files: Mapping[str, UploadedFile]) -> bytes:
     """Serialize the list of objects of a checkpoint at *url*."""
-    objects = {name: [one.size, one.version] for name, one in sorted(files.items())}
+    objects = {name: [file.size, file.version] for name, file in sorted(files.items())}
     return json.dumps({"ckptctl": 1, "at": url, "objects": objects}).encode()
 
 
-def _contradicted(folder: TreePath) -> CkptError | None:
+def _changed_objects_error(folder: TreePath) -> CkptError | None:
     """Return an error if an object differs from the committed one, or None."""
-    noted = folder / OBJECTS
+    objects_file = folder / OBJECTS_NAME
     try:
-        if not noted.is_file():
+        if not objects_file.is_file():
             return None
-        said = json.loads(noted.read_bytes())
-        moved = said["at"] != str(folder)
-        files = {str(n): Sent(int(size), str(v)) for n, (size, v) in said["objects"].items()}
+        record = json.loads(objects_file.read_bytes())
+        moved = record["at"] != str(folder)
+        files = {
+            str(n): UploadedFile(int(size), str(v)) for n, (size, v) in record["objects"].items()
+        }
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        why = f"`{OBJECTS}` cannot be read: {error}"
+        why = f"`{OBJECTS_NAME}` cannot be read: {error}"
         return UnsupportedError(
             "the objects of the checkpoint are unknown", where=str(folder), why=why
         )
-    for name, one in files.items():
-        if not is_as(folder / name, one, moved=True):
+    for name, file in files.items():
+        if not is_unchanged(folder / name, file, moved=True):
             why = (
-                f"`{name}` is missing or does not have the {counted(one.size, 'byte')} that were "
+                f"`{name}` is missing or does not have the {counted(file.size, 'byte')} that were "
                 "saved"
             )
-            return _problem(
+            return _unfinished_error(
                 folder, "a saved object is missing", why, "restore a copy of the object"
             )
-        if not is_as(folder / name, one, moved=moved):
+        if not is_unchanged(folder / name, file, moved=moved):
             return UnsupportedError(
                 "an object differs from the saved one",
                 where=str(folder),
                 why=f"`{name}` was overwritten or restored since",
-                hint=f"if the change is intended, delete `{OBJECTS}`",
+                hint=f"if the change is intended, delete `{OBJECTS_NAME}`",
             )
     return None
 
 
-def _exists(path: TreePath) -> bool:
+def _is_file(path: TreePath) -> bool:
     try:
         return path.is_file()
     except (OSError, ValueError):
         return False
 
 
-def _problem(
-    folder: TreePath, what: str, why: str, hint: str = "wait, or rerun the command that wrote it"
+def _unfinished_error(
+    folder: TreePath, message: str, why: str, hint: str = "wait, or rerun the command that wrote it"
 ) -> UnfinishedError:
-    return UnfinishedError(what, where=str(folder), why=why, hint=hint)
+    return UnfinishedError(message, where=str(folder), why=why, hint=hint)

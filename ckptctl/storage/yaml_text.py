@@ -16,21 +16,21 @@ from ckptctl.errors import UnsupportedError
 from ckptctl.storage.schema import read_as
 from ckptctl.units import counted
 
-LARGEST = 1 << 20
+MAX_TEXT_LENGTH = 1 << 20
 """Most characters to parse; a configuration has a few thousand lines."""
-NODES = 50_000
+MAX_VALUES = 50_000
 """Most values, counting those repeated by aliases each time."""
-DEEPEST = 64
+MAX_DEPTH = 64
 """Most nesting levels; the scanner takes seconds for some hundreds of ``[`` and ``{``."""
-LONGEST_PLAIN = 4096
+MAX_PLAIN_LENGTH = 4096
 """Most characters of an unquoted value, which the loader matches against number patterns."""
-TAG = "!"
+TAG_KEY = "!"
 """Key of the record for a value with an unknown tag."""
 TOO_DEEP = "the values are nested too deeply"
 _PLAIN = ("null", "bool", "int", "float")
 
 
-def parsed(text: str, where: str) -> Mapping[str, object]:
+def parse_yaml(text: str, where: str) -> Mapping[str, object]:
     """Parse a mapping with string keys.
 
     Raises:
@@ -39,26 +39,26 @@ def parsed(text: str, where: str) -> Mapping[str, object]:
     import yaml
 
     try:
-        if len(text) > LARGEST:
+        if len(text) > MAX_TEXT_LENGTH:
             raise ValueError(f"the file has {counted(len(text), 'character')}")
-        loader = _loader()
+        loader = _build_loader()
         _require_few_events(text, loader)
         content = yaml.load(text, Loader=loader)
         _require_small(content)
         return read_as(dict[str, object], content)
     except (yaml.YAMLError, ValueError, OverflowError, RecursionError) as error:
-        deep = isinstance(error, RecursionError)
-        why = TOO_DEEP if deep else " ".join(str(error).split())[:200]
-        what = "this YAML is not a configuration"
-        raise UnsupportedError(what, where=where, why=why) from error
+        is_too_deep = isinstance(error, RecursionError)
+        why = TOO_DEEP if is_too_deep else " ".join(str(error).split())[:200]
+        message = "this YAML is not a configuration"
+        raise UnsupportedError(message, where=where, why=why) from error
 
 
-def dumped(values: Mapping[str, object]) -> bytes:
+def dump_yaml(values: Mapping[str, object]) -> bytes:
     """Serialize JSON-compatible *values* to YAML without tags and aliases."""
     import yaml
 
-    plain = json.loads(json.dumps(values, allow_nan=False))
-    return yaml.safe_dump(plain, encoding="utf-8", allow_unicode=True)  # type: ignore[no-any-return]
+    content = json.loads(json.dumps(values, allow_nan=False))
+    return yaml.safe_dump(content, encoding="utf-8", allow_unicode=True)  # type: ignore[no-any-return]
 
 
 def _require_few_events(text: str, loader: Any) -> None:
@@ -68,14 +68,14 @@ def _require_few_events(text: str, loader: Any) -> None:
     values = depth = 0
     for event in yaml.parse(text, Loader=loader):
         values += isinstance(event, yaml.NodeEvent)
-        if values > 2 * NODES:  # keys are counted too
-            raise ValueError(f"it contains more than {NODES:,} values")
+        if values > 2 * MAX_VALUES:  # keys are counted too
+            raise ValueError(f"it contains more than {MAX_VALUES:,} values")
         depth += isinstance(event, yaml.CollectionStartEvent)
         depth -= isinstance(event, yaml.CollectionEndEvent)
-        if depth > DEEPEST:
+        if depth > MAX_DEPTH:
             raise ValueError(TOO_DEEP)
-        plain = isinstance(event, yaml.ScalarEvent) and event.implicit[0]
-        if plain and len(event.value) > LONGEST_PLAIN:
+        is_plain = isinstance(event, yaml.ScalarEvent) and event.implicit[0]
+        if is_plain and len(event.value) > MAX_PLAIN_LENGTH:
             raise ValueError(f"an unquoted value has {counted(len(event.value), 'character')}")
 
 
@@ -85,8 +85,8 @@ def _require_small(content: object) -> None:
     while waiting:
         value = waiting.pop()
         seen += 1
-        if seen > NODES:
-            raise ValueError(f"it contains more than {NODES:,} values")
+        if seen > MAX_VALUES:
+            raise ValueError(f"it contains more than {MAX_VALUES:,} values")
         if isinstance(value, dict):
             waiting += value.values()
         elif isinstance(value, list):
@@ -94,53 +94,63 @@ def _require_small(content: object) -> None:
 
 
 @cache
-def _loader() -> Any:
+def _build_loader() -> Any:
     """Create the loader class, which only constructs the types of JSON."""
     import yaml
 
-    native = getattr(yaml, "CSafeLoader", None)
-    safe = native or yaml.SafeLoader
+    c_loader = getattr(yaml, "CSafeLoader", None)
+    safe = c_loader or yaml.SafeLoader
     resolvers = {
-        first: [(tag, pattern) for tag, pattern in known if _type(tag) in _PLAIN]
-        for first, known in safe.yaml_implicit_resolvers.items()
+        character: [
+            (tag, pattern) for tag, pattern in tag_patterns if _parse_tag_type(tag) in _PLAIN
+        ]
+        for character, tag_patterns in safe.yaml_implicit_resolvers.items()
     }
-    kinds = (*_PLAIN, "str", "seq", "map")
-    made = {tag: make for tag, make in safe.yaml_constructors.items() if _type(tag) in kinds}
-    numbers = {tag: _number(make) for tag, make in made.items() if _type(tag) in ("int", "float")}
+    type_names = (*_PLAIN, "str", "seq", "map")
+    constructors = {
+        tag: construct
+        for tag, construct in safe.yaml_constructors.items()
+        if _parse_tag_type(tag) in type_names
+    }
+    numbers = {
+        tag: _wrap_number(construct)
+        for tag, construct in constructors.items()
+        if _parse_tag_type(tag) in ("int", "float")
+    }
     narrowed: dict[str, Any] = {
         "yaml_implicit_resolvers": resolvers,
-        "yaml_constructors": {**made, **numbers, None: _named},
+        "yaml_constructors": {**constructors, **numbers, None: _construct_tagged},
         "yaml_multi_constructors": {},
     }
-    if native is None:
-        narrowed["fetch_flow_collection_start"] = _opened
+    if c_loader is None:
+        narrowed["fetch_flow_collection_start"] = _start_flow_collection
     return type("Loader", (safe,), narrowed)
 
 
-def _opened(loader: Any, token: Any) -> None:
+def _start_flow_collection(loader: Any, token: Any) -> None:
     import yaml
 
-    if loader.flow_level >= DEEPEST:
+    if loader.flow_level >= MAX_DEPTH:
         raise ValueError(TOO_DEEP)
     yaml.SafeLoader.fetch_flow_collection_start(loader, token)
 
 
-def _number(make: Callable[[Any, Any], object]) -> Callable[[Any, Any], object]:
+def _wrap_number(construct: Callable[[Any, Any], object]) -> Callable[[Any, Any], object]:
     """Wrap the constructor of a number to return base-60 numbers as text."""
 
-    def made(loader: Any, node: Any) -> object:
+    def construct_number(loader: Any, node: Any) -> object:
         text = loader.construct_scalar(node)
-        return text if ":" in text else make(loader, node)
+        return text if ":" in text else construct(loader, node)
 
-    return made
+    return construct_number
 
 
-def _type(tag: str | None) -> str:
+def _parse_tag_type(tag: str | None) -> str:
     return (tag or "").rpartition(":")[2]
 
 
-def _named(loader: Any, node: Any) -> object:
+def _construct_tagged(loader: Any, node: Any) -> object:
     """Construct a value with an unknown tag, as a record of the tag (a list for a Python tuple)."""
-    if _type(node.tag) == "python/tuple" and node.id == "sequence":
+    if _parse_tag_type(node.tag) == "python/tuple" and node.id == "sequence":
         return loader.construct_sequence(node, deep=True)
-    return {TAG: node.tag}
+    return {TAG_KEY: node.tag}

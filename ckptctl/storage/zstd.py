@@ -15,12 +15,12 @@ from ckptctl.storage.files import SourceFiles
 from ckptctl.tree import TreePath
 from ckptctl.units import counted
 
-STEP = 1 << 20
+STEP_BYTES = 1 << 20
 MAGIC = b"\x28\xb5\x2f\xfd"
-HEAD = 64
-MAX_UNPACKED = 256 << 20
+HEAD_BYTES = 64
+MAX_DECOMPRESSED_BYTES = 256 << 20
 """Most bytes of all decompressed values of a checkpoint, which are held in memory."""
-TOO_LARGE = "requires too much memory"
+WINDOW_TOO_LARGE = "requires too much memory"
 """Error of libzstd for a window above 128 MiB, which it only writes on request."""
 MODULES: tuple[str, ...] = ("compression.zstd", "zstandard", "backports.zstd", "pyzstd")
 """Modules for decompression, in order of preference."""
@@ -30,24 +30,24 @@ class MemoryBudget:
     """Remaining bytes to which the values of a checkpoint may decompress."""
 
     def __init__(self) -> None:
-        self.left = MAX_UNPACKED
+        self.remaining_bytes = MAX_DECOMPRESSED_BYTES
 
-    def take(self, nbytes: int, where: str) -> None:
+    def spend_bytes(self, nbytes: int, where: str) -> None:
         """Subtract *nbytes* from the budget.
 
         Raises:
             UnsupportedError: The budget is exceeded.
         """
-        self.left -= nbytes
-        if self.left < 0:
+        self.remaining_bytes -= nbytes
+        if self.remaining_bytes < 0:
             raise UnsupportedError(
-                f"the values decompress to more than {MAX_UNPACKED:,} bytes",
+                f"the values decompress to more than {MAX_DECOMPRESSED_BYTES:,} bytes",
                 where=where,
                 why="they are decompressed in memory, and the decompressed size is unbounded",
             )
 
 
-class _Compressed:
+class _CompressedRange:
     """Byte range of a file as a stream for the decompression modules."""
 
     def __init__(self, files: SourceFiles, name: str, offset: int, nbytes: int) -> None:
@@ -58,21 +58,23 @@ class _Compressed:
 
     def read(self, size: int = -1) -> bytes:
         """Read up to *size* bytes."""
-        left = self._end - self._offset
-        found = self._files.read(self._name, self._offset, left if size < 0 else min(size, left))
-        self._offset += len(found)
-        return found
+        remaining = self._end - self._offset
+        content = self._files.read(
+            self._name, self._offset, remaining if size < 0 else min(size, remaining)
+        )
+        self._offset += len(content)
+        return content
 
     @property
-    def left(self) -> int:
+    def remaining_bytes(self) -> int:
         """Number of remaining bytes."""
         return self._end - self._offset
 
-    def skip(self, size: int, take: Callable[[int], bytes]) -> None:
-        """Skip *size* bytes, calling *take* for the last one to detect truncation."""
+    def skip_bytes(self, size: int, read_exactly: Callable[[int], bytes]) -> None:
+        """Skip *size* bytes, calling *read_exactly* for the last one to detect truncation."""
         if size:
-            self._offset += min(size - 1, self.left)
-            take(1)
+            self._offset += min(size - 1, self.remaining_bytes)
+            read_exactly(1)
 
 
 def is_zstd(extension: str) -> bool:
@@ -103,7 +105,7 @@ def require_zstd(where: TreePath) -> ModuleType:
     )
 
 
-def whole_value(
+def decompress_value(
     files: SourceFiles, name: str, offset: int, nbytes: int, extension: str, budget: MemoryBudget
 ) -> bytes:
     """Decompress a byte range completely, as written by *extension*.
@@ -117,20 +119,22 @@ def whole_value(
         budget: Budget for the decompressed bytes.
 
     Raises:
-        CkptError: As :func:`decompressed`, or the extension is not supported.
+        CkptError: As :func:`iterate_decompressed`, or the extension is not supported.
     """
     where = f"{files.root / name}, at byte {offset:,}"
     if not is_zstd(extension):
         raise UnsupportedError(f"the extension `{extension}` is not supported", where=where)
-    found: list[bytes] = []
-    for piece in decompressed(files, name, offset, nbytes):
-        budget.take(len(piece), where)
-        found.append(piece)
-    return b"".join(found)
+    pieces: list[bytes] = []
+    for piece in iterate_decompressed(files, name, offset, nbytes):
+        budget.spend_bytes(len(piece), where)
+        pieces.append(piece)
+    return b"".join(pieces)
 
 
-def decompressed(files: SourceFiles, name: str, offset: int, nbytes: int) -> Iterator[bytes]:
-    """Decompress a byte range in blocks of at most :data:`STEP` bytes.
+def iterate_decompressed(
+    files: SourceFiles, name: str, offset: int, nbytes: int
+) -> Iterator[bytes]:
+    """Decompress a byte range in blocks of at most :data:`STEP_BYTES` bytes.
 
     Raises:
         MissingPackageError: No module for decompression is installed.
@@ -139,52 +143,52 @@ def decompressed(files: SourceFiles, name: str, offset: int, nbytes: int) -> Ite
     """
     module = require_zstd(files.root / name)
     where = f"{files.root / name}, at byte {offset:,}"
-    begun = False
+    has_content = False
     try:
-        with _opened(module, _Compressed(files, name, offset, nbytes)) as stream:
-            while piece := stream.read(STEP):
-                begun = True
+        with _open_stream(module, _CompressedRange(files, name, offset, nbytes)) as stream:
+            while piece := stream.read(STEP_BYTES):
+                has_content = True
                 yield piece
     except (module.ZstdError, EOFError) as error:
-        if TOO_LARGE in str(error):
-            what = "a Zstandard frame is too large"
-            raise UnsupportedError(what, where=where, why=f"{error}") from error
-        if begun or _is_frame(module, files.read_some(name, offset, HEAD)):
+        if WINDOW_TOO_LARGE in str(error):
+            message = "a Zstandard frame is too large"
+            raise UnsupportedError(message, where=where, why=f"{error}") from error
+        if has_content or _is_frame(module, files.read_some(name, offset, HEAD_BYTES)):
             raise DamagedError("damaged Zstandard data", where=where, why=f"{error}") from error
         why = f"{error}"
         raise UnsupportedError("not Zstandard data", where=where, why=why) from error
-    empty = not begun and _is_empty_frame(module, files.read_some(name, offset, HEAD))
+    empty = not has_content and _is_empty_frame(module, files.read_some(name, offset, HEAD_BYTES))
     if not (empty or hasattr(module, "ZstdFile")):
         # these readers do not report truncated data
-        _require_whole_frames(_Compressed(files, name, offset, nbytes), where)
-    if not begun:
+        _require_complete_frames(_CompressedRange(files, name, offset, nbytes), where)
+    if not has_content:
         raise UnsupportedError("the Zstandard data is empty", where=where)
 
 
-def _require_whole_frames(source: _Compressed, where: str) -> None:
+def _require_complete_frames(source: _CompressedRange, where: str) -> None:
     """Raise if the last frame is truncated, by walking block headers (RFC 8878, section 3.1)."""
 
-    def take(size: int) -> bytes:
-        found = source.read(size)
-        if len(found) < size:
+    def read_exactly(size: int) -> bytes:
+        content = source.read(size)
+        if len(content) < size:
             why = f"the last frame is incomplete after {counted(nbytes, 'byte')}"
             raise DamagedError("the Zstandard data is truncated", where=where, why=why)
-        return found
+        return content
 
-    nbytes = source.left
-    while source.left:
-        if take(4) != MAGIC:  # a skippable frame, as the reader has checked all others
-            source.skip(int.from_bytes(take(4), "little"), take)
+    nbytes = source.remaining_bytes
+    while source.remaining_bytes:
+        if read_exactly(4) != MAGIC:  # a skippable frame, as the reader has checked all others
+            source.skip_bytes(int.from_bytes(read_exactly(4), "little"), read_exactly)
             continue
-        (head,) = take(1)
+        (head,) = read_exactly(1)
         single, checksum = head >> 5 & 1, head >> 2 & 1
-        take((not single) + (0, 1, 2, 4)[head & 3] + (single, 2, 4, 8)[head >> 6])
-        last = False
-        while not last:
-            block = int.from_bytes(take(3), "little")
-            last, repeated = bool(block & 1), block >> 1 & 3 == 1
-            source.skip(1 if repeated else block >> 3, take)
-        take(4 * checksum)
+        read_exactly((not single) + (0, 1, 2, 4)[head & 3] + (single, 2, 4, 8)[head >> 6])
+        is_last = False
+        while not is_last:
+            block = int.from_bytes(read_exactly(3), "little")
+            is_last, repeated = bool(block & 1), block >> 1 & 3 == 1
+            source.skip_bytes(1 if repeated else block >> 3, read_exactly)
+        read_exactly(4 * checksum)
 
 
 def _is_frame(module: ModuleType, head: bytes) -> bool:
@@ -207,7 +211,7 @@ def _is_empty_frame(module: ModuleType, head: bytes) -> bool:
         return False
 
 
-def _opened(module: ModuleType, source: _Compressed) -> Any:
+def _open_stream(module: ModuleType, source: _CompressedRange) -> Any:
     if hasattr(module, "ZstdFile"):
         return module.ZstdFile(source)
     reader = module.ZstdDecompressor()

@@ -29,8 +29,8 @@ from ckptctl.storage.destinations import require_writable
 from ckptctl.storage.file_system import write_file
 from ckptctl.storage.files import source_files
 from ckptctl.storage.paths import require_local
-from ckptctl.storage.publish import staging
-from ckptctl.storage.threads import no_collection
+from ckptctl.storage.publish import stage_output
+from ckptctl.storage.threads import pause_gc
 from ckptctl.tree import TreePath
 
 FIELDS = "source target from_format ranks tensors blobs chunks data_bytes bytes"
@@ -123,8 +123,8 @@ def plan_metadata(path: str | TreePath) -> MetadataPlan:
         )
     names = rank_files(source)
     with source_files(source) as files:
-        identities = {name: files.identity(name) for name in names}
-    with no_collection():
+        identities = {name: files.read_identity(name) for name in names}
+    with pause_gc():
         catalog = FORMAT.read(source)
         for entry in catalog.tensors.values():
             check_coverage(entry)
@@ -132,7 +132,7 @@ def plan_metadata(path: str | TreePath) -> MetadataPlan:
         FORMAT.resolve(catalog)
         content = _encoded(catalog)
     with source_files(source) as files:
-        identities |= {name: files.identity(name) for name in catalog.files}
+        identities |= {name: files.read_identity(name) for name in catalog.files}
     return MetadataPlan(
         source,
         len(names),
@@ -151,7 +151,7 @@ def run_metadata(plan: MetadataPlan) -> MetadataResult:
     start = time.monotonic()
     _require_room(plan.source)
     _require_unchanged(plan)
-    with staging(plan.target, single_file=True) as stage:
+    with stage_output(plan.target, single_file=True) as stage:
         write_file(stage.data / METADATA, plan.content)
         _require_unchanged(plan)
         stage.publish()
@@ -203,6 +203,8 @@ def _require_room(source: Path) -> None:
 
 def _require_unchanged(plan: MetadataPlan) -> None:
     with source_files(plan.source) as files:
-        changed = [name for name, was in plan.identities.items() if files.identity(name) != was]
+        changed = [
+            name for name, was in plan.identities.items() if files.read_identity(name) != was
+        ]
     if changed:
         raise ChangedError(plan.source, changed[0])

@@ -32,9 +32,9 @@ from ckptctl.installed import package_of
 from ckptctl.option_checks import STEPS
 from ckptctl.results import JsonField, Result
 from ckptctl.storage import crc, file_system
-from ckptctl.storage.destinations import require_path
+from ckptctl.storage.destinations import require_local_path
 from ckptctl.storage.file_system import sync_directory
-from ckptctl.storage.paths import home_expanded, path_hint, real_path
+from ckptctl.storage.paths import expand_home, path_hint, resolve_links
 from ckptctl.units import counted, format_bytes, format_seconds
 from ckptctl.version import __version__
 
@@ -85,8 +85,8 @@ def _judged(name: str, found: str, good: bool, hint: str, bad: Status = "warn") 
 
 def doctor(directory: Path) -> Diagnosis:
     """Run all checks of this environment, and of the *directory* of checkpoints."""
-    require_path(directory)
-    place = home_expanded(directory).absolute()
+    require_local_path(directory)
+    place = expand_home(directory).absolute()
     if not place.is_dir():
         raise SourceNotFoundError("no such directory", where=str(directory), hint=path_hint(place))
     groups = {
@@ -232,7 +232,7 @@ GONE_LATER = {
 
 def _file_system(place: Path) -> Iterator[Check]:
     """Probe the file system of a directory in a hidden folder, which is removed."""
-    kind = file_system.type_of(real_path(place))
+    kind = file_system.find_type(resolve_links(place))
     hint = GONE_LATER.get(
         kind or "",
         "network file system: other machines may see files late; run `verify` where files are read",
@@ -304,7 +304,7 @@ def missing_renames(folder: Path) -> list[str]:
         (file_system.EXCHANGE, "exchange"),
     ):
         try:
-            file_system.rename(a, b, flags)
+            file_system.rename_atomically(a, b, flags)
         except (file_system.UnsupportedRenameError, OSError):
             missing.append(name)
         a.touch()

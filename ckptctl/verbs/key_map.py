@@ -22,7 +22,7 @@ from ckptctl.planner.mapping.preview import Route, Router
 from ckptctl.planner.model_parallel import possible_repeats
 from ckptctl.results import Inline, JsonField, Result
 from ckptctl.shared_options import MapOptions
-from ckptctl.storage.paths import home_expanded, path_hint
+from ckptctl.storage.paths import expand_home, path_hint
 from ckptctl.tree import TreePath
 
 
@@ -108,7 +108,7 @@ def _configured(place: TreePath | None, read: Mapping[str, Json]) -> str:
 
 
 def _configuration(place: TreePath) -> Mapping[str, Json]:
-    named = home_expanded(place)
+    named = expand_home(place)
     file = named.name if named.is_file() else None
     root = named.parent if file else named
     if not root.is_dir():
@@ -130,7 +130,7 @@ def _configuration(place: TreePath) -> Mapping[str, Json]:
 
 def _of_ranks(place: TreePath, read: Mapping[str, Json], family: Family) -> Mapping[str, Json]:
     """Return *read*, corrected by the shards if only they show heads that ranks repeat."""
-    root = home_expanded(place)
+    root = expand_home(place)
     root = root.parent if root.is_file() else root
     stated = read_sizes(family, params=read.get("params.json"))
     if possible_repeats(stated, meta.count(root)):

@@ -15,7 +15,7 @@ from ckptctl import dtypes
 from ckptctl.catalog import TensorEntry
 from ckptctl.errors import CkptError
 from ckptctl.results import JsonField
-from ckptctl.storage.threads import default_threads, one_of_many, thread_pool
+from ckptctl.storage.threads import create_thread_pool, default_threads, report_part
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -72,13 +72,13 @@ def side_by_side(
         advance: Receives the total progress.
         jobs: Number of threads; None for this process's share of the cores.
     """
-    from ckptctl.storage.arithmetic import import_torch, keep_to_thread
+    from ckptctl.storage.arithmetic import import_torch, limit_torch_to_thread
 
     import_torch()
     stop = Event()
 
     def looked(entry: TensorEntry, size: int) -> tuple[TensorEntry, T | CkptError]:
-        keep_to_thread()
+        limit_torch_to_thread()
 
         def go_on(done: int) -> None:
             if stop.is_set():
@@ -86,12 +86,12 @@ def side_by_side(
             told(done)
 
         try:
-            with one_of_many(advance, size) as told:
+            with report_part(advance, size) as told:
                 return entry, look(entry, go_on)
         except CkptError as error:
             return entry, error
 
-    with thread_pool(jobs or default_threads()) as pool:
+    with create_thread_pool(jobs or default_threads()) as pool:
         try:
             yield from pool.map(looked, entries, sizes)
         finally:
@@ -211,10 +211,10 @@ def _values(files: Readable, entry: TensorEntry, seen: Advance) -> Iterator[Tens
     """Yield all elements as float32, or as float64 or integers if float32 is not exact."""
     import torch
 
-    from ckptctl.storage.tensor_reader import windows_as_stored  # only to read data
+    from ckptctl.storage.tensor_reader import iterate_stored_windows  # only to read data
 
     dtype = getattr(torch, entry.dtype)
-    for window in windows_as_stored(files, entry, WINDOW):
+    for window in iterate_stored_windows(files, entry, WINDOW):
         values = torch.frombuffer(window, dtype=torch.uint8).view(dtype)
         if values.is_complex():
             values = torch.view_as_real(values).view(-1)

@@ -124,7 +124,7 @@ def test_what_is_staged_is_never_complete(
     outputs: dict[str, Path], tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What a run that fails leaves for ``--resume``, wherever it fails among the copies."""
-    real, count = Worker.do, 0
+    real, count = Worker.execute_unit, 0
     for stop in range(0, 12, 3):
 
         def do(worker: Worker, unit: Any, stop: int = stop) -> Any:
@@ -135,7 +135,7 @@ def test_what_is_staged_is_never_complete(
             return real(worker, unit)
 
         count = 0
-        monkeypatch.setattr(Worker, "do", do)
+        monkeypatch.setattr(Worker, "execute_unit", do)
         _fails_unfinished(outputs["hf"], place(tmp_path, name, f"target-{stop}"), name)
 
 
@@ -145,7 +145,7 @@ def test_every_frame_is_needed(
 ) -> None:
     """All data is there, but one file has no header yet."""
     plan = ckptctl.plan_conversion(outputs["hf"], place(tmp_path, name, "plan"), to=name)
-    real = Finisher._finish
+    real = Finisher._finish_file
     for number, (file, _) in enumerate(plan.files):
         target = place(tmp_path, name, f"target-{number}")
         lacking = target.name if plan.plan.single_file else file
@@ -155,7 +155,7 @@ def test_every_frame_is_needed(
                 raise RuntimeError("killed")
             real(finisher, path)
 
-        monkeypatch.setattr(Finisher, "_finish", finish)
+        monkeypatch.setattr(Finisher, "_finish_file", finish)
         if _holds_data(Path(file)) or file.endswith("index.json"):
             _fails_unfinished(outputs["hf"], target, name)
 

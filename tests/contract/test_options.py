@@ -327,7 +327,7 @@ def test_a_failed_overwrite_keeps_the_old(
     out = tmp_path / "out"
     ckptctl.convert(source, out, to="dcp")
     before = snapshot(tmp_path)
-    monkeypatch.setattr(Worker, "do", _fail)
+    monkeypatch.setattr(Worker, "execute_unit", _fail)
     with pytest.raises(RuntimeError, match="killed"):
         ckptctl.convert(source, out, to="hf", overwrite=True)
     assert snapshot(tmp_path) == before
@@ -350,7 +350,7 @@ def test_resume(
     monkeypatch.setattr("ckptctl.storage.execution.execution_options.ExecutionOptions", often)
     out, plain = place(tmp_path, target), place(tmp_path / "plain", target)
     ckptctl.convert(source, plain, to=target, jobs=1)
-    real, count = Worker.do, 0
+    real, count = Worker.execute_unit, 0
 
     def do(worker: Worker, unit: Any) -> Any:
         nonlocal count
@@ -359,7 +359,7 @@ def test_resume(
 
     with monkeypatch.context() as patched, pytest.raises(RuntimeError, match="killed"):
         if moment == "copying":
-            patched.setattr(Worker, "do", do)
+            patched.setattr(Worker, "execute_unit", do)
         else:
             patched.setattr(Staging, "publish", lambda staging: _fail(staging, None))
         ckptctl.convert(source, out, to=target, jobs=1, resume=True)
@@ -377,7 +377,7 @@ def test_resume_does_not_believe_another_source(
     other = tmp_path / "other"
     shutil.copytree(source, other)
     with monkeypatch.context() as patched, pytest.raises(RuntimeError, match="killed"):
-        patched.setattr(Worker, "do", _fail)
+        patched.setattr(Worker, "execute_unit", _fail)
         ckptctl.convert(other, tmp_path / "out", to="dcp", resume=True)
     shutil.rmtree(other)
     changed = {name: value + 1 for name, value in STATE.items()}

@@ -15,7 +15,7 @@ from ckptctl.distributed.saving import save as collective_save
 from ckptctl.distributed.saving import url as save_place
 from ckptctl.distributed.saving.save import save
 from ckptctl.errors import CkptError
-from ckptctl.storage.writing import NAME, OBJECTS
+from ckptctl.storage.writing import LOCK_NAME, OBJECTS_NAME
 from tests.checkpoints.dcp import distribute
 
 ROWS = 4096
@@ -58,7 +58,7 @@ def a_save_that_fails_leaves_no_lock(rank: int, world: int, folder: str) -> None
                 with pytest.raises((CkptError, ZeroDivisionError)):
                     save(state, url)
             TorchGroup().all_gather(0)
-            assert NAME not in os.listdir(folder), (failing, name)
+            assert LOCK_NAME not in os.listdir(folder), (failing, name)
             assert ".metadata" not in os.listdir(folder)
             TorchGroup().all_gather(0)
     seen: list[bool] = []
@@ -66,19 +66,19 @@ def a_save_that_fails_leaves_no_lock(rank: int, world: int, folder: str) -> None
     with pytest.MonkeyPatch.context() as patch:
 
         def fill(*arguments: Any, **options: Any) -> None:
-            seen.append(NAME in os.listdir(folder))
+            seen.append(LOCK_NAME in os.listdir(folder))
             original(*arguments, **options)
 
         patch.setattr(save_place.Url, "fill", fill)
         save(state, url)
     assert seen == [True], "every rank writes under the lock"
     TorchGroup().all_gather(0)
-    files = [OBJECTS, ".metadata", *(f"__{n}_0.distcp" for n in range(world))]
+    files = [OBJECTS_NAME, ".metadata", *(f"__{n}_0.distcp" for n in range(world))]
     assert sorted(os.listdir(folder)) == files
     with pytest.raises(CkptError, match="exists"):
         save(state, url)
     TorchGroup().all_gather(0)
-    assert NAME not in os.listdir(folder)
+    assert LOCK_NAME not in os.listdir(folder)
 
 
 def _broken(*_: Any, **__: Any) -> None:

@@ -22,7 +22,7 @@ from ckptctl.errors import ChangedError, DamagedError, RefusedError
 from ckptctl.file_identity import FileIdentity
 from ckptctl.formats import checksums
 from ckptctl.storage.execution.execution_options import ExecutionOptions
-from ckptctl.storage.execution.journal import Done, Journal
+from ckptctl.storage.execution.journal import FinishedUnit, Journal
 from ckptctl.storage.execution.lanes import Unit
 from ckptctl.storage.execution.worker import Worker
 
@@ -96,17 +96,17 @@ def interrupted(
     source: Path, target: Path, monkeypatch: pytest.MonkeyPatch, **options: Any
 ) -> None:
     """Convert until the first unit is in the journal, and stop."""
-    execution, append, do = ConversionOptions.execution, Journal.append, Worker.do
+    execution, append, do = ConversionOptions.execution, Journal.append_units, Worker.execute_unit
     done: list[Unit] = []
 
     def journaled(options: ConversionOptions) -> ExecutionOptions:
         return replace(execution(options), journal_every=1)
 
-    def appended(self: Journal, units: Sequence[Done]) -> None:
+    def appended(self: Journal, units: Sequence[FinishedUnit]) -> None:
         append(self, units)
         raise Stop
 
-    def one(self: Worker, unit: Unit) -> Done:
+    def one(self: Worker, unit: Unit) -> FinishedUnit:
         while done and not self._stopped():
             time.sleep(0.01)
         done.append(unit)
@@ -114,9 +114,9 @@ def interrupted(
 
     with monkeypatch.context() as patch:
         patch.setattr("ckptctl.storage.execution.lanes.BATCH_UNITS", 1)
-        patch.setattr(Worker, "do", one)
+        patch.setattr(Worker, "execute_unit", one)
         patch.setattr(ConversionOptions, "execution", journaled)
-        patch.setattr(Journal, "append", appended)
+        patch.setattr(Journal, "append_units", appended)
         with pytest.raises(Stop):
             ckptctl.convert(source, target, **options)
 

@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from ckptctl.storage.publish import staging
+from ckptctl.storage.publish import stage_output
 from tests.checkpoints import load_any_reference, save_hf, tiny_llama
 
 ROOT = Path(__file__).parents[2]
@@ -147,7 +147,7 @@ def test_a_convert_does_not_wait_for_another_one(
     sources: dict[float, Path], tmp_path: Path
 ) -> None:
     target = tmp_path / "out"
-    with staging(target):
+    with stage_output(target):
         (lost,) = at_once(["convert", sources[ONE], target, "--to", "dcp"])
         assert lost.code == 6
         assert f"another process is writing to this destination (PID {os.getpid()})" in lost.said

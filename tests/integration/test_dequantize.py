@@ -121,7 +121,7 @@ def test_memory_and_jobs_do_not_change_a_byte(tmp_path: Path, source: Path) -> N
 def test_an_interrupted_run_goes_on(
     tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    whole = Worker.do
+    whole = Worker.execute_unit
     calls: list[Any] = []
 
     def stops(self: Worker, unit: Any) -> Any:
@@ -132,7 +132,7 @@ def test_an_interrupted_run_goes_on(
 
     options: dict[str, Any] = {"to": "hf", "dequantize": "bf16", "jobs": 1, "resume": True}
     with monkeypatch.context() as patch:
-        patch.setattr(Worker, "do", stops)
+        patch.setattr(Worker, "execute_unit", stops)
         with pytest.raises(KeyboardInterrupt):
             ckptctl.convert(source, tmp_path / "out", **options)
     ckptctl.convert(source, tmp_path / "out", **options)

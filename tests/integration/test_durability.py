@@ -67,7 +67,7 @@ class Watch:
         self.named = 0
         self._patch(patch, os, "fsync", self._sync)
         for module, name in (
-            (file_system, "rename"),
+            (file_system, "rename_atomically"),
             (os, "rename"),
             (os, "link"),
             (os, "replace"),

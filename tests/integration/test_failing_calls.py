@@ -60,7 +60,7 @@ class Trouble:
     def install(self) -> None:
         for name in HOOKED if self.number is None else FAILING:
             setattr(os, name, self.wrap(getattr(os, name)))
-        setattr(file_system, "rename", self.wrap(file_system.rename))  # noqa: B010
+        setattr(file_system, "rename_atomically", self.wrap(file_system.rename_atomically))  # noqa: B010
         if self.number is None:
             setattr(fcntl, "flock", self.wrap(fcntl.flock))  # noqa: B010
 

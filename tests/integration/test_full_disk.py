@@ -14,7 +14,7 @@ from ckptctl.errors import RefusedError
 from ckptctl.planner.retention import Policy
 from ckptctl.runs.removal import plan_prune, run_prune
 from ckptctl.storage import trash
-from ckptctl.storage.two_phase_delete import TRASH, deleting
+from ckptctl.storage.two_phase_delete import TRASH_FOLDER, lock_for_deletion
 from tests import ext4
 from tests.runs import START, age, save_step
 
@@ -97,10 +97,10 @@ def test_what_is_killed_on_it_is_swept(disk: Path, monkeypatch: pytest.MonkeyPat
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(trash, "remove", killed)
+        patch.setattr(trash, "remove_path", killed)
         with pytest.raises(KeyboardInterrupt):
             run_prune(plan_prune(run, Policy(last=2)))
-    assert names(run) == sorted([TRASH, *found[1:], "logs"])
+    assert names(run) == sorted([TRASH_FOLDER, *found[1:], "logs"])
     plan = plan_prune(run, Policy(last=2))
     assert "model.safetensors.index.json" in plan.leftovers
     assert run_prune(plan).done == (found[1],)
@@ -112,7 +112,7 @@ def test_two_at_once_on_it(disk: Path) -> None:
     saved(run, "step-{}")
     fill(disk)
     plan = plan_prune(run, Policy(last=2))
-    with deleting(run), pytest.raises(RefusedError, match="another process is removing"):
+    with lock_for_deletion(run), pytest.raises(RefusedError, match="another process is removing"):
         run_prune(plan)
     assert len(run_prune(plan).done) == 2
 

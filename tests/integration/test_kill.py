@@ -26,8 +26,8 @@ from ckptctl.planner.plan import OutputFile, Plan, RawCopy, Record, Transfer
 from ckptctl.planner.strided import Strided
 from ckptctl.storage import file_system
 from ckptctl.storage.execution.execution_options import ExecutionOptions
-from ckptctl.storage.execution.executor import execute
-from ckptctl.storage.publish import staging
+from ckptctl.storage.execution.executor import execute_plan
+from ckptctl.storage.publish import stage_output
 from tests.transfers import stored
 from tests.transfers import target as target_box
 
@@ -84,7 +84,7 @@ def make_plan(source: Path, target: Path, single: bool) -> Plan:
 def convert(root: Path, scenario: str, jobs: int = JOBS) -> None:
     target, resume = root / "out", scenario == "resume"
     plan = make_plan(root / "source", target, scenario == "single-file")
-    with staging(
+    with stage_output(
         target,
         overwrite=scenario == "overwrite",
         resume=resume,
@@ -94,7 +94,7 @@ def convert(root: Path, scenario: str, jobs: int = JOBS) -> None:
         is_checkpoint=lambda path: (path / "model").is_file(),
     ) as stage:
         options = ExecutionOptions(jobs=jobs, resume=resume, journal_every=1)
-        execute(plan, stage.data, options, lambda _: None, stage.journal)
+        execute_plan(plan, stage.data, options, lambda _: None, stage.journal)
         stage.publish()
 
 
@@ -127,7 +127,7 @@ class Bomb:
     def install(self) -> None:
         for name in HOOKED:
             setattr(os, name, self.wrap(getattr(os, name)))
-        setattr(file_system, "rename", self.wrap(file_system.rename))  # noqa: B010
+        setattr(file_system, "rename_atomically", self.wrap(file_system.rename_atomically))  # noqa: B010
         setattr(fcntl, "flock", self.wrap(fcntl.flock))  # noqa: B010
 
     def wrap(self, function: Callable[..., object]) -> Callable[..., object]:

@@ -18,7 +18,7 @@ from ckptctl import formats
 from ckptctl.planner.retention import Policy
 from ckptctl.runs.health import health
 from ckptctl.runs.removal import plan_prune, run_prune
-from ckptctl.storage.two_phase_delete import TRASH
+from ckptctl.storage.two_phase_delete import TRASH_FOLDER
 from ckptctl.verbs.verification.verify import verify
 from ckptctl.verbs.verification.verify_options import VerifyOptions
 from tests.integration.test_kill import MEMORY, Bomb, forked
@@ -58,7 +58,7 @@ def listing(folder: Path) -> list[tuple[str, bytes]]:
 
 def settle(root: Path, scenario: str, before: list[tuple[str, bytes]]) -> bool:
     """Check what a killed run left, run again, check that all is well and tidy."""
-    there = sorted(item.name for item in root.iterdir() if item.name != TRASH)
+    there = sorted(item.name for item in root.iterdir() if item.name != TRASH_FOLDER)
     assert NAMES[-1] in there
     assert set(there) <= set(NAMES)
     for name in there:

@@ -16,7 +16,7 @@ from ckptctl.save_load.loading.reading import prepare
 from ckptctl.save_load.loading.state_mapping import StateMapping, Target, Wanted, map_state
 from ckptctl.save_load.saving.local_shards import TensorMeta
 from ckptctl.storage.execution.execution_options import ExecutionOptions
-from ckptctl.storage.execution.executor import execute
+from ckptctl.storage.execution.executor import execute_plan
 from tests.checkpoints.golden import Golden, State, digest, family_of, names
 from tests.sweeps import one_in
 
@@ -77,6 +77,6 @@ def _read(mapping: StateMapping, found: State, dim: int, part: int) -> None:
         wanted[key] = Wanted(_kind(full), tuple(full.shape), targets)
     plan = prepare(mapping, wanted, cast=False).plan(wanted)
     how = ExecutionOptions(checksum=False)
-    execute(plan, Path(plan.source_root), how, lambda _: None, memory=views)
+    execute_plan(plan, Path(plan.source_root), how, lambda _: None, memory=views)
     for own, memory in pieces.values():
         own.copy_(torch.frombuffer(memory, dtype=own.dtype).view(own.shape))

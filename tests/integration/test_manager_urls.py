@@ -25,15 +25,15 @@ from ckptctl.remote.objects import Objects
 from ckptctl.remote.store import FsspecStore, protocols
 from ckptctl.runs.listing import newest
 from ckptctl.storage import processes
-from ckptctl.storage.paths import named, source_path
-from ckptctl.storage.writing import NAME, OBJECTS, Writing
+from ckptctl.storage.paths import parse_path, resolve_source_path
+from ckptctl.storage.writing import LOCK_NAME, OBJECTS_NAME, LockRecord
 from tests import s3_server, stores
 from tests.checkpoints import tiny_llama
 from tests.gloo import RankFailure, run_on_ranks
 from tests.integration import manager_url_ranks as ranks
 from tests.stores import FAULTY, IN_MEMORY, SHARED, Bucket
 
-FILES = {".metadata", "__0_0.distcp", "ckptctl.run.json", OBJECTS}
+FILES = {".metadata", "__0_0.distcp", "ckptctl.run.json", OBJECTS_NAME}
 TURNED = torch.arange(12.0).reshape(3, 4)
 
 
@@ -208,13 +208,13 @@ def test_killed_before_every_change(url: str) -> None:
             except BaseException:
                 pass
         outcomes.append(resumed_at(own))
-        files = there(own)[f"step-{outcomes[-1]}"] - {NAME}
+        files = there(own)[f"step-{outcomes[-1]}"] - {LOCK_NAME}
         assert files == FILES, number
         with CheckpointManager(own, keep_last=1, async_=False) as manager:
             assert manager.load_latest(state_at(0))
             manager.save(outcomes[-1] + 1, state_at(outcomes[-1] + 1))
         kept = outcomes[-1], outcomes[-1] + 1  # what a run went on from stays
-        left = {step: files - {NAME} for step, files in there(own).items()}
+        left = {step: files - {LOCK_NAME} for step, files in there(own).items()}
         assert left == {f"step-{step}": FILES for step in kept}, number
         if not dead:
             break
@@ -232,7 +232,7 @@ def test_the_final_model(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
             manager.save_final({"model": model}, out)
         assert there(url).keys() == {"step-1"} and not there(out)
         manager.plan_final({"model": model}, out)
-        assert manager.save_final({"model": model}, out) == named(out)
+        assert manager.save_final({"model": model}, out) == parse_path(out)
         with pytest.raises(RefusedError, match="cannot save to the Hub"):
             manager.save_final({"model": model}, "hf://org/name")
     assert there(url) == {RECORD: {""}}
@@ -357,10 +357,10 @@ def test_one_is_there_when_its_metadata_is_though_nobody_has_let_go(url: str) ->
     elsewhere = processes.Process("elsewhere", "another boot", 77, 1)
     system, root = stores.at(url)
     place = f"{root}/step-2"
-    names = (".metadata", "ckptctl.run.json", OBJECTS)
-    system.pipe_file(f"{place}/{NAME}", Writing("other", elsewhere, names).to_bytes())
+    names = (".metadata", "ckptctl.run.json", OBJECTS_NAME)
+    system.pipe_file(f"{place}/{LOCK_NAME}", LockRecord("other", elsewhere, names).to_bytes())
     assert resumed_at(url) == 2
-    system.pipe_file(f"{place}/{NAME}", Writing("other", elsewhere, names[:2]).to_bytes())
+    system.pipe_file(f"{place}/{LOCK_NAME}", LockRecord("other", elsewhere, names[:2]).to_bytes())
     assert resumed_at(url) == 1
 
 
@@ -370,7 +370,7 @@ def test_what_a_late_rating_leaves_of_a_removed_one_is_none(url: str) -> None:
         manager.save(1, state_at(1))
     system, root = stores.at(url)
     system.pipe_file(f"{root}/step-2/ckptctl.run.json", b"{}")
-    found = newest(source_path(url), now=4e9)
+    found = newest(resolve_source_path(url), now=4e9)
     assert found.chosen.name == "step-1"
     assert [one.problem for one in found.skipped] == ["it is empty"]
 

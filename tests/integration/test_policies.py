@@ -209,7 +209,7 @@ def test_what_killed_saves_left_is_removed_by_the_next(tmp_path: Path, async_: b
     os.utime(empty, (START, START))
     (root / ".step-11.ckptctl-staging").symlink_to(tmp_path)
     with (
-        lock.held(staying[3], root / "step-9", "saving"),
+        lock.hold_lock(staying[3], root / "step-9", "saving"),
         CheckpointManager(root, async_=async_, sync=False) as manager,
     ):
         save_steps(manager, 1)

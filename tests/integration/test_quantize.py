@@ -121,12 +121,12 @@ def test_fused_parts_of_different_dtypes_are_cast_before(tmp_path: Path) -> None
 def pieces_agree(plan: Plan, key: str, wanted: torch.Tensor, files: SourceFiles) -> None:
     """Read parts of a virtual file that begin and end anywhere, and all of it."""
     content, item = raw_bytes(wanted), wanted.element_size()
-    computed = OpenFiles(plan.computed, lambda _: files).source(files, key)
+    computed = OpenFiles(plan.computed, lambda _: files).open_source(files, key)
     dice = random.Random(key)
     cuts = [sorted(dice.randrange(len(content) // item + 1) * item for _ in "ab") for _ in range(8)]
     for start, stop in [(0, len(content)), *((a, b) for a, b in cuts if a < b)]:
         buffer = memoryview(bytearray(stop - start))
-        computed.gather([(start, stop - start, 0)], buffer)
+        computed.read_pieces([(start, stop - start, 0)], buffer)
         assert buffer == content[start:stop], (key, start, stop)
 
 
@@ -233,7 +233,7 @@ def test_pieces_make_the_whole(tmp_path: Path, source: Path, scheme: str) -> Non
 def test_an_interrupted_run_goes_on(
     tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    whole, calls = Worker.do, list[Any]()
+    whole, calls = Worker.execute_unit, list[Any]()
 
     def stops(self: Worker, unit: Any) -> Any:
         calls.append(unit)
@@ -250,7 +250,7 @@ def test_an_interrupted_run_goes_on(
     monkeypatch.setattr(ConversionOptions, "execution", often)
     monkeypatch.setattr("ckptctl.storage.execution.lanes.BATCH_UNITS", 2)
     with monkeypatch.context() as patch:
-        patch.setattr(Worker, "do", stops)
+        patch.setattr(Worker, "execute_unit", stops)
         with pytest.raises(KeyboardInterrupt):
             ckptctl.convert(source, tmp_path / "out", **options)
     result = ckptctl.convert(source, tmp_path / "out", **options)

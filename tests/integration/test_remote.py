@@ -32,8 +32,8 @@ from ckptctl.remote import store as remote_store
 from ckptctl.runs import listing as runs
 from ckptctl.runs.listing import newest
 from ckptctl.storage.execution import finisher
-from ckptctl.storage.execution.executor import execute
-from ckptctl.storage.paths import named
+from ckptctl.storage.execution.executor import execute_plan
+from ckptctl.storage.paths import parse_path
 from tests.contract.samples import SAMPLES
 from tests.remote_reads import counted
 
@@ -167,7 +167,7 @@ def test_the_index_is_uploaded_last(tiny: str, url: str, monkeypatch: pytest.Mon
         original(self, *args, **options)
 
     monkeypatch.setattr(type(MEMORY), "put_file", noting)
-    monkeypatch.setattr(finisher, "KEPT", 0)
+    monkeypatch.setattr(finisher, "MAX_KEPT_BYTES", 0)
     ckptctl.convert(tiny, f"{url}/hf", to="hf", max_shard_size=60_000, verify=True)
     assert names[-1] == "model.safetensors.index.json"
     assert len(names) == len(set(names)) == 12, "each file goes once"
@@ -179,7 +179,7 @@ def test_few_files_wait_on_the_disk(
     tmp_path: Path, url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Uploads are slow, files many: what is on the disk stays within a few of them."""
-    monkeypatch.setattr(finisher, "KEPT", 0)
+    monkeypatch.setattr(finisher, "MAX_KEPT_BYTES", 0)
     weights = {f"{n:02}": torch.full((1 << 18,), float(n)) for n in range(24)}
     safetensors.torch.save_file(weights, tmp_path / "model.safetensors")
     plan = ckptctl.plan_conversion(
@@ -196,7 +196,7 @@ def test_few_files_wait_on_the_disk(
     uploads = finisher.UploadQueue(put, ["model.safetensors.index.json"])
     from ckptctl.storage.execution.execution_options import ExecutionOptions
 
-    execute(plan, root, ExecutionOptions(jobs=2), lambda _: None, uploads=uploads)
+    execute_plan(plan, root, ExecutionOptions(jobs=2), lambda _: None, uploads=uploads)
     assert len(held) >= 24 and max(held) < 8 << 20
     assert not (root / "model-00001-of-00024.safetensors").stat().st_size
 
@@ -234,7 +234,7 @@ def test_runs(tmp_path: Path) -> None:
     for step in (9, 10):
         _uploaded(TINY, f"{tmp_path.name}/step-{step}")
     MEMORY.pipe_file(f"/{tmp_path.name}/step-11/.metadata", b"torn")
-    root = named(f"memory://{tmp_path.name}")
+    root = parse_path(f"memory://{tmp_path.name}")
     found = runs.read_run(root)
     assert [one.entry.path.name for one in found.checkpoints] == ["step-9", "step-10", "step-11"]
     seen = newest(root)

@@ -21,7 +21,7 @@ from ckptctl.cli.app import app
 from ckptctl.errors import CkptError, StorageError, UsageError
 from ckptctl.remote import retries
 from ckptctl.runs import listing as runs
-from ckptctl.storage.paths import named
+from ckptctl.storage.paths import parse_path
 
 TINY = Path("tests/data/tiny-llama3-hf")
 FILE = "model.safetensors"
@@ -144,7 +144,7 @@ def test_every_command_tells_them_apart(host: str, tmp_path: Path, secret: str) 
         assert torch.equal(state[name], expected[name])
         ckptctl.report(url, tmp_path / "page.html", overwrite=True)
     if secret == "login":
-        listed = [runs.read_run(named(url.replace("priv", "run"))).checkpoints for url in urls]
+        listed = [runs.read_run(parse_path(url.replace("priv", "run"))).checkpoints for url in urls]
         names = [[one.entry.path.name for one in found] for found in listed]
         assert names == [["step-1"], ["step-2"]]
 

@@ -138,7 +138,7 @@ def test_headers_are_read_side_by_side(
     assert shards > 10 and count == shards + 2 and hub.most >= 8
     hub.requests.clear()
     hub.most, hub.gather, hub.patience = 0, 3, 0.1
-    monkeypatch.setattr(read_ahead, "AHEAD", 1)
+    monkeypatch.setattr(read_ahead, "PREFETCH_COUNT", 1)
     ckptctl.inspect("hf://org/model")
     assert len(_asked(hub)) == count and hub.most <= 2
 
@@ -156,7 +156,7 @@ def test_items_are_read_side_by_side(
     count = len(_asked(hub))
     assert count > 16 and hub.most >= 8
     hub.requests.clear()
-    monkeypatch.setattr(read_ahead, "AHEAD", 1)
+    monkeypatch.setattr(read_ahead, "PREFETCH_COUNT", 1)
     ckptctl.verify("hf://org/dcp")
     assert abs(count - len(_asked(hub))) <= 2, "which end of a block is first asked for may differ"
 
@@ -182,7 +182,7 @@ def test_what_cannot_be_fetched_ahead_is_an_error_where_it_is_read(
 def test_many_shards_are_asked_once(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
     """Though fewer blocks are kept than there are shards."""
     monkeypatch.setattr(blocks.SHARED, "_room", 200_000)
-    monkeypatch.setattr(read_ahead, "AHEAD", 1)
+    monkeypatch.setattr(read_ahead, "PREFETCH_COUNT", 1)
     assert ckptctl.verify("hf://org/tiny").findings == ()
     assert sum(name.endswith(".safetensors") for name in _asked(hub)) == 3
 

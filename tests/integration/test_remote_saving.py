@@ -27,8 +27,8 @@ from ckptctl.remote.lock import ConditionalObject, RemoteLock
 from ckptctl.remote.store import FsspecStore
 from ckptctl.runs.health import health
 from ckptctl.storage import processes
-from ckptctl.storage.paths import named, source_path
-from ckptctl.storage.writing import NAME, OBJECTS, Writing, parse
+from ckptctl.storage.paths import parse_path, resolve_source_path
+from ckptctl.storage.writing import LOCK_NAME, OBJECTS_NAME, LockRecord, parse_lock
 from tests import s3_server
 from tests.gloo import run_on_ranks
 from tests.integration import remote_saving_ranks as ranks
@@ -71,7 +71,7 @@ def test_two_groups_to_one_url(url: str, tmp_path: Path) -> None:
     ckptctl.load(state, url)
     written = outcomes.index("written") + 1.0
     assert all(bool((tensor == written).all()) for tensor in state.values()), "a mix"
-    assert NAME not in names(url)
+    assert LOCK_NAME not in names(url)
 
 
 def test_a_save_that_fails(tmp_path: Path) -> None:
@@ -82,7 +82,7 @@ def test_a_save_that_fails(tmp_path: Path) -> None:
 
 def test_a_place_that_another_run_writes_to(tmp_path: Path) -> None:
     url = f"memory://{tmp_path.name}"
-    held = RemoteLock(FsspecStore(url), NAME, ["model.safetensors"])
+    held = RemoteLock(FsspecStore(url), LOCK_NAME, ["model.safetensors"])
     held.take()
     with pytest.raises(RefusedError, match="another process is writing"):
         ckptctl.save(STATE, url)
@@ -97,11 +97,11 @@ def test_what_a_dead_run_has_left(tmp_path: Path, names: tuple[str, ...]) -> Non
     url, folder = f"memory://{tmp_path.name}", f"/{tmp_path.name}"
     for name in ("__7_0.distcp", "model.safetensors", "train_state.json"):
         MEMORY.pipe_file(f"{folder}/{name}", b"old")
-    MEMORY.pipe_file(f"{folder}/{NAME}", Writing("dead", None, names).to_bytes())
+    MEMORY.pipe_file(f"{folder}/{LOCK_NAME}", LockRecord("dead", None, names).to_bytes())
     ckptctl.save(STATE, url)
     there = {str(name).rpartition("/")[2] for name in MEMORY.find(folder)}
     kept = {"model.safetensors"} - set(names)
-    assert there == {OBJECTS, ".metadata", "__0_0.distcp", "train_state.json"} | kept
+    assert there == {OBJECTS_NAME, ".metadata", "__0_0.distcp", "train_state.json"} | kept
 
 
 def test_files_beside_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -110,15 +110,15 @@ def test_files_beside_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     seen, original = [], FsspecStore.write
 
     def look(store: FsspecStore, name: str, content: bytes) -> None:
-        lock = parse(MEMORY.cat_file(f"{folder}/{NAME}"))
+        lock = parse_lock(MEMORY.cat_file(f"{folder}/{LOCK_NAME}"))
         assert lock is not None
         seen.append((name, lock.names, _exists(url, "run.json")))
         original(store, name, content)
 
     monkeypatch.setattr(FsspecStore, "write", look)
-    write(STATE, named(url), coordinator(), SaveOptions(beside=lambda: {"run.json": b"{}"}))
-    names = (".metadata", "run.json", OBJECTS)
-    assert seen == [("run.json", names, False), (OBJECTS, names, True)]
+    write(STATE, parse_path(url), coordinator(), SaveOptions(beside=lambda: {"run.json": b"{}"}))
+    names = (".metadata", "run.json", OBJECTS_NAME)
+    assert seen == [("run.json", names, False), (OBJECTS_NAME, names, True)]
     assert MEMORY.cat_file(f"{folder}/run.json") == b"{}"
     found = {"w": torch.zeros(6)}
     ckptctl.load(found, url)
@@ -136,13 +136,13 @@ def test_objects_that_are_not_those_that_were_saved(tmp_path: Path) -> None:
         MEMORY.pipe_file(f"{folder}/__0_0.distcp", content)
         with pytest.raises(kind, match=what):
             ckptctl.load({"w": torch.zeros(6)}, url)
-        assert health(source_path(url)).torn == (kind is DamagedError)
+        assert health(resolve_source_path(url)).torn == (kind is DamagedError)
     MEMORY.get(folder, str(tmp_path / "copy"), recursive=True)
     assert health(tmp_path / "copy").verdict == "complete"
-    MEMORY.pipe_file(f"{folder}/{OBJECTS}", b"{}")
-    assert health(source_path(url)).verdict == "unknown"
-    MEMORY.rm_file(f"{folder}/{OBJECTS}")
-    assert health(source_path(url)).verdict == "complete"
+    MEMORY.pipe_file(f"{folder}/{OBJECTS_NAME}", b"{}")
+    assert health(resolve_source_path(url)).verdict == "unknown"
+    MEMORY.rm_file(f"{folder}/{OBJECTS_NAME}")
+    assert health(resolve_source_path(url)).verdict == "complete"
 
 
 def test_parts_of_somebody_elses_stay(tmp_path: Path) -> None:
@@ -264,11 +264,11 @@ def test_without_collectives_files_beside_it_are_refused(tmp_path: Path) -> None
 def test_a_lock_that_is_lost_meanwhile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As after a pause of minutes: nothing is published, and the other one's lock stays."""
     url = f"memory://{tmp_path.name}"
-    other = Writing("other", processes.Process("elsewhere", "", 1, 1), (".metadata",))
+    other = LockRecord("other", processes.Process("elsewhere", "", 1, 1), (".metadata",))
     original = FsspecStore.create
 
     def create(*words: Any) -> object:
-        MEMORY.pipe_file(f"/{tmp_path.name}/{NAME}", other.to_bytes())
+        MEMORY.pipe_file(f"/{tmp_path.name}/{LOCK_NAME}", other.to_bytes())
         return original(*words)
 
     monkeypatch.setattr(FsspecStore, "create", create)
@@ -276,7 +276,7 @@ def test_a_lock_that_is_lost_meanwhile(tmp_path: Path, monkeypatch: pytest.Monke
         ckptctl.save(STATE, url)
     there = MEMORY.find(f"/{tmp_path.name}")
     assert not [name for name in there if name.endswith(".metadata")]
-    assert parse(MEMORY.cat_file(f"/{tmp_path.name}/{NAME}")) == other
+    assert parse_lock(MEMORY.cat_file(f"/{tmp_path.name}/{LOCK_NAME}")) == other
 
 
 @pytest.mark.filterwarnings("ignore")  # of botocore, moto and torch without ranks
@@ -287,12 +287,12 @@ def test_torchs_own_save_removes_what_a_dead_run_has_left(
     system, root = fsspec.filesystem("s3"), f"{s3_server.BUCKET}/run/step-5"
     system.pipe_file(f"{root}/__7_0.distcp", b"old")
     system.pipe_file(f"{root}/train_state.json", b"kept")
-    system.pipe_file(f"{root}/{NAME}", Writing("dead", None, (".metadata",)).to_bytes())
+    system.pipe_file(f"{root}/{LOCK_NAME}", LockRecord("dead", None, (".metadata",)).to_bytes())
     writer = Writer(f"s3://{root}")
     state_dict_saver.save(STATE, storage_writer=writer, planner=planner())
     system.invalidate_cache()
     there = {str(name).rpartition("/")[2] for name in system.find(root)}
-    assert there == {OBJECTS, ".metadata", "__0_0.distcp", "train_state.json"}
+    assert there == {OBJECTS_NAME, ".metadata", "__0_0.distcp", "train_state.json"}
     found = {"w": torch.zeros(6)}
     ckptctl.load(found, f"s3://{root}")
     assert torch.equal(found["w"], STATE["w"])
@@ -303,7 +303,7 @@ def test_torchs_own_save_respects_and_holds_the_lock(
     server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     url = f"s3://{s3_server.BUCKET}/run/step-6"
-    held = RemoteLock(FsspecStore(url), NAME, [".metadata"])
+    held = RemoteLock(FsspecStore(url), LOCK_NAME, [".metadata"])
     held.take()
 
     def save() -> None:
@@ -316,15 +316,15 @@ def test_torchs_own_save_respects_and_holds_the_lock(
     original = FsspecStore.create
 
     def create(*words: Any) -> object:
-        seen.append(_exists(url, NAME))
+        seen.append(_exists(url, LOCK_NAME))
         return original(*words)
 
     monkeypatch.setattr(FsspecStore, "create", create)
     save()
-    assert seen == [True] and not _exists(url, NAME)
+    assert seen == [True] and not _exists(url, LOCK_NAME)
     with pytest.raises(CheckpointException, match="exists"):
         save()
-    assert not _exists(url, NAME)
+    assert not _exists(url, LOCK_NAME)
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -337,10 +337,10 @@ def test_torchs_own_save_again_after_one_that_failed(
     with monkeypatch.context() as patch, pytest.raises(CheckpointException):
         patch.setattr(Writer, "write_data", None)
         state_dict_saver.save(STATE, storage_writer=first, planner=SavePlanner())
-    assert _exists(url, NAME)
+    assert _exists(url, LOCK_NAME)
     state_dict_saver.save(STATE, storage_writer=Writer(url), planner=SavePlanner())
     there = {str(name).rpartition("/")[2] for name in MEMORY.find(f"/{tmp_path.name}")}
-    assert there == {OBJECTS, ".metadata", "__0_0.distcp"}
+    assert there == {OBJECTS_NAME, ".metadata", "__0_0.distcp"}
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -352,7 +352,7 @@ def test_torchs_own_save_that_fails_on_this_rank(
     with monkeypatch.context() as patch, pytest.raises(CheckpointException):
         patch.setattr(FsspecStore, "create", None)
         state_dict_saver.save(STATE, storage_writer=first, planner=SavePlanner())
-    assert not _exists(url, NAME)
+    assert not _exists(url, LOCK_NAME)
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -16,8 +16,8 @@ from ckptctl.errors import CkptError, DamagedError, SourceNotFoundError
 from ckptctl.runs import listing as runs
 from ckptctl.runs.listing import newest
 from ckptctl.storage import processes
-from ckptctl.storage.paths import source_path
-from ckptctl.storage.writing import NAME, Writing
+from ckptctl.storage.paths import resolve_source_path
+from ckptctl.storage.writing import LOCK_NAME, LockRecord
 from tests.conftest import DATA
 
 TINY = DATA / "tiny-llama3-hf"
@@ -25,7 +25,7 @@ MEMORY = fsspec.filesystem("memory")
 INDEX = "model.safetensors.index.json"
 NAMES = tuple(sorted(item.name for item in TINY.iterdir()))
 ELSEWHERE = processes.Process("elsewhere", "another boot", 77, 1)
-WRITING = Writing("token", ELSEWHERE, NAMES)
+WRITING = LockRecord("token", ELSEWHERE, NAMES)
 
 
 @pytest.fixture
@@ -34,7 +34,7 @@ def root(tmp_path: Path) -> Iterator[str]:
     MEMORY.rm(f"/{tmp_path.name}", recursive=True)
 
 
-def _upload(root: str, name: str, said: Writing | bytes | None, *without: str) -> str:
+def _upload(root: str, name: str, said: LockRecord | bytes | None, *without: str) -> str:
     """Put a checkpoint there without some of its files, and the lock of who writes it."""
     folder = f"/{root.removeprefix('memory://')}/{name}"
     for item in TINY.iterdir():
@@ -42,7 +42,7 @@ def _upload(root: str, name: str, said: Writing | bytes | None, *without: str) -
             MEMORY.pipe_file(f"{folder}/{item.name}", item.read_bytes())
     if said is not None:
         content = said if isinstance(said, bytes) else said.to_bytes()
-        MEMORY.pipe_file(f"{folder}/{NAME}", content)
+        MEMORY.pipe_file(f"{folder}/{LOCK_NAME}", content)
     return f"{root}/{name}"
 
 
@@ -57,7 +57,7 @@ def _require_not_read(url: str | Path, what: str) -> None:
             read(url)
     found = ckptctl.verify(url)
     assert found.verdict == "damaged"
-    assert (found.errors[0].what, found.errors[0].file) == (what, NAME)
+    assert (found.errors[0].what, found.errors[0].file) == (what, LOCK_NAME)
 
 
 def test_one_that_is_being_written(root: str) -> None:
@@ -65,11 +65,11 @@ def test_one_that_is_being_written(root: str) -> None:
     url = _upload(root, "step-2", WRITING, INDEX)
     _require_not_read(url, "the checkpoint is being written")
     assert "process 77 on elsewhere" in str(ckptctl.verify(url).errors[0].why)
-    seen = newest(source_path(root))
+    seen = newest(resolve_source_path(root))
     assert seen.chosen.entry.path.name == "step-1"
     assert [one.writing for one in seen.skipped] == [True]
     assert "the checkpoint is being written (by process 77" in seen.skipped[0].problem
-    listed = runs.read_run(source_path(root)).checkpoints
+    listed = runs.read_run(resolve_source_path(root)).checkpoints
     assert [one.complete for one in listed] == [True, False] and listed[1].format == "hf"
 
 
@@ -77,10 +77,10 @@ def test_one_that_was_interrupted(root: str) -> None:
     url = _upload(root, "step-2", replace(WRITING, process=None), INDEX)
     _require_not_read(url, "the upload did not finish")
     with pytest.raises(SourceNotFoundError, match="no complete checkpoint found"):
-        newest(source_path(root))
-    later = runs.read_run(source_path(root), now=time.time() + 10_000).checkpoints
+        newest(resolve_source_path(root))
+    later = runs.read_run(resolve_source_path(root), now=time.time() + 10_000).checkpoints
     assert [(one.verdict, one.torn, one.writing) for one in later] == [("damaged", True, False)]
-    MEMORY.rm_file(f"{_place(url)}/{NAME}")
+    MEMORY.rm_file(f"{_place(url)}/{LOCK_NAME}")
     assert ckptctl.inspect(url).parameters == 127296
 
 
@@ -91,12 +91,12 @@ def test_shards_alone_are_not_unknown(root: str) -> None:
         ckptctl.inspect(url)
     with pytest.raises(DamagedError, match="the checkpoint is being written"):
         ckptctl.verify(url)
-    (seen,) = runs.read_run(source_path(root)).checkpoints
+    (seen,) = runs.read_run(resolve_source_path(root)).checkpoints
     assert (seen.verdict, seen.writing) == ("damaged", True)
 
 
 @pytest.mark.parametrize("said", [WRITING, replace(WRITING, names=(".metadata",)), b"", b"[]"])
-def test_whoever_may_be_alive_counts(root: str, said: Writing | bytes) -> None:
+def test_whoever_may_be_alive_counts(root: str, said: LockRecord | bytes) -> None:
     """All is there, and may be replaced at any moment."""
     _require_not_read(_upload(root, "step-2", said), "the checkpoint is being written")
 
@@ -105,14 +105,14 @@ def test_a_lock_that_was_left_beside_all_of_it(root: str) -> None:
     """The run was killed after the last file, or before it replaced the first."""
     url = _upload(root, "step-2", replace(WRITING, process=None))
     assert ckptctl.verify(url, level="full").findings == ()
-    assert newest(source_path(root)).chosen.complete
+    assert newest(resolve_source_path(root)).chosen.complete
 
 
 def test_silence(root: str, monkeypatch: pytest.MonkeyPatch) -> None:
     url = _upload(root, "step-2", WRITING)
     with pytest.raises(DamagedError):
         ckptctl.inspect(url)
-    monkeypatch.setattr("ckptctl.storage.writing.SILENCE", -1e6)
+    monkeypatch.setattr("ckptctl.storage.writing.LEASE_SECONDS", -1e6)
     assert ckptctl.inspect(url).parameters == 127296
 
 
@@ -120,7 +120,7 @@ def test_a_copy_that_was_made_meanwhile(tmp_path: Path) -> None:
     """As ``aws s3 sync`` makes it, lock and all."""
     folder = shutil.copytree(TINY, tmp_path / "run" / "step-2")
     (folder / INDEX).unlink()
-    (folder / NAME).write_bytes(replace(WRITING, process=None).to_bytes())
+    (folder / LOCK_NAME).write_bytes(replace(WRITING, process=None).to_bytes())
     _require_not_read(folder, "the upload did not finish")
     assert runs.read_run(tmp_path / "run").checkpoints[0].torn
 
@@ -135,4 +135,4 @@ def test_an_upload_goes_on_over_it(root: str) -> None:
     with pytest.raises(CkptError):
         ckptctl.inspect(url)
     ckptctl.convert(TINY, url, to="hf", max_shard_size=100_000, verify=True)
-    assert ckptctl.verify(url).findings == () and not MEMORY.exists(f"{_place(url)}/{NAME}")
+    assert ckptctl.verify(url).findings == () and not MEMORY.exists(f"{_place(url)}/{LOCK_NAME}")

@@ -19,14 +19,14 @@ import ckptctl
 from ckptctl.errors import RefusedError, SourceNotFoundError, StorageError, UsageError
 from ckptctl.remote import lock, objects
 from ckptctl.remote.store import FsspecStore
-from ckptctl.storage.writing import NAME, Sent
+from ckptctl.storage.writing import LOCK_NAME, UploadedFile
 from tests.s3_server import Request
 from tests.stores import FAULTY, IN_MEMORY, ON_S3, SHARED, Bucket, at, names
 from tests.sweeps import one_in
 
 TINY = Path("tests/data/tiny-llama3-hf")
 MEMORY = fsspec.filesystem("memory")
-LOCK = NAME
+LOCK = LOCK_NAME
 
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of clients and servers
@@ -237,7 +237,7 @@ def test_a_lock_is_taken_over_once(url: str, monkeypatch: pytest.MonkeyPatch) ->
     assert second.take() is not None
     assert not first._object.write(beat), "one that was on its way while its machine slept"
     assert second.ours() and not first.ours()
-    second.note("a", Sent(1, "v", "5e"))
+    second.note("a", UploadedFile(1, "v", "5e"))
     content = first._object.read() or b""
     rivals = [lock.ConditionalObject(FsspecStore(url), LOCK) for _ in range(2)]
     original = rivals[0].read
@@ -271,7 +271,7 @@ def test_a_sign_of_life_whose_answer_is_lost(
             return None
 
         bucket.faulty.fault = fault
-        first.note(str(number), Sent(1, "v", "5e"))
+        first.note(str(number), UploadedFile(1, "v", "5e"))
         assert lost and set(first._said.sent) == {str(n) for n in range(number + 1)}
     first.drop()
     assert names(url) == set()

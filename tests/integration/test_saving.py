@@ -119,7 +119,7 @@ def test_metadata_that_appeared_meanwhile_stays(
         original(*words)
         (tmp_path / "x/__0.metadata").write_bytes(b"of another run")
 
-    monkeypatch.setattr(file_system, "rename", unsupported)
+    monkeypatch.setattr(file_system, "rename_atomically", unsupported)
     monkeypatch.setattr(destination.RankFolder, "fill", fill)
     with pytest.raises(StorageError, match="EEXIST"):
         save({"w": torch.ones(3)}, tmp_path / "x", collectives=False)

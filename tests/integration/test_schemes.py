@@ -226,8 +226,8 @@ def test_each_is_what_it_stands_for(
     found = ckptctl.inspect(source)
     assert found.dequantizable and list(found.quantized) == list(plain)
     for rectangle in (1 << 20, 24 * dtype.itemsize):
-        monkeypatch.setattr(computed, "RECTANGLE", rectangle)
-        monkeypatch.setattr(computed, "PIECE", rectangle)
+        monkeypatch.setattr(computed, "RECTANGLE_BYTES", rectangle)
+        monkeypatch.setattr(computed, "TRANSPOSE_BYTES", rectangle)
         out = tmp_path / f"{rectangle}"
         ckptctl.convert(source, out, to="hf", dequantize=f"{dtype}".removeprefix("torch."))
         made = load_any_reference(out)

@@ -14,7 +14,7 @@ import ckptctl
 from ckptctl.conversion.convert import run_conversion
 from ckptctl.errors import ChangedError, DamagedError
 from ckptctl.storage.execution.execution_options import ExecutionOptions
-from ckptctl.storage.execution.executor import execute
+from ckptctl.storage.execution.executor import execute_plan
 from tests.checkpoints import load_any_reference, save_dcp, save_hf, tiny_llama
 from tests.checkpoints.adapters import merged_by_hand, random_adapter, save_peft
 from tests.checkpoints.golden import Golden
@@ -92,7 +92,7 @@ def test_parts_of_a_record_are_read_once(tmp_path: Path, at: int) -> None:
     assert [check.gaps for check in plan.checks] == [((0, 40), (2800, 400), (3800, 200))]
     stage = tmp_path / "stage"
     stage.mkdir()
-    done = execute(plan, stage, ExecutionOptions(), lambda _: None)
+    done = execute_plan(plan, stage, ExecutionOptions(), lambda _: None)
     assert done.bytes_read == 4000 + 4 * 20
     data = bytearray((tmp_path / "in.pt").read_bytes())
     data[data.index(struct.pack("<2f", 0, 1)) + 4 * at] ^= 1
@@ -157,8 +157,8 @@ def test_a_resumed_run_checks_all_the_same(tmp_path: Path) -> None:
     options = ExecutionOptions(journal_every=1, resume=True, jobs=1)
     stage = tmp_path / "stage"
     stage.mkdir()
-    first = execute(plan, stage, options, lambda _: None, tmp_path / "journal")
-    again = execute(plan, stage, options, lambda _: None, tmp_path / "journal")
+    first = execute_plan(plan, stage, options, lambda _: None, tmp_path / "journal")
+    again = execute_plan(plan, stage, options, lambda _: None, tmp_path / "journal")
     assert not first.resumed_bytes and again.resumed_bytes > 0
     assert first.crcs == again.crcs
 

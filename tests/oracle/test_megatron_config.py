@@ -12,7 +12,7 @@ from ckptctl import families
 from ckptctl.facts.contradictions import contradictions, of_config
 from ckptctl.facts.megatron import megatron_to_config, of_megatron, silent
 from ckptctl.facts.megatron_files import arguments_of, run_config
-from ckptctl.storage.yaml_text import dumped, parsed
+from ckptctl.storage.yaml_text import dump_yaml, parse_yaml
 from tests.unit.facts.test_megatron import NAMES, config
 
 pytestmark = pytest.mark.oracle
@@ -56,8 +56,8 @@ def test_transformers_understands_the_same(name: str, kind: str) -> None:
     elif family.megatron is None or not family.megatron.provider:
         pytest.skip("Bridge has no provider for it")
     else:
-        text = dumped(run_config(family, content, dtype="bfloat16")).decode()
-        told = parsed(text, "run_config.yaml")
+        text = dump_yaml(run_config(family, content, dtype="bfloat16")).decode()
+        told = parse_yaml(text, "run_config.yaml")
         assert told == yaml.safe_load(text)
     mine, theirs = stated(megatron_to_config(family, told, {})), stated(content)
     different = {key for key in mine.keys() | theirs.keys() if mine.get(key) != theirs.get(key)}

@@ -60,7 +60,7 @@ def check(tmp_path: Path, case: Case) -> None:
         out = tmp_path / name
         with pytest.MonkeyPatch.context() as patch:
             if name == "fp32":  # parts of rows
-                patch.setattr(computed, "RECTANGLE", 240)
+                patch.setattr(computed, "RECTANGLE_BYTES", 240)
             ckptctl.convert(source, out, to="hf", dequantize=name, verify=True)
         made = load_any_reference(out)
         assert made.keys() == {**case.plain, **norm}.keys()

@@ -21,7 +21,7 @@ from ckptctl.keywords import keywords, python
 from ckptctl.options import Argument, Excludes, Option, Options, declared
 from ckptctl.runs.run_options import PruneOptions
 from ckptctl.save_load.loading.load_options import LoadOptions
-from ckptctl.storage.threads import daemon, thread_pool
+from ckptctl.storage.threads import create_daemon, create_thread_pool
 from ckptctl.verbs.comparison.diff_options import DiffOptions
 from ckptctl.verbs.extraction.extract_options import ExtractOptions
 from ckptctl.verbs.inspection.inspect_options import InspectOptions
@@ -223,14 +223,14 @@ def test_threads_spell_options_as_who_started_them():
     @keywords(Some)
     def run(path, options):
         said = []
-        thread = daemon(lambda: said.append(spell_option("--jobs 3")))
+        thread = create_daemon(lambda: said.append(spell_option("--jobs 3")))
         thread.start()
         thread.join()
-        with thread_pool(1) as pool:
+        with create_thread_pool(1) as pool:
             return said, pool.submit(spell_option, "--no-sum").result()
 
     assert run("a", to="b") == (["`jobs=3`"], "`checksum=False`")
-    with thread_pool(1) as pool:
+    with create_thread_pool(1) as pool:
         assert pool.submit(spell_option, "--no-sum").result() == "`--no-sum`"
 
 

@@ -40,8 +40,8 @@ from ckptctl.errors import RefusedError
 from ckptctl.keywords import keywords
 from ckptctl.options import Option, among
 from ckptctl.ranks.coordinator import Alone, Coordinator
-from ckptctl.storage.paths import home_expanded, named
-from ckptctl.storage.threads import no_collection
+from ckptctl.storage.paths import expand_home, parse_path
+from ckptctl.storage.threads import pause_gc
 from ckptctl.tree import TreePath
 
 Mode = Literal["thread", "process"]
@@ -258,7 +258,7 @@ class AsyncSaver(Closing):
         self._require_open()
         calls, ranks = self.groups()
         vote = StartVote(calls if options.collectives else Alone())
-        future = SaveFuture(home_expanded(named(path)).absolute())
+        future = SaveFuture(expand_home(parse_path(path)).absolute())
         meaning = (str(future.path), when_busy, options.overwrite, options.files)
         last = self._last
         if when_busy == "skip":
@@ -286,7 +286,7 @@ class AsyncSaver(Closing):
                 return own, None
             return own, PLANS.get(plan_key(own, ranks, options))
 
-        with no_collection():  # training waits, and a garbage collection would take long
+        with pause_gc():  # training waits, and a garbage collection would take long
             self._last, failure = self._begin(vote, meaning, collect, start)
         future.staged.set()
         self._last.proceed()

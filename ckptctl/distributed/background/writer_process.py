@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any, cast
 from ckptctl.errors import CkptError, RefusedError, StorageError
 from ckptctl.planner.plan import CrcOf, OutputFile, Plan
 from ckptctl.storage.execution.execution_options import Execution, ExecutionOptions
-from ckptctl.storage.execution.executor import execute
+from ckptctl.storage.execution.executor import execute_plan
 
 if TYPE_CHECKING:
     from ckptctl.distributed.background.host_memory import HostRegion
@@ -268,7 +268,9 @@ def _done(
 
     files = tuple(asking_for(number, file) for number, file in enumerate(plan.files))
     try:
-        return execute(replace(plan, files=files), root, options, lambda _: None, memory=memory)
+        return execute_plan(
+            replace(plan, files=files), root, options, lambda _: None, memory=memory
+        )
     except CkptError as error:
         return error
     except BaseException as error:
@@ -286,6 +288,6 @@ def plan_executor(
     def execute_here(*plan: Any, memory: Mapping[str, memoryview]) -> Execution:
         for view in memory.values():
             _place(view, regions, range(len(regions)))  # raises if it was not copied
-        return execute(*plan, memory=memory)  # type: ignore[misc]
+        return execute_plan(*plan, memory=memory)  # type: ignore[misc]
 
     return execute_here

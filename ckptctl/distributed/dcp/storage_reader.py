@@ -34,7 +34,7 @@ from ckptctl.save_load.loading.load_options import LoadOptions
 from ckptctl.save_load.loading.reading import prepare
 from ckptctl.save_load.loading.state_mapping import StateMapping
 from ckptctl.save_load.saving.local_shards import TensorMeta
-from ckptctl.storage.paths import is_known, named
+from ckptctl.storage.paths import has_known_scheme, parse_path
 
 _log = logging.getLogger("ckptctl")
 
@@ -163,7 +163,7 @@ class Reader(StorageReader):
         for item in values:
             if item.storage_index.fqn in contents:
                 planner.load_bytes(item, contents[item.storage_index.fqn])
-        note_position(named(os.fspath(self.checkpoint_id)))
+        note_position(parse_path(os.fspath(self.checkpoint_id)))
         future: Future[None] = Future()
         future.set_result(None)
         return future
@@ -171,7 +171,7 @@ class Reader(StorageReader):
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         """Return whether this reader supports *checkpoint_id*."""
-        return is_known(checkpoint_id)
+        return has_known_scheme(checkpoint_id)
 
     def _mapping(self) -> StateMapping:
         assert self._metadata

@@ -42,7 +42,7 @@ from ckptctl.keywords import keywords
 from ckptctl.save_load.saving.global_plan import RankShare
 from ckptctl.save_load.saving.local_shards import HeldChunk, LocalShards, TensorMeta
 from ckptctl.save_load.saving.save_files import rank_files
-from ckptctl.storage.paths import is_known, named
+from ckptctl.storage.paths import has_known_scheme, parse_path
 
 VERSION = "1.0.0"
 _OPEN: weakref.WeakValueDictionary[str, Writer] = weakref.WeakValueDictionary()
@@ -98,7 +98,7 @@ class Writer(StorageWriter):
         self._close()
         self._rank = kwargs.get("rank") or 0
         self._apart = not kwargs.get("use_collectives", True)
-        path = named(self.checkpoint_id)
+        path = parse_path(self.checkpoint_id)
         self._place = (
             RankFolder(path, self._rank, self._options)
             if self._apart
@@ -180,13 +180,13 @@ class Writer(StorageWriter):
             if self._stack is None:
                 raise RefusedError("another save replaced this one", where=self._target)
             self._place_set.publish(content)
-            note_position(named(self._target))
+            note_position(parse_path(self._target))
             self._close()
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         """Return whether this writer supports *checkpoint_id*."""
-        return is_known(checkpoint_id)
+        return has_known_scheme(checkpoint_id)
 
     def storage_meta(self) -> StorageMeta:
         """Return the id and the destination of this save."""

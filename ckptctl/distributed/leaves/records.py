@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 
 from ckptctl.errors import UnsafePickleError, UnsupportedError
 from ckptctl.storage.pickles.inert import Global, Inert
-from ckptctl.storage.pickles.pickle_reader import shown
+from ckptctl.storage.pickles.pickle_reader import escape_name
 from ckptctl.units import counted
 
 MAX_INT = 1 << 63
@@ -37,8 +37,8 @@ def unknown(record: Inert | Global | str) -> UnsafePickleError:
 def class_of(record: Inert | Global | str) -> str:
     """Format the class of a record for messages."""
     if isinstance(record, Inert):
-        return f"{shown(record.module)}.{shown(record.name)}"
-    return shown(str(record))
+        return f"{escape_name(record.module)}.{escape_name(record.name)}"
+    return escape_name(str(record))
 
 
 def arguments(record: Inert, least: int, most: int | None = None) -> tuple[object, ...]:

@@ -68,7 +68,7 @@ def measure_speed(catalog: Catalog) -> float:
             return math.inf
         step = catalog.files[name] // SAMPLES
         try:
-            with os.fdopen(files.descriptor(name), "rb", buffering=0) as file:
+            with os.fdopen(files.open_descriptor(name), "rb", buffering=0) as file:
                 speeds: list[float] = []
                 for number in range(SAMPLES):
                     start = time.perf_counter()

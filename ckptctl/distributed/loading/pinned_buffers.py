@@ -15,8 +15,8 @@ import torch
 from ckptctl.distributed.devices import host_bytes, settle
 from ckptctl.distributed.state import memory
 from ckptctl.planner.copying.tile import Pattern
-from ckptctl.storage.buffers import STAGING, TILE, BufferParts, TileBuffers
-from ckptctl.storage.page_cache import PAGE
+from ckptctl.storage.buffers import STAGING_BUFFER, TILE_BUFFER, BufferParts, TileBuffers
+from ckptctl.storage.page_cache import PAGE_BYTES
 
 IN_TURN = 2
 MOST = 8 << 20
@@ -56,19 +56,21 @@ class PinnedBuffers(TileBuffers):
         self._turns: deque[_Turn] = deque()
         self._of_tile = self._pageable
 
-    def get(self, name: str, nbytes: int) -> memoryview:
+    def get_buffer(self, name: str, nbytes: int) -> memoryview:
         """Return the buffer *name*, and begin the next turn if it is a tile."""
         if not self._turns:
             for stream in self._streams:
                 torch.cuda.set_stream(stream)
             self._turns.extend(_Turn(len(self._streams)) for _ in range(IN_TURN))
-        if name == TILE:
+        if name == TILE_BUFFER:
             self._of_tile = self._next() if nbytes <= MOST else self._pageable
-        return (self._pageable if name == STAGING else self._of_tile).get(name, nbytes)
+        return (self._pageable if name == STAGING_BUFFER else self._of_tile).get_buffer(
+            name, nbytes
+        )
 
-    def places(self, pattern: Pattern, buffer: memoryview) -> list[BufferParts]:
-        """See :meth:`TileBuffers.places`."""
-        return self._of_tile.places(pattern, buffer)
+    def list_views(self, pattern: Pattern, buffer: memoryview) -> list[BufferParts]:
+        """See :meth:`TileBuffers.list_views`."""
+        return self._of_tile.list_views(pattern, buffer)
 
     def _next(self) -> TileBuffers:
         """Return the least recently used buffers, once copies from them are done."""
@@ -88,17 +90,17 @@ class _Turn(TileBuffers):
         super().__init__()
         self.copied = [torch.cuda.Event() for _ in range(devices)]  # type: ignore[no-untyped-call]
 
-    def get(self, name: str, nbytes: int) -> memoryview:
+    def get_buffer(self, name: str, nbytes: int) -> memoryview:
         """Return a buffer, and drop smaller ones when a larger tile begins."""
-        if name == TILE and len(self._buffers.get(TILE, b"")) < nbytes:
+        if name == TILE_BUFFER and len(self._buffers.get(TILE_BUFFER, b"")) < nbytes:
             self._buffers.clear()
-        return super().get(name, nbytes)
+        return super().get_buffer(name, nbytes)
 
-    def _allocate(self, nbytes: int) -> memoryview:
+    def _allocate_pages(self, nbytes: int) -> memoryview:
         """Allocate pinned memory in one of torch's sizes, or pageable memory above the limit."""
-        size = max(PAGE, 1 << (nbytes - 1).bit_length())
+        size = max(PAGE_BYTES, 1 << (nbytes - 1).bit_length())
         if self.nbytes + size > MOST:
-            return super()._allocate(nbytes)
+            return super()._allocate_pages(nbytes)
         tensor = host_bytes(size, pinned=True)
         view = memory(tensor)
         view.obj.tensor = tensor  # type: ignore[attr-defined]  # lives as long as the view

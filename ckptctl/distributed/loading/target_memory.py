@@ -24,8 +24,8 @@ from ckptctl.save_load.loading.state_mapping import StateMapping, Target, Wanted
 from ckptctl.save_load.saving.local_shards import TensorMeta
 from ckptctl.storage.byte_files import ByteSink, Memory
 from ckptctl.storage.execution.execution_options import Execution, ExecutionOptions
-from ckptctl.storage.execution.executor import execute
-from ckptctl.storage.threads import no_collection
+from ckptctl.storage.execution.executor import execute_plan
+from ckptctl.storage.threads import pause_gc
 
 LONG = 4096
 
@@ -66,8 +66,8 @@ def read_into(
     tensors = (one.tensor for one in views.values() if isinstance(one, Filled))
     root = Path(plan.source_root)
     # Thousands of short-lived objects, none in a reference cycle.
-    with no_collection(), device_buffers(tensors) as buffers:
-        return execute(plan, root, how, lambda _: None, memory=views, buffers=buffers)
+    with pause_gc(), device_buffers(tensors) as buffers:
+        return execute_plan(plan, root, how, lambda _: None, memory=views, buffers=buffers)
 
 
 def _copy(place: torch.Tensor, elements: torch.Tensor) -> None:

@@ -27,16 +27,16 @@ from ckptctl.ranks.coordinator import on_first
 from ckptctl.runs.run_store import run_store
 from ckptctl.storage.files import source_files
 from ckptctl.storage.json_reader import read_json
-from ckptctl.storage.paths import named
-from ckptctl.storage.schema import find
+from ckptctl.storage.paths import parse_path
+from ckptctl.storage.schema import find_member
 from ckptctl.storage.urls import is_url
-from ckptctl.storage.writing import OBJECTS
+from ckptctl.storage.writing import OBJECTS_NAME
 from ckptctl.tree import TreePath, UrlPath
 from ckptctl.verbs.verification.digest_lists import SUMS
 
 RECORD = "ckptctl.final.json"
 SCHEMA = "ckptctl.final/1"
-LISTS = (MANIFEST, SUMS, OBJECTS)
+LISTS = (MANIFEST, SUMS, OBJECTS_NAME)
 TAIL = 1 << 20
 """Bytes at the end of a single file. Those of torch list records with checksums there."""
 BLOCK = 1 << 20
@@ -68,7 +68,7 @@ class Finals:
 
     def all(self) -> list[Finished]:
         """List all models in the record, even those that no longer exist."""
-        return [_finished(named(path), one) for path, one in self._read().items()]
+        return [_finished(parse_path(path), one) for path, one in self._read().items()]
 
     def finished(self, out: TreePath) -> Finished | None:
         """Return the model that the run has published at *out*, or None if it changed since."""
@@ -101,12 +101,12 @@ class Finals:
                 return {}
             with source_files(self._root) as files:
                 found = read_json(files, RECORD)
-            models = find(dict[str, Mapping[str, Any]], found, "models")
+            models = find_member(dict[str, Mapping[str, Any]], found, "models")
             steps = [one.get("step") for one in (models or {}).values()]
             if models is None or not {*map(type, steps)} <= {int, type(None)}:
                 raise CkptError("it is not a record of models")
             for path in models:
-                named(path)  # raises for an invalid URL
+                parse_path(path)  # raises for an invalid URL
         except (CkptError, OSError) as error:
             _log.warning("`%s` of %s cannot be read: %s", RECORD, self._root, error)
             return {}

@@ -36,7 +36,7 @@ from ckptctl.runs.removal import (
     run_prune,
 )
 from ckptctl.runs.run_store import run_store
-from ckptctl.storage.paths import real_path
+from ckptctl.storage.paths import resolve_links
 from ckptctl.tree import TreePath
 from ckptctl.units import counted
 
@@ -248,7 +248,9 @@ class Keeper:
             RefusedError: It is protected.
         """
         self.wait()
-        plan = plan_delete(real_path(self.root), SERIES, step, in_use=(self._resumed, self._saved))
+        plan = plan_delete(
+            resolve_links(self.root), SERIES, step, in_use=(self._resumed, self._saved)
+        )
         result = run_prune(plan)
         result.require_all()
         self._tell(result)
@@ -396,7 +398,7 @@ class Keeper:
             in_use = ("", "" if replaced else self._saved)
         try:
             plan = plan_prune(
-                real_path(self.root),
+                resolve_links(self.root),
                 self.policy,
                 replaced=replaced,
                 trainer=Trainer(SERIES, in_use, coming),
@@ -412,7 +414,7 @@ class Keeper:
 
     def discard_after(self, step: int) -> None:
         """Remove the checkpoints of later steps, and log those that stay."""
-        plan = plan_discard(real_path(self.root), SERIES, step)
+        plan = plan_discard(resolve_links(self.root), SERIES, step)
         for one in plan.of("skip"):
             if one.checkpoint.step > step:
                 reasons = "; ".join(filter(None, one.reasons))

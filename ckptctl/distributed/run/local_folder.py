@@ -21,8 +21,8 @@ from ckptctl.errors import FormatError, RefusedError, StorageError, storage_erro
 from ckptctl.runs.run_store import run_store
 from ckptctl.storage import lock
 from ckptctl.storage.file_system import sync_directory
-from ckptctl.storage.schema import find
-from ckptctl.storage.two_phase_delete import deleting
+from ckptctl.storage.schema import find_member
+from ckptctl.storage.two_phase_delete import lock_for_deletion
 from ckptctl.tree import TreePath
 
 IDENTITY = ".ckptctl-local.json"
@@ -74,7 +74,7 @@ def read_identity(root: TreePath) -> str:
         said = None
     except OSError as error:
         raise StorageError.from_os_error(error, "read", str(path)) from error
-    run = find(str, said, "run")
+    run = find_member(str, said, "run")
     if run is None or not re.fullmatch(r"[0-9a-f]{16}", run):
         raise FormatError(
             "the file does not identify a run",
@@ -128,7 +128,7 @@ class LocalFolder:
             sync_directory(self.path)
         self._start = start
         try:
-            self._stack.enter_context(lock.held(folder, folder, DOING))
+            self._stack.enter_context(lock.hold_lock(folder, folder, DOING))
             self._leads = True
         except RefusedError:
             self._leads = False
@@ -145,16 +145,16 @@ class LocalFolder:
         if not self._leads or not (old or starts):
             return []
         removed: list[str] = []
-        with deleting(self.path) as trash:
+        with lock_for_deletion(self.path) as trash:
             for start in sorted(starts):
                 folder, own = self.path / start, start == self._start
                 try:
-                    with nullcontext() if own else lock.held(folder, folder, DOING):
+                    with nullcontext() if own else lock.hold_lock(folder, folder, DOING):
                         for save in (one for one in old if one.start == start):
-                            trash.take(self.path_of(save), save.name.replace("/", "."))
+                            trash.remove_path(self.path_of(save), save.name.replace("/", "."))
                             removed.append(save.name)
                         if not own and not any(map(_STEP.fullmatch, _names(folder))):
-                            trash.take(folder, start)
+                            trash.remove_path(folder, start)
                 except RefusedError:  # it is still running
                     continue
         return removed

@@ -44,8 +44,8 @@ from ckptctl.errors import (
 from ckptctl.ranks.coordinator import Coordinator, on_first, sendable, together
 from ckptctl.runs.notes import run_record
 from ckptctl.save_load.saving.local_shards import LocalShards
-from ckptctl.storage.destinations import require_folder, require_path
-from ckptctl.storage.paths import home_expanded
+from ckptctl.storage.destinations import require_folder, require_local_path
+from ckptctl.storage.paths import expand_home
 from ckptctl.tree import TreePath
 
 _log = logging.getLogger("ckptctl")
@@ -99,8 +99,8 @@ class LocalTier:
         saving: Mapping[str, Any],
     ) -> None:
         assert options.fast is not None
-        require_path(options.fast)
-        path = home_expanded(Path(options.fast)).absolute()
+        require_local_path(options.fast)
+        path = expand_home(Path(options.fast)).absolute()
         require_folder(path)
         if path.is_relative_to(keeper.root) or keeper.root.is_relative_to(path):
             raise UsageError(

@@ -36,8 +36,8 @@ from ckptctl.options import about, among, declared
 from ckptctl.ranks.coordinator import Coordinator, on_first, telling
 from ckptctl.runs.run_store import run_store
 from ckptctl.save_load.loading.load_options import LoadReport
-from ckptctl.storage.destinations import require_folder, require_path
-from ckptctl.storage.paths import home_expanded, named
+from ckptctl.storage.destinations import require_folder, require_local_path
+from ckptctl.storage.paths import expand_home, parse_path
 from ckptctl.storage.urls import is_url
 from ckptctl.tree import TreePath
 
@@ -547,8 +547,8 @@ def _root(root: str | TreePath) -> TreePath:
     with about("root"):
         checks.path(root)
     if not is_url(root):
-        require_path(root)
-    path = home_expanded(named(root)).absolute()
+        require_local_path(root)
+    path = expand_home(parse_path(root)).absolute()
     run_store(path).require_changeable()
     if not is_url(root):
         require_folder(Path(path))

@@ -25,8 +25,8 @@ from ckptctl.planner.plan import Plan
 from ckptctl.planner.strided import Part, Strided
 from ckptctl.save_load.saving.local_shards import LocalShards
 from ckptctl.storage.execution.execution_options import Execution, ExecutionOptions
-from ckptctl.storage.execution.executor import execute
-from ckptctl.storage.execution.streaming import Create, stream
+from ckptctl.storage.execution.executor import execute_plan
+from ckptctl.storage.execution.streaming import CreateFile, stream_plan
 from ckptctl.storage.files import source_files
 from ckptctl.storage.threads import Advance
 
@@ -80,11 +80,15 @@ class SavedPart:
         self, plan: Plan, root: Path, options: ExecutionOptions, progress: Advance, **_: object
     ) -> Execution:
         """Execute *plan* with the files in place of memory."""
-        return execute(self._with_files(plan), root, replace(options, pace=self._pace), progress)
+        return execute_plan(
+            self._with_files(plan), root, replace(options, pace=self._pace), progress
+        )
 
-    def stream(self, plan: Plan, create: Create, options: ExecutionOptions, **_: object) -> None:
+    def stream(
+        self, plan: Plan, create: CreateFile, options: ExecutionOptions, **_: object
+    ) -> None:
         """Execute *plan* with the files in place of memory, for a store that takes streams."""
-        stream(self._with_files(plan), create, replace(options, pace=self._pace))
+        stream_plan(self._with_files(plan), create, replace(options, pace=self._pace))
 
     def digests(self, own: LocalState) -> Mapping[int, int]:
         """Return the CRC-32 of shards that this rank's files record, by shard index."""
@@ -103,7 +107,7 @@ class SavedPart:
             raise DamagedError("the data that this rank saved is missing", where=str(self._folder))
         with source_files(self._folder) as files:
             tensors = located(files, catalog.tensors)
-            sources = {name: files.identity(name) for name in catalog.files}
+            sources = {name: files.read_identity(name) for name in catalog.files}
         extents = {
             (entry.name, extent.box.offsets): extent
             for entry in tensors.values()

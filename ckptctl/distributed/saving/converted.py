@@ -33,9 +33,9 @@ from ckptctl.save_load.saving.global_plan import GlobalPlan, make_global_plan, o
 from ckptctl.save_load.saving.local_shards import HeldChunk, LocalShards, Packed, TensorMeta, pack
 from ckptctl.save_load.saving.save_files import rank_files, tensor_metadata
 from ckptctl.storage import trash
-from ckptctl.storage.destinations import already_exists, check_target, destination
-from ckptctl.storage.paths import home_expanded, named
-from ckptctl.storage.urls import HUB, is_url, scheme_of
+from ckptctl.storage.destinations import check_target, destination_exists_error, resolve_destination
+from ckptctl.storage.paths import expand_home, parse_path
+from ckptctl.storage.urls import HUB_SCHEME, is_url, parse_scheme
 from ckptctl.tree import TreePath
 
 OF_A_SAVE = re.compile(r"\.metadata|__\d+_\d+\.distcp|\.nfs.*|\.ckptctl-(writing|objects)")
@@ -123,9 +123,9 @@ def final_target(out: str | TreePath) -> TreePath:
         RefusedError: It is on the Hub.
     """
     if not is_url(out):
-        return destination(home_expanded(Path(out)).absolute())
-    target = named(out)
-    if scheme_of(os.fspath(target)) == HUB:
+        return resolve_destination(expand_home(Path(out)).absolute())
+    target = parse_path(out)
+    if parse_scheme(os.fspath(target)) == HUB_SCHEME:
         raise RefusedError(
             "training cannot save to the Hub",
             where=str(target),
@@ -148,7 +148,7 @@ def _require_room(target: TreePath, options: ConversionOptions) -> None:
         return
     run_store(target.parent).refresh()
     if target.is_file() or any(target.iterdir()):
-        raise already_exists(target)
+        raise destination_exists_error(target)
 
 
 def remove_left(folder: TreePath, known: re.Pattern[str]) -> None:
@@ -172,7 +172,7 @@ def remove_left(folder: TreePath, known: re.Pattern[str]) -> None:
             "published",
         )
     if not is_url(folder):
-        trash.remove(Path(folder))
+        trash.remove_path(Path(folder))
         return
     with store.deleting() as deletion:
         deletion.delete(folder.name, FileIdentity.of(folder.stat()))

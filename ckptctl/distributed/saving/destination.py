@@ -19,11 +19,17 @@ from ckptctl.errors import RefusedError, StorageError
 from ckptctl.formats.dcp import METADATA, metadata_name
 from ckptctl.planner.plan import Plan
 from ckptctl.storage import file_system, paths
-from ckptctl.storage.destinations import destination
+from ckptctl.storage.destinations import resolve_destination
 from ckptctl.storage.execution.execution_options import ExecutionOptions
 from ckptctl.storage.file_system import add_file, sync_directory
-from ckptctl.storage.paths import home_expanded
-from ckptctl.storage.publish import IN_PLACE, Staging, data_directory, staging, sweep
+from ckptctl.storage.paths import expand_home
+from ckptctl.storage.publish import (
+    NOT_DURABLE_MESSAGE,
+    Staging,
+    data_directory,
+    stage_output,
+    sweep_staging,
+)
 from ckptctl.tree import TreePath, UrlPath
 
 
@@ -81,7 +87,7 @@ def sweep_left(path: TreePath, untouched: float) -> bool:
         StorageError: They could not be removed.
     """
     if not isinstance(path, UrlPath):
-        return sweep(Path(path), untouched)
+        return sweep_staging(Path(path), untouched)
     with ExitStack() as stack:  # a save that writes nothing
         target_at(path, WriterOptions()).make_room(stack)
     return True
@@ -93,14 +99,16 @@ class Folder:
     _stage: Staging
 
     def __init__(self, path: TreePath, options: WriterOptions) -> None:
-        self.target = destination(home_expanded(Path(path)).absolute())
+        self.target = resolve_destination(expand_home(Path(path)).absolute())
         self._options = options
         self._data = data_directory(self.target)
 
     def make_room(self, stack: ExitStack) -> None:
         """See :class:`SaveTarget`."""
         overwrite = self._options.overwrite
-        room = staging(self.target, overwrite=overwrite, restart=True, is_checkpoint=replaceable)
+        room = stage_output(
+            self.target, overwrite=overwrite, restart=True, is_checkpoint=replaceable
+        )
         self._stage = stack.enter_context(room)
 
     def fill(self, plan: Plan, pieces: Sequence[torch.Tensor]) -> None:
@@ -184,7 +192,7 @@ class RankFolder(Folder):
         unfinished = final.with_name(f"{final.name}.tmp")
         add_file(unfinished, metadata, sync=self._options.sync)
         try:
-            file_system.move(unfinished, final)
+            file_system.rename_exclusively(unfinished, final)
         except OSError as error:
             raise StorageError.from_os_error(error, "publish", str(final)) from error
         try:
@@ -192,7 +200,7 @@ class RankFolder(Folder):
                 sync_directory(self.target)
                 sync_directory(self.target.parent)
         except StorageError as error:
-            error.why = IN_PLACE
+            error.why = NOT_DURABLE_MESSAGE
             raise
 
 

@@ -106,7 +106,7 @@ class DeviceMemory(ByteSource):
         self.nbytes = tensor.nbytes
         self.device = tensor.device
 
-    def view(self, offset: int, nbytes: int) -> memoryview:
+    def view_memory(self, offset: int, nbytes: int) -> memoryview:
         """Return a range, copied to host memory that :class:`DeviceReader` reuses."""
         return self._reader.read(self, offset, offset + nbytes)
 
@@ -117,7 +117,7 @@ class DeviceMemory(ByteSource):
     def read_into(self, offset: int, views: Sequence[memoryview], nbytes: int) -> None:  # noqa: ARG002
         """See :meth:`ByteSource.read_into`."""
         for view in views:
-            view[:] = self.view(offset, len(view))
+            view[:] = self.view_memory(offset, len(view))
             offset += len(view)
 
     def copy_to(self, target: torch.Tensor, start: int) -> None:

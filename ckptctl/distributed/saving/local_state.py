@@ -156,7 +156,7 @@ def memory_of(
     plan: Plan, pieces: Sequence[torch.Tensor], how: ExecutionOptions
 ) -> dict[str, Memory]:
     """Map the file names of a plan to memory of tensors, which must outlive it."""
-    reader = DeviceReader(how.limits().widest)
+    reader = DeviceReader(how.compute_limits().widest)
     return {
         name: memory(tensor) if on_host(tensor) else DeviceMemory(tensor, reader)
         for name, tensor in read_by(plan, pieces).items()

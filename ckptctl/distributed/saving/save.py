@@ -62,8 +62,8 @@ from ckptctl.save_load.saving.save_files import (
     tensor_metadata,
     with_values,
 )
-from ckptctl.storage.paths import named
-from ckptctl.storage.threads import no_collection
+from ckptctl.storage.paths import parse_path
+from ckptctl.storage.threads import pause_gc
 from ckptctl.tree import TreePath
 
 VERSION = 1
@@ -129,8 +129,8 @@ def save(state_dict: StateDict, path: str | TreePath, options: _Save) -> TreePat
     """
     ranks = coordinator(options.process_group)
     if options.collectives:
-        with no_collection():  # a garbage collection would take as long as writing gigabytes
-            return write(state_dict, named(path), ranks, options)
+        with pause_gc():  # a garbage collection would take as long as writing gigabytes
+            return write(state_dict, parse_path(path), ranks, options)
     require_local(path)
     return write_alone(state_of(state_dict), Path(path), ranks.rank, ranks.world, options)
 

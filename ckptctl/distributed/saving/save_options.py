@@ -12,8 +12,8 @@ from ckptctl.options import Option, Options
 from ckptctl.planner.balance import file_count
 from ckptctl.planner.copying.blocks import MIB
 from ckptctl.storage.execution.execution_options import Execution
-from ckptctl.storage.execution.executor import execute
-from ckptctl.storage.execution.streaming import stream
+from ckptctl.storage.execution.executor import execute_plan
+from ckptctl.storage.execution.streaming import stream_plan
 
 Beside = Callable[[], Mapping[str, bytes]]
 
@@ -61,9 +61,9 @@ class WriterOptions(Options):
     ] = True
     beside: Beside | None = None
     """Returns sidecar files to publish; called last, on rank 0, and only with collectives."""
-    execute: Callable[..., Execution] = execute
+    execute: Callable[..., Execution] = execute_plan
     """Executes a rank's plan, possibly in another process."""
-    stream: Callable[..., None] = stream
+    stream: Callable[..., None] = stream_plan
     """Executes a rank's plan for a store that takes streams."""
 
     def file_count(self, nbytes: int) -> int:

@@ -20,8 +20,15 @@ from ckptctl.remote.store import FsspecStore
 from ckptctl.remote.trees import store_at
 from ckptctl.runs.health import health
 from ckptctl.storage.execution.execution_options import ExecutionOptions
-from ckptctl.storage.urls import HUB, scheme_of
-from ckptctl.storage.writing import BUSY, NAME, OBJECTS, Sent, Writing, committed
+from ckptctl.storage.urls import HUB_SCHEME, parse_scheme
+from ckptctl.storage.writing import (
+    BUSY_MESSAGE,
+    LOCK_NAME,
+    OBJECTS_NAME,
+    LockRecord,
+    UploadedFile,
+    encode_objects,
+)
 from ckptctl.tree import UrlPath
 
 DATA = re.compile(r"__\d+_\d+\.distcp")
@@ -41,13 +48,13 @@ class Url:
     def __init__(self, path: UrlPath, options: WriterOptions) -> None:
         self.target = path
         self._options = options
-        self._own: dict[str, Sent] = {}
-        self._left: Writing | None = None
+        self._own: dict[str, UploadedFile] = {}
+        self._left: LockRecord | None = None
         self._begun = self._published = self._replaces = self._was_there = False
 
     def make_room(self, stack: ExitStack) -> None:
         """See :class:`SaveTarget`."""
-        if scheme_of(self.target.url) == HUB:
+        if parse_scheme(self.target.url) == HUB_SCHEME:
             raise RefusedError(
                 "training cannot save to the Hub",
                 where=str(self.target),
@@ -59,7 +66,7 @@ class Url:
             self.target.tree.drop(self.target.url)
             self._replaces = health(self.target, model=False).torn
         self._require_none(found)
-        self._lock = RemoteLock(self._store, NAME, [METADATA])
+        self._lock = RemoteLock(self._store, LOCK_NAME, [METADATA])
         self._left = self._lock.take()
         stack.callback(self._let_go)
         found = self._place.look()
@@ -75,23 +82,23 @@ class Url:
 
     def size(self, name: str) -> int:
         """See :class:`SaveTarget`."""
-        found = self._uploaded.get(name) or Sent(self._store.size(name), "")
+        found = self._uploaded.get(name) or UploadedFile(self._store.size(name), "")
         self._own[name] = found
         return found.size
 
     def publish(self, metadata: Sequence[bytes]) -> None:
         """See :class:`SaveTarget`."""
         beside = self._options.files_beside()
-        objects = committed(str(self.target), self._own)
-        self._lock.note_names((*beside, OBJECTS))
-        for name, content in {**beside, OBJECTS: objects}.items():
+        objects = encode_objects(str(self.target), self._own)
+        self._lock.note_names((*beside, OBJECTS_NAME))
+        for name, content in {**beside, OBJECTS_NAME: objects}.items():
             self._store.write(name, content)
         self._lock.require()
         with self._store.errors(METADATA, "write"):
             created = ConditionalObject(self._store, METADATA).create(b"".join(metadata))
         if not created:
             why = f"`{METADATA}` exists, but is not from this run"
-            raise StorageError(BUSY, where=str(self.target), why=why)
+            raise StorageError(BUSY_MESSAGE, where=str(self.target), why=why)
         self._published = True
 
     @cached_property
@@ -103,11 +110,11 @@ class Url:
         return Objects(self._store)
 
     @cached_property
-    def _uploaded(self) -> Mapping[str, Sent]:
+    def _uploaded(self) -> Mapping[str, UploadedFile]:
         """Files that exist when all ranks are done."""
         return self._place.look()
 
-    def _require_none(self, found: Mapping[str, Sent]) -> None:
+    def _require_none(self, found: Mapping[str, UploadedFile]) -> None:
         """Raise if the target contains a checkpoint that is not replaced."""
         if METADATA in found and not self._replaces:
             raise RefusedError(
@@ -116,11 +123,11 @@ class Url:
                 hint="save under a new name: objects cannot be replaced in one step",
             )
 
-    def _clear(self, left: Writing | None, found: Mapping[str, Sent]) -> None:
+    def _clear(self, left: LockRecord | None, found: Mapping[str, UploadedFile]) -> None:
         """Remove files of a dead run, because the new ones may not replace all of them."""
         data = [name for name in found if DATA.fullmatch(name)]
         if self._replaces:
-            known = [name for name in (METADATA, OBJECTS) if name in found]
+            known = [name for name in (METADATA, OBJECTS_NAME) if name in found]
             self._place.remove([*known, *data], found, self._lock.still)
             data = []
         if left is None and data:

@@ -17,10 +17,10 @@ from ckptctl.formats.shared.indexes import ByteRange, read_whole, require_tiled
 from ckptctl.formats.shared.stored_leaves import NO_CHECKSUMS
 from ckptctl.storage.files import SourceFiles, source_files
 from ckptctl.storage.pickles.inert import Global
-from ckptctl.storage.pickles.pickle_reader import Table, loads
+from ckptctl.storage.pickles.pickle_reader import Table, load_pickle
 from ckptctl.storage.pickles.torch_globals import TORCH_TABLE
-from ckptctl.storage.pickles.torch_tensors import StorageRef, TensorView, storage_id
-from ckptctl.storage.schema import ObjectSchema, malformed, read_as
+from ckptctl.storage.pickles.torch_tensors import StorageRef, TensorView, parse_storage_id
+from ckptctl.storage.schema import ObjectSchema, malformed_errors, read_as
 from ckptctl.tree import TreePath
 from ckptctl.units import counted
 
@@ -51,7 +51,7 @@ def read(path: TreePath, asked: ReadOptions, name: str) -> Catalog:
     """Read the catalog of the directory *path*."""
     where = str(path / METADATA)
     with source_files(path) as files:
-        root = loads(read_whole(files, METADATA, MAX_METADATA), where=where, table=_TABLE)
+        root = load_pickle(read_whole(files, METADATA, MAX_METADATA), where=where, table=_TABLE)
         leaves = leaves_of(root, where)
         views = _views(root, where)
         faults = Faults(path, asked.partial)
@@ -92,7 +92,7 @@ def _note_unfit(
 def _views(root: object, where: str) -> _Views:
     """Return the tensor header of each item, by name and offsets."""
     found = {}
-    with malformed("this is not the metadata of ByteCheckpoint", where):
+    with malformed_errors("this is not the metadata of ByteCheckpoint", where):
         metadata = read_as(_RankMetadata, root)
         flat = metadata.user_defined_dict
         names = flat.get(_FLAT) if isinstance(flat, dict) else None
@@ -107,11 +107,11 @@ def _views(root: object, where: str) -> _Views:
             if header is not None:
                 key = read_as(_RankIndex, index)
                 place = f"{where}, `{key.fqn}`"
-                view = loads(
+                view = load_pickle(
                     header,
                     where=place,
                     table=TORCH_TABLE,
-                    persistent_load=lambda pid: StorageRef(*storage_id(pid)),
+                    persistent_load=lambda pid: StorageRef(*parse_storage_id(pid)),
                 )
                 if type(view) is not TensorView:
                     what = "a tensor header does not describe a tensor"

@@ -12,7 +12,7 @@ from ckptctl.formats.torch_file import ZipFrame
 from ckptctl.planner.balance import fill, grouped
 from ckptctl.planner.boxes import split_rows
 from ckptctl.planner.plan import OutputFile, RawCopy, Record
-from ckptctl.storage.pickles.pickle_writer import StorageTensor, dumps
+from ckptctl.storage.pickles.pickle_writer import StorageTensor, dump_pickle
 from ckptctl.storage.zips.zip_writer import ZipLayout, lay_out
 
 
@@ -73,7 +73,7 @@ class DataFiles:
     def add_blob(self, blob: Blob) -> None:
         """Append a non-tensor value."""
         if blob.file is None:
-            layout = lay_out(dumps(blob.value), [], base=self.size)
+            layout = lay_out(dump_pickle(blob.value), [], base=self.size)
             self._append((blob.name, None), layout, 0, 0)
             return
         self.raw_copies.append(RawCopy(blob.file, blob.offset, blob.nbytes, self.file, self.size))
@@ -104,7 +104,7 @@ def _pickled(dtype: str, sizes: tuple[int, ...], nbytes: int, requires_grad: boo
         strides=row_major(sizes),
         requires_grad=requires_grad,
     )
-    return dumps(stored)
+    return dump_pickle(stored)
 
 
 def _nbytes(tensor: OutputTensor, box: Box) -> int:

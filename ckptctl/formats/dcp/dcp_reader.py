@@ -48,10 +48,10 @@ from ckptctl.formats.shared.leaves import unknown_notes, value_bytes
 from ckptctl.formats.shared.stored_leaves import Leaves, is_stored, read_leaves
 from ckptctl.formats.sidecar_files import beside
 from ckptctl.storage.files import MemoryFiles, SourceFiles, source_files
-from ckptctl.storage.paths import is_there
-from ckptctl.storage.read_ahead import ahead, ends
+from ckptctl.storage.paths import is_present
+from ckptctl.storage.read_ahead import list_item_ends, prefetch_items
 from ckptctl.storage.safetensors_header import SafetensorsHeader, read_header
-from ckptctl.storage.zips.items import read_alike, require_chunk
+from ckptctl.storage.zips.items import read_similar_item, require_chunk
 from ckptctl.storage.zips.zip_reader import read_archive
 from ckptctl.storage.zstd import MemoryBudget, is_zstd, require_zstd
 from ckptctl.tree import TreePath
@@ -85,9 +85,11 @@ def resolve(catalog: Catalog) -> Catalog:
         tensors = located(files, catalog.tensors)
         blobs = {
             name: _valued(files, blob, budget)
-            for name, blob in ahead(files, catalog.blobs.items(), lambda item: ends(item[1]))
+            for name, blob in prefetch_items(
+                files, catalog.blobs.items(), lambda item: list_item_ends(item[1])
+            )
         }
-        read = partial(read_alike, files)
+        read = partial(read_similar_item, files)
         replicas = {
             name: tuple(
                 resolved_extent(files.root, read, entry, copy) for copy in catalog.replicas[name]
@@ -300,7 +302,7 @@ def with_companion(files: SourceFiles, catalog: Catalog, faults: Faults) -> Cata
     """
     others = {name: why for name, why in catalog.others.items() if name != COMPANION}
     catalog = replace(catalog, others=others)
-    if is_there(files.root / COMPANION):
+    if is_present(files.root / COMPANION):
         found = faults.read(COMPANION, lambda name: read_leaves(files, name, unknown="inert"))
         if found is not None:
             catalog = with_leaves(files, catalog, COMPANION, found)

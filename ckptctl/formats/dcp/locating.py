@@ -17,8 +17,14 @@ from ckptctl.columns import NO_CRC, ExtentColumns, ranges_of
 from ckptctl.formats.shared.stored_leaves import extent_of
 from ckptctl.storage.files import SourceFiles
 from ckptctl.storage.pickles.torch_tensors import UnreadError
-from ckptctl.storage.read_ahead import FileOffset, ahead
-from ckptctl.storage.zips.items import Neighbors, moved, part_of, read_alike, require_chunk
+from ckptctl.storage.read_ahead import FileOffset, prefetch_items
+from ckptctl.storage.zips.items import (
+    NeighborReader,
+    move_tensor,
+    read_similar_item,
+    require_chunk,
+    select_part,
+)
 from ckptctl.storage.zips.zip_reader import StoredTensor
 from ckptctl.tree import TreePath
 
@@ -91,7 +97,7 @@ def located(files: SourceFiles, tensors: Mapping[str, TensorEntry]) -> dict[str,
         CkptError: An item is damaged, or does not match the metadata.
     """
     found = {name: _Located(entry) for name, entry in tensors.items()}
-    in_order = partial(read_alike, files, read=Neighbors(files))
+    in_order = partial(read_similar_item, files, read=NeighborReader(files))
     read = lru_cache(maxsize=1)(in_order)  # rows of a stack share an item
     by_file: dict[str, list[_Place]] = {}
     for one in found.values():
@@ -100,11 +106,11 @@ def located(files: SourceFiles, tensors: Mapping[str, TensorEntry]) -> dict[str,
     for file in [*by_file]:
         places = by_file.pop(file)
         places.sort(key=itemgetter(0))
-        for _, number, one in ahead(files, places, partial(_ends, file)):
+        for _, number, one in prefetch_items(files, places, partial(_ends, file)):
             try:
                 one.locate(number, files.root, read)
             except UnreadError as error:
-                one.unread = error.unread
+                one.unread = error.unsupported_message
     return {name: one.result() for name, one in found.items()}
 
 
@@ -129,7 +135,7 @@ def resolved_extent(root: TreePath, read: Read, entry: TensorEntry, extent: Exte
     def where() -> str:
         return f"{root / extent.file}, at byte {extent.offset:,}"
 
-    found = moved(*read(extent.file, extent.offset, extent.nbytes))
+    found = move_tensor(*read(extent.file, extent.offset, extent.nbytes))
     sizes = extent.part.shape if extent.part else extent.box.sizes
     require_chunk((found.dtype, found.shape), entry.name, entry.dtype, sizes, where)
-    return extent_of(part_of(found, extent.part, extent.box.sizes), extent.file, extent.box)
+    return extent_of(select_part(found, extent.part, extent.box.sizes), extent.file, extent.box)

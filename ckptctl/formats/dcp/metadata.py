@@ -20,12 +20,12 @@ from ckptctl.columns import BoxColumns, ExtentColumns, Vector, ranges_of
 from ckptctl.errors import CkptError, UnsupportedError, listed
 from ckptctl.formats.dcp.metadata_scan import Chunks, Places, Scanned, Scanner
 from ckptctl.formats.shared.indexes import integers
-from ckptctl.storage.paths import contained
+from ckptctl.storage.paths import require_relative
 from ckptctl.storage.pickles.inert import Builder, Global, Inert
-from ckptctl.storage.pickles.pickle_reader import loads
+from ckptctl.storage.pickles.pickle_reader import load_pickle
 from ckptctl.storage.pickles.torch_globals import ATTRIBUTES, TORCH_TABLE
 from ckptctl.storage.pickles.torch_tensors import MAX_INT, MAX_RANK
-from ckptctl.storage.schema import ObjectSchema, malformed, read_as
+from ckptctl.storage.schema import ObjectSchema, malformed_errors, read_as
 
 MAX_METADATA = 4 << 30
 """Limit for reading and writing; metadata of 405B parameters on 8,192 ranks is smaller."""
@@ -148,13 +148,13 @@ class _IndexRecord(Inert):
 
     __slots__ = ()
 
-    def key(self) -> tuple[object, ...]:
-        """See :meth:`Inert.key`, with a shortcut, since half a million of them are read."""
+    def get_key(self) -> tuple[object, ...]:
+        """See :meth:`Inert.get_key`, with a shortcut, since half a million of them are read."""
         if self._key is None:
             state = self.state if isinstance(self.state, dict) else {}
             name, offset = state.get("fqn"), state.get("offset")
             if type(name) is not str or not _is_short(offset):
-                return super().key()
+                return super().get_key()
             self._key = (name, repr(offset))
         return self._key
 
@@ -191,7 +191,7 @@ def decode(raw: bytes, where: str) -> Decoded:
 
 
 def _decode(raw: bytes, where: str, scanner: Scanner | None = None) -> Decoded:
-    root = loads(raw, where=where, table=TABLE, hook=scanner)
+    root = load_pickle(raw, where=where, table=TABLE, hook=scanner)
     used: list[Chunks | Places] = []
     decoded = Decoded(leaves_of(root, where, used), origin_of(root))
     if scanner is not None and not scanner.all_in_place(used):
@@ -223,7 +223,7 @@ def leaves_of(
 
     Appends its scanned runs of entries to *used*.
     """
-    with malformed("this is not the metadata of a DCP checkpoint", where):
+    with malformed_errors("this is not the metadata of a DCP checkpoint", where):
         return _leaves(read_as(_Metadata, root), where, [] if used is None else used)
 
 
@@ -397,7 +397,7 @@ def stored_items(
             places = (place,)
         for name, offsets, file, start, length in places:
             if (own_file := checked.get(file)) is None:
-                own_file = checked[file] = contained(file, where)
+                own_file = checked[file] = require_relative(file, where)
             if (own := stored.get(name)) is None:
                 own = stored[name] = StoredItem((own_file, start, length), through)
             if own.extension != through:

@@ -20,7 +20,7 @@ from ckptctl.formats.deepspeed.zero import Save, strips_of
 from ckptctl.formats.shared.leaves import below_rank, join, kept_apart
 from ckptctl.formats.shared.rank_merge import same_value
 from ckptctl.formats.shared.stored_leaves import Leaves, stored_entry
-from ckptctl.storage.compare import has_same_checksum, same_elements
+from ckptctl.storage.compare import has_same_checksum, have_same_elements
 from ckptctl.storage.files import SourceFiles
 from ckptctl.storage.pickles.inert import Inert
 from ckptctl.storage.zips.zip_reader import StoredTensor
@@ -60,7 +60,7 @@ def add_other_ranks(
                 own.append(blob)
         for name, entry in theirs.tensors.items():
             first = found.tensors.get(name)
-            if first is None or not same_elements(
+            if first is None or not have_same_elements(
                 files,
                 first,
                 entry,

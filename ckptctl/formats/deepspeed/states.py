@@ -19,15 +19,15 @@ from ckptctl.storage.files import SourceFiles
 from ckptctl.storage.pickles.inert import Inert
 from ckptctl.storage.pickles.torch_tensors import MAX_RANK
 from ckptctl.storage.schema import (
-    FILLED,
+    NOT_EMPTY,
     Constraint,
     MismatchError,
     Natural,
     Schema,
-    find,
-    malformed,
+    find_member,
+    malformed_errors,
     read_as,
-    sized,
+    size_between,
 )
 from ckptctl.storage.zips.zip_reader import StoredTensor, TorchArchive, read_archive
 
@@ -42,7 +42,7 @@ INDEX = (
 _EXPERTS = ("ds_autoep_layers", "autoep_layers", "ds_zero_partition_groups")
 
 
-Shapes = dict[str, Annotated[tuple[Natural, ...], sized(0, MAX_RANK)]]
+Shapes = dict[str, Annotated[tuple[Natural, ...], size_between(0, MAX_RANK)]]
 FlatTensor = Annotated[StoredTensor, Constraint("a flat tensor", is_flat)]
 Names = dict[str, object]
 
@@ -52,7 +52,7 @@ class _ModelFile(Schema):
     """Content of a file of model states."""
 
     module: Names | None
-    param_shapes: Annotated[tuple[Shapes, ...], FILLED] | Shapes | None = None
+    param_shapes: Annotated[tuple[Shapes, ...], NOT_EMPTY] | Shapes | None = None
     frozen_param_shapes: Shapes | None = None
     frozen_param_fragments: Names | None = None
     shared_params: dict[str, str] | None = None
@@ -76,11 +76,11 @@ class _OptimFile(Schema):
 class _ZeroState(Schema):
     """State of a ZeRO optimizer."""
 
-    partition_count: Natural | Annotated[tuple[Natural, ...], FILLED]
+    partition_count: Natural | Annotated[tuple[Natural, ...], NOT_EMPTY]
     zero_stage: int | Inert = 1
-    fp32_flat_groups: Annotated[tuple[FlatTensor, ...], FILLED] | None = None
-    single_partition_of_fp32_groups: Annotated[tuple[FlatTensor, ...], FILLED] | None = None
-    param_alignment_paddings: Annotated[tuple[tuple[Natural, ...], ...], FILLED] | None = None
+    fp32_flat_groups: Annotated[tuple[FlatTensor, ...], NOT_EMPTY] | None = None
+    single_partition_of_fp32_groups: Annotated[tuple[FlatTensor, ...], NOT_EMPTY] | None = None
+    param_alignment_paddings: Annotated[tuple[tuple[Natural, ...], ...], NOT_EMPTY] | None = None
 
 
 def _groups_of(shapes: tuple[Shapes, ...] | Shapes | None) -> tuple[Shapes, ...] | None:
@@ -136,8 +136,8 @@ def _base_of(value: object, count: int) -> tuple[tuple[Names, ...], Sequence[obj
     """
     base = {"state": dict(enumerate(value))} if isinstance(value, list) else value
     held = {} if base is None else read_as(Names, base, "the inner optimizer's state")
-    states = find(dict[object, object], held, "state") or {}
-    settings = find(list[object], held, "param_groups") or ()
+    states = find_member(dict[object, object], held, "state") or {}
+    settings = find_member(list[object], held, "param_groups") or ()
     return tuple(read_as(Names, states.get(n, {}), f"state[{n}]") for n in range(count)), settings
 
 
@@ -207,7 +207,7 @@ def read_model(files: SourceFiles, name: str, *, whole: bool = True) -> ModelSta
     """Read one file of model states."""
     archive = _archive(files, name)
     where = str(files.root / name)
-    with malformed("malformed model states", where):
+    with malformed_errors("malformed model states", where):
         content = read_as(Names, archive.root)
         if "module" not in content or not content.keys() & {"dp_world_size", "ds_version"}:
             raise UnsupportedError(
@@ -234,7 +234,7 @@ def read_model(files: SourceFiles, name: str, *, whole: bool = True) -> ModelSta
 def read_optim(files: SourceFiles, name: str) -> OptimState:
     """Read one file of optimizer states."""
     where = str(files.root / name)
-    with malformed("malformed optimizer states", where):
+    with malformed_errors("malformed optimizer states", where):
         inner = read_as(_OptimFile, _archive(files, name).root).optimizer_state_dict
         _refuse_experts(inner, where)
         sharded = "fp32_flat_groups" in inner

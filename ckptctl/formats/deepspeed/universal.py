@@ -37,8 +37,8 @@ from ckptctl.formats.deepspeed.zero import complete_models
 from ckptctl.formats.shared.findings import Faults
 from ckptctl.formats.shared.stored_leaves import NO_CHECKSUMS, Leaves, stored_entry
 from ckptctl.storage.files import SourceFiles
-from ckptctl.storage.paths import is_there
-from ckptctl.storage.schema import find, malformed, read_as
+from ckptctl.storage.paths import is_present
+from ckptctl.storage.schema import find_member, malformed_errors, read_as
 from ckptctl.storage.zips.zip_reader import StoredTensor, read_archive
 from ckptctl.tree import TreePath
 from ckptctl.units import counted, natural
@@ -84,7 +84,7 @@ class UniversalSave:
         """Read all files, or as many as possible if *partial*."""
         faults = Faults(source.root, partial)
         names = model_files(source.root, prefix.rstrip("/"), faults)
-        finished = is_there(source.root / prefix / ZERO / SETTINGS)
+        finished = is_present(source.root / prefix / ZERO / SETTINGS)
         if names and not finished and partial:
             faults.missing(f"{prefix}{ZERO}/{SETTINGS}", "the optimizer's settings")
         elif not names or not finished:
@@ -142,7 +142,10 @@ class UniversalSave:
                     hint=f"pass {spell_option('--weights master')}",
                 )
             return as_saved(self.model)
-        zero = find(dict[str, object], self.model.content, "ds_config", "zero_optimization") or {}
+        zero = (
+            find_member(dict[str, object], self.model.content, "ds_config", "zero_optimization")
+            or {}
+        )
         shuffled = zero.get("round_robin_gradients")
         if shuffled and not self.partitioned and self.model.content.get("dp_world_size") != 1:
             raise FormatError(
@@ -166,7 +169,7 @@ class UniversalSave:
     def _undivided(self, root: TreePath) -> Leaves:
         """Return the model if the model states have only parts of its tensors, except buffers."""
         first = self.model
-        kept = set(find(list[str], first.content, "buffer_names") or ())
+        kept = set(find_member(list[str], first.content, "buffer_names") or ())
         module = {name: item for name, item in first.module.items() if name in kept}
         found = self._parameters(kept)
         lost = [*(first.module.keys() - found.keys() - kept - first.shared.keys())]
@@ -295,18 +298,18 @@ def _add_settings(save: UniversalSave, found: Leaves) -> None:
     where = str(save.source.root / file)
     read = partial(read_archive, save.source, unknown="inert")
     archive = save.faults.read(file, read, (CkptError,))
-    with malformed("malformed settings of the optimizer", where):
+    with malformed_errors("malformed settings of the optimizer", where):
         content = {} if archive is None else read_as(dict[str, object], archive.root)
-    states = find(dict[object, object], content, "optimizer_state_dict", "state") or {}
+    states = find_member(dict[object, object], content, "optimizer_state_dict", "state") or {}
     owners = [
         (name, number) for number, group in enumerate(save.model.groups or ()) for name in group
     ]
     for name, number in owners:
-        state = find(dict[object, object], states.get(number)) or {}
+        state = find_member(dict[object, object], states.get(number)) or {}
         if "step" in state and "step" not in save.values.get(name, ()):
             found.add(state["step"], (OPTIMIZER, "state", name, "step"), file, where)
     rest = {key: item for key, item in content.items() if key not in _NOT_SETTINGS}
-    groups = find(list[object], content, "param_groups") or ()
+    groups = find_member(list[object], content, "param_groups") or ()
     settings = plain_settings(rest, groups, owners)
     found.add(settings, (OPTIMIZER,), file, where)
 

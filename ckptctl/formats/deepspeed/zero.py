@@ -31,8 +31,8 @@ from ckptctl.formats.deepspeed.partitions import (
 from ckptctl.formats.deepspeed.states import ModelState, OptimState, read_model, read_optim
 from ckptctl.formats.shared.findings import Faults
 from ckptctl.storage.files import SourceFiles
-from ckptctl.storage.read_ahead import zips_ahead
-from ckptctl.storage.schema import MalformedError, malformed
+from ckptctl.storage.read_ahead import prefetch_zips
+from ckptctl.storage.schema import MalformedError, malformed_errors
 from ckptctl.storage.zips.zip_reader import StoredTensor
 from ckptctl.units import counted
 
@@ -126,7 +126,7 @@ def read_save(files: SourceFiles, found: SaveFiles, partitions: bool, faults: Fa
             where=where,
             why="ZeRO optimizer states exist, but `param_shapes` does not",
         )
-    with malformed("the optimizer states do not match the model states", where):
+    with malformed_errors("the optimizer states do not match the model states", where):
         padded = complete_optims(_padded(optims, names), names, model.groups)
         return _located(all_models, padded, where)
 
@@ -138,7 +138,7 @@ def _states(
     faults: Faults,
 ) -> list[_State | None]:
     read = partial(reader, files)
-    return [faults.read(name, read, (CkptError,)) for name in zips_ahead(files, names)]
+    return [faults.read(name, read, (CkptError,)) for name in prefetch_zips(files, names)]
 
 
 def _padded(found: list[_State | None], names: Sequence[str]) -> list[_State | None]:

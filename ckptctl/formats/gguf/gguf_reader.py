@@ -22,7 +22,7 @@ from ckptctl.facts.gguf_config import FACTORS, described, sizes_of
 from ckptctl.formats.sidecar_files import beside
 from ckptctl.numerics.quantization.ggml import BLOCKS, PLAIN
 from ckptctl.storage.files import SourceFiles, source_files
-from ckptctl.storage.schema import MalformedError, malformed
+from ckptctl.storage.schema import MalformedError, malformed_errors
 from ckptctl.tree import TreePath
 from ckptctl.units import counted
 
@@ -195,7 +195,7 @@ def read_header(files: SourceFiles, name: str) -> Header:
         UnsupportedError: The version or a value type is not supported.
     """
     cursor = _Cursor(files, name)
-    with malformed("unsupported GGUF file", cursor.where):
+    with malformed_errors("unsupported GGUF file", cursor.where):
         if cursor.size < 4 or cursor.take(4) != b"GGUF":
             raise MalformedError("the file does not start with `GGUF`")
         version = cursor.number("<I")

@@ -54,9 +54,9 @@ from ckptctl.planner.layouts import MLX
 from ckptctl.planner.plan import OutputFile, Record
 from ckptctl.storage.files import SourceFiles, source_files
 from ckptctl.storage.json_reader import read_json
-from ckptctl.storage.read_ahead import heads_ahead
+from ckptctl.storage.read_ahead import prefetch_heads
 from ckptctl.storage.safetensors_header import encode_header
-from ckptctl.storage.schema import find
+from ckptctl.storage.schema import find_member
 from ckptctl.tree import TreePath
 from ckptctl.units import counted
 
@@ -122,7 +122,7 @@ class HfFormat(WritableFormat):
 
     def _read_safetensors(self, files: SourceFiles, path: TreePath, names: list[str]) -> Catalog:
         tensors: dict[str, TensorEntry] = {}
-        read = {name: read_shard(files, name) for name in heads_ahead(files, names)}
+        read = {name: read_shard(files, name) for name in prefetch_heads(files, names)}
         for name, (found, _) in read.items():
             merge(tensors, found, name)
         agreed, differ = agreed_strings(strings for _, strings in read.values())
@@ -135,7 +135,7 @@ class HfFormat(WritableFormat):
         faults = Faults(files.root, partial)
         known: dict[str, ReadShard] = {}
         index: object = None
-        if not partial and files.digest(main):  # the index can be derived from the shards
+        if not partial and files.find_digest(main):  # the index can be derived from the shards
             known = shards_of(files, main)
             index = proven(files, main, known)
         index = index or read_json(files, main)
@@ -152,7 +152,7 @@ class HfFormat(WritableFormat):
             catalog,
             findings=tuple(faults.findings),
             lost=faults.lost,
-            recorded_bytes=find(int, index, "metadata", "total_size"),
+            recorded_bytes=find_member(int, index, "metadata", "total_size"),
         )
 
     def _catalog(

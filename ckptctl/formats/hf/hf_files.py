@@ -13,7 +13,7 @@ from ckptctl.formats.hf.shards import ReadShard, read_shard
 from ckptctl.formats.shared.findings import missing_error
 from ckptctl.storage.crc import is_digest_of
 from ckptctl.storage.files import SourceFiles
-from ckptctl.storage.read_ahead import heads_ahead
+from ckptctl.storage.read_ahead import prefetch_heads
 from ckptctl.tree import TreePath
 from ckptctl.units import counted
 
@@ -136,14 +136,14 @@ def shards_of(files: SourceFiles, main: str) -> dict[str, ReadShard]:
     if not _complete_set(names):
         return {}
     try:
-        return {name: read_shard(files, name) for name in heads_ahead(files, names)}
+        return {name: read_shard(files, name) for name in prefetch_heads(files, names)}
     except CkptError:
         return {}  # the error is raised again when the shards in the index are read
 
 
 def proven(files: SourceFiles, main: str, shards: Mapping[str, ReadShard]) -> ReadIndex | None:
     """Derive the content of the index *main* from its digest, or return None."""
-    digest, size = files.digest(main), files.size(main)
+    digest, size = files.find_digest(main), files.size(main)
     if digest is None or not shards:
         return None
     for index, text in _candidates(shards):

@@ -12,10 +12,10 @@ from ckptctl.errors import CkptError, DamagedError, UnsupportedError, listed, sp
 from ckptctl.formats.shared.findings import Faults
 from ckptctl.formats.shared.indexes import sizes_of
 from ckptctl.storage.files import SourceFiles
-from ckptctl.storage.paths import contained
-from ckptctl.storage.read_ahead import heads_ahead
+from ckptctl.storage.paths import require_relative
+from ckptctl.storage.read_ahead import prefetch_heads
 from ckptctl.storage.safetensors_header import read_header, unread_reason
-from ckptctl.storage.schema import FILLED, Schema, find, malformed, read_as
+from ckptctl.storage.schema import NOT_EMPTY, Schema, find_member, malformed_errors, read_as
 from ckptctl.units import counted
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 class _Index(Schema):
     """Content of ``model.safetensors.index.json``."""
 
-    weight_map: Annotated[dict[str, str], FILLED]
+    weight_map: Annotated[dict[str, str], NOT_EMPTY]
 
 
 ReadShard = tuple[dict[str, TensorEntry], Mapping[str, str]]
@@ -89,11 +89,11 @@ def merge(tensors: dict[str, TensorEntry], found: Mapping[str, TensorEntry], nam
 
 def checked_index(index: object, where: str) -> tuple[dict[str, str], dict[str, str]]:
     """Parse an index into the file of each tensor and the strings of its metadata."""
-    with malformed("malformed index", where):
+    with malformed_errors("malformed index", where):
         weight_map = read_as(_Index, index).weight_map
     for file in dict.fromkeys(weight_map.values()):
-        contained(file, where)
-    strings = find(dict[str, object], index, "metadata") or {}
+        require_relative(file, where)
+    strings = find_member(dict[str, object], index, "metadata") or {}
     return weight_map, {key: value for key, value in strings.items() if isinstance(value, str)}
 
 
@@ -153,7 +153,7 @@ def read_shards(
         shards[file].add(key)
     if not faults.partial:
         sizes_of(files, shards, "shards", where, "download them again")
-    for name in heads_ahead(files, shards):
+    for name in prefetch_heads(files, shards):
         expected = shards[name]
         kept: dict[str, TensorEntry] = {}
         try:

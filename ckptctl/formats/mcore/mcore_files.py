@@ -24,8 +24,8 @@ from ckptctl.formats.megatron.megatron_folder import POINTER, folder_named
 from ckptctl.formats.shared.tags import is_run, tag_folder
 from ckptctl.storage.files import SourceFiles, source_files
 from ckptctl.storage.json_reader import read_json
-from ckptctl.storage.paths import is_there
-from ckptctl.storage.schema import find
+from ckptctl.storage.paths import is_present
+from ckptctl.storage.schema import find_member
 from ckptctl.tree import TreePath
 
 METADATA, COMMON, MARK = ".metadata", "common.pt", "metadata.json"
@@ -59,13 +59,13 @@ def evidence(folder: TreePath) -> str | None:
     """Return evidence that *folder* itself is one save, or None."""
     if not folder.is_dir():
         return None
-    common, finished = is_there(folder / COMMON), is_there(folder / MARK)
-    if common and is_there(folder / METADATA):
+    common, finished = is_present(folder / COMMON), is_present(folder / MARK)
+    if common and is_present(folder / METADATA):
         return f"`{METADATA}` and `{COMMON}`"
     if not finished:
         return None
     with source_files(folder) as files:
-        backend = find(str, _said(files), "sharded_backend")
+        backend = find_member(str, _said(files), "sharded_backend")
     return f"`{MARK}` of the backend `{backend}`" if backend else None
 
 
@@ -103,14 +103,14 @@ def save_folder(path: TreePath, tag: str | None) -> TreePath:
 def require_finished(files: SourceFiles) -> None:
     """Raise if a save was interrupted, or if its backend is not supported."""
     where = str(files.root)
-    if not is_there(files.root / MARK):
+    if not is_present(files.root / MARK):
         raise DamagedError(
             f"the save was interrupted: `{MARK}` is missing",
             where=where,
             why="Megatron writes it last",
             hint="use the previous save",
         )
-    backend = find(str, read_json(files, MARK, MAX_MARK), "sharded_backend")
+    backend = find_member(str, read_json(files, MARK, MAX_MARK), "sharded_backend")
     if backend not in (None, TORCH_DIST):
         megatron_fsdp = (
             f"pass {spell_option('--from dcp')} (Megatron-FSDP saves standard DCP checkpoints)"
@@ -125,7 +125,7 @@ def require_finished(files: SourceFiles) -> None:
             why=f"`sharded_backend` is not `{TORCH_DIST}`",
             hint=others.get(backend),
         )
-    if not is_there(files.root / METADATA):
+    if not is_present(files.root / METADATA):
         raise DamagedError(
             f"`{METADATA}` is missing", where=where, why=f"`{MARK}` states that it was written"
         )
@@ -133,11 +133,11 @@ def require_finished(files: SourceFiles) -> None:
 
 def names_common(files: SourceFiles) -> bool:
     """Return whether ``metadata.json`` states that ``common.pt`` was written."""
-    return find(str, _said(files), "common_backend") == "torch"
+    return find_member(str, _said(files), "common_backend") == "torch"
 
 
 def _said(files: SourceFiles) -> Mapping[str, object] | None:
     try:
-        return find(dict[str, object], read_json(files, MARK, MAX_MARK))
+        return find_member(dict[str, object], read_json(files, MARK, MAX_MARK))
     except (DamagedError, UnsupportedError):
         return None

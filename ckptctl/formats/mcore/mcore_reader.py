@@ -61,10 +61,10 @@ from ckptctl.formats.sidecar_files import ADAPTER, CONFIGURATION, documents
 from ckptctl.planner.config_facts import Json
 from ckptctl.storage.files import SourceFiles, source_files
 from ckptctl.storage.json_reader import read_json
-from ckptctl.storage.paths import is_there
+from ckptctl.storage.paths import is_present
 from ckptctl.storage.pickles.inert import Inert
-from ckptctl.storage.schema import find, malformed, read_as
-from ckptctl.storage.yaml_text import LARGEST, parsed
+from ckptctl.storage.schema import find_member, malformed_errors, read_as
+from ckptctl.storage.yaml_text import MAX_TEXT_LENGTH, parse_yaml
 from ckptctl.storage.zips.zip_reader import KEEPING_TABLE, read_archive
 from ckptctl.tree import TreePath
 from ckptctl.units import counted
@@ -95,7 +95,7 @@ def read(path: TreePath, asked: ReadOptions, name: str) -> Catalog:
         blobs = {n: blob for n, blob in catalog.blobs.items() if blob is not inside}
         catalog = replace(catalog, blobs=canonical_objects(blobs), others=others)
         catalog = replace(catalog, save_id=origin.save_id, world=origin.world)
-        if inside is not None or is_there(folder / COMMON):
+        if inside is not None or is_present(folder / COMMON):
             file = COMMON if inside is None else inside.file or ""
             catalog = with_leaves(files, catalog, file, common)
         recorded = records(folder, {place: arguments}, faults)
@@ -141,7 +141,7 @@ def _other_findings(
 
 def _common(files: SourceFiles, faults: Faults) -> Leaves:
     """Read the unsharded values, with inert records for objects of Megatron's classes."""
-    if not is_there(files.root / COMMON):
+    if not is_present(files.root / COMMON):
         if names_common(files):
             why = f"{MARK} states that Megatron wrote it"
             error = DamagedError(f"`{COMMON}` is missing", where=str(files.root), why=why)
@@ -168,9 +168,9 @@ def _leaves(
         UnsupportedError: It is not a dictionary, or it is too large to be Megatron's.
     """
     where = str(files.root / at[0])
-    archive = read_archive(files, *at, unknown="inert", table=KEEPING_TABLE, most=MAX_VALUES)
+    archive = read_archive(files, *at, unknown="inert", table=KEEPING_TABLE, max_values=MAX_VALUES)
     what = f"`{listed or at[0]}` does not have the form that Megatron-Core writes"
-    with malformed(what, where):
+    with malformed_errors(what, where):
         root = archive.root if listed is None else read_as(tuple[object], archive.root)[0]
         content = read_as(dict[object, object], root)
     found = leaves_in(content, at[0])
@@ -217,7 +217,7 @@ def records(
     found = {name: told for name, told in arguments.items() if told}
     for name in FILES:
         file = folder.parent / name.removeprefix(ABOVE) if name.startswith(ABOVE) else folder / name
-        if is_there(file) and not (file.name == IO and FILES[-2] in found):
+        if is_present(file) and not (file.name == IO and FILES[-2] in found):
             record = faults.read(file.name, _reader(file.parent))
             if record:
                 found[name] = record
@@ -234,13 +234,13 @@ def _reader(home: TreePath) -> Callable[[str], Mapping[str, object]]:
                     return model_in(content, where) if name == IO else content
                 raise UnsupportedError("this JSON is not a configuration", where=where)
             size = files.size(name)
-            if size > LARGEST:
+            if size > MAX_TEXT_LENGTH:
                 raise UnsupportedError(
                     "this YAML file is too large for a configuration",
                     where=where,
-                    why=f"it has {counted(size, 'byte')}; the limit is {LARGEST:,}",
+                    why=f"it has {counted(size, 'byte')}; the limit is {MAX_TEXT_LENGTH:,}",
                 )
-            return parsed(files.read(name, 0, size).decode(errors="replace"), where)
+            return parse_yaml(files.read(name, 0, size).decode(errors="replace"), where)
 
     return read
 
@@ -251,7 +251,7 @@ def model_in(document: Mapping[str, object], where: str) -> dict[str, object]:
     Raises:
         UnsupportedError: The document is not a configuration.
     """
-    reader = _Reader(find(dict[str, object], document, "objects") or {})
+    reader = _Reader(find_member(dict[str, object], document, "objects") or {})
     try:
         items = dict(reader.items(reader.followed(document.get("root"))))
         model = reader.value(items.get("model"), 0)
@@ -275,7 +275,7 @@ class _Reader:
 
     def items(self, node: object) -> Iterator[tuple[str, object]]:
         """Yield the children of an object by name, or by position for a list."""
-        for step, part in find(list[Any], node, "items") or ():
+        for step, part in find_member(list[Any], node, "items") or ():
             named = _STEP.fullmatch(str(step))
             yield (named[1] if named else str(step)), part
 

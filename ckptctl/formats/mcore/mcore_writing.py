@@ -69,9 +69,9 @@ from ckptctl.notes import Notes
 from ckptctl.planner.config_facts import read_sizes
 from ckptctl.planner.plan import OutputFile, Record
 from ckptctl.storage.pickles.inert import Inert
-from ckptctl.storage.pickles.pickle_writer import dumps
-from ckptctl.storage.schema import find
-from ckptctl.storage.yaml_text import dumped
+from ckptctl.storage.pickles.pickle_writer import dump_pickle
+from ckptctl.storage.schema import find_member
+from ckptctl.storage.yaml_text import dump_yaml
 from ckptctl.storage.zips import zip_writer
 
 EMBEDDING = "embedding.word_embeddings.weight"
@@ -173,12 +173,12 @@ def describe(request: OutputRequest, around: Mapping[str, object]) -> Described:
     yaml = _told(request, run_config, carried.run_config, RUN_CONFIG, what)
     if around:
         arguments = arguments and {**arguments, "no_save_optim": False}
-        saved = find(dict[object, object], yaml, "checkpoint") or {}
+        saved = find_member(dict[object, object], yaml, "checkpoint") or {}
         yaml = yaml and {**yaml, "checkpoint": {**saved, "save_optim": True}}
     common = common_content(arguments, stacked=request.stack_layers, around=around)
     contents = {MARK: MARK_FILE}
     if yaml is not None:
-        contents[RUN_CONFIG] = dumped(yaml)
+        contents[RUN_CONFIG] = dump_yaml(yaml)
     return Described(common, contents)
 
 
@@ -199,7 +199,7 @@ def _adapter(request: OutputRequest, stated: Mapping[str, object]) -> Described:
             f"factors; load them on one rank: {listed(exchanged)}"
         )
     common = common_content(None, stacked=request.stack_layers)
-    return Described(common, {MARK: MARK_FILE, RUN_CONFIG: dumped(yaml)})
+    return Described(common, {MARK: MARK_FILE, RUN_CONFIG: dump_yaml(yaml)})
 
 
 def _told(
@@ -289,7 +289,7 @@ def common_file(
 ) -> zip_writer.ZipLayout:
     """Lay out ``common.pt`` with *content*, in which *tensors* are stored."""
     storages = [(str(position), tensor.nbytes) for position, tensor in enumerate(tensors)]
-    return zip_writer.lay_out(dumps(content), storages, folder="common")
+    return zip_writer.lay_out(dump_pickle(content), storages, folder="common")
 
 
 STATE = re.compile(r"optimizer\.state\.\w+\.(.+)")

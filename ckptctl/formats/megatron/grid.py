@@ -20,7 +20,7 @@ from ckptctl.formats.megatron.megatron_folder import (
 )
 from ckptctl.formats.shared.findings import Faults, mixed_saves
 from ckptctl.storage.files import SourceFiles
-from ckptctl.storage.read_ahead import zips_ahead
+from ckptctl.storage.read_ahead import prefetch_zips
 from ckptctl.units import counted
 
 MAX_RANKS = 1 << 17
@@ -167,7 +167,7 @@ def read_grid(files: SourceFiles, folder: str, faults: Faults) -> Grid:
                 hint="copy the file from the node of its rank",
             ) from error
 
-    loaded = (faults.read(name, read_file) for name in zips_ahead(files, named.values()))
+    loaded = (faults.read(name, read_file) for name in prefetch_zips(files, named.values()))
     read = dict(zip(named, loaded, strict=True))
     states = {key: state for key, state in read.items() if state is not None}
     if not states:

@@ -61,9 +61,9 @@ from ckptctl.formats.shared.stored_leaves import NO_CHECKSUMS, Leaves, extent_of
 from ckptctl.formats.shared.tags import tag_folder
 from ckptctl.formats.sidecar_files import beside
 from ckptctl.planner.families.facts import ARGUED
-from ckptctl.storage.compare import same_elements
+from ckptctl.storage.compare import have_same_elements
 from ckptctl.storage.files import SourceFiles, source_files
-from ckptctl.storage.schema import malformed
+from ckptctl.storage.schema import malformed_errors
 from ckptctl.storage.zips.zip_reader import StoredTensor
 from ckptctl.tree import TreePath
 from ckptctl.units import counted
@@ -222,7 +222,7 @@ class JoinedModel:
         swiglu = self.grid.first.arguments.get("swiglu") is True
         ranks = self.grid.sizes.tensor
         what = f"the rule for `{key}` does not match the tensor"
-        with malformed(what, "--rules", error=MappingError):
+        with malformed_errors(what, "--rules", error=MappingError):
             return divide(key, like.shape, rule, ranks, second, swiglu=swiglu)
 
     def _join(
@@ -271,7 +271,7 @@ class JoinedModel:
         """
         first, second = (separate_entry(name, dtype, extent) for extent in (one, other))
         same = (
-            same_elements(self.compared.files, first, second, of_any_size=True)
+            have_same_elements(self.compared.files, first, second, of_any_size=True)
             if claimed
             else self.compared.is_same(first, second, name)
         )

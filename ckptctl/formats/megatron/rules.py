@@ -19,15 +19,15 @@ from ckptctl.catalog import Box
 from ckptctl.errors import SourceNotFoundError, UsageError, spell_option
 from ckptctl.storage.pickles.torch_tensors import MAX_RANK
 from ckptctl.storage.schema import (
-    FILLED,
+    NOT_EMPTY,
     ClosedSchema,
     MalformedError,
     MismatchError,
     Natural,
-    malformed,
+    malformed_errors,
     read_as,
-    sized,
-    within,
+    size_between,
+    value_in_range,
 )
 from ckptctl.tree import TreePath
 from ckptctl.units import counted
@@ -40,8 +40,8 @@ NUMBER = "#"
 MAX_PARTS = 1024
 RowParts = (
     Literal["gated"]
-    | Annotated[int, within(1, MAX_PARTS + 1)]
-    | Annotated[tuple[Natural, ...], sized(1, MAX_PARTS)]
+    | Annotated[int, value_in_range(1, MAX_PARTS + 1)]
+    | Annotated[tuple[Natural, ...], size_between(1, MAX_PARTS)]
 )
 
 
@@ -58,8 +58,8 @@ class DivisionRule(ClosedSchema):
         replicated: Whether the table states that no dimension is divided.
     """
 
-    names: Annotated[tuple[str, ...], FILLED]
-    dim: Annotated[int, within(0, MAX_RANK)] | None = None
+    names: Annotated[tuple[str, ...], NOT_EMPTY]
+    dim: Annotated[int, value_in_range(0, MAX_RANK)] | None = None
     parts: RowParts = 1
     size: str | None = None
     replicated: bool = False
@@ -129,7 +129,7 @@ def built_in() -> Rules:
 
 
 def _parsed(path: TreePath, where: str) -> Rules:
-    with malformed("this is not a rules file", where, error=UsageError):
+    with malformed_errors("this is not a rules file", where, error=UsageError):
         content = read_as(_RulesFile, tomllib.loads(path.read_text("utf-8")))
         for rule in content.rule:
             names = rule.names

@@ -23,7 +23,7 @@ from ckptctl.errors import (
     spell_option,
 )
 from ckptctl.storage.files import SourceFiles
-from ckptctl.storage.pickles.inert import Global, Inert, walk
+from ckptctl.storage.pickles.inert import Global, Inert, walk_values
 from ckptctl.storage.pickles.torch_globals import TORCH_TABLE
 from ckptctl.units import counted
 
@@ -164,7 +164,7 @@ def kept_apart(names: Iterable[str]) -> tuple[str, ...]:
 
 def _unknown_class(value: object) -> str | None:
     """Return the first class or function in *value* that stock torch does not load, or None."""
-    for node in walk(value):
+    for node in walk_values(value):
         if isinstance(node, Inert | Global) and (node.module, node.name) not in TORCH_TABLE:
             return f"{node.module}.{node.name}"
     return None
@@ -173,7 +173,7 @@ def _unknown_class(value: object) -> str | None:
 def require_harmless(blobs: Iterable[Blob], where: str) -> None:
     """Raise if a leaf refers to code-executing functions, which no training state needs."""
     for blob in blobs:
-        for node in walk(blob.value):
+        for node in walk_values(blob.value):
             if not isinstance(node, Inert | Global):
                 continue
             module, name = node.module.partition(".")[0], node.name
@@ -207,7 +207,7 @@ def require_known(blobs: Iterable[Blob], *, verbatim: bool = False) -> None:
                 why="loading the output would execute it",
                 hint=excluding(blob.name),
             )
-        tensors = (isinstance(node, StoredTensor) for node in walk(blob.value))
+        tensors = (isinstance(node, StoredTensor) for node in walk_values(blob.value))
         if not (verbatim and blob.file) and any(tensors):
             inside.append(blob.name)
     if inside:
@@ -222,17 +222,17 @@ def require_known(blobs: Iterable[Blob], *, verbatim: bool = False) -> None:
 def value_bytes(files: SourceFiles, blob: Blob, budget: MemoryBudget) -> bytes:
     """Return the ``torch.save`` zip of *blob*, with *budget* as the limit for decompression."""
     if blob.extension and blob.file is not None:
-        from ckptctl.storage.zstd import whole_value
+        from ckptctl.storage.zstd import decompress_value
 
-        return whole_value(files, blob.file, blob.offset, blob.nbytes, blob.extension, budget)
+        return decompress_value(files, blob.file, blob.offset, blob.nbytes, blob.extension, budget)
     if blob.file is not None:
         return files.read(blob.file, blob.offset, blob.nbytes)
     # Only writing needs these modules.
-    from ckptctl.storage.pickles.pickle_writer import dumps
+    from ckptctl.storage.pickles.pickle_writer import dump_pickle
     from ckptctl.storage.zips.zip_writer import lay_out
 
     require_known([blob])
-    layout = lay_out(dumps(blob.value), [], base=0)
+    layout = lay_out(dump_pickle(blob.value), [], base=0)
     content = bytearray(layout.size)
     for offset, part in layout.frame([]):
         content[offset : offset + len(part)] = part

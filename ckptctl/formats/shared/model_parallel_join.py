@@ -32,7 +32,7 @@ from ckptctl.planner.model_parallel import (
     whole_shape,
     without_repeats,
 )
-from ckptctl.storage.compare import same_elements
+from ckptctl.storage.compare import have_same_elements
 from ckptctl.storage.files import SourceFiles
 from ckptctl.units import counted
 
@@ -312,7 +312,7 @@ class JoinedShards:
     def _is_same(self, files: SourceFiles, key: str, one: Extent, other: Extent) -> bool:
         dtype = self.first[key].dtype
         entries = (separate_entry(key, dtype, extent) for extent in (one, other))
-        return same_elements(files, *entries, of_any_size=True) is True
+        return have_same_elements(files, *entries, of_any_size=True) is True
 
     def _disagree(self, key: str, rank: int) -> None:
         """Raise if copies differ, or add a note for tensors without any divided axis."""

@@ -27,7 +27,7 @@ from ckptctl.storage.pickles.inert import Global, Inert
 from ckptctl.storage.pickles.pickle_reader import Table
 from ckptctl.storage.pickles.torch_globals import TORCH_TABLE
 from ckptctl.storage.pickles.torch_tensors import MAX_RANK
-from ckptctl.storage.schema import attributes, malformed
+from ckptctl.storage.schema import malformed_errors, read_attributes
 from ckptctl.storage.zips.zip_reader import StoredTensor, read_archive
 from ckptctl.units import counted
 
@@ -123,7 +123,7 @@ class Meshes:
         """Read the mesh in *record*, an object that must stay alive."""
         if id(record) in self._known:
             return self._known[id(record)]
-        state = attributes(record)
+        state = read_attributes(record)
         if "_coordinate_on_dim" not in state:
             raise FormatError(
                 "a device mesh does not contain the position of its rank",
@@ -168,9 +168,9 @@ def _axes(state: Mapping[str, object]) -> tuple[Axis, ...]:
             raise TypeError("the mesh is not a tensor")
         pairs = zip(mesh.shape, row_major(mesh.shape), strict=True)
         return tuple((pair,) for pair in pairs)
-    layout = attributes(state["_layout"])
+    layout = read_attributes(state["_layout"])
     if "axes" in layout:
-        found = [attributes(axis) for axis in _items(layout["axes"])]
+        found = [read_attributes(axis) for axis in _items(layout["axes"])]
         return tuple(_axis(axis["shape"], axis["stride"]) for axis in found)
     both = zip(_items(layout["shape"]), _items(layout["stride"]), strict=True)
     return tuple(_axis(shape, stride) for shape, stride in both)
@@ -244,8 +244,8 @@ def wrapped(args: object) -> Wrapped:
 
 def read_dtensor(args: object, state: object, meshes: Meshes) -> Sharded:
     """Read one rank's part of a DTensor."""
-    whole, fields = wrapped(args), attributes(state)
-    spec, stored = attributes(fields["_spec"]), fields["_local_tensor"]
+    whole, fields = wrapped(args), read_attributes(state)
+    spec, stored = read_attributes(fields["_spec"]), fields["_local_tensor"]
     if not isinstance(stored, StoredTensor):
         raise TypeError("the local part is not a regular tensor")
     mesh = meshes.read(spec["mesh"])
@@ -321,7 +321,7 @@ def _placement(record: object) -> Shard | None:
             why=_REASONS.get(kind, "only Shard, Replicate and _StridedShard are supported"),
             hint="redistribute it to Shard or Replicate before saving",
         )
-    fields = attributes(record) if record.state is not None else {"dim": record.args[0]}
+    fields = read_attributes(record) if record.state is not None else {"dim": record.args[0]}
     numbers = integers([fields["dim"], fields.get("split_factor", 1)])
     return Shard(numbers[0], numbers[1])
 
@@ -338,17 +338,17 @@ def _read_sharded_tensor(args: object, state: object) -> Sharded:
     whole = wrapped(args)
     if not isinstance(state, tuple) or not isinstance(state[0], list):
         raise TypeError("the state is not that of a ShardedTensor")
-    shape = integers(attributes(state[1])["size"])
+    shape = integers(read_attributes(state[1])["size"])
     if shape != whole.shape:
         raise UnsupportedError(
             "a ShardedTensor has two different shapes", why=f"{list(whole.shape)} and {list(shape)}"
         )
-    group = attributes(state[2])
+    group = read_attributes(state[2])
     rank, world = integers((group["global_rank"], group["global_world_size"]))
     if world > MAX_WORLD:
         raise UnsupportedError("the world size is too large", why=f"{counted(world, 'rank')}")
-    pieces = tuple(_piece(attributes(shard), whole.dtype) for shard in state[0])
-    others = partial(_listed_boxes, attributes(state[1])["shards_metadata"])
+    pieces = tuple(_piece(read_attributes(shard), whole.dtype) for shard in state[0])
+    others = partial(_listed_boxes, read_attributes(state[1])["shards_metadata"])
     return Sharded(whole.dtype, shape, pieces, whole.requires_grad, rank, _world(world), others)
 
 
@@ -356,8 +356,8 @@ def _listed_boxes(shards: object, rank: int) -> tuple[Box, ...]:
     """Return the boxes of another rank (every rank's file lists the boxes of all)."""
     if not isinstance(shards, list):
         return ()
-    found = (attributes(shard) for shard in shards)
-    return tuple(_box(one) for one in found if attributes(one["placement"])["_rank"] == rank)
+    found = (read_attributes(shard) for shard in shards)
+    return tuple(_box(one) for one in found if read_attributes(one["placement"])["_rank"] == rank)
 
 
 def _box(place: Mapping[str, object]) -> Box:
@@ -365,7 +365,7 @@ def _box(place: Mapping[str, object]) -> Box:
 
 
 def _piece(shard: Mapping[str, object], dtype: str) -> LocalShard:
-    stored, box = shard["tensor"], _box(attributes(shard["metadata"]))
+    stored, box = shard["tensor"], _box(read_attributes(shard["metadata"]))
     if not isinstance(stored, StoredTensor):
         raise TypeError("a shard is not a regular tensor")
     if (stored.dtype, stored.shape) != (dtype, box.sizes):
@@ -421,7 +421,7 @@ def _sharded(node: object, key: str, where: str, meshes: Meshes) -> Sharded:
     _, kind, args, state = node.args
     where = f"{where}, tensor `{key}`"
     try:
-        with malformed(f"`{key}` is not a valid sharded tensor", where):
+        with malformed_errors(f"`{key}` is not a valid sharded tensor", where):
             if isinstance(kind, Global) and kind.name == "DTensor":
                 return read_dtensor(args, state, meshes)
             if isinstance(kind, Global) and kind.name == "ShardedTensor":

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from ckptctl.catalog import Extent, TensorEntry
 from ckptctl.errors import listed
-from ckptctl.storage.compare import has_same_checksum, same_elements
+from ckptctl.storage.compare import has_same_checksum, have_same_elements
 from ckptctl.storage.files import SourceFiles
 
 
@@ -42,7 +42,7 @@ class CopyComparison:
         if alike and has_same_checksum(one, two):
             self.leave(name, one, two)
             return True
-        same = same_elements(self.files, first, other, of_any_size=of_any_size)
+        same = have_same_elements(self.files, first, other, of_any_size=of_any_size)
         if same is None:
             self.leave(name, one, two)
         elif not same:

@@ -20,7 +20,7 @@ from ckptctl.errors import UnsupportedError, excluding, listed
 from ckptctl.formats.base import OutputTensor
 from ckptctl.formats.shared.leaves import flatten, join
 from ckptctl.storage.files import SourceFiles
-from ckptctl.storage.pickles.inert import walk
+from ckptctl.storage.pickles.inert import walk_values
 from ckptctl.storage.pickles.pickle_reader import Unknown
 from ckptctl.storage.pickles.pickle_writer import StorageTensor
 from ckptctl.storage.zips.zip_reader import KEEPING_TABLE, StoredTensor, read_archive
@@ -111,7 +111,7 @@ def leaves_in(root: object, name: str, path: KeyPath = (), home: TreePath | None
     if apart:
         shared = "tensors that share part of their memory are written separately"
         notes.append(f"{shared}: {listed(apart)}")
-    inside = [key for key, blob in blobs.items() if any(map(is_stored, walk(blob.value)))]
+    inside = [key for key, blob in blobs.items() if any(map(is_stored, walk_values(blob.value)))]
     if inside:
         notes.append(f"tensors inside objects are not extracted: {listed(inside)}")
     return Leaves(tensors, blobs, notes, computed)
@@ -148,7 +148,7 @@ def is_stored(node: object) -> bool:
 
 def refuse_hidden_tensors(leaf: object, key: str, where: str) -> None:
     """Raise if a leaf contains tensors inside an object that cannot be flattened, such as a set."""
-    if any(is_stored(node) for node in walk(leaf)):
+    if any(is_stored(node) for node in walk_values(leaf)):
         raise UnsupportedError(
             f"`{key}` contains tensors inside an object that cannot be decomposed",
             where=where,

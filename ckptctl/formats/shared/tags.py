@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 from ckptctl.errors import FormatError, UnsupportedError, UsageError, listed, nearest, spell_option
 from ckptctl.storage.files import source_files
-from ckptctl.storage.paths import contained
+from ckptctl.storage.paths import require_relative
 from ckptctl.tree import TreePath
 from ckptctl.units import natural
 
@@ -98,11 +98,11 @@ def _pointed_at(root: TreePath, pointer: str, found: list[str], meant: Callable[
             hint=hint,
         )
     named = meant(named)
-    if not (root / contained(named, where)).is_dir():
+    if not (root / require_relative(named, where)).is_dir():
         raise UnsupportedError(
             f"`{pointer}` points to `{named}`, which does not exist",
             where=where,
             why=f"found {listed(found)}" if found else "no saves were found",
             hint=hint,
         )
-    return contained(named, where)
+    return require_relative(named, where)

@@ -34,16 +34,16 @@ from ckptctl.formats.shared.stored_leaves import NO_CHECKSUMS, is_stored, refuse
 from ckptctl.formats.sidecar_files import beside
 from ckptctl.storage.files import SourceFiles, source_files
 from ckptctl.storage.json_reader import read_json
-from ckptctl.storage.paths import contained
+from ckptctl.storage.paths import require_relative
 from ckptctl.storage.pickles.torch_tensors import MAX_RANK
 from ckptctl.storage.schema import (
     MalformedError,
     MismatchError,
     Natural,
     Schema,
-    malformed,
+    malformed_errors,
     read_as,
-    sized,
+    size_between,
 )
 from ckptctl.storage.zips.items import read_item_tensor
 from ckptctl.storage.zips.zip_reader import StoredTensor, read_archive
@@ -60,7 +60,7 @@ PRIMITIVES = ("int", "str", "bool", "bytes", "float")
 _DICTS = ("dict", "OrderedDict")
 _YAML = re.compile(rb"[a-z_]+:")
 Fields = Mapping[str, object]
-Sizes = Annotated[tuple[Natural, ...], sized(0, MAX_RANK)]
+Sizes = Annotated[tuple[Natural, ...], size_between(0, MAX_RANK)]
 
 
 def read(path: TreePath, asked: ReadOptions, name: str) -> Catalog:
@@ -68,7 +68,7 @@ def read(path: TreePath, asked: ReadOptions, name: str) -> Catalog:
     where = str(path / METADATA)
     with source_files(path) as files:
         merger = RankMerger(files, faults := Faults(path, asked.partial))
-        with malformed("this is not the metadata of torchsnapshot", where):
+        with malformed_errors("this is not the metadata of torchsnapshot", where):
             entries = read_manifest(files)
             sizes = sizes_of(files, entries, where, faults)
             for entry in entries:
@@ -323,7 +323,7 @@ def _located(kind: str, fields: Fields) -> StoredRange:
     if last < first:
         raise MalformedError(f"a byte range of `{location}` ends before it starts")
     return StoredRange(
-        contained(location, METADATA),
+        require_relative(location, METADATA),
         None if recorded is None else (first, last),
         str(fields["serializer"]),
         dtype,

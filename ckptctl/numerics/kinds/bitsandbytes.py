@@ -56,7 +56,7 @@ def _numbers(out: Output, first: int, last: int) -> torch.Tensor:
     raw = packed.read(range(blocks.start * block // 2, -(-end // 2))).view(torch.uint8).view(-1)
     swapped = raw.bitwise_left_shift(4).bitwise_or_(raw.bitwise_right_shift(4))
     codes = tuple(table.read_all().view(-1).tolist())
-    numbers = out.scratch("numbers", "float32", len(blocks) * block)
+    numbers = out.get_scratch("numbers", "float32", len(blocks) * block)
     nibbles(out, swapped, codes, numbers[: 2 * len(swapped)])
     numbers.view(-1, block).mul_(_scales(out, blocks)[:, None])
     return numbers[first - blocks.start * block : last - blocks.start * block]

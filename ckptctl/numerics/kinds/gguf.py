@@ -17,7 +17,7 @@ def _blocks(out: Output) -> None:
     from gguf.quants import dequantize
 
     block: BlockType = out.arguments
-    groups = out.groups(block.elements)
+    groups = out.list_groups(block.elements)
     places = range(groups.start * block.nbytes, groups.stop * block.nbytes)
     raw = out.inputs[0].read(out.rows, places).contiguous().numpy()
     values = dequantize(raw, GGMLQuantizationType[block.name])

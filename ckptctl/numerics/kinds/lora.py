@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
-from ckptctl.storage.computed import InputTensor, Kind, Output, last_of
+from ckptctl.storage.computed import InputTensor, Kind, Output, last_dimension
 
 if TYPE_CHECKING:
     import torch
@@ -119,7 +119,7 @@ def _bias(out: Output) -> None:
         weight, factors = next(others), _Factors(change, others)
         at = change.bias_start
         first, last = max(at, columns.start), min(at + len(change.rows), columns.stop)
-        step = max(LIMIT // (4 * last_of(weight.entry.shape)), 1)
+        step = max(LIMIT // (4 * last_dimension(weight.entry.shape)), 1)
         for begin in range(first, last, step):
             end = min(begin + step, last)
             rows = range(begin - at, end - at)

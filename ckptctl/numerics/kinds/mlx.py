@@ -32,7 +32,7 @@ TOGETHER = 8
 def _affine(out: Output) -> None:
     form: MlxGroups = out.arguments
     _, scales, biases = out.inputs
-    groups = out.groups(form.group)
+    groups = out.list_groups(form.group)
     packed, scale = _packed(out, form), scales.read(out.rows, groups)[..., None]
     if TOGETHER % form.bits == 0:
         numbers = _looked_up(_integers(form.bits, scale.dtype), packed)
@@ -46,14 +46,14 @@ def _float(out: Output) -> None:
     import torch
 
     form: MlxGroups = out.arguments
-    groups = out.groups(form.group)
+    groups = out.list_groups(form.group)
     packed, scale = _packed(out, form), out.inputs[1].read(out.rows, groups)
     if form.mode == "nvfp4":
         scale = factors(scale.view(torch.float8_e4m3fn))
     else:
         scale = factors(scale).nan_to_num_(nan=torch.inf)
     if form.bits == FOUR:
-        numbers = out.scratch("numbers", "float32", 2 * packed.numel())
+        numbers = out.get_scratch("numbers", "float32", 2 * packed.numel())
         nibbles(out, packed.contiguous(), E2M1, numbers)
     else:
         numbers = from_bytes(packed, E4M3)
@@ -65,7 +65,7 @@ def _packed(out: Output, form: MlxGroups) -> torch.Tensor:
     """Return the bytes of whole groups, ``[rows, bytes]``."""
     import torch
 
-    groups = out.groups(form.group)
+    groups = out.list_groups(form.group)
     start, stop = (group * form.group * form.bits // 8 for group in (groups.start, groups.stop))
     return out.inputs[0].read(out.rows).view(torch.uint8)[:, start:stop]
 

@@ -118,8 +118,8 @@ def _numbers(
     """Convert float8 bytes to float32 in shared memory, and return them with their multiplier."""
     if dtype != E4M3 or not raw.numel() or _some_nan(raw):
         return from_bytes(raw, dtype), scale
-    moved = fp8_halves(raw, out.scratch("moved", "int16", raw.numel()).view(raw.shape))
-    numbers = out.scratch("numbers", "float32", raw.numel()).view(raw.shape)
+    moved = fp8_halves(raw, out.get_scratch("moved", "int16", raw.numel()).view(raw.shape))
+    numbers = out.get_scratch("numbers", "float32", raw.numel()).view(raw.shape)
     return times(FP8_OF_HALVES, numbers.copy_(moved), scale)
 
 
@@ -185,11 +185,11 @@ def _groups(rows: range, height: int, down: int) -> Iterator[tuple[int, int, int
 
 def _mxfp4(out: Output) -> None:
     weight, scales = out.inputs
-    dtype, rows, groups = out.computed.dtype, out.rows, out.groups(MX_BLOCK)
+    dtype, rows, groups = out.computed.dtype, out.rows, out.list_groups(MX_BLOCK)
     each = out.computed.shape[-1] // MX_BLOCK
     packed = weight.read(range(rows.start * each, rows.stop * each))
     packed = packed.view(len(rows), each, MX_BLOCK // 2)[:, groups.start : groups.stop]
-    values = out.scratch("numbers", dtype, 2 * packed.numel())
+    values = out.get_scratch("numbers", dtype, 2 * packed.numel())
     nibbles(out, packed.contiguous(), DOUBLED, values)
     values = values.view(len(rows), len(groups), MX_BLOCK)
     values.mul_(_powers(dtype)[scales.read(rows, groups)[..., None].int()])
@@ -199,7 +199,7 @@ def _mxfp4(out: Output) -> None:
 def _fp4_groups(out: Output) -> None:
     weight, scales, *shared = out.inputs
     form: Fp4Groups = out.arguments
-    group, rows, groups = form.group, out.rows, out.groups(form.group)
+    group, rows, groups = form.group, out.rows, out.list_groups(form.group)
     packed = _bytes(weight, rows, range(groups.start * group // 2, groups.stop * group // 2))
     scale = factors(scales.read(rows, groups))
     powers = scales.entry.dtype in POWERS and not shared
@@ -208,7 +208,7 @@ def _fp4_groups(out: Output) -> None:
     straight = len(groups) * group == len(out.columns) and dtype == out.computed.dtype
     values = out.elements.view(-1)
     if not straight:
-        values = out.scratch("numbers", dtype, 2 * packed.numel())
+        values = out.get_scratch("numbers", dtype, 2 * packed.numel())
     if powers:
         nibbles(out, packed.contiguous(), E2M1, values)
         scale = scale.to(values.dtype)
@@ -250,7 +250,7 @@ def nibbles(
     table, codes = _pairs(numbers, into.dtype), packed.view(-1)
     if into.element_size() == 2 and not (codes.numel() % 2 or codes.data_ptr() % 2):
         table, codes = _fours(numbers, into.dtype), codes.view(torch.uint16)
-    index = out.scratch("index", "int32", codes.numel()).copy_(codes)
+    index = out.get_scratch("index", "int32", codes.numel()).copy_(codes)
     torch.index_select(table, 0, index, out=into.view(table.dtype))
 
 
@@ -262,7 +262,7 @@ def _fp4_halves(out: Output, packed: torch.Tensor) -> torch.Tensor:
     """
     import torch
 
-    both = out.scratch("halves", "int32", packed.numel()).view(packed.shape).copy_(packed)
+    both = out.get_scratch("halves", "int32", packed.numel()).view(packed.shape).copy_(packed)
     both.mul_(APART).bitwise_and_(CODES).add_(SEVENS).bitwise_and_(NUMBERS)
     return both.view(torch.float16)
 

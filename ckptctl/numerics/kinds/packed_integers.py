@@ -139,7 +139,7 @@ def _int_groups(out: Output) -> None:
             _require_middle(weight, zeros, centred=not transposed)
         straight = len(place) == len(columns) and out.computed.dtype == "float32"
         target = out.elements[some.start - rows.start : some.stop - rows.start]
-        into = target if straight else out.scratch("numbers", "float32", integers.numel())
+        into = target if straight else out.get_scratch("numbers", "float32", integers.numel())
         numbers = into.view(len(some), len(place))
         numbers.copy_(integers)
         if which is not None:
@@ -220,7 +220,7 @@ def _transposed(
     packed = weight.integers.read_transposed(every, "int32", lambda found: found)[own]
     zero = weight.zero.read_transposed(_words(every, bits), "float32", zeros)[own]
     scale = weight.scale.read_transposed(every, "float32", lambda found: found.to(torch.float32))
-    integers = unpacked(packed[:, words.start : words.stop], bits, 1, out.scratch)
+    integers = unpacked(packed[:, words.start : words.stop], bits, 1, out.get_scratch)
     return integers[:, : len(place)], scale[own], zero
 
 
@@ -250,7 +250,7 @@ def _integers(out: Output, weight: _Weight, rows: range, place: range) -> torch.
     if not bits:
         return weight.integers.read(rows, place)
     packed = weight.integers.read(rows, _words(place, bits))
-    found = unpacked(packed, bits, 1, out.scratch).view(torch.int8)[:, : len(place)]
+    found = unpacked(packed, bits, 1, out.get_scratch).view(torch.int8)[:, : len(place)]
     half = 1 << (bits - 1)
     return found.bitwise_xor_(-half) if bits == BYTE else found.sub_(half)
 
@@ -316,7 +316,7 @@ def _int_rows(out: Output) -> None:
     assert weight.zero
     place = range(columns.start // EACH * EACH, -(-columns.stop // EACH) * EACH)
     words, group = _words(place, FOUR), weight.form.group
-    codes = _interleaved(weight.integers.read(rows, words), out.scratch)
+    codes = _interleaved(weight.integers.read(rows, words), out.get_scratch)
     some = slice(columns.start - place.start, columns.stop - place.start)
     for number in range(rows.start // group, -(-rows.stop // group)):
         own = range(max(number * group, rows.start), min((number + 1) * group, rows.stop))
@@ -325,7 +325,7 @@ def _int_rows(out: Output) -> None:
         scale = weight.scale.read(one, place).to(torch.float32)
         _require_middle(weight, zero, centred=False)
         part = slice(own.start - rows.start, own.stop - rows.start)
-        numbers = out.scratch("numbers", "float32", len(own) * len(place))
+        numbers = out.get_scratch("numbers", "float32", len(own) * len(place))
         numbers = numbers.view(len(own), -1).copy_(codes[part]).sub_(zero).mul_(scale)
         out.elements[part].copy_(numbers[:, some])
 

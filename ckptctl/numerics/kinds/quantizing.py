@@ -273,7 +273,7 @@ class _Blocks:
         return codes
 
     def _scratch(self, use: str, dtype: str) -> torch.Tensor:
-        return self._out.scratch(f"quantize {use}", dtype, self._size).view(self._shape)
+        return self._out.get_scratch(f"quantize {use}", dtype, self._size).view(self._shape)
 
     def _as_matrix(self, blocks: torch.Tensor) -> torch.Tensor:
         rows, down, columns, across = self._shape
@@ -353,7 +353,7 @@ def _of_all(out: Output) -> None:
         parts = (_finite(weight, weight.read(part).abs().amax()) for part in rows)
         return torch.stack(list(parts)).amax()
 
-    out.elements.copy_(_LARGEST.get(weight.files, weight.entry.name, search))
+    out.elements.copy_(_LARGEST.get_or_compute(weight.files, weight.entry.name, search))
 
 
 def _global(out: Output) -> None:

@@ -15,7 +15,7 @@ from ckptctl.planner.copying.copies import tiles
 from ckptctl.planner.copying.tile import Limits
 from ckptctl.planner.plan import Record, TargetBox
 from ckptctl.storage.byte_files import HostMemory
-from ckptctl.storage.computed import Kind, Output, rectangle
+from ckptctl.storage.computed import Kind, Output, build_matrix_box
 from ckptctl.storage.execution.worker import TileEngine
 
 LIMITS = Limits(tile=MIB, widest=MIB, flat=MIB, arithmetic=4 * MIB, check=False)
@@ -24,14 +24,18 @@ RECORDS = (Record("", "", 0, 0),)
 
 
 def _rearranged(out: Output) -> None:
-    reader, box, dtype = _reader(out.computed), rectangle(out.rows, out.columns), out.computed.dtype
+    reader, box, dtype = (
+        _reader(out.computed),
+        build_matrix_box(out.rows, out.columns),
+        out.computed.dtype,
+    )
     strides = dense_strides(box.sizes, dtypes.itemsize(dtype))
     target = TargetBox("", 0, box.offsets, box.sizes, strides, record=0)
     sink, unchecked = HostMemory(out.memory), list[int]()
     engine = TileEngine(out.opened, lambda _: sink, out.opened.buffers, checksum=False)
     kinds = reader.tensor.stored_dtype, dtype
     for tile in tiles(reader, (target,), RECORDS, LIMITS):
-        engine.copy(out.inputs[0].files, tile, 0, kinds, unchecked, unchecked)
+        engine.copy_step(out.inputs[0].files, tile, 0, kinds, unchecked, unchecked)
 
 
 def _needs_torch(computed: Computed) -> bool:

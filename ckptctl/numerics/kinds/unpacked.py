@@ -16,12 +16,12 @@ from ckptctl.catalog import Box, Computed, Extent, TensorEntry
 from ckptctl.errors import DamagedError, StorageError, UnsupportedError
 from ckptctl.file_identity import FileIdentity
 from ckptctl.planner.strided import Strided
-from ckptctl.storage.computed import Kind, Output, SharedResults, rectangle
-from ckptctl.storage.crc import crc_of
-from ckptctl.storage.files import IOV_MAX, SourceFiles, after
+from ckptctl.storage.computed import Kind, Output, SharedResults, build_matrix_box
+from ckptctl.storage.crc import compute_crc
+from ckptctl.storage.files import IOV_MAX, SourceFiles, skip_bytes
 from ckptctl.storage.tensor_reader import TensorReader
 from ckptctl.storage.zips.items import read_item_tensor, require_chunk
-from ckptctl.storage.zstd import decompressed
+from ckptctl.storage.zstd import iterate_decompressed
 from ckptctl.tree import TreePath
 from ckptctl.units import counted
 
@@ -49,9 +49,9 @@ _ITEMS = SharedResults[_UnpackedItem](_is_too_much)
 def _unpacked(out: Output) -> None:
     files, packed = out.inputs[0].files, out.inputs[0].entry
     place = packed.extents[0].file, packed.extents[0].offset
-    item = _ITEMS.get(files, place, lambda: _read(files, packed, out.computed))
+    item = _ITEMS.get_or_compute(files, place, lambda: _read(files, packed, out.computed))
     matrix = Strided.whole(item.entry).as_matrix()
-    TensorReader(item.files, matrix).fill(rectangle(out.rows, out.columns), out.memory)
+    TensorReader(item.files, matrix).fill_view(build_matrix_box(out.rows, out.columns), out.memory)
 
 
 def _read(files: SourceFiles, packed: TensorEntry, computed: Computed) -> _UnpackedItem:
@@ -60,7 +60,7 @@ def _read(files: SourceFiles, packed: TensorEntry, computed: Computed) -> _Unpac
     where = f"{files.root / place.file}, at byte {place.offset:,}"
     room = TemporaryFile(files.root, place.file)
     most = MOST_TIMES * computed.extent("").nbytes + MOST_MORE
-    for piece in decompressed(files, place.file, place.offset, place.nbytes):
+    for piece in iterate_decompressed(files, place.file, place.offset, place.nbytes):
         room.append([piece])
         if room.nbytes > most:
             why = f"more than {counted(most, 'byte')} for {computed.dtype} {list(computed.shape)}"
@@ -75,7 +75,7 @@ def _read(files: SourceFiles, packed: TensorEntry, computed: Computed) -> _Unpac
         within=stored.within,
     )
     sum_ = extent.recorded
-    if sum_ and crc_of(room, place.file, sum_.offset, sum_.nbytes) != sum_.crc32:
+    if sum_ and compute_crc(room, place.file, sum_.offset, sum_.nbytes) != sum_.crc32:
         why = f"the CRC-32 of `{name}` differs from the one in its zip"
         raise DamagedError("checksum mismatch", where=where, why=why)
     return _UnpackedItem(
@@ -121,7 +121,7 @@ class TemporaryFile(SourceFiles):
         """Return the path of the compressed source, for errors."""
         return self.root / name
 
-    def identity(self, name: str) -> FileIdentity:  # noqa: ARG002
+    def read_identity(self, name: str) -> FileIdentity:  # noqa: ARG002
         """Return an identity with the current size."""
         return FileIdentity(self.nbytes, 0, 0, 0, 0)
 
@@ -132,8 +132,8 @@ class TemporaryFile(SourceFiles):
         except OSError as error:
             raise StorageError.from_os_error(error, "read", str(self.root / name)) from error
 
-    def fill(self, name: str, views: Sequence[memoryview], offset: int) -> int:
-        """See :meth:`~ckptctl.storage.files.SourceFiles.fill`."""
+    def fill_views(self, name: str, views: Sequence[memoryview], offset: int) -> int:
+        """See :meth:`~ckptctl.storage.files.SourceFiles.fill_views`."""
         done = 0
         left = [view for view in views if view]
         try:
@@ -142,7 +142,7 @@ class TemporaryFile(SourceFiles):
                 if not count:
                     break
                 done += count
-                left = after(left, count)
+                left = skip_bytes(left, count)
         except OSError as error:
             raise StorageError.from_os_error(error, "read", str(self.root / name)) from error
         return done

@@ -26,7 +26,7 @@ from ckptctl.planner.plan import Plan, Record, Transfer
 from ckptctl.save_load.loading.checks import casts, require_boxes, require_filled, require_shapes
 from ckptctl.save_load.loading.state_mapping import StateMapping, Target, Wanted
 from ckptctl.storage.execution.execution_options import Execution, ExecutionOptions
-from ckptctl.storage.execution.executor import execute
+from ckptctl.storage.execution.executor import execute_plan
 
 
 class WantedBox(NamedTuple):
@@ -102,7 +102,7 @@ def fill(plan: Plan, buffers: Iterable[bytearray], jobs: int | None = None) -> E
     """Execute *plan*, which refers to *buffers* by their numbers."""
     memory = {memory_name(str(n)): memoryview(buffer) for n, buffer in enumerate(buffers)}
     how = ExecutionOptions(jobs=jobs or 0, checksum=False, sync=False)
-    return execute(plan, Path(plan.source_root), how, lambda _: None, memory=memory)
+    return execute_plan(plan, Path(plan.source_root), how, lambda _: None, memory=memory)
 
 
 def same_index(one: Catalog, other: Catalog) -> bool:

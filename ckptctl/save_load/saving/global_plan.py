@@ -20,7 +20,7 @@ from ckptctl.planner.balance import EVEN, assign, cut, fine_limit, piece_limit
 from ckptctl.planner.boxes import coverage
 from ckptctl.ranks.coordinator import format_ranks
 from ckptctl.save_load.saving.local_shards import Packed, Structure, TensorMeta, divide_values
-from ckptctl.storage.threads import no_collection
+from ckptctl.storage.threads import pause_gc
 
 Places = Sequence[int]
 """For each rank that has a box, the position of the box among the rank's boxes of the tensor."""
@@ -60,7 +60,7 @@ def make_global_plan(held: Sequence[Packed]) -> GlobalPlan:
         CoverageError: The chunks do not cover a tensor exactly once.
         MappingError: The ranks disagree on a tensor, or replicas differ.
     """
-    with no_collection():
+    with pause_gc():
         structures = {
             packed.identity: packed.structure for packed in reversed(held) if packed.structure
         }

@@ -26,7 +26,7 @@ from ckptctl.planner.plan import CrcOf, OutputFile, Plan, TargetBox, Transfer
 from ckptctl.planner.strided import Strided
 from ckptctl.save_load.saving.global_plan import GlobalPlan, RankShare, output_tensor
 from ckptctl.save_load.saving.local_shards import HeldChunk, LocalShards
-from ckptctl.storage.threads import no_collection
+from ckptctl.storage.threads import pause_gc
 
 FileCount = Callable[[int], int]
 """Function that returns the number of files for a rank's bytes."""
@@ -209,7 +209,7 @@ def tensor_metadata(global_plan: GlobalPlan, items: Sequence[RankItems]) -> Tens
         for box, rank in zip(boxes, writers, strict=True):
             yield box.offsets, *next(places[rank])
 
-    with no_collection():
+    with pause_gc():
         items_of_tensors = (
             (tensor.name, located(own, writers))
             for tensor, own, writers in zip(tensors, boxes, global_plan.writers, strict=True)

@@ -10,9 +10,9 @@ from ckptctl.planner.copying.tile import Limits
 from ckptctl.storage.outcome import OutOfRange, Rounding
 from ckptctl.storage.threads import Advance, default_threads
 
-ARITHMETIC = 224 * MIB
+ARITHMETIC_BYTES = 224 * MIB
 """Total size of the buffers for arithmetic, in bytes."""
-LEAST = 64 << 10
+MIN_THREAD_BYTES = 64 << 10
 """Smallest buffer size of a thread, in bytes."""
 
 
@@ -47,28 +47,30 @@ class ExecutionOptions:
     @property
     def threads(self) -> int:
         """Number of threads: *jobs*, or as many as the cores and *memory* allow."""
-        return self.jobs or max(1, min(default_threads(), self.memory // LEAST))
+        return self.jobs or max(1, min(default_threads(), self.memory // MIN_THREAD_BYTES))
 
-    def limits(self, *, short: bool = False) -> Limits:
+    def compute_limits(self, *, short: bool = False) -> Limits:
         """Compute tile sizes that fit into *memory*.
 
         Args:
             short: Whether to limit contiguous ranges to the size of other tiles, because several
                 processes share the tiles of a plan.
         """
-        each = max(LEAST, self.memory // self.threads // 64 * 64)
+        thread_bytes = max(MIN_THREAD_BYTES, self.memory // self.threads // 64 * 64)
         return Limits(
-            tile=min(MIB, each),
-            widest=min(4 * MIB, each),
-            flat=min(MIB, each) if short else 16 * MIB,
-            arithmetic=min(16 * MIB, ARITHMETIC // (2 * self.threads)),
+            tile=min(MIB, thread_bytes),
+            widest=min(4 * MIB, thread_bytes),
+            flat=min(MIB, thread_bytes) if short else 16 * MIB,
+            arithmetic=min(16 * MIB, ARITHMETIC_BYTES // (2 * self.threads)),
             check=self.checksum,
         )
 
-    def threads_within(self, limits: Limits) -> int:
+    def count_threads_within(self, limits: Limits) -> int:
         """Return the number of threads that fit into memory with the tile sizes *limits*."""
-        most = min(self.memory // limits.widest, ARITHMETIC // (2 * limits.arithmetic))
-        return max(1, min(self.threads, most))
+        memory_threads = min(
+            self.memory // limits.widest, ARITHMETIC_BYTES // (2 * limits.arithmetic)
+        )
+        return max(1, min(self.threads, memory_threads))
 
 
 @dataclass(frozen=True, slots=True)

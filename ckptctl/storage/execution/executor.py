@@ -7,7 +7,7 @@ A run creates the output files, or resumes those of an earlier run, and deals th
 (:mod:`~ckptctl.storage.execution.journal`); other threads finish complete files
 (:mod:`~ckptctl.storage.execution.finisher`).
 
-:func:`execute` does all of it in one process. Where several processes share a plan, each makes
+:func:`execute_plan` does all of it in one process. Where several processes share a plan, each makes
 a :class:`PlanRun` and they take its phases together (:mod:`ckptctl.ranks.sharing`).
 """
 
@@ -23,24 +23,36 @@ from ckptctl.errors import CkptError
 from ckptctl.planner.balance import Share, lanes, nbytes_of
 from ckptctl.planner.copying.blocks import MIB
 from ckptctl.planner.plan import Plan
-from ckptctl.storage.arithmetic import import_torch, keep_to_thread
+from ckptctl.storage.arithmetic import import_torch, limit_torch_to_thread
 from ckptctl.storage.buffers import TileBuffers
-from ckptctl.storage.byte_files import Memory, memory_files
-from ckptctl.storage.computed import calculates
+from ckptctl.storage.byte_files import Memory, wrap_memory
+from ckptctl.storage.computed import needs_arithmetic
 from ckptctl.storage.execution.execution_options import Execution, ExecutionOptions
 from ckptctl.storage.execution.finisher import Finisher, UploadQueue
-from ckptctl.storage.execution.journal import Books, Done, Journal, Ledger, News
-from ckptctl.storage.execution.lanes import Lane, Lanes, Unit, most_threads, plan_units
+from ckptctl.storage.execution.journal import (
+    CommitResult,
+    FinishedUnit,
+    Journal,
+    Ledger,
+    LedgerEntries,
+)
+from ckptctl.storage.execution.lanes import (
+    Lane,
+    LaneScheduler,
+    Unit,
+    count_useful_threads,
+    plan_units,
+)
 from ckptctl.storage.execution.run_files import OutputFiles, RunFiles
 from ckptctl.storage.execution.worker import Worker
-from ckptctl.storage.sources import Sources, blaming
+from ckptctl.storage.sources import Sources, raise_changed_if
 from ckptctl.storage.threads import Advance, Crew, Supervisor
 
-SYNC_EVERY = 64 * MIB
+WRITEBACK_BYTES = 64 * MIB
 """Bytes written to a file before the next writeback is started."""
 
 
-def execute(
+def execute_plan(
     plan: Plan,
     root: Path,
     options: ExecutionOptions,
@@ -66,13 +78,13 @@ def execute(
     """
     with ExitStack() as stack:
         run = PlanRun(plan, root, options, stack, memory, uploads=uploads, buffers=buffers)
-        run.sources.check()
-        run.prepare(journal)
-        with blaming(run.sources.check):
-            run.fill(progress)
-        run.sources.check()
+        run.sources.require_unchanged()
+        run.prepare_files(journal)
+        with raise_changed_if(run.sources.require_unchanged):
+            run.fill_files(progress)
+        run.sources.require_unchanged()
         run.output.sync_directories()
-        return run.result()
+        return run.build_result()
 
 
 class PlanRun:
@@ -92,10 +104,10 @@ class PlanRun:
         self._plan = plan
         self._buffers = buffers
         self._uploads = uploads
-        self._memory = memory_files(memory or {})
+        self._memory = wrap_memory(memory or {})
         self._root = root
         self._options = options
-        self._limits = options.limits(short=share is not None)
+        self._limits = options.compute_limits(short=share is not None)
         self._threads = options.threads
         self._stack = stack
         # A run and its threads refer to each other, which would delay freeing the tensors.
@@ -103,18 +115,18 @@ class PlanRun:
         self._share = share
         self.sources = Sources(plan, stack)
         self.output = OutputFiles(plan.files, root, shared=options.shared, sync=options.sync)
-        self._calculates = calculates(plan)  # permutations are only known per tile
+        self._needs_arithmetic = needs_arithmetic(plan)  # permutations are only known per tile
         self._journal: Journal | None = None
-        self._resumed: Mapping[tuple[int, int], Done] = {}
+        self._resumed: Mapping[tuple[int, int], FinishedUnit] = {}
         self._supervisor = Supervisor()
         self._workers: list[Worker] = []
-        self._read_elsewhere = 0
+        self._bytes_read_elsewhere = 0
 
     def _release_memory(self) -> None:
         self._memory = {}
         self._workers = []
 
-    def prepare(self, journal: Path | None) -> None:
+    def prepare_files(self, journal: Path | None) -> None:
         """Create the output files, or keep those of an earlier run and the units in its journal.
 
         Args:
@@ -124,57 +136,59 @@ class PlanRun:
             header = {
                 "digest": self._plan.digest,
                 "checksum": self._options.checksum,
-                "sources": self.sources.listed(),
+                "sources": self.sources.list_identities(),
             }
             resume = self._options.resume
             self._journal = Journal(journal, header, self._limits, resume=resume)
             self._stack.enter_context(self._journal)
-            if self._journal.done and self.output.intact():
+            if self._journal.done and self.output.are_intact():
                 self._limits = self._journal.limits
-                self._threads = self._options.threads_within(self._limits)
+                self._threads = self._options.count_threads_within(self._limits)
                 self._resumed = self._journal.done
                 return
             self._journal.restart()
-        self.output.create()
+        self.output.create_files()
 
-    def fill(self, progress: Advance) -> None:
+    def fill_files(self, progress: Advance) -> None:
         """Execute all units in threads, finish the files, and raise the first error.
 
         If the plan is shared, the frames of files that other processes also write are omitted, and
         the data that this process wrote to them is synced.
         """
-        every = self._options.journal_every if self._journal else 0
-        self._ledger = Ledger(self._plan, every, SYNC_EVERY)
-        with self._finishing(progress):
-            listed = [
+        journal_every = self._options.journal_every if self._journal else 0
+        self._ledger = Ledger(self._plan, journal_every, WRITEBACK_BYTES)
+        with self._finish_in_background(progress):
+            lane_list = [
                 Lane(
-                    self._units(numbers),
-                    most_threads(self._plan, self._memory, self._threads, numbers),
+                    self._iterate_units(numbers),
+                    count_useful_threads(self._plan, self._memory, self._threads, numbers),
                     sum(nbytes_of(self._plan, number) for number in numbers),
                 )
                 for numbers in lanes(self._plan, self._limits.check)
             ]
             stop = self._supervisor.stop
-            room = partial(self._uploads.wait, stop.is_set) if self._uploads else None
-            work = partial(self._do_units, Lanes(listed, self._threads, room))
+            wait_for_room = (
+                partial(self._uploads.wait_for_room, stop.is_set) if self._uploads else None
+            )
+            work = partial(self._do_units, LaneScheduler(lane_list, self._threads, wait_for_room))
             crew = Crew(self._supervisor, work, self._threads)
-            if self._calculates:
+            if self._needs_arithmetic:
                 import_torch()  # once, so that threads do not wait for each other
             try:
                 crew.start()
-                self._supervisor.watch(crew.is_done, self._bytes_done, progress)
+                self._supervisor.watch_until(crew.is_done, self._bytes_done, progress)
                 if self._share is None:
-                    for path in self._ledger.untouched():
-                        self._finisher.finish(path)
+                    for path in self._ledger.list_frame_only_files():
+                        self._finisher.finish_file(path)
                 elif self._options.sync:
-                    for path in self._ledger.begun():
-                        self._finisher.record((), [path])
+                    for path in self._ledger.list_partial_files():
+                        self._finisher.record_units((), [path])
             finally:
                 stop.set()
                 crew.join()
 
     @contextmanager
-    def _finishing(self, progress: Advance) -> Iterator[None]:
+    def _finish_in_background(self, progress: Advance) -> Iterator[None]:
         """Finish files in background threads, and wait for them at the end of the block."""
         self._finisher = Finisher(
             self._plan,
@@ -190,36 +204,41 @@ class PlanRun:
             crew.start()
             yield
             self._finisher.close()
-            self._supervisor.watch(crew.is_done, self._bytes_done, progress)
+            self._supervisor.watch_until(crew.is_done, self._bytes_done, progress)
         finally:
             self._finisher.stop()
             crew.join()
 
-    def _units(self, numbers: Iterable[int]) -> Iterator[Unit]:
+    def _iterate_units(self, numbers: Iterable[int]) -> Iterator[Unit]:
         """Yield the units of transfers, copies and checks that an earlier run has not done."""
         for index in numbers:
             units = plan_units(self._plan, index, self.sources, self._limits, self._share)
             for unit in units:
-                earlier = self._resumed.get((index, unit.number)) if self._resumed else None
-                if earlier is None or not self._is_intact(unit, earlier):
+                journaled = self._resumed.get((index, unit.number)) if self._resumed else None
+                if journaled is None or not self._has_journaled_data(unit, journaled):
                     yield unit
                 else:
-                    self._pass_on(self._ledger.commit([(unit, earlier)], resumed=True))
+                    self._queue_finishing(
+                        self._ledger.commit_units([(unit, journaled)], resumed=True)
+                    )
 
-    def _is_intact(self, unit: Unit, done: Done) -> bool:
+    def _has_journaled_data(self, unit: Unit, journaled_unit: FinishedUnit) -> bool:
         """Return whether the output files still contain the data of a journaled unit."""
         writes = unit.tile.written()
-        if (len(writes), len(unit.tile.checked())) != (len(done.written), len(done.read)):
+        if (len(writes), len(unit.tile.checked())) != (
+            len(journaled_unit.written),
+            len(journaled_unit.read),
+        ):
             return False
         if not self._options.checksum:
             return True
-        return all(map(eq, map(self.output.crc, writes), done.written))
+        return all(map(eq, map(self.output.compute_crc, writes), journaled_unit.written))
 
-    def _do_units(self, work: Lanes) -> None:
+    def _do_units(self, work: LaneScheduler) -> None:
         """Execute units until none is left (one thread)."""
         files = RunFiles(
             self._plan.computed,
-            self.sources.files,
+            self.sources.get_files,
             self._root,
             self._memory,
             direct=self._options.direct,
@@ -229,67 +248,69 @@ class PlanRun:
             self._options,
             self._limits,
             files,
-            files.sink,
+            files.open_sink,
             stopped=self._supervisor.stop.is_set,
             buffers=self._buffers(),
         )
         self._workers.append(worker)
-        if self._calculates:
-            keep_to_thread()
+        if self._needs_arithmetic:
+            limit_torch_to_thread()
         with closing(worker):
-            for batch, worker.is_sole_writer in work.units():
-                finished: list[tuple[Unit, Done]] = []
+            for batch, worker.is_sole_writer in work.iterate_batches():
+                finished: list[tuple[Unit, FinishedUnit]] = []
                 for unit in batch:
                     if self._supervisor.stop.is_set():
                         return
-                    finished.append((unit, worker.do(unit)))
+                    finished.append((unit, worker.execute_unit(unit)))
                 if self._supervisor.stop.is_set():
                     return
                 if self._options.pace:
                     self._options.pace(worker.underway)
                 worker.underway = 0
-                self._pass_on(self._ledger.commit(finished))
+                self._queue_finishing(self._ledger.commit_units(finished))
 
-    def _pass_on(self, news: News) -> None:
+    def _queue_finishing(self, result: CommitResult) -> None:
         """Pass files and units of a commit on to the finisher."""
-        for path in news.finished:
-            self._finisher.finish(path)
-        for path in news.ripe:
-            self._finisher.sync(path)
-        if news.durable[0]:
-            self._finisher.record(*news.durable)
+        for path in result.finished:
+            self._finisher.finish_file(path)
+        for path in result.writeback_due:
+            self._finisher.start_writeback(path)
+        if result.journal_due[0]:
+            self._finisher.record_units(*result.journal_due)
 
     def _bytes_done(self) -> int:
         underway = sum(worker.underway for worker in self._workers)
         return self._ledger.written + self._ledger.resumed + underway
 
     def _bytes_read(self) -> int:
-        return self._read_elsewhere + sum(worker.bytes_read for worker in self._workers)
+        return self._bytes_read_elsewhere + sum(worker.bytes_read for worker in self._workers)
 
-    def books(self) -> Books:
+    def export_entries(self) -> LedgerEntries:
         """Return this process's part of a shared plan, for the process that finishes it."""
-        return self._ledger.books()._replace(read=self._bytes_read())
+        return self._ledger.export_entries()._replace(read=self._bytes_read())
 
-    def finish(self, others: Sequence[Books]) -> None:
+    def finish_shared_plan(self, other_entries: Sequence[LedgerEntries]) -> None:
         """Write the remaining frames of a shared plan, and sync."""
-        finished = {path for books in (self.books(), *others) for path in books.finished}
-        for books in others:
-            self._ledger.add(books)
-            self._read_elsewhere += books.read
-        self._require_all()
-        with self._finishing(lambda _: None):
+        finished = {
+            path for entries in (self.export_entries(), *other_entries) for path in entries.finished
+        }
+        for entries in other_entries:
+            self._ledger.add_entries(entries)
+            self._bytes_read_elsewhere += entries.read
+        self._require_complete()
+        with self._finish_in_background(lambda _: None):
             for file in self._plan.files:
                 if file.path not in finished:
-                    self._finisher.finish(file.path)
+                    self._finisher.finish_file(file.path)
         self.output.sync_directories()
 
-    def result(self) -> Execution:
+    def build_result(self) -> Execution:
         """Return the result, or raise if a record is incomplete."""
-        self._require_all()
+        self._require_complete()
         ledger, records = self._ledger, range(len(self._plan.records))
-        outcomes = ledger.outcomes()
+        outcomes = ledger.collect_outcomes()
         return Execution(
-            [ledger.crc(index) if self._options.checksum else 0 for index in records],
+            [ledger.get_record_crc(index) if self._options.checksum else 0 for index in records],
             ledger.written,
             ledger.resumed,
             self._bytes_read(),
@@ -297,7 +318,7 @@ class PlanRun:
             {name: outcome.rounding for name, outcome in outcomes.items() if outcome.rounding},
         )
 
-    def _require_all(self) -> None:
-        unfinished = self._ledger.unfinished()
+    def _require_complete(self) -> None:
+        unfinished = self._ledger.list_incomplete_files()
         if unfinished:
             raise CkptError("the output was not written completely", where=unfinished[0])

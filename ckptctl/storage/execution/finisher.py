@@ -15,18 +15,18 @@ from pathlib import Path
 from queue import SimpleQueue
 
 from ckptctl.planner.plan import Plan
-from ckptctl.storage.execution.journal import Done, Journal, Ledger
+from ckptctl.storage.execution.journal import FinishedUnit, Journal, Ledger
 from ckptctl.storage.execution.run_files import LocalSink
 from ckptctl.storage.file_system import begin_writeback
 from ckptctl.storage.threads import Crew, Supervisor
 
-THREADS = 3
-WAITING = 2
+FINISHER_THREADS = 3
+MAX_WAITING = 2
 """Complete files that may be waiting or uploading when another one is started."""
-KEPT = 10_000_000
+MAX_KEPT_BYTES = 10_000_000
 """Largest file that stays on disk after its upload, in bytes."""
 
-Put = Callable[[str, Path], None]
+Upload = Callable[[str, Path], None]
 """Uploads a file, given its name in the output and its local path."""
 Task = Callable[[], None]
 
@@ -60,15 +60,17 @@ class Finisher:
         self._appending = threading.Lock()
         self._syncing: set[str] = set()
         self._stopped = False
-        self.crew = Crew(supervisor, self._work, min(THREADS, max(1, len(plan.files))))
+        self.crew = Crew(
+            supervisor, self._run_tasks, min(FINISHER_THREADS, max(1, len(plan.files)))
+        )
 
-    def finish(self, path: str) -> None:
+    def finish_file(self, path: str) -> None:
         """Write the frame of a file with complete records, and sync it."""
         if self._uploads:
-            self._uploads.announce(path)
-        self._tasks.put(lambda: self._finish(path))
+            self._uploads.announce_file(path)
+        self._tasks.put(lambda: self._finish_file(path))
 
-    def sync(self, path: str) -> None:
+    def start_writeback(self, path: str) -> None:
         """Start writing a file's dirty pages to disk."""
         if not self._sync:
             return
@@ -78,9 +80,9 @@ class Finisher:
             self._syncing.add(path)
         self._tasks.put(lambda: self._begin_writeback(path))
 
-    def record(self, units: Sequence[Done], paths: Sequence[str]) -> None:
+    def record_units(self, units: Sequence[FinishedUnit], paths: Sequence[str]) -> None:
         """Add *units* to the journal once the files at *paths* are synced."""
-        self._tasks.put(lambda: self._record(units, paths))
+        self._tasks.put(lambda: self._record_units(units, paths))
 
     def close(self) -> None:
         """End the threads after all queued tasks."""
@@ -92,18 +94,18 @@ class Finisher:
         self._stopped = True
         self.close()
 
-    def _work(self) -> None:
+    def _run_tasks(self) -> None:
         while (task := self._tasks.get()) and not self._stopped:
             task()
 
-    def _finish(self, path: str) -> None:
+    def _finish_file(self, path: str) -> None:
         with closing(LocalSink(self._root, path)) as sink:
-            for offset, data in self._files[path].frame(self._ledger.crc):
+            for offset, data in self._files[path].frame(self._ledger.get_record_crc):
                 sink.write(offset, memoryview(data))
             if self._sync:
                 sink.sync()
         if self._uploads:
-            self._uploads.take(path, self._root / path)
+            self._uploads.upload_file(path, self._root / path)
 
     def _begin_writeback(self, path: str) -> None:
         with closing(LocalSink(self._root, path)) as sink:
@@ -111,52 +113,52 @@ class Finisher:
         with self._lock:
             self._syncing.discard(path)
 
-    def _record(self, units: Sequence[Done], paths: Sequence[str]) -> None:
+    def _record_units(self, units: Sequence[FinishedUnit], paths: Sequence[str]) -> None:
         for path in paths:
             with closing(LocalSink(self._root, path)) as sink:
                 sink.sync()
         if self._journal:
             with self._appending:
-                self._journal.append(units)
+                self._journal.append_units(units)
 
 
 class UploadQueue:
     """Uploads complete files, and limits how many are waiting."""
 
-    def __init__(self, put: Put, last: Collection[str]) -> None:
-        self._put = put
-        self._last = last
+    def __init__(self, upload: Upload, last_files: Collection[str]) -> None:
+        self._upload = upload
+        self._last_files = last_files
         self._changed = threading.Condition()
         self._waiting = 0
 
-    def wait(self, stopped: Callable[[], bool]) -> None:
+    def wait_for_room(self, stopped: Callable[[], bool]) -> None:
         """Wait until another file may be started, or the run is stopped."""
         with self._changed:
-            while self._waiting >= WAITING and not stopped():
+            while self._waiting >= MAX_WAITING and not stopped():
                 self._changed.wait(0.1)
 
-    def announce(self, name: str) -> None:
+    def announce_file(self, name: str) -> None:
         """Count a file that is about to be complete."""
-        if name not in self._last:
+        if name not in self._last_files:
             with self._changed:
                 self._waiting += 1
 
-    def take(self, name: str, path: Path) -> None:
+    def upload_file(self, name: str, path: Path) -> None:
         """Upload a complete file and free its disk space, except for files that come last."""
-        if name in self._last:
+        if name in self._last_files:
             return
         try:
-            self._put(name, path)
-            if path.stat().st_size > KEPT:
+            self._upload(name, path)
+            if path.stat().st_size > MAX_KEPT_BYTES:
                 os.truncate(path, 0)
         finally:
             with self._changed:
                 self._waiting -= 1
                 self._changed.notify_all()
 
-    def close(self, root: Path, ready: Callable[[], None]) -> None:
-        """Upload the files that come last, in order, calling *ready* before the last one."""
-        for number, name in enumerate(self._last, 1):
-            if number == len(self._last):
-                ready()
-            self._put(name, root / name)
+    def upload_last_files(self, root: Path, before_last: Callable[[], None]) -> None:
+        """Upload the files that come last, in order, calling *before_last* before the last one."""
+        for number, name in enumerate(self._last_files, 1):
+            if number == len(self._last_files):
+                before_last()
+            self._upload(name, root / name)

@@ -25,23 +25,23 @@ from ckptctl.catalog import MANIFEST
 from ckptctl.errors import CkptError, DamagedError, spell_option, storage_errors
 from ckptctl.planner.copying.tile import Limits
 from ckptctl.planner.plan import Plan, RecordedRange
-from ckptctl.storage.crc import combine, crc32
-from ckptctl.storage.execution.execution_options import LEAST
+from ckptctl.storage.crc import combine_crcs, crc32
+from ckptctl.storage.execution.execution_options import MIN_THREAD_BYTES
 from ckptctl.storage.execution.lanes import Unit
 from ckptctl.storage.files import source_files
-from ckptctl.storage.outcome import NOTHING, Outcome, OutOfRange, Rounding
-from ckptctl.storage.schema import find
-from ckptctl.storage.stand_ins import begins_as_zip
-from ckptctl.storage.unfinished import left_in
+from ckptctl.storage.outcome import NO_OUTCOME, Outcome, OutOfRange, Rounding
+from ckptctl.storage.schema import find_member
+from ckptctl.storage.stand_ins import starts_like_zip
+from ckptctl.storage.unfinished import find_partial_output
 from ckptctl.tree import TreePath
 
-VERSION = 5
-OTHER_RUN = "the interrupted run had other options, or the source has changed since"
-OTHER_VERSION = "another version of ckptctl began the interrupted run"
-LEAST_SIZES = (LEAST, LEAST, LEAST, 1 << 12)
+JOURNAL_VERSION = 5
+OTHER_RUN_MESSAGE = "the interrupted run had other options, or the source has changed since"
+OTHER_VERSION_MESSAGE = "another version of ckptctl began the interrupted run"
+MIN_LIMITS = (MIN_THREAD_BYTES, MIN_THREAD_BYTES, MIN_THREAD_BYTES, 1 << 12)
 """Smallest valid limits in bytes, for the largest number of threads."""
-OUTCOMES = (0, len(fields(OutOfRange)))
-ROUNDINGS = (0, len(fields(Rounding)))
+LOST_FIELD_COUNTS = (0, len(fields(OutOfRange)))
+ROUNDING_FIELD_COUNTS = (0, len(fields(Rounding)))
 Header = Mapping[str, object]
 _Key = tuple[int, int]
 Parts = list[tuple[int, int, int]]
@@ -50,7 +50,7 @@ SourceRange = tuple[TreePath, RecordedRange]
 """Directory and recorded range of a file in it."""
 
 
-class Done(NamedTuple):
+class FinishedUnit(NamedTuple):
     """A finished unit.
 
     Attributes:
@@ -70,25 +70,25 @@ class Done(NamedTuple):
     rounding: Sequence[float] = ()
 
 
-class News(NamedTuple):
+class CommitResult(NamedTuple):
     """Consequences of a commit.
 
     Attributes:
         finished: Output files that are complete except for their frames, without memory.
-        ripe: Output files with many bytes written since the last writeback.
-        durable: Units to be journaled and the files that they wrote, empty if not due yet.
+        writeback_due: Output files with many bytes written since the last writeback.
+        journal_due: Units to be journaled and the files that they wrote, empty if not due yet.
     """
 
     finished: list[str]
-    ripe: list[str]
-    durable: tuple[list[Done], list[str]]
+    writeback_due: list[str]
+    journal_due: tuple[list[FinishedUnit], list[str]]
 
 
-class Books(NamedTuple):
+class LedgerEntries(NamedTuple):
     """Ledger entries of one process, for the process that finishes a shared plan.
 
     Attributes:
-        whole: CRC-32 of records written by one unit, by index.
+        record_crcs: CRC-32 of records written by one unit, by index.
         parts: Parts of the other records.
         sources: Parts of incompletely read recorded ranges of sources.
         written: Bytes written to each output file.
@@ -97,7 +97,7 @@ class Books(NamedTuple):
         read: Bytes read from source files.
     """
 
-    whole: dict[int, int]
+    record_crcs: dict[int, int]
     parts: dict[int, Parts]
     sources: dict[SourceRange, Parts]
     written: dict[str, int]
@@ -114,164 +114,186 @@ class Ledger:
         self._lock = threading.Lock()
         self._journal_every = journal_every
         self._sync_every = sync_every
-        self._whole: dict[int, int] = {}
+        self._record_crcs: dict[int, int] = {}
         self._parts: dict[int, Parts] = {}
         self._sources: dict[SourceRange, Parts] = {}
         self._covered: Counter[SourceRange] = Counter()
         self._outcomes: dict[int, Outcome] = {}
-        self._all: Counter[str] = Counter()
+        self._total_bytes: Counter[str] = Counter()
         for record in plan.records:
-            self._all[record.file] += record.nbytes
+            self._total_bytes[record.file] += record.nbytes
         for raw in plan.raw_copies:
-            self._all[raw.target] += raw.nbytes
-        self._left = self._all.copy()
+            self._total_bytes[raw.target] += raw.nbytes
+        self._remaining_bytes = self._total_bytes.copy()
         self._files = {file.path for file in plan.files}
         self._unsynced: Counter[str] = Counter()
-        self._pending: list[Done] = []
+        self._pending: list[FinishedUnit] = []
         self._pending_files: set[str] = set()
         self._pending_bytes = 0
         self.written = 0
         self.resumed = 0
 
-    def untouched(self) -> list[str]:
+    def list_frame_only_files(self) -> list[str]:
         """List the output files that only consist of a frame."""
-        return [file.path for file in self._plan.files if not self._all[file.path]]
+        return [file.path for file in self._plan.files if not self._total_bytes[file.path]]
 
-    def unfinished(self) -> list[str]:
+    def list_incomplete_files(self) -> list[str]:
         """List the output files with missing bytes."""
         with self._lock:
-            return [path for path, left in self._left.items() if left]
+            return [path for path, remaining in self._remaining_bytes.items() if remaining]
 
-    def begun(self) -> list[str]:
+    def list_partial_files(self) -> list[str]:
         """List the output files that are only written in part."""
         with self._lock:
-            return [path for path, left in self._left.items() if 0 < left < self._all[path]]
+            return [
+                path
+                for path, remaining in self._remaining_bytes.items()
+                if 0 < remaining < self._total_bytes[path]
+            ]
 
-    def books(self) -> Books:
+    def export_entries(self) -> LedgerEntries:
         """Return all entries of this process."""
         with self._lock:
-            written = {p: n - self._left[p] for p, n in self._all.items() if n > self._left[p]}
-            finished = [path for path in written if not self._left[path]]
+            written = {
+                p: n - self._remaining_bytes[p]
+                for p, n in self._total_bytes.items()
+                if n > self._remaining_bytes[p]
+            }
+            finished = [path for path in written if not self._remaining_bytes[path]]
             outcomes = self._outcomes
-            return Books(self._whole, self._parts, self._sources, written, finished, outcomes)
+            return LedgerEntries(
+                self._record_crcs, self._parts, self._sources, written, finished, outcomes
+            )
 
-    def add(self, books: Books) -> None:
+    def add_entries(self, entries: LedgerEntries) -> None:
         """Add the entries of another process."""
         with self._lock:
-            self._whole |= books.whole
-            for record, parts in books.parts.items():
+            self._record_crcs |= entries.record_crcs
+            for record, parts in entries.parts.items():
                 self._parts.setdefault(record, []).extend(parts)
-            for path, nbytes in books.written.items():
-                self._left[path] -= nbytes
+            for path, nbytes in entries.written.items():
+                self._remaining_bytes[path] -= nbytes
                 self.written += nbytes
-            for transfer, outcome in books.outcomes.items():
-                self._note(transfer, outcome)
+            for transfer, outcome in entries.outcomes.items():
+                self._add_outcome(transfer, outcome)
             complete = [
-                entry for key, parts in books.sources.items() if (entry := self._cover(key, parts))
+                entry
+                for key, parts in entries.sources.items()
+                if (entry := self._add_range_parts(key, parts))
             ]
-        for place, parts in complete:
-            self._check(place, parts)
+        for source_range, parts in complete:
+            self._verify_range(source_range, parts)
 
-    def commit(self, units: Iterable[tuple[Unit, Done]], *, resumed: bool = False) -> News:
+    def commit_units(
+        self, units: Iterable[tuple[Unit, FinishedUnit]], *, resumed: bool = False
+    ) -> CommitResult:
         """Add finished units."""
-        news = News([], [], ([], []))
+        result = CommitResult([], [], ([], []))
         complete: list[tuple[SourceRange, Parts]] = []
         with self._lock:
-            for unit, done in units:
-                self._enter_writes(unit, done, news, resumed)
-                complete += self._enter_reads(unit, done)
+            for unit, finished in units:
+                self._add_writes(unit, finished, result, resumed)
+                complete += self._add_reads(unit, finished)
             if self._journal_every and self._pending_bytes >= self._journal_every:
                 durable = self._pending, sorted(self._pending_files)
-                news = News(news.finished, news.ripe, durable)
+                result = CommitResult(result.finished, result.writeback_due, durable)
                 self._pending, self._pending_files, self._pending_bytes = [], set(), 0
-        for place, parts in complete:
-            self._check(place, parts)
-        return news
+        for source_range, parts in complete:
+            self._verify_range(source_range, parts)
+        return result
 
-    def outcomes(self) -> dict[str, Outcome]:
+    def collect_outcomes(self) -> dict[str, Outcome]:
         """Return the outcome of computed and cast elements, by tensor name."""
-        found: dict[str, Outcome] = {}
+        outcomes_by_name: dict[str, Outcome] = {}
         with self._lock:
             for transfer, outcome in sorted(self._outcomes.items()):
                 name = self._plan.transfers[transfer].name
-                found[name] = found.get(name, NOTHING) + outcome
-        return found
+                outcomes_by_name[name] = outcomes_by_name.get(name, NO_OUTCOME) + outcome
+        return outcomes_by_name
 
-    def _note(self, transfer: int, outcome: Outcome) -> None:
-        self._outcomes[transfer] = self._outcomes.get(transfer, NOTHING) + outcome
+    def _add_outcome(self, transfer: int, outcome: Outcome) -> None:
+        self._outcomes[transfer] = self._outcomes.get(transfer, NO_OUTCOME) + outcome
 
-    def crc(self, record: int) -> int:
+    def get_record_crc(self, record: int) -> int:
         """Return the CRC-32 of a finished record, or 0 if it is empty or in memory."""
         if self._plan.records[record].file not in self._files:
             return 0
-        if record in self._whole:
-            return self._whole[record]
+        if record in self._record_crcs:
+            return self._record_crcs[record]
         entry = self._plan.records[record]
-        value = _joined(self._parts.get(record, []), entry.nbytes)
+        value = _combine_parts(self._parts.get(record, []), entry.nbytes)
         if value is None:
             raise CkptError(f"`{entry.name}` was not written completely", where=entry.file)
         return value
 
-    def _enter_writes(self, unit: Unit, done: Done, news: News, resumed: bool) -> None:
+    def _add_writes(
+        self, unit: Unit, finished: FinishedUnit, result: CommitResult, resumed: bool
+    ) -> None:
         records = self._plan.records
-        if done.lost or done.rounding:
-            lost, rounding = OutOfRange(*done.lost), Rounding(*done.rounding)
-            self._note(unit.transfer, Outcome(lost, rounding))
+        if finished.lost or finished.rounding:
+            lost, rounding = OutOfRange(*finished.lost), Rounding(*finished.rounding)
+            self._add_outcome(unit.transfer, Outcome(lost, rounding))
         total = 0
-        for write, crc in zip(unit.tile.written(), done.written, strict=True):
+        for write, crc in zip(unit.tile.written(), finished.written, strict=True):
             if write.record >= 0:
                 if write.nbytes == records[write.record].nbytes:
-                    self._whole[write.record] = crc
+                    self._record_crcs[write.record] = crc
                 else:
                     part = (write.at, write.nbytes, crc)
                     self._parts.setdefault(write.record, []).append(part)
             total += write.nbytes
-            self._left[write.file] -= write.nbytes
+            self._remaining_bytes[write.file] -= write.nbytes
             if write.file not in self._files:
                 continue
-            if not self._left[write.file]:
-                news.finished.append(write.file)
+            if not self._remaining_bytes[write.file]:
+                result.finished.append(write.file)
             elif not resumed:
                 self._unsynced[write.file] += write.nbytes
                 if self._unsynced[write.file] >= self._sync_every:
                     self._unsynced[write.file] = 0
-                    news.ripe.append(write.file)
+                    result.writeback_due.append(write.file)
         if resumed:
             self.resumed += total
             return
         self.written += total
         if self._journal_every:
-            self._pending.append(done)
+            self._pending.append(finished)
             self._pending_files.update(write.file for write in unit.tile.writes)
             self._pending_bytes += total
 
-    def _enter_reads(self, unit: Unit, done: Done) -> list[tuple[SourceRange, Parts]]:
+    def _add_reads(self, unit: Unit, finished: FinishedUnit) -> list[tuple[SourceRange, Parts]]:
         """Add the checked reads, and return the recorded ranges that are now complete."""
         complete: list[tuple[SourceRange, Parts]] = []
         root = self._plan.root_of(unit.transfer)
-        for read, crc in zip(unit.tile.checked(), done.read, strict=True):
+        for read, crc in zip(unit.tile.checked(), finished.read, strict=True):
             if read.check is not None:
                 part = (read.offset - read.check.offset, read.nbytes, crc)
-                if covered := self._cover((root, read.check), [part]):
+                if covered := self._add_range_parts((root, read.check), [part]):
                     complete.append(covered)
         return complete
 
-    def _cover(self, place: SourceRange, more: Parts) -> tuple[SourceRange, Parts] | None:
+    def _add_range_parts(
+        self, source_range: SourceRange, new_parts: Parts
+    ) -> tuple[SourceRange, Parts] | None:
         """Add parts of a recorded range, and return it if it is now complete, or None."""
-        parts = self._sources.setdefault(place, [])
-        parts += more
-        self._covered[place] += sum(nbytes for _, nbytes, _ in more)
-        if self._covered[place] != place[1].nbytes:
+        parts = self._sources.setdefault(source_range, [])
+        parts += new_parts
+        self._covered[source_range] += sum(nbytes for _, nbytes, _ in new_parts)
+        if self._covered[source_range] != source_range[1].nbytes:
             return None
-        return place, self._sources.pop(place)
+        return source_range, self._sources.pop(source_range)
 
-    def _check(self, place: SourceRange, parts: Parts) -> None:
-        root, recorded = place
-        found = _joined(parts, recorded.nbytes)
-        if found != recorded.crc32:
-            names = (one.name for one in self._plan.checks if (one.root, one.recorded) == place)
+    def _verify_range(self, source_range: SourceRange, parts: Parts) -> None:
+        root, recorded = source_range
+        computed = _combine_parts(parts, recorded.nbytes)
+        if computed != recorded.crc32:
+            names = (
+                check.name
+                for check in self._plan.checks
+                if (check.root, check.recorded) == source_range
+            )
             name = recorded.name or next(names, recorded.file)
-            raise checksum_error(name, root, recorded.file, found or 0, recorded.crc32)
+            raise checksum_error(name, root, recorded.file, computed or 0, recorded.crc32)
 
 
 def checksum_error(
@@ -292,7 +314,7 @@ def checksum_error(
     hint = "copy the checkpoint again from its source"
     by = "the file"
     with suppress(CkptError), source_files(root) as files:
-        if not begins_as_zip(files, file) and (files.root / MANIFEST).is_file():
+        if not starts_like_zip(files, file) and (files.root / MANIFEST).is_file():
             by = f"`{MANIFEST}`"
             hint += f"; if the file was changed on purpose, delete `{files.root / MANIFEST}`"
     return DamagedError(
@@ -303,13 +325,13 @@ def checksum_error(
     )
 
 
-def _joined(parts: Parts, nbytes: int) -> int | None:
+def _combine_parts(parts: Parts, nbytes: int) -> int | None:
     """Combine the CRC-32 of adjacent *parts*, or return None unless they cover *nbytes* bytes."""
     end, value = 0, 0
-    for at, size, crc in sorted(parts):
-        if at != end:
+    for position, size, crc in sorted(parts):
+        if position != end:
             return None
-        value = combine(value, crc, size) if at else crc
+        value = combine_crcs(value, crc, size) if position else crc
         end += size
     return value if end == nbytes else None
 
@@ -333,21 +355,21 @@ class Journal:
 
     def __init__(self, path: Path, header: Header, limits: Limits, *, resume: bool) -> None:
         self._path = path
-        self.done: dict[_Key, Done] = {}
-        self.limits = self._own = limits
-        self._first = _line({"journal": VERSION, **header, "limits": limits})
+        self.done: dict[_Key, FinishedUnit] = {}
+        self.limits = self._current_limits = limits
+        self._header_line = _encode_line({"journal": JOURNAL_VERSION, **header, "limits": limits})
         self._lock = threading.Lock()
         self._writing = self._closed = False
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
         with storage_errors("open", path):
             self._descriptor = os.open(path, flags, 0o666)
         try:
-            size = self._load() if resume else 0
+            size = self._load_entries() if resume else 0
         except BaseException:
             os.close(self._descriptor)
             raise
-        self._cut(size)
-        self._pending = b"" if size else self._first
+        self._truncate_file(size)
+        self._pending = b"" if size else self._header_line
 
     def __enter__(self) -> Journal:
         return self
@@ -361,12 +383,12 @@ class Journal:
 
     def restart(self) -> None:
         """Discard all entries, because their data is missing."""
-        self._pending = self._first
-        self._cut(0)
+        self._pending = self._header_line
+        self._truncate_file(0)
         self.done = {}
-        self.limits = self._own
+        self.limits = self._current_limits
 
-    def append(self, units: Sequence[Done]) -> None:
+    def append_units(self, units: Sequence[FinishedUnit]) -> None:
         """Append *units*, whose data is on disk, and sync, unless the journal is closed.
 
         Only one thread may call this at a time.
@@ -376,7 +398,7 @@ class Journal:
                 return
             self._writing = True
         try:
-            data = self._pending + _line({"units": units})
+            data = self._pending + _encode_line({"units": units})
             with storage_errors("write", self._path):
                 while data:
                     data = data[os.write(self._descriptor, data) :]
@@ -388,26 +410,31 @@ class Journal:
                     os.close(self._descriptor)
         self._pending = b""
 
-    def _cut(self, size: int) -> None:
+    def _truncate_file(self, size: int) -> None:
         with storage_errors("write", self._path):
             os.ftruncate(self._descriptor, size)
             os.lseek(self._descriptor, size, os.SEEK_SET)
 
-    def _load(self) -> int:
+    def _load_entries(self) -> int:
         """Load ``done`` and ``limits``, and return the number of valid bytes of the file."""
         with os.fdopen(os.dup(self._descriptor), "rb") as lines:
             first = next(lines, b"")
             header = _parse_line(first)
             if header is None:
                 return 0
-            limits = _parse_limits(header.get("limits"), self._own.check)
-            if limits is None or _line({**header, "limits": self._own}) != self._first:
-                left = left_in(self._path.parent)
-                if left is None:
+            limits = _parse_limits(header.get("limits"), self._current_limits.check)
+            if (
+                limits is None
+                or _encode_line({**header, "limits": self._current_limits}) != self._header_line
+            ):
+                partial_output = find_partial_output(self._path.parent)
+                if partial_output is None:
                     return 0
                 restart = spell_option("--restart")
-                raise left.refusal(
-                    OTHER_RUN if header.get("journal") == VERSION else OTHER_VERSION,
+                raise partial_output.refusal_error(
+                    OTHER_RUN_MESSAGE
+                    if header.get("journal") == JOURNAL_VERSION
+                    else OTHER_VERSION_MESSAGE,
                     f"pass {restart} to discard the partial output and start over",
                 )
             self.limits = limits
@@ -421,7 +448,7 @@ class Journal:
         return valid
 
 
-def _line(value: Mapping[str, object]) -> bytes:
+def _encode_line(value: Mapping[str, object]) -> bytes:
     text = json.dumps(value, separators=(",", ":"), sort_keys=True).encode()
     return b"%08x %s\n" % (crc32(text), text)
 
@@ -432,7 +459,7 @@ def _parse_line(line: bytes) -> dict[str, Any] | None:
     if not line.endswith(b"\n") or check != b"%08x" % crc32(text):
         return None
     try:
-        return find(dict[str, Any], json.loads(text))
+        return find_member(dict[str, Any], json.loads(text))
     except (ValueError, RecursionError):
         return None
 
@@ -441,12 +468,12 @@ def _parse_limits(value: Any, check: bool) -> Limits | None:
     """Parse the limits in a header, or return None if they are not valid."""
     match value:
         case [*sizes, bool(checked)] if checked is check and _are_counts(sizes):
-            within = len(sizes) == len(LEAST_SIZES) and all(map(le, LEAST_SIZES, sizes))
+            within = len(sizes) == len(MIN_LIMITS) and all(map(le, MIN_LIMITS, sizes))
             return Limits._make(value) if within and all(map(le, sizes, Limits())) else None
     return None
 
 
-def _parse_units(line: bytes) -> list[Done] | None:
+def _parse_units(line: bytes) -> list[FinishedUnit] | None:
     content = _parse_line(line)
     units = content.get("units") if content else None
     if not isinstance(units, list):
@@ -455,14 +482,14 @@ def _parse_units(line: bytes) -> list[Done] | None:
     return done if len(done) == len(units) else None
 
 
-def _parse_done(value: Any) -> Done | None:
+def _parse_done(value: Any) -> FinishedUnit | None:
     match value:
-        case [transfer, number, [*written], [*read], [*lost], [*off]] if (
-            len(lost) in OUTCOMES and len(off) in ROUNDINGS
+        case [transfer, number, [*written], [*read], [*lost], [*rounding]] if (
+            len(lost) in LOST_FIELD_COUNTS and len(rounding) in ROUNDING_FIELD_COUNTS
         ):
             counts = _are_counts([transfer, number, *written, *read, *lost])
-            if counts and all(type(part) is float and 0 <= part < inf for part in off):
-                return Done(transfer, number, written, read, tuple(lost), tuple(off))
+            if counts and all(type(error) is float and 0 <= error < inf for error in rounding):
+                return FinishedUnit(transfer, number, written, read, tuple(lost), tuple(rounding))
     return None
 
 

@@ -22,7 +22,7 @@ from ckptctl.storage.sources import Sources
 BATCH_BYTES = 1 << 18
 BATCH_UNITS = 64
 """Units per batch, which reduce locking for small units."""
-PER_FILE = 4
+THREADS_PER_FILE = 4
 """Threads that speed up writing one file; more of them only use CPU time."""
 
 
@@ -46,36 +46,36 @@ class Lane:
     """Queue of the units of one output file, or of the checks of a source file.
 
     Attributes:
-        left: Approximate bytes that are not assigned yet.
-        most: Most threads that may work on it at a time.
+        remaining_bytes: Approximate bytes that are not assigned yet.
+        max_workers: Most threads that may work on it at a time.
         workers: Threads that currently work on it.
     """
 
-    def __init__(self, units: Iterator[Unit], most: int, left: int = 0) -> None:
+    def __init__(self, units: Iterator[Unit], max_workers: int, remaining_bytes: int = 0) -> None:
         self._units = units
-        self.most = most
-        self.left = left
+        self.max_workers = max_workers
+        self.remaining_bytes = remaining_bytes
         self._lock = threading.Lock()
         self.workers = 0
         self.empty = False
 
-    def take(self) -> list[Unit]:
+    def take_batch(self) -> list[Unit]:
         """Pop the next batch of units, empty if the lane is exhausted."""
-        taken: list[Unit] = []
+        batch: list[Unit] = []
         total = 0
         with self._lock:
-            while total < BATCH_BYTES and len(taken) < BATCH_UNITS and not self.empty:
+            while total < BATCH_BYTES and len(batch) < BATCH_UNITS and not self.empty:
                 unit = next(self._units, None)
                 if unit is None:
                     self.empty = True
                     break
-                taken.append(unit)
+                batch.append(unit)
                 total += unit.tile.copied
-            self.left -= total
-        return taken
+            self.remaining_bytes -= total
+        return batch
 
 
-class Lanes:
+class LaneScheduler:
     """All lanes of a run.
 
     Args:
@@ -85,57 +85,63 @@ class Lanes:
             is exhausted. None to give each thread a separate lane while there are enough.
     """
 
-    def __init__(self, lanes: list[Lane], threads: int, room: Callable[[], None] | None) -> None:
-        self._room = room
+    def __init__(
+        self, lanes: list[Lane], threads: int, wait_for_room: Callable[[], None] | None
+    ) -> None:
+        self._wait_for_room = wait_for_room
         self._threads = threads
-        self._fresh = list(reversed(lanes))
-        self._busy: list[Lane] = []
+        self._new_lanes = list(reversed(lanes))
+        self._active_lanes: list[Lane] = []
         self._lock = threading.Lock()
 
-    def units(self) -> Iterator[tuple[list[Unit], bool]]:
+    def iterate_batches(self) -> Iterator[tuple[list[Unit], bool]]:
         """Yield batches for one thread, and whether it is the only thread in the lane."""
-        while lane := self._claim():
-            while batch := lane.take():
+        while lane := self._claim_lane():
+            while batch := lane.take_batch():
                 yield batch, lane.workers == 1
-                if len(self._fresh) < self._threads:
+                if len(self._new_lanes) < self._threads:
                     break
             with self._lock:
                 lane.workers -= 1
-                if lane.empty and lane in self._busy:
-                    self._busy.remove(lane)
+                if lane.empty and lane in self._active_lanes:
+                    self._active_lanes.remove(lane)
 
-    def _claim(self) -> Lane | None:
-        if self._room is not None:
+    def _claim_lane(self) -> Lane | None:
+        if self._wait_for_room is not None:
             with self._lock:
-                if busy := self._most_left(self._busy):
+                if busy := self._most_left(self._active_lanes):
                     return busy
-            self._room()
+            self._wait_for_room()
         with self._lock:
-            next_one = self._fresh[-1:]
-            enough = len(self._fresh) >= self._threads or self._room is not None
-            lane = self._most_left(next_one if enough and next_one else self._busy + next_one)
-            if self._fresh and lane is self._fresh[-1]:
-                self._busy.append(self._fresh.pop())
+            next_lane = self._new_lanes[-1:]
+            has_new_lanes = len(self._new_lanes) >= self._threads or self._wait_for_room is not None
+            lane = self._most_left(
+                next_lane if has_new_lanes and next_lane else self._active_lanes + next_lane
+            )
+            if self._new_lanes and lane is self._new_lanes[-1]:
+                self._active_lanes.append(self._new_lanes.pop())
             return lane
 
     def _most_left(self, lanes: list[Lane]) -> Lane | None:
         """Return the lane with the most remaining bytes per thread that benefits from one more."""
-        gaining = [lane for lane in lanes if not lane.empty and lane.workers < lane.most]
+        gaining = [lane for lane in lanes if not lane.empty and lane.workers < lane.max_workers]
         if not gaining:
             return None
-        lane = max(gaining, key=lambda lane: lane.left / (lane.workers + 1))
+        lane = max(gaining, key=lambda lane: lane.remaining_bytes / (lane.workers + 1))
         lane.workers += 1
         return lane
 
 
-def most_threads(plan: Plan, memory: Container[str], threads: int, numbers: Sequence[int]) -> int:
+def count_useful_threads(
+    plan: Plan, memory: Container[str], threads: int, numbers: Sequence[int]
+) -> int:
     """Return how many of *threads* speed up the transfers *numbers*.
 
     *memory* contains the names of files in memory.
     """
-    if threads <= PER_FILE:
+    if threads <= THREADS_PER_FILE:
         return threads
-    transfers = [plan.transfers[one] for one in numbers if one < len(plan.transfers)]
+    transfers = [plan.transfers[number] for number in numbers if number < len(plan.transfers)]
     virtual = plan.computed.keys()
     if not transfers or any(
         transfer.casts or (virtual and not virtual.isdisjoint(transfer.files()))
@@ -143,7 +149,7 @@ def most_threads(plan: Plan, memory: Container[str], threads: int, numbers: Sequ
     ):
         return threads
     files = {target.file for transfer in transfers for target in transfer.targets}
-    return threads if any(file in memory for file in files) else PER_FILE * len(files)
+    return threads if any(file in memory for file in files) else THREADS_PER_FILE * len(files)
 
 
 def plan_units(
@@ -158,24 +164,24 @@ def plan_units(
         tiles = lower(transfers[number], plan.records, limits, plan.checked_by(number))
     elif number >= plan.first_check:
         checked = plan.checks[number - plan.first_check]
-        root, tiles = checked.root, _check(checked, limits)
+        root, tiles = checked.root, _split_check(checked, limits)
     else:
         raw = plan.raw_copies[number - len(transfers)]
-        root, tiles = raw.root or root, _raw(raw, limits.flat)
-    files = sources.files(root)
+        root, tiles = raw.root or root, _split_raw_copy(raw, limits.flat)
+    files = sources.get_files(root)
     for index, tile in share.own(number, tiles) if share else enumerate(tiles):
         yield Unit(number, index, tile, files)
 
 
-def _raw(raw: RawCopy, limit: int) -> Iterator[Tile]:
-    for done in range(0, raw.nbytes, limit):
-        size = min(limit, raw.nbytes - done)
-        read = Read(raw.source, raw.offset + done, size, None)
-        write = Write(raw.target, raw.target_offset + done, size, 0, -1, 0)
+def _split_raw_copy(raw: RawCopy, limit: int) -> Iterator[Tile]:
+    for position in range(0, raw.nbytes, limit):
+        size = min(limit, raw.nbytes - position)
+        read = Read(raw.source, raw.offset + position, size, None)
+        write = Write(raw.target, raw.target_offset + position, size, 0, -1, 0)
         yield Tile(size, (read,), (), (write,), True)
 
 
-def _check(range_: CheckedRange, limits: Limits) -> Iterator[Tile]:
+def _split_check(range_: CheckedRange, limits: Limits) -> Iterator[Tile]:
     for position, nbytes in range_.gaps:
         recorded = range_.recorded
         yield from check(recorded, recorded.offset + position, nbytes, limits)

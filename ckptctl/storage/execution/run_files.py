@@ -20,15 +20,15 @@ from ckptctl.storage.byte_files import ByteSink, ByteSource
 from ckptctl.storage.computed import OpenFiles, StoredFile
 from ckptctl.storage.crc import crc32
 from ckptctl.storage.file_system import sync_directory
-from ckptctl.storage.files import SourceFiles, after
-from ckptctl.storage.page_cache import PAGE, cold, past_cache
-from ckptctl.storage.paths import contained
+from ckptctl.storage.files import SourceFiles, skip_bytes
+from ckptctl.storage.page_cache import PAGE_BYTES, enable_direct_reads, is_mostly_uncached
+from ckptctl.storage.paths import require_relative
 from ckptctl.tree import TreePath
 from ckptctl.units import counted
 
-MAX_OPEN = 64
+MAX_OPEN_FILES = 64
 """Open files, each with one descriptor, or two if it is also read with direct I/O."""
-ITEM = 16
+MAX_ITEM_BYTES = 16
 """Direct reads end at a multiple of the largest element size."""
 LocalFile = TypeVar("LocalFile", "LocalSource", "LocalSink")
 
@@ -49,13 +49,13 @@ class RunFiles(OpenFiles):
     def __init__(
         self,
         computed: Mapping[str, Computed],
-        roots: Callable[[TreePath], SourceFiles],
+        open_root: Callable[[TreePath], SourceFiles],
         root: Path,
         memory: Mapping[str, ByteSource | ByteSink],
         *,
         direct: bool = False,
     ) -> None:
-        super().__init__(computed, roots)
+        super().__init__(computed, open_root)
         self._root = root
         self._memory = memory
         self._direct = direct
@@ -63,27 +63,27 @@ class RunFiles(OpenFiles):
         self._open: OrderedDict[tuple[SourceFiles | None, str], LocalSource | LocalSink]
         self._open = OrderedDict()
 
-    def source(self, files: SourceFiles, name: str) -> ByteSource:
+    def open_source(self, files: SourceFiles, name: str) -> ByteSource:
         """Open *name* as memory, a virtual file or one of *files*.
 
         Files with descriptors are closed after ``MAX_OPEN`` others have been opened, so the result
         is for immediate use.
         """
-        found = self._memory.get(name) or self._used(files, name)
-        if found is None:
+        file = self._memory.get(name) or self._find_open(files, name)
+        if file is None:
             if not files.local or name in self._computed:
-                return super().source(files, name)
-            found = self._keep(files, LocalSource(self, files, name, direct=self._direct))
-        assert isinstance(found, ByteSource)
-        return found
+                return super().open_source(files, name)
+            file = self._keep_open(files, LocalSource(self, files, name, direct=self._direct))
+        assert isinstance(file, ByteSource)
+        return file
 
-    def sink(self, name: str) -> ByteSink:
-        """Open *name* as memory or an output file (see :meth:`source`)."""
-        found = self._memory.get(name) or self._used(None, name)
-        if found is None:
-            found = self._keep(None, LocalSink(self._root, name))
-        assert isinstance(found, ByteSink)
-        return found
+    def open_sink(self, name: str) -> ByteSink:
+        """Open *name* as memory or an output file (see :meth:`open_source`)."""
+        file = self._memory.get(name) or self._find_open(None, name)
+        if file is None:
+            file = self._keep_open(None, LocalSink(self._root, name))
+        assert isinstance(file, ByteSink)
+        return file
 
     def close(self) -> None:
         """Close all files, and release memory.
@@ -97,16 +97,16 @@ class RunFiles(OpenFiles):
                 stack.callback(file.close)
             self._open.clear()
 
-    def _used(self, files: SourceFiles | None, name: str) -> LocalSource | LocalSink | None:
+    def _find_open(self, files: SourceFiles | None, name: str) -> LocalSource | LocalSink | None:
         """Return an open file and mark it as most recently used, or return None."""
         key = files, name
-        found = self._open.get(key)
-        if found is not None:
+        file = self._open.get(key)
+        if file is not None:
             self._open.move_to_end(key)
-        return found
+        return file
 
-    def _keep(self, files: SourceFiles | None, file: LocalFile) -> LocalFile:
-        while len(self._open) >= MAX_OPEN:
+    def _keep_open(self, files: SourceFiles | None, file: LocalFile) -> LocalFile:
+        while len(self._open) >= MAX_OPEN_FILES:
             self._open.popitem(last=False)[1].close()
         self._open[files, file.name] = file
         return file
@@ -124,9 +124,9 @@ class LocalSource(StoredFile):
 
     def __init__(self, opened: OpenFiles, files: SourceFiles, name: str, *, direct: bool) -> None:
         super().__init__(opened, files, name)
-        self.descriptor: int = files.descriptor(name)
-        self._direct: int | None = None
-        self._unseen = direct  # whether the page cache is still to be checked
+        self.descriptor: int = files.open_descriptor(name)
+        self._direct_descriptor: int | None = None
+        self._cache_unchecked = direct  # whether the page cache is still to be checked
 
     def read_into(self, offset: int, views: Sequence[memoryview], nbytes: int) -> None:
         """See :meth:`ByteSource.read_into`."""
@@ -134,43 +134,45 @@ class LocalSource(StoredFile):
         try:
             count = os.preadv(self.descriptor, views, offset)
         except OSError as error:
-            raise self._failed(error) from error
+            raise self._read_error(error) from error
         if count != nbytes:
-            self._files.readv(self.name, after(views, count), offset + count)
+            self._files.readv(self.name, skip_bytes(views, count), offset + count)
 
     @property
-    def past_cache(self) -> bool:
-        """See :meth:`ByteSource.past_cache`. True unless the page cache has the file."""
-        if self._unseen:
-            self._unseen = False
-            if cold(self.descriptor):
-                self._direct = past_cache(self._files.descriptor(self.name))
-        return self._direct is not None
+    def should_bypass_cache(self) -> bool:
+        """See :meth:`ByteSource.should_bypass_cache`. True unless the page cache has the file."""
+        if self._cache_unchecked:
+            self._cache_unchecked = False
+            if is_mostly_uncached(self.descriptor):
+                self._direct_descriptor = enable_direct_reads(
+                    self._files.open_descriptor(self.name)
+                )
+        return self._direct_descriptor is not None
 
-    def read_past_cache(self, offset: int, nbytes: int, room: memoryview) -> memoryview | None:
-        """See :meth:`ByteSource.read_past_cache`. After a failure, direct I/O is disabled."""
-        if self._direct is None:
+    def read_bypassing_cache(self, offset: int, nbytes: int, room: memoryview) -> memoryview | None:
+        """See :meth:`ByteSource.read_bypassing_cache`. After a failure, direct I/O is disabled."""
+        if self._direct_descriptor is None:
             return None
-        before = offset % PAGE
-        most = len(room) // PAGE * PAGE - before
-        end = before + min(nbytes, most // ITEM * ITEM)
-        view = room[: -(-end // PAGE) * PAGE]
+        page_offset = offset % PAGE_BYTES
+        max_bytes = len(room) // PAGE_BYTES * PAGE_BYTES - page_offset
+        end = page_offset + min(nbytes, max_bytes // MAX_ITEM_BYTES * MAX_ITEM_BYTES)
+        view = room[: -(-end // PAGE_BYTES) * PAGE_BYTES]
         with suppress(OSError):  # a read through the page cache succeeds or raises
-            if os.preadv(self._direct, (view,), offset - before) >= end:
-                self._opened.bytes_read += end - before
-                return view[before:end]
-        os.close(self._direct)
-        self._direct = None
+            if os.preadv(self._direct_descriptor, (view,), offset - page_offset) >= end:
+                self._opened.bytes_read += end - page_offset
+                return view[page_offset:end]
+        os.close(self._direct_descriptor)
+        self._direct_descriptor = None
         return None
 
     def close(self) -> None:
         """Close its descriptors."""
         with storage_errors("close", self._files.root / self.name):
-            if self._direct is not None:
-                os.close(self._direct)
+            if self._direct_descriptor is not None:
+                os.close(self._direct_descriptor)
             os.close(self.descriptor)
 
-    def _failed(self, error: OSError) -> StorageError:
+    def _read_error(self, error: OSError) -> StorageError:
         return StorageError.from_os_error(error, "read", str(self._files.root / self.name))
 
 
@@ -187,14 +189,14 @@ class LocalSink(ByteSink):
     def write(self, offset: int, view: memoryview) -> None:
         """See :meth:`ByteSink.write`."""
         try:
-            done = os.pwrite(self.descriptor, view, offset)
-            while done < len(view):
-                count = os.pwrite(self.descriptor, view[done:], offset + done)
+            written = os.pwrite(self.descriptor, view, offset)
+            while written < len(view):
+                count = os.pwrite(self.descriptor, view[written:], offset + written)
                 if not count:
                     raise OSError(errno.EIO, os.strerror(errno.EIO))
-                done += count
+                written += count
         except OSError as error:
-            raise _write_failed(error, self._path) from error
+            raise _write_error(error, self._path) from error
 
     def sync(self) -> None:
         """Sync the file."""
@@ -207,12 +209,12 @@ class LocalSink(ByteSink):
             os.close(self.descriptor)
 
 
-def _write_failed(error: OSError, path: Path) -> StorageError:
+def _write_error(error: OSError, path: Path) -> StorageError:
     """Build the error for a failed write to *path*."""
     failure = StorageError.from_os_error(error, "write", str(path))
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        found = os.statvfs(path.parent)
-        free = found.f_bavail * found.f_frsize
+        status = os.statvfs(path.parent)
+        free = status.f_bavail * status.f_frsize
         failure.why = f"only {counted(free, 'byte is', 'bytes are')} free"
         failure.hint = "free some space or choose another destination"
     return failure
@@ -229,7 +231,7 @@ class OutputFiles:
         self._shared = shared
         self._sync = sync
 
-    def intact(self) -> bool:
+    def are_intact(self) -> bool:
         """Return whether all output files exist at their full size."""
         return all(
             path.is_file() and not path.is_symlink() and path.stat().st_size == file.size
@@ -237,13 +239,13 @@ class OutputFiles:
             for path in (self._root / file.path,)
         )
 
-    def create(self) -> None:
+    def create_files(self) -> None:
         """Create the output files at their full size."""
         if self._files and not self._shared:
-            trash.clear(self._root)
+            trash.clear_folder(self._root)
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
         for file in self._files:
-            path = self._root / contained(file.path, str(self._root))
+            path = self._root / require_relative(file.path, str(self._root))
             try:
                 path.parent.mkdir(parents=True, exist_ok=True)
                 descriptor = os.open(path, flags, 0o666)
@@ -252,23 +254,23 @@ class OutputFiles:
                 finally:
                     os.close(descriptor)
             except OSError as error:
-                raise _write_failed(error, path) from error
+                raise _write_error(error, path) from error
 
     def sync_directories(self) -> None:
         """Sync every directory that holds an output file."""
         if not self._files or not self._sync:
             return
-        found = {self._root}
+        directories = {self._root}
         for file in self._files:
-            found.update(self._root / parent for parent in Path(file.path).parents)
-        for directory in sorted(found, reverse=True):
+            directories.update(self._root / parent for parent in Path(file.path).parents)
+        for directory in sorted(directories, reverse=True):
             sync_directory(directory)
 
-    def crc(self, write: Write) -> int:
+    def compute_crc(self, write: Write) -> int:
         """Compute the CRC-32 of the bytes on disk that *write* wrote."""
         crc = 0
         with (self._root / write.file).open("rb") as file:
-            for at in range(0, write.nbytes, MIB):
-                size = min(MIB, write.nbytes - at)
-                crc = crc32(os.pread(file.fileno(), size, write.offset + at), crc)
+            for position in range(0, write.nbytes, MIB):
+                size = min(MIB, write.nbytes - position)
+                crc = crc32(os.pread(file.fileno(), size, write.offset + position), crc)
         return crc

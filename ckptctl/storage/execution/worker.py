@@ -11,23 +11,30 @@ from functools import cache
 from ckptctl import dtypes
 from ckptctl.planner.copying.tile import Limits, Pattern, Read, Tile
 from ckptctl.planner.plan import Plan
-from ckptctl.storage.arithmetic import cast, keep_to_thread, permute
-from ckptctl.storage.buffers import CAST, STAGING, TILE, BufferParts, TileBuffers, scattered
+from ckptctl.storage.arithmetic import cast_elements, limit_torch_to_thread, permute_elements
+from ckptctl.storage.buffers import (
+    CAST_BUFFER,
+    STAGING_BUFFER,
+    TILE_BUFFER,
+    BufferParts,
+    TileBuffers,
+    split_buffer,
+)
 from ckptctl.storage.byte_files import ByteSink, ByteSource, Piece
 from ckptctl.storage.computed import OpenFiles
 from ckptctl.storage.crc import crc32
 from ckptctl.storage.execution.execution_options import ExecutionOptions
-from ckptctl.storage.execution.journal import Done
+from ckptctl.storage.execution.journal import FinishedUnit
 from ckptctl.storage.execution.lanes import Unit
 from ckptctl.storage.execution.run_files import RunFiles
 from ckptctl.storage.files import SourceFiles
-from ckptctl.storage.outcome import NOTHING, Outcome
+from ckptctl.storage.outcome import NO_OUTCOME, Outcome
 
 MIN_DIRECT_BYTES = 256 << 10
 """Smallest range that is read with direct I/O, in bytes."""
 Dtypes = tuple[str, str]
 """Torch dtypes of the source and the output."""
-Places = Callable[[Pattern, memoryview], Iterable[BufferParts]]
+ListViews = Callable[[Pattern, memoryview], Iterable[BufferParts]]
 """Returns the views of a buffer for a pattern."""
 
 
@@ -46,7 +53,7 @@ class Worker:
         options: ExecutionOptions,
         limits: Limits,
         files: RunFiles,
-        sink: Callable[[str], ByteSink],
+        open_sink: Callable[[str], ByteSink],
         *,
         stopped: Callable[[], bool],
         buffers: TileBuffers,
@@ -56,14 +63,14 @@ class Worker:
         # Bytes of a contiguous range to copy at a time.
         self._chunk = buffers.step or limits.tile
         self._files = files
-        self._sink = sink
+        self._open_sink = open_sink
         self._stopped = stopped
         self.is_sole_writer = True
         self.underway = 0
-        self._outcome = NOTHING
+        self._outcome = NO_OUTCOME
         self._kernel_copy = not options.checksum
         self._buffers = buffers
-        self._engine = TileEngine(files, sink, buffers, checksum=options.checksum)
+        self._engine = TileEngine(files, open_sink, buffers, checksum=options.checksum)
 
     @property
     def bytes_read(self) -> int:
@@ -74,98 +81,110 @@ class Worker:
         """Close the files of the thread."""
         self._files.close()
 
-    def do(self, unit: Unit) -> Done:
+    def execute_unit(self, unit: Unit) -> FinishedUnit:
         """Execute a unit and return its checksums and the outcome of computed and cast elements."""
-        self._outcome = NOTHING
-        done = self._copy_range(unit) if unit.tile.flat else self._copy_tile(unit)
+        self._outcome = NO_OUTCOME
+        finished = self._copy_range(unit) if unit.tile.flat else self._copy_tile(unit)
         lost, rounding = self._outcome.lost, self._outcome.rounding
-        done = done._replace(lost=astuple(lost)) if lost else done
-        return done._replace(rounding=astuple(rounding)) if rounding else done
+        finished = finished._replace(lost=astuple(lost)) if lost else finished
+        return finished._replace(rounding=astuple(rounding)) if rounding else finished
 
-    def _copy_tile(self, unit: Unit) -> Done:
-        tile, files, kinds = unit.tile, unit.files, self._dtypes(unit)
-        place = None
+    def _copy_tile(self, unit: Unit) -> FinishedUnit:
+        tile, files, dtype_pair = unit.tile, unit.files, self._find_dtypes(unit)
+        target_view = None
         if len(tile.writes) == 1:
-            place = self._in_place(unit, self._sink(tile.writes[0].file))
-        read, written = [0] * len(tile.reads), [0] * len(tile.writes)
+            target_view = self._find_target_view(unit, self._open_sink(tile.writes[0].file))
+        read_crcs, written_crcs = [0] * len(tile.reads), [0] * len(tile.writes)
         for step in range(tile.steps):
             if self._stopped():
                 break  # the unit is not recorded
-            if place is None:
-                self._outcome += self._engine.copy(files, tile, step, kinds, read, written)
+            if target_view is None:
+                self._outcome += self._engine.copy_step(
+                    files, tile, step, dtype_pair, read_crcs, written_crcs
+                )
             else:
-                part = place[step * tile.nbytes : (step + 1) * tile.nbytes]
-                self._outcome += self._engine.fill(files, tile, step, part, read, scattered)
+                step_view = target_view[step * tile.nbytes : (step + 1) * tile.nbytes]
+                self._outcome += self._engine.read_step(
+                    files, tile, step, step_view, read_crcs, split_buffer
+                )
             self.underway += sum(write.nbytes for write in tile.writes)
-        checked = [crc for one, crc in zip(tile.reads, read, strict=True) if one.check is not None]
-        return Done(unit.transfer, unit.number, written, checked)
+        checked = [
+            crc
+            for tile_read, crc in zip(tile.reads, read_crcs, strict=True)
+            if tile_read.check is not None
+        ]
+        return FinishedUnit(unit.transfer, unit.number, written_crcs, checked)
 
-    def _dtypes(self, unit: Unit) -> Dtypes | None:
+    def _find_dtypes(self, unit: Unit) -> Dtypes | None:
         """Return source and output dtype, or None if bytes are only copied."""
         if unit.transfer >= len(self._transfers):
             return None
         tensor = self._transfers[unit.transfer].tensor
         return tensor.stored_dtype, tensor.dtype
 
-    def _in_place(self, unit: Unit, sink: ByteSink) -> memoryview | None:
+    def _find_target_view(self, unit: Unit, sink: ByteSink) -> memoryview | None:
         """Return memory of the sink to read a tile into directly, or None if it needs a buffer."""
         tile = unit.tile
         (write,) = tile.writes
-        place = sink.view(write.offset, write.nbytes * tile.steps)
-        if place is None or tile.moves or write.nbytes != tile.nbytes:
+        target_view = sink.view_memory(write.offset, write.nbytes * tile.steps)
+        if target_view is None or tile.moves or write.nbytes != tile.nbytes:
             return None
-        kinds = self._dtypes(unit)
-        return place if kinds is not None and kinds[0] == kinds[1] else None
+        dtype_pair = self._find_dtypes(unit)
+        return target_view if dtype_pair is not None and dtype_pair[0] == dtype_pair[1] else None
 
-    def _copy_range(self, unit: Unit) -> Done:
+    def _copy_range(self, unit: Unit) -> FinishedUnit:
         """Copy a contiguous range in chunks that fit into the CPU cache."""
         read, write = unit.tile.reads[0], unit.tile.writes[0]
-        source, sink = self._files.source(unit.files, read.file), self._sink(write.file)
+        source, sink = self._files.open_source(unit.files, read.file), self._open_sink(write.file)
         if self.is_sole_writer and self._kernel_copy and self._copy_in_kernel(unit, source, sink):
-            return Done(unit.transfer, unit.number, [0], [])
-        checked = read.check is not None
-        wanted = checked or (self._checksum and sink.checksummed)
-        direct = read.nbytes >= MIN_DIRECT_BYTES and source.past_cache
-        place = None if direct else self._in_place(unit, sink)
-        source.end(read.offset + read.nbytes)
-        at = crc = 0
-        while at < read.nbytes and not self._stopped():  # a stopped unit is not recorded
-            offset, left = read.offset + at, read.nbytes - at
-            size = min(source.best_step(offset, self._chunk), left)
-            view = source.view(offset, size)
+            return FinishedUnit(unit.transfer, unit.number, [0], [])
+        verifies_source = read.check is not None
+        needs_crc = verifies_source or (self._checksum and sink.checksummed)
+        direct = read.nbytes >= MIN_DIRECT_BYTES and source.should_bypass_cache
+        target_view = None if direct else self._find_target_view(unit, sink)
+        source.limit_read_ahead(read.offset + read.nbytes)
+        position = crc = 0
+        while position < read.nbytes and not self._stopped():  # a stopped unit is not recorded
+            offset, remaining = read.offset + position, read.nbytes - position
+            size = min(source.best_step(offset, self._chunk), remaining)
+            view = source.view_memory(offset, size)
             if view is None and direct:
-                room = self._buffers.get(TILE, self._chunk)[: self._chunk]
-                view = source.read_past_cache(offset, left, room)
-            filled = view is None and place is not None
+                buffer = self._buffers.get_buffer(TILE_BUFFER, self._chunk)[: self._chunk]
+                view = source.read_bypassing_cache(offset, remaining, buffer)
+            is_filled = view is None and target_view is not None
             if view is None:
-                view = (self._buffers.get(TILE, size) if place is None else place[at:])[:size]
-                outcome = source.gather([(offset, size, 0)], view)
+                view = (
+                    self._buffers.get_buffer(TILE_BUFFER, size)
+                    if target_view is None
+                    else target_view[position:]
+                )[:size]
+                outcome = source.read_pieces([(offset, size, 0)], view)
                 # Only computed files have an outcome. Opening their inputs may close the sink.
-                if outcome is not NOTHING:
+                if outcome is not NO_OUTCOME:
                     self._outcome += outcome
-                    sink = self._sink(write.file)
-            if wanted:
+                    sink = self._open_sink(write.file)
+            if needs_crc:
                 crc = crc32(view, crc)
-            if not filled:
-                sink.write(write.offset + at, view)
-            at += len(view)
+            if not is_filled:
+                sink.write(write.offset + position, view)
+            position += len(view)
             self.underway += len(view)
-        return Done(unit.transfer, unit.number, [crc], [crc] if checked else [])
+        return FinishedUnit(unit.transfer, unit.number, [crc], [crc] if verifies_source else [])
 
     def _copy_in_kernel(self, unit: Unit, source: ByteSource, sink: ByteSink) -> bool:
         """Copy a range with ``copy_file_range``, and return whether all of it was copied."""
         read, write = unit.tile.reads[0], unit.tile.writes[0]
         if source.descriptor is None or sink.descriptor is None:
             return False
-        done = 0
-        while done < read.nbytes:
+        copied = 0
+        while copied < read.nbytes:
             try:
                 count = os.copy_file_range(
                     source.descriptor,
                     sink.descriptor,
-                    read.nbytes - done,
-                    read.offset + done,
-                    write.offset + done,
+                    read.nbytes - copied,
+                    read.offset + copied,
+                    write.offset + copied,
                 )
             except OSError as error:
                 # Read and write fail too, with an error that names one of the two files.
@@ -173,7 +192,7 @@ class Worker:
                 return False
             if not count:
                 return False
-            done += count
+            copied += count
         return True
 
 
@@ -190,25 +209,25 @@ class TileEngine:
     def __init__(
         self,
         opened: OpenFiles,
-        sink: Callable[[str], ByteSink],
+        open_sink: Callable[[str], ByteSink],
         buffers: TileBuffers,
         *,
         checksum: bool,
     ) -> None:
         self._opened = opened
-        self._sink = sink
+        self._open_sink = open_sink
         self._buffers = buffers
         self._checksum = checksum
-        self._ready_torch = cache(keep_to_thread)
+        self._ready_torch = cache(limit_torch_to_thread)
 
-    def copy(
+    def copy_step(
         self,
         files: SourceFiles,
         tile: Tile,
         step: int,
-        kinds: Dtypes | None,
-        read: list[int],
-        written: list[int],
+        dtype_pair: Dtypes | None,
+        read_crcs: list[int],
+        written_crcs: list[int],
     ) -> Outcome:
         """Execute a step of a tile, and return the outcome of computed and cast elements.
 
@@ -216,52 +235,56 @@ class TileEngine:
             files: Source files.
             tile: Tile to execute.
             step: Index of the step.
-            kinds: Source and output dtype, or None to copy bytes.
-            read: Checksums of its reads, updated.
-            written: Checksums of its writes, updated.
+            dtype_pair: Source and output dtype, or None to copy bytes.
+            read_crcs: Checksums of its reads, updated.
+            written_crcs: Checksums of its writes, updated.
         """
-        buffer = self._buffers.get(TILE, tile.nbytes)
-        outcome = self.fill(files, tile, step, buffer, read, self._buffers.places)
-        if kinds is not None:
-            outcome += self._move(files, tile, buffer[: tile.nbytes], dtypes.itemsize(kinds[0]))
-            if kinds[0] != kinds[1] and tile.writes:
-                count = tile.nbytes // dtypes.itemsize(kinds[0])
-                size = count * dtypes.itemsize(kinds[1])
-                target = self._buffers.get(CAST, size)[:size]
+        buffer = self._buffers.get_buffer(TILE_BUFFER, tile.nbytes)
+        outcome = self.read_step(files, tile, step, buffer, read_crcs, self._buffers.list_views)
+        if dtype_pair is not None:
+            outcome += self._move_elements(
+                files, tile, buffer[: tile.nbytes], dtypes.itemsize(dtype_pair[0])
+            )
+            if dtype_pair[0] != dtype_pair[1] and tile.writes:
+                count = tile.nbytes // dtypes.itemsize(dtype_pair[0])
+                size = count * dtypes.itemsize(dtype_pair[1])
+                target = self._buffers.get_buffer(CAST_BUFFER, size)[:size]
                 self._ready_torch()
-                outcome += Outcome(cast(buffer[: tile.nbytes], kinds[0], target, kinds[1]))
+                outcome += Outcome(
+                    cast_elements(buffer[: tile.nbytes], dtype_pair[0], target, dtype_pair[1])
+                )
                 buffer = target
         name, sink = "", None
         for index, write in enumerate(tile.writes):
             if sink is None or write.file != name:
-                name, sink = write.file, self._sink(write.file)
+                name, sink = write.file, self._open_sink(write.file)
             view = buffer[write.start : write.start + write.nbytes]
             if self._checksum and sink.checksummed:
-                written[index] = crc32(view, written[index])
+                written_crcs[index] = crc32(view, written_crcs[index])
             sink.write(write.offset + step * write.nbytes, view)
         return outcome
 
-    def fill(
+    def read_step(
         self,
         files: SourceFiles,
         tile: Tile,
         step: int,
         buffer: memoryview,
         crcs: list[int],
-        places: Places,
+        list_views: ListViews,
     ) -> Outcome:
-        """Read the bytes of a step of a tile into *buffer* (see :meth:`copy`)."""
-        if pieces := _single_runs(tile.reads, step):
-            return self._opened.source(files, tile.reads[0].file).gather(pieces, buffer)
-        outcome, together = NOTHING, dict[ByteSource, list[Piece]]()
+        """Read the bytes of a step of a tile into *buffer* (see :meth:`copy_step`)."""
+        if pieces := _list_single_runs(tile.reads, step):
+            return self._opened.open_source(files, tile.reads[0].file).read_pieces(pieces, buffer)
+        outcome, pieces_by_source = NO_OUTCOME, dict[ByteSource, list[Piece]]()
         name, source = "", None
         for index, read in enumerate(tile.reads):
             if source is None or read.file != name:
-                name, source = read.file, self._opened.source(files, read.file)
+                name, source = read.file, self._opened.open_source(files, read.file)
             offset = read.offset + step * read.step
             runs = read.pattern.runs if read.pattern else ((0, read.nbytes),)
-            if source.together:
-                pieces = together.setdefault(source, [])
+            if source.batches_pieces:
+                pieces = pieces_by_source.setdefault(source, [])
                 for start, nbytes in runs:
                     pieces.append((offset, nbytes, start))
                     offset += nbytes
@@ -272,27 +295,29 @@ class TileEngine:
                 if read.check is not None:
                     crcs[index] = crc32(view, crcs[index])
             else:
-                for nbytes, views in places(read.pattern, buffer):
+                for nbytes, views in list_views(read.pattern, buffer):
                     source.read_into(offset, views, nbytes)
                     offset += nbytes
                     for view in views if read.check is not None else ():
                         crcs[index] = crc32(view, crcs[index])
-        for computed, pieces in together.items():
-            outcome += computed.gather(pieces, buffer)
+        for computed, pieces in pieces_by_source.items():
+            outcome += computed.read_pieces(pieces, buffer)
         return outcome
 
-    def _move(self, files: SourceFiles, tile: Tile, buffer: memoryview, item: int) -> Outcome:
+    def _move_elements(
+        self, files: SourceFiles, tile: Tile, buffer: memoryview, itemsize: int
+    ) -> Outcome:
         """Read the tile's moves into a staging buffer, and permute their elements into *buffer*."""
-        outcome = NOTHING
+        outcome = NO_OUTCOME
         for move in tile.moves:
-            staged = self._buffers.get(STAGING, move.staging)[: move.staging]
-            outcome += self._opened.source(files, move.file).gather(move.reads(), staged)
+            staged = self._buffers.get_buffer(STAGING_BUFFER, move.staging)[: move.staging]
+            outcome += self._opened.open_source(files, move.file).read_pieces(move.reads(), staged)
             self._ready_torch()
-            permute(staged, buffer, move.buffer, move.axes, item)
+            permute_elements(staged, buffer, move.buffer, move.axes, itemsize)
         return outcome
 
 
-def _single_runs(reads: Sequence[Read], step: int) -> list[Piece]:
+def _list_single_runs(reads: Sequence[Read], step: int) -> list[Piece]:
     """Return the pieces of reads of one file that each fill one run of the buffer.
 
     The list is empty if a read has several runs, needs a checksum, or is of another file. This is
@@ -302,9 +327,9 @@ def _single_runs(reads: Sequence[Read], step: int) -> list[Piece]:
         return []
     name = reads[0].file
     pieces: list[Piece] = []
-    for file, offset, nbytes, pattern, check, further in reads:
+    for file, offset, nbytes, pattern, check, step_bytes in reads:
         if check is not None or file != name or (pattern is not None and len(pattern.runs) != 1):
             return []
         start = pattern.runs[0][0] if pattern is not None else 0
-        pieces.append((offset + step * further, nbytes, start))
+        pieces.append((offset + step * step_bytes, nbytes, start))
     return pieces

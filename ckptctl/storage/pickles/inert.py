@@ -17,7 +17,7 @@ from ckptctl.units import counted
 MAX_DEPTH = 100
 MAX_KEY_NODES = 128
 MAX_KEY_BITS = 64  # hashes are modulo 2**61 - 1, so longer integers can be chosen to collide
-TEXT_SHIFT = 3
+TEXT_SHIFT_BITS = 3
 """Log2 of the characters that count as one value, as shared text may be visited many times."""
 NO_SIZES: Mapping[type, Callable[[Any], int]] = {}
 _TEXTS = frozenset({str, bytes, bytearray})
@@ -123,7 +123,7 @@ class Inert:
             raise UnsupportedError(f"a `{self.module}.{self.name}` is modified after use as a key")
         self.state = state
 
-    def key(self) -> tuple[object, ...]:
+    def get_key(self) -> tuple[object, ...]:
         """Return the strings and bytes that identify this record in comparisons.
 
         Numbers become text, because Python only salts the hashes of text. A hostile file can choose
@@ -140,32 +140,32 @@ class Inert:
                     raise UnsupportedError("an attribute name is not a string")
                 state = tuple(sorted(state.items(), key=itemgetter(0)))
             check_key((self.args, state))
-            self._key = (self.module, self.name, *_atoms((self.args, state), []))
+            self._key = (self.module, self.name, *_flatten_key((self.args, state), []))
         return self._key
 
     def __hash__(self) -> int:
-        return hash(self.key())
+        return hash(self.get_key())
 
     def __eq__(self, other: object) -> bool:
-        return self is other or (type(other) is type(self) and self.key() == other.key())
+        return self is other or (type(other) is type(self) and self.get_key() == other.get_key())
 
     def __repr__(self) -> str:
         return f"<{self.module}.{self.name}>"
 
 
-def _atoms(value: tuple[object, ...], found: list[object]) -> list[object]:
-    """Append the flattened *value*, which :func:`check_key` accepted, to *found*."""
-    found.append(f"({len(value)}")
+def _flatten_key(value: tuple[object, ...], atoms: list[object]) -> list[object]:
+    """Append the flattened *value*, which :func:`check_key` accepted, to *atoms*."""
+    atoms.append(f"({len(value)}")
     for item in value:
         if item.__class__ is str or item.__class__ is bytes:
-            found.append(item)
+            atoms.append(item)
         elif isinstance(item, tuple):
-            _atoms(item, found)
+            _flatten_key(item, atoms)
         elif isinstance(item, Inert):
-            found += item.key()
+            atoms += item.get_key()
         else:
-            found.append(f"={item!r}")
-    return found
+            atoms.append(f"={item!r}")
+    return atoms
 
 
 def check_key(value: object) -> int:
@@ -178,19 +178,19 @@ def check_key(value: object) -> int:
     while pending:
         item = pending.pop()
         nodes += 1
-        kind = type(item)
-        if isinstance(item, tuple) and kind in (tuple, Size):
+        value_type = type(item)
+        if isinstance(item, tuple) and value_type in (tuple, Size):
             if len(item) > MAX_KEY_NODES:
                 raise _large_key_error(f"a tuple of {counted(len(item), 'item')}")
             pending.extend(item)
-        elif kind is int:
+        elif value_type is int:
             if item.bit_length() > MAX_KEY_BITS:  # type: ignore[attr-defined]
                 raise _large_key_error(f"an integer of more than {MAX_KEY_BITS} bits")
         elif isinstance(item, Inert):
-            nodes += len(item.key())
-        elif kind not in _ATOMS and kind is not Global:
+            nodes += len(item.get_key())
+        elif value_type not in _ATOMS and value_type is not Global:
             raise UnsupportedError(
-                f"a key is of type {kind.__name__}", why="keys must be plain values"
+                f"a key is of type {value_type.__name__}", why="keys must be plain values"
             )
         if nodes > MAX_KEY_NODES:
             raise _large_key_error(f"it contains more than {MAX_KEY_NODES} values")
@@ -218,44 +218,44 @@ def check_tree(
         sizes: Functions that count the values of objects of special classes.
     """
     count = 1
-    within: set[int] = set()
+    ancestor_ids: set[int] = set()
     levels: list[tuple[object, Iterator[object]]] = [(None, iter((root,)))]
     while levels:
         owner, items = levels[-1]
         value = next(items, levels)
         if value is levels:
             levels.pop()
-            within.discard(id(owner))
+            ancestor_ids.discard(id(owner))
             continue
         if value.__class__ in sizes:
             count += sizes[value.__class__](value)
-            inner: Collection[object] = ()
+            children: Collection[object] = ()
         else:
-            inner = _children(value)
-        texts = (len(item) for item in inner if item.__class__ in _TEXTS)  # type: ignore[arg-type]
-        count += len(inner) + (sum(texts) >> TEXT_SHIFT)
+            children = _list_children(value)
+        texts = (len(item) for item in children if item.__class__ in _TEXTS)  # type: ignore[arg-type]
+        count += len(children) + (sum(texts) >> TEXT_SHIFT_BITS)
         if count > limit:
             raise UnsupportedError(
                 "the pickle expands without bound",
                 where=where,
                 why=f"more than {counted(limit, 'value')}",
             )
-        if not inner:
+        if not children:
             continue
         if len(levels) >= MAX_DEPTH:
             raise UnsupportedError(
                 "the pickle is nested too deeply", where=where, why=f"more than {MAX_DEPTH} levels"
             )
-        if id(value) in within:  # each level would copy its items
+        if id(value) in ancestor_ids:  # each level would copy its items
             raise UnsupportedError(
                 "the pickle is nested too deeply", where=where, why="a value contains itself"
             )
-        within.add(id(value))
-        levels.append((value, (item for item in inner if item.__class__ not in _LEAVES)))
+        ancestor_ids.add(id(value))
+        levels.append((value, (item for item in children if item.__class__ not in _LEAVES)))
     return count
 
 
-def walk(root: object) -> Iterator[object]:
+def walk_values(root: object) -> Iterator[object]:
     """Yield *root* and every value in it, shared containers once."""
     seen: set[int] = set()
     pending = [root]
@@ -264,14 +264,14 @@ def walk(root: object) -> Iterator[object]:
         yield value
         if value.__class__ not in _LEAVES and id(value) not in seen:
             seen.add(id(value))
-            pending.extend(_children(value))
+            pending.extend(_list_children(value))
 
 
-def _children(value: object) -> Collection[object]:
+def _list_children(value: object) -> Collection[object]:
     if isinstance(value, DictRecord):
-        return [*value.values(), *_compound_keys(value), value.args, value.state]
+        return [*value.values(), *_list_compound_keys(value), value.args, value.state]
     if isinstance(value, dict):
-        keys = _compound_keys(value)
+        keys = _list_compound_keys(value)
         return [*value.values(), *keys] if keys else value.values()
     if isinstance(value, list | tuple | set | frozenset):
         return value
@@ -283,5 +283,5 @@ def _children(value: object) -> Collection[object]:
     return ()
 
 
-def _compound_keys(value: dict[object, object]) -> list[object]:
+def _list_compound_keys(value: dict[object, object]) -> list[object]:
     return [key for key in value if key.__class__ not in _LEAVES]

@@ -31,7 +31,7 @@ from ckptctl.storage.pickles.inert import (
     check_tree,
 )
 from ckptctl.storage.pickles.torch_globals import ATTRIBUTES
-from ckptctl.storage.threads import no_collection
+from ckptctl.storage.threads import pause_gc
 from ckptctl.units import counted
 
 Table = Mapping[tuple[str, str], object]
@@ -39,11 +39,11 @@ Stack = list[object]
 Unknown = Literal["refuse", "inert"]
 MAX_COLLIDING = 64
 """Most tuples with the same hash, of which a hostile file can create any number."""
-LONGEST = 9
+MAX_OPCODE_BYTES = 9
 """Size of the longest fixed-length opcode with its argument, in bytes."""
 SHARED_ALLOWANCE = 1 << 16
 FREE_OBJECTS = 1_000_000
-PER_OBJECT = 4
+BYTES_PER_OBJECT = 4
 """Least bytes of a pickle per container, record and memo entry beyond :data:`FREE_OBJECTS`.
 
 A dict takes one byte in a pickle and 72 in memory, a memo entry a hundred. State dicts, optimizers
@@ -56,13 +56,13 @@ VALUES_PER_BYTE = 8
 Without sharing there are fewer values than bytes.
 """
 MAX_MARKS = 1000
-_COPY, _HASHED_COPY = 4, 8
+_COPY_WEIGHT, _HASHED_COPY_WEIGHT = 4, 8
 """Weight of an argument's element that a builder copies, and that it copies into a set."""
-_CALL, _NEW_GLOBAL = 2, 4
+_CALL_OBJECTS, _NEW_GLOBAL_OBJECTS = 2, 4
 """Objects counted for the result of a call, and for a new global."""
-SHOWN_NAME = 200
-_MODULES = {"__builtin__": "builtins", "copy_reg": "copyreg"}
-_NAMES = {("builtins", "xrange"): ("builtins", "range")}
+MAX_SHOWN_NAME = 200
+_PYTHON2_MODULES = {"__builtin__": "builtins", "copy_reg": "copyreg"}
+_PYTHON2_NAMES = {("builtins", "xrange"): ("builtins", "range")}
 _TEXTS = frozenset({str, bytes, bytearray})
 _CONTAINERS = frozenset({tuple, list, dict, set, frozenset, DictRecord, Size})
 _MALFORMED = (
@@ -76,7 +76,7 @@ _MALFORMED = (
     struct.error,
 )
 STOP = b"."
-SET = 4
+SET_OBJECTS = 4
 """Objects counted for an empty set, which takes as much memory as four tuples."""
 
 
@@ -99,7 +99,7 @@ class Hook(Protocol):
         """Run supported opcodes from *pos* on, and return the position after them."""
 
 
-def past_end(data: bytes, where: str, why: str) -> CkptError:
+def past_end_error(data: bytes, where: str, why: str) -> CkptError:
     """Build the error for a pickle that needs bytes after its end.
 
     Without a final STOP it was truncated. With one, a length is wrong.
@@ -109,7 +109,7 @@ def past_end(data: bytes, where: str, why: str) -> CkptError:
     return DamagedError("the pickle is truncated", where=where, why=why)
 
 
-def loads(
+def load_pickle(
     data: bytes,
     *,
     where: str,
@@ -117,7 +117,7 @@ def loads(
     unknown: Unknown = "refuse",
     persistent_load: Callable[[object], object] | None = None,
     hook: Hook | None = None,
-    most: int | None = None,
+    max_values: int | None = None,
 ) -> object:
     """Read one pickle.
 
@@ -132,7 +132,7 @@ def loads(
         persistent_load: Called with each persistent id; None to raise for any.
         hook: Called after each BUILD. If it handles any opcodes, the pickle must not number memo
             entries.
-        most: Most values that the pickle may expand to, or None to derive it from its size.
+        max_values: Most values that the pickle may expand to, or None to derive it from its size.
 
     Returns:
         Plain values, containers and results of the table. It may be walked recursively
@@ -143,11 +143,11 @@ def loads(
         DamagedError: The pickle is truncated.
         UnsupportedError: It is malformed.
     """
-    machine = Machine(data, where, table, unknown, persistent_load, hook)
-    limit = FREE_VALUES + VALUES_PER_BYTE * len(data) if most is None else most
+    machine = PickleMachine(data, where, table, unknown, persistent_load, hook)
+    limit = FREE_VALUES + VALUES_PER_BYTE * len(data) if max_values is None else max_values
     sizes = NO_SIZES if hook is None else hook.sizes
     try:
-        with no_collection():
+        with pause_gc():
             return machine.run_checked(limit, sizes)
     except CkptError as error:
         error.where = error.where or where
@@ -156,15 +156,15 @@ def loads(
     except _MALFORMED as error:
         traceback.clear_frames(error.__traceback__)
         why = f"{type(error).__name__} before byte {machine.pos:,}"
-        if machine.pos + LONGEST > len(data):
-            raise past_end(data, where, why) from error
+        if machine.pos + MAX_OPCODE_BYTES > len(data):
+            raise past_end_error(data, where, why) from error
         raise UnsupportedError("malformed pickle", where=where, why=why) from error
     finally:
         # Callers keep errors, whose tracebacks would otherwise keep all objects alive.
         del machine
 
 
-class Machine:
+class PickleMachine:
     """State machine for one pickle (:data:`COLD` has the opcodes too rare for its main loop)."""
 
     __slots__ = (
@@ -191,7 +191,7 @@ class Machine:
         self.memo: dict[int, object] = {} if hook is None else hook.memo
         self.globals: dict[tuple[str, str], object] = {}
         self.allowance = 4 * len(data) + SHARED_ALLOWANCE
-        self.room = self.most = FREE_OBJECTS + len(data) // PER_OBJECT
+        self.room = self.most = FREE_OBJECTS + len(data) // BYTES_PER_OBJECT
         self.tuples: dict[int, tuple[object, ...]] = {}
         self.colliding: dict[int, set[tuple[object, ...]]] = {}
 
@@ -209,7 +209,7 @@ class Machine:
         short, and the next opcode fetch then fails, so they need no check.
         """
         data = self.data
-        memo, most = self.memo, self.most
+        memo, max_memo = self.memo, self.most
         pos = taken = 0
         outer: list[list[object]] = []
         stack: list[object] = []
@@ -218,10 +218,10 @@ class Machine:
                 op = data[pos]
                 pos += 1
                 if op == 0x94:  # MEMOIZE
-                    held = len(memo)
-                    memo[held + taken] = stack[-1]
-                    if held > most:
-                        raise self.boundless()
+                    memo_size = len(memo)
+                    memo[memo_size + taken] = stack[-1]
+                    if memo_size > max_memo:
+                        raise self.too_many_objects_error()
                 elif op == 0x68:  # BINGET
                     stack.append(memo[data[pos]])
                     pos += 1
@@ -235,14 +235,14 @@ class Machine:
                 elif op == 0x71:  # BINPUT
                     memo[data[pos]] = stack[-1]
                     pos += 1
-                    self.unhook()
+                    self.disable_hook()
                 elif op == 0x6A:  # LONG_BINGET
                     stack.append(memo[int.from_bytes(data[pos : pos + 4], "little")])
                     pos += 4
                 elif op == 0x72:  # LONG_BINPUT
                     memo[int.from_bytes(data[pos : pos + 4], "little")] = stack[-1]
                     pos += 4
-                    self.unhook()
+                    self.disable_hook()
                 elif op == 0x28:  # MARK
                     outer.append(stack)
                     stack = []
@@ -250,18 +250,18 @@ class Machine:
                         raise UnsupportedError("the pickle is nested too deeply")
                 elif op == 0x52:  # REDUCE
                     args = stack.pop()
-                    stack[-1] = self.call(stack[-1], args, False)
+                    stack[-1] = self.call_target(stack[-1], args, False)
                 elif op == 0x85:  # TUPLE1
                     stack[-1] = (stack[-1],)
                     self.room -= 1
                     if self.room < 0:
-                        raise self.boundless()
+                        raise self.too_many_objects_error()
                 elif op == 0x86:  # TUPLE2
-                    last = stack.pop()
-                    stack[-1] = (stack[-1], last)
+                    second = stack.pop()
+                    stack[-1] = (stack[-1], second)
                     self.room -= 1
                     if self.room < 0:
-                        raise self.boundless()
+                        raise self.too_many_objects_error()
                 elif op == 0x75:  # SETITEMS
                     items = stack
                     stack = outer.pop()
@@ -274,17 +274,17 @@ class Machine:
                         taken = self.hook.taken
                 elif op == 0x7D:  # EMPTY_DICT
                     stack.append({})
-                    self.make(1)
+                    self.count_objects(1)
                 elif op == 0x29:  # EMPTY_TUPLE
                     stack.append(())
                 elif op == 0x81:  # NEWOBJ
                     args = stack.pop()
-                    stack[-1] = self.call(stack[-1], args, True)
+                    stack[-1] = self.call_target(stack[-1], args, True)
                 elif op == 0x74:  # TUPLE
                     items = stack
                     stack = outer.pop()
                     stack.append(tuple(items))
-                    self.make(1)
+                    self.count_objects(1)
                 elif op == 0x4D:  # BININT2
                     stack.append(data[pos] | data[pos + 1] << 8)
                     pos += 2
@@ -293,7 +293,7 @@ class Machine:
                     stack.append(str(data[pos + 4 : end], "utf-8", "surrogatepass"))
                     pos = end
                 elif op == 0x2E:  # STOP
-                    return self.finish(stack, outer, pos)
+                    return self.pop_result(stack, outer, pos)
                 elif (closer := CLOSERS.get(op)) is not None:
                     items = stack
                     stack = outer.pop()
@@ -301,11 +301,11 @@ class Machine:
                 elif (cold := COLD.get(op)) is not None:
                     pos = cold(self, stack, pos)
                 else:
-                    raise self.refused(op, pos)
+                    raise self.refused_opcode_error(op, pos)
         finally:
             self.pos = pos
 
-    def finish(self, stack: list[object], outer: list[list[object]], pos: int) -> object:
+    def pop_result(self, stack: list[object], outer: list[list[object]], pos: int) -> object:
         """Return the only value on the stack."""
         if len(stack) != 1 or outer:
             raise UnsupportedError(
@@ -318,25 +318,27 @@ class Machine:
             )
         return stack[0]
 
-    def refused(self, op: int, pos: int) -> CkptError:
+    def refused_opcode_error(self, op: int, pos: int) -> CkptError:
         """Build the error for a forbidden or unknown opcode."""
         name = REFUSED.get(op)
-        at = f"at byte {pos - 1:,}"
+        position = f"at byte {pos - 1:,}"
         if not op and not any(self.data[pos:]):
-            return DamagedError("the pickle was not written completely", why=f"only zeros {at}")
+            return DamagedError(
+                "the pickle was not written completely", why=f"only zeros {position}"
+            )
         if name is None:
-            return UnsupportedError("malformed pickle", why=f"unknown opcode {op:#04x} {at}")
+            return UnsupportedError("malformed pickle", why=f"unknown opcode {op:#04x} {position}")
         return UnsafePickleError(
-            f"the pickle uses {name}, which no checkpoint needs", where=self.where, why=at
+            f"the pickle uses {name}, which no checkpoint needs", where=self.where, why=position
         )
 
-    def make(self, count: int) -> None:
+    def count_objects(self, count: int) -> None:
         """Count new objects, and raise if there are too many for a checkpoint of this size."""
         self.room -= count
         if self.room < 0:
-            raise self.boundless()
+            raise self.too_many_objects_error()
 
-    def boundless(self) -> CkptError:
+    def too_many_objects_error(self) -> CkptError:
         """Build the error for a pickle with too many objects for its size."""
         return UnsupportedError(
             "the pickle contains more objects than a checkpoint of its size",
@@ -344,19 +346,19 @@ class Machine:
             f"{counted(len(self.data), 'byte')}",
         )
 
-    def unhook(self) -> None:
+    def disable_hook(self) -> None:
         """Disable the hook, because the pickle numbers its memo entries."""
         if len(self.memo) > self.most:
-            raise self.boundless()
+            raise self.too_many_objects_error()
         if self.hook is not None and self.hook.taken:
             raise UnsupportedError("malformed pickle", why="only some memo entries are numbered")
         self.hook = None
 
-    def call(self, target: object, args: object, newobj: bool) -> object:
+    def call_target(self, target: object, args: object, newobj: bool) -> object:
         """Run REDUCE or NEWOBJ."""
         if type(args) is not tuple:
             raise UnsupportedError("malformed pickle", why="the arguments are not a tuple")
-        self.make(_CALL)
+        self.count_objects(_CALL_OBJECTS)
         if type(target) is Global:
             return Inert(target.module, target.name, args, newobj=newobj)
         if type(target) is not Builder:
@@ -367,7 +369,9 @@ class Machine:
             if arg.__class__ in _TEXTS:
                 self.allowance -= len(arg)
             elif arg.__class__ in _CONTAINERS:
-                self.allowance -= len(arg) * (_HASHED_COPY if target.hashes else _COPY)
+                self.allowance -= len(arg) * (
+                    _HASHED_COPY_WEIGHT if target.hashes else _COPY_WEIGHT
+                )
         if self.allowance < 0:
             raise UnsupportedError(
                 "the pickle expands without bound", why="one value is copied repeatedly"
@@ -382,18 +386,18 @@ class Machine:
         for key in keys:
             if key.__class__ is not str:
                 values = check_key(key)
-                self.make(values if values > 1 else 0)  # each value is hashed or compared
+                self.count_objects(values if values > 1 else 0)  # each value is hashed or compared
                 if isinstance(key, tuple):
-                    self.check_tuple(key)
+                    self.check_collisions(key)
 
-    def check_tuple(self, key: tuple[object, ...]) -> None:
+    def check_collisions(self, key: tuple[object, ...]) -> None:
         """Limit the number of tuples with the same hash, so that dicts stay fast."""
         number = hash(key)
-        self.make(1)
+        self.count_objects(1)
         if self.tuples.setdefault(number, key) != key:
-            others = self.colliding.setdefault(number, set())
-            others.add(key)
-            if len(others) > MAX_COLLIDING:
+            colliding_tuples = self.colliding.setdefault(number, set())
+            colliding_tuples.add(key)
+            if len(colliding_tuples) > MAX_COLLIDING:
                 raise UnsupportedError(
                     "too many key collisions",
                     why=f"more than {MAX_COLLIDING} tuples have the same hash",
@@ -413,211 +417,211 @@ class Machine:
         elif isinstance(target, Inert):
             if target.entries is None:
                 target.entries = []
-            self.make(len(keys))
+            self.count_objects(len(keys))
             target.entries += zip(keys, values, strict=True)
         else:
             raise UnsupportedError(
                 "malformed pickle", why=f"items are set on a value of type {type(target).__name__}"
             )
 
-    def find(self, module: str, name: str, pos: int) -> object:
+    def find_global(self, module: str, name: str, pos: int) -> object:
         """Look up the replacement of a global."""
-        key = (_MODULES.get(module, module), name)
-        key = _NAMES.get(key, key)
-        found = self.globals.get(key, self)
-        if found is self:
-            found = self.table.get(key, self)
-            if found is self:
+        key = (_PYTHON2_MODULES.get(module, module), name)
+        key = _PYTHON2_NAMES.get(key, key)
+        replacement = self.globals.get(key, self)
+        if replacement is self:
+            replacement = self.table.get(key, self)
+            if replacement is self:
                 if self.unknown == "refuse":
                     raise UnsafePickleError(
-                        f"the pickle references `{shown(key[0])}.{shown(key[1])}`, "
+                        f"the pickle references `{escape_name(key[0])}.{escape_name(key[1])}`, "
                         "which is not allowed",
                         where=self.where,
                         why=f"at byte {pos:,} of the pickle; nothing was imported or run",
                     )
-                found = ATTRIBUTES.get(key) or Global(*key)
-            self.make(_NEW_GLOBAL)
-            self.globals[key] = found
-        return found
+                replacement = ATTRIBUTES.get(key) or Global(*key)
+            self.count_objects(_NEW_GLOBAL_OBJECTS)
+            self.globals[key] = replacement
+        return replacement
 
 
-def shown(text: str) -> str:
+def escape_name(text: str) -> str:
     """Escape *text* and truncate it for a message."""
     text = text.encode("unicode_escape").decode("ascii")
-    return text if len(text) <= SHOWN_NAME else text[:SHOWN_NAME] + "…"
+    return text if len(text) <= MAX_SHOWN_NAME else text[:MAX_SHOWN_NAME] + "…"
 
 
 # ------------------------------------------------------------------------------- rare opcodes
 
 
-def _line(machine: Machine, pos: int) -> tuple[bytes, int]:
+def _read_line(machine: PickleMachine, pos: int) -> tuple[bytes, int]:
     end = machine.data.find(b"\n", pos)
     if end < 0:
-        raise past_end(machine.data, machine.where, f"no newline after byte {pos:,}")
+        raise past_end_error(machine.data, machine.where, f"no newline after byte {pos:,}")
     return machine.data[pos:end], end + 1
 
 
-def _take(machine: Machine, pos: int, width: int) -> tuple[bytes, int]:
+def _read_counted(machine: PickleMachine, pos: int, width: int) -> tuple[bytes, int]:
     """Read the bytes after a length field of *width* bytes, and the next position."""
     start = pos + width
     end = start + int.from_bytes(machine.data[pos:start], "little")
     if end > len(machine.data):
-        raise past_end(
+        raise past_end_error(
             machine.data, machine.where, f"a string (at byte {pos:,}) extends past the end"
         )
     return machine.data[start:end], end
 
 
-def _constant(value: object) -> Callable[[Machine, Stack, int], int]:
-    def push(_machine: Machine, stack: Stack, pos: int) -> int:
+def _push_constant(value: object) -> Callable[[PickleMachine, Stack, int], int]:
+    def push_value(_machine: PickleMachine, stack: Stack, pos: int) -> int:
         stack.append(value)
         return pos
 
-    return push
+    return push_value
 
 
-def _fresh(make: Callable[[], object], count: int) -> Callable[[Machine, Stack, int], int]:
-    def push(machine: Machine, stack: Stack, pos: int) -> int:
-        machine.make(count)
+def _push_new(make: Callable[[], object], count: int) -> Callable[[PickleMachine, Stack, int], int]:
+    def push_value(machine: PickleMachine, stack: Stack, pos: int) -> int:
+        machine.count_objects(count)
         stack.append(make())
         return pos
 
-    return push
+    return push_value
 
 
-def _counted(
+def _push_counted(
     width: int, convert: Callable[[bytes], object]
-) -> Callable[[Machine, Stack, int], int]:
-    def push(machine: Machine, stack: Stack, pos: int) -> int:
-        raw, pos = _take(machine, pos, width)
+) -> Callable[[PickleMachine, Stack, int], int]:
+    def push_value(machine: PickleMachine, stack: Stack, pos: int) -> int:
+        raw, pos = _read_counted(machine, pos, width)
         stack.append(convert(raw))
         return pos
 
-    return push
+    return push_value
 
 
-def _packed(layout: str) -> Callable[[Machine, Stack, int], int]:
+def _push_packed(layout: str) -> Callable[[PickleMachine, Stack, int], int]:
     form = struct.Struct(layout)
 
-    def push(machine: Machine, stack: Stack, pos: int) -> int:
+    def push_value(machine: PickleMachine, stack: Stack, pos: int) -> int:
         stack.append(form.unpack_from(machine.data, pos)[0])
         return pos + form.size
 
-    return push
+    return push_value
 
 
-def _text(convert: Callable[[bytes], object]) -> Callable[[Machine, Stack, int], int]:
-    def push(machine: Machine, stack: Stack, pos: int) -> int:
-        raw, pos = _line(machine, pos)
+def _push_line(convert: Callable[[bytes], object]) -> Callable[[PickleMachine, Stack, int], int]:
+    def push_value(machine: PickleMachine, stack: Stack, pos: int) -> int:
+        raw, pos = _read_line(machine, pos)
         stack.append(convert(raw))
         return pos
 
-    return push
+    return push_value
 
 
-def _utf8(raw: bytes) -> str:
+def _decode_utf8(raw: bytes) -> str:
     return str(raw, "utf-8", "surrogatepass")
 
 
-def _integer(raw: bytes) -> object:
+def _parse_integer(raw: bytes) -> object:
     if raw in (b"00", b"01"):
         return raw == b"01"
     return int(raw.removesuffix(b"L"))
 
 
-def _long(raw: bytes) -> int:
+def _decode_long(raw: bytes) -> int:
     return int.from_bytes(raw, "little", signed=True)
 
 
-def _proto(machine: Machine, _stack: Stack, pos: int) -> int:
+def _run_proto(machine: PickleMachine, _stack: Stack, pos: int) -> int:
     if machine.data[pos] > 5:
         raise UnsupportedError("malformed pickle", why=f"unknown protocol {machine.data[pos]}")
     return pos + 1
 
 
-def _frame(machine: Machine, _stack: Stack, pos: int) -> int:
+def _run_frame(machine: PickleMachine, _stack: Stack, pos: int) -> int:
     if int.from_bytes(machine.data[pos : pos + 8], "little") > len(machine.data) - pos - 8:
-        raise past_end(
+        raise past_end_error(
             machine.data, machine.where, f"a frame (at byte {pos:,}) extends past the end"
         )
     return pos + 8
 
 
-def _pop(_machine: Machine, stack: Stack, pos: int) -> int:
+def _run_pop(_machine: PickleMachine, stack: Stack, pos: int) -> int:
     stack.pop()
     return pos
 
 
-def _dup(_machine: Machine, stack: Stack, pos: int) -> int:
+def _run_dup(_machine: PickleMachine, stack: Stack, pos: int) -> int:
     stack.append(stack[-1])
     return pos
 
 
-def _get(machine: Machine, stack: Stack, pos: int) -> int:
-    raw, pos = _line(machine, pos)
-    stack.append(machine.memo[_slot(raw)])
+def _run_get(machine: PickleMachine, stack: Stack, pos: int) -> int:
+    raw, pos = _read_line(machine, pos)
+    stack.append(machine.memo[_parse_memo_index(raw)])
     return pos
 
 
-def _put(machine: Machine, stack: Stack, pos: int) -> int:
-    raw, pos = _line(machine, pos)
-    machine.memo[_slot(raw)] = stack[-1]
-    machine.unhook()
+def _run_put(machine: PickleMachine, stack: Stack, pos: int) -> int:
+    raw, pos = _read_line(machine, pos)
+    machine.memo[_parse_memo_index(raw)] = stack[-1]
+    machine.disable_hook()
     return pos
 
 
-def _slot(raw: bytes) -> int:
+def _parse_memo_index(raw: bytes) -> int:
     number = int(raw)
     if number < 0:
         raise UnsupportedError("malformed pickle", why=f"invalid memo entry {number}")
     return number
 
 
-def _global(machine: Machine, stack: Stack, pos: int) -> int:
-    module, after = _line(machine, pos)
-    name, after = _line(machine, after)
-    stack.append(machine.find(_utf8(module), _utf8(name), pos - 1))
-    return after
+def _run_global(machine: PickleMachine, stack: Stack, pos: int) -> int:
+    module, next_pos = _read_line(machine, pos)
+    name, next_pos = _read_line(machine, next_pos)
+    stack.append(machine.find_global(_decode_utf8(module), _decode_utf8(name), pos - 1))
+    return next_pos
 
 
-def _stack_global(machine: Machine, stack: Stack, pos: int) -> int:
+def _run_stack_global(machine: PickleMachine, stack: Stack, pos: int) -> int:
     name, module = stack.pop(), stack.pop()
     if type(name) is not str or type(module) is not str:
         raise UnsupportedError("malformed pickle", why="the name of a global is not a string")
-    stack.append(machine.find(module, name, pos - 1))
+    stack.append(machine.find_global(module, name, pos - 1))
     return pos
 
 
-def _newobj_ex(machine: Machine, stack: Stack, pos: int) -> int:
+def _run_newobj_ex(machine: PickleMachine, stack: Stack, pos: int) -> int:
     keywords, args = stack.pop(), stack.pop()
     if keywords != {}:
         raise UnsupportedError(
             "malformed pickle", why="an object is created with keyword arguments"
         )
-    stack[-1] = machine.call(stack[-1], args, True)
+    stack[-1] = machine.call_target(stack[-1], args, True)
     return pos
 
 
-def _tuple3(machine: Machine, stack: Stack, pos: int) -> int:
-    machine.make(1)
+def _run_tuple3(machine: PickleMachine, stack: Stack, pos: int) -> int:
+    machine.count_objects(1)
     third, second = stack.pop(), stack.pop()
     stack[-1] = (stack[-1], second, third)
     return pos
 
 
-def _append(machine: Machine, stack: Stack, pos: int) -> int:
+def _run_append(machine: PickleMachine, stack: Stack, pos: int) -> int:
     value = stack.pop()
-    _appends(machine, stack, [value])
+    _run_appends(machine, stack, [value])
     return pos
 
 
-def _set_item(machine: Machine, stack: Stack, pos: int) -> int:
+def _run_setitem(machine: PickleMachine, stack: Stack, pos: int) -> int:
     value, key = stack.pop(), stack.pop()
     machine.set_items(stack[-1], [key, value])
     return pos
 
 
-def _persistent(machine: Machine, stack: Stack, pos: int) -> int:
+def _run_binpersid(machine: PickleMachine, stack: Stack, pos: int) -> int:
     if machine.persistent_load is None:
         raise UnsafePickleError(
             "the pickle refers to an external object",
@@ -628,7 +632,7 @@ def _persistent(machine: Machine, stack: Stack, pos: int) -> int:
     return pos
 
 
-def _appends(_machine: Machine, stack: Stack, items: Stack) -> None:
+def _run_appends(_machine: PickleMachine, stack: Stack, items: Stack) -> None:
     target = stack[-1]
     if isinstance(target, list):
         target += items
@@ -642,7 +646,7 @@ def _appends(_machine: Machine, stack: Stack, items: Stack) -> None:
         )
 
 
-def _add_items(machine: Machine, stack: Stack, items: Stack) -> None:
+def _run_additems(machine: PickleMachine, stack: Stack, items: Stack) -> None:
     target = stack[-1]
     if not isinstance(target, set):
         raise UnsupportedError(
@@ -652,70 +656,70 @@ def _add_items(machine: Machine, stack: Stack, items: Stack) -> None:
     target.update(items)
 
 
-def _frozenset(machine: Machine, stack: Stack, items: Stack) -> None:
-    machine.make(SET)
+def _run_frozenset(machine: PickleMachine, stack: Stack, items: Stack) -> None:
+    machine.count_objects(SET_OBJECTS)
     machine.check_keys(items)
     stack.append(frozenset(items))
 
 
-def _list(machine: Machine, stack: Stack, items: Stack) -> None:
-    machine.make(1)
+def _run_list(machine: PickleMachine, stack: Stack, items: Stack) -> None:
+    machine.count_objects(1)
     stack.append(items)
 
 
-def _dict(machine: Machine, stack: Stack, items: Stack) -> None:
-    machine.make(1)
+def _run_dict(machine: PickleMachine, stack: Stack, items: Stack) -> None:
+    machine.count_objects(1)
     stack.append({})
     machine.set_items(stack[-1], items)
 
 
-def _drop(_machine: Machine, _stack: Stack, _items: Stack) -> None:
+def _run_pop_mark(_machine: PickleMachine, _stack: Stack, _items: Stack) -> None:
     pass
 
 
-COLD: dict[int, Callable[[Machine, Stack, int], int]] = {
-    ord("N"): _constant(None),
-    0x88: _constant(True),
-    0x89: _constant(False),
-    ord("]"): _fresh(list, 1),
-    0x8F: _fresh(set, SET),
-    ord("J"): _packed("<i"),
-    ord("G"): _packed(">d"),
-    ord("I"): _text(_integer),
-    ord("L"): _text(_integer),
-    ord("F"): _text(float),
-    ord("V"): _text(lambda raw: str(raw, "raw-unicode-escape")),
-    ord("U"): _counted(1, _utf8),
-    ord("T"): _counted(4, _utf8),
-    ord("C"): _counted(1, bytes),
-    ord("B"): _counted(4, bytes),
-    0x8E: _counted(8, bytes),
-    0x8D: _counted(8, _utf8),
-    0x96: _counted(8, bytearray),
-    0x8A: _counted(1, _long),
-    0x8B: _counted(4, _long),
-    0x80: _proto,
-    0x95: _frame,
-    ord("0"): _pop,
-    ord("2"): _dup,
-    ord("g"): _get,
-    ord("p"): _put,
-    ord("c"): _global,
-    0x93: _stack_global,
-    0x92: _newobj_ex,
-    0x87: _tuple3,
-    ord("a"): _append,
-    ord("s"): _set_item,
-    ord("Q"): _persistent,
+COLD: dict[int, Callable[[PickleMachine, Stack, int], int]] = {
+    ord("N"): _push_constant(None),
+    0x88: _push_constant(True),
+    0x89: _push_constant(False),
+    ord("]"): _push_new(list, 1),
+    0x8F: _push_new(set, SET_OBJECTS),
+    ord("J"): _push_packed("<i"),
+    ord("G"): _push_packed(">d"),
+    ord("I"): _push_line(_parse_integer),
+    ord("L"): _push_line(_parse_integer),
+    ord("F"): _push_line(float),
+    ord("V"): _push_line(lambda raw: str(raw, "raw-unicode-escape")),
+    ord("U"): _push_counted(1, _decode_utf8),
+    ord("T"): _push_counted(4, _decode_utf8),
+    ord("C"): _push_counted(1, bytes),
+    ord("B"): _push_counted(4, bytes),
+    0x8E: _push_counted(8, bytes),
+    0x8D: _push_counted(8, _decode_utf8),
+    0x96: _push_counted(8, bytearray),
+    0x8A: _push_counted(1, _decode_long),
+    0x8B: _push_counted(4, _decode_long),
+    0x80: _run_proto,
+    0x95: _run_frame,
+    ord("0"): _run_pop,
+    ord("2"): _run_dup,
+    ord("g"): _run_get,
+    ord("p"): _run_put,
+    ord("c"): _run_global,
+    0x93: _run_stack_global,
+    0x92: _run_newobj_ex,
+    0x87: _run_tuple3,
+    ord("a"): _run_append,
+    ord("s"): _run_setitem,
+    ord("Q"): _run_binpersid,
 }
 
-CLOSERS: dict[int, Callable[[Machine, Stack, Stack], None]] = {
-    ord("e"): _appends,
-    0x90: _add_items,
-    0x91: _frozenset,
-    ord("l"): _list,
-    ord("d"): _dict,
-    ord("1"): _drop,
+CLOSERS: dict[int, Callable[[PickleMachine, Stack, Stack], None]] = {
+    ord("e"): _run_appends,
+    0x90: _run_additems,
+    0x91: _run_frozenset,
+    ord("l"): _run_list,
+    ord("d"): _run_dict,
+    ord("1"): _run_pop_mark,
 }
 
 REFUSED: dict[int, str] = {

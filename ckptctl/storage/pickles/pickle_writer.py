@@ -16,8 +16,8 @@ from ckptctl import dtypes
 from ckptctl.errors import RefusedError
 from ckptctl.storage.pickles.inert import Builder, DictRecord, Global, Inert, Size
 
-BATCH = 1000
-_OLD_MODULES = {"builtins": "__builtin__", "copyreg": "copy_reg"}
+BATCH_ITEMS = 1000
+_PYTHON2_MODULES = {"builtins": "__builtin__", "copyreg": "copy_reg"}
 _UINT = struct.Struct("<I").pack
 _INT = struct.Struct("<i").pack
 _DOUBLE = struct.Struct(">d").pack
@@ -29,7 +29,9 @@ _UNTYPED = Global("torch.storage", "UntypedStorage")
 _V2 = Global("torch._utils", "_rebuild_tensor_v2")
 _V3 = Global("torch._utils", "_rebuild_tensor_v3")
 _PARAMETER = Global("torch._utils", "_rebuild_parameter")
-_TYPED = {name: Global("torch", found.storage or "") for name, found in dtypes.BY_NAME.items()}
+_TYPED = {
+    name: Global("torch", dtype_info.storage or "") for name, dtype_info in dtypes.BY_NAME.items()
+}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -57,11 +59,11 @@ class StorageTensor:
     requires_grad: bool = False
 
 
-def dumps(obj: object) -> bytes:
+def dump_pickle(obj: object) -> bytes:
     """Pickle *obj*."""
     writer = _PickleWriter()
     try:
-        writer.save(obj)
+        writer.write_object(obj)
     except RecursionError as error:
         raise RefusedError("the object is nested too deeply to be written") from error
     return b"\x80\x02" + writer.out + b"."
@@ -84,28 +86,28 @@ class _PickleWriter:
         self.kept: list[object] = []
         """Temporary containers, kept alive so that their ids are not reused."""
 
-    def put(self) -> int:
+    def add_to_memo(self) -> int:
         """Add the last written object to the memo and return its index."""
         index = self.size
         self.size = index + 1
         self.emit(_BINPUT[index] if index < 256 else b"r" + _UINT(index))
         return index
 
-    def get(self, index: int) -> None:
+    def write_reference(self, index: int) -> None:
         """Write a reference to a memo entry."""
         self.emit(_BINGET[index] if index < 256 else b"j" + _UINT(index))
 
-    def string(self, text: str) -> None:
+    def write_string(self, text: str) -> None:
         """Write a string, sharing equal ones."""
         index = self.strings.get(text)
         if index is not None:
-            self.get(index)
+            self.write_reference(index)
             return
         raw = text.encode("utf-8", "surrogatepass")
         self.emit(b"X" + _UINT(len(raw)) + raw)
-        self.strings[text] = self.put()
+        self.strings[text] = self.add_to_memo()
 
-    def integer(self, value: int) -> None:
+    def write_integer(self, value: int) -> None:
         """Write an integer in its shortest form."""
         if 0 <= value < 256:
             self.emit(_BININT1[value])
@@ -114,55 +116,55 @@ class _PickleWriter:
         elif -(1 << 31) <= value < 1 << 31:
             self.emit(b"J" + _INT(value))
         else:
-            raw = _long(value)
+            raw = _encode_long(value)
             small = len(raw) < 256
             self.emit((b"\x8a" + bytes((len(raw),)) if small else b"\x8b" + _UINT(len(raw))) + raw)
 
-    def truth(self, value: bool) -> None:
+    def write_bool(self, value: bool) -> None:
         """Write True or False."""
         self.emit(b"\x88" if value else b"\x89")
 
-    def nothing(self, _: None) -> None:
+    def write_none(self, _: None) -> None:
         """Write None."""
         self.emit(b"N")
 
-    def number(self, value: float) -> None:
+    def write_float(self, value: float) -> None:
         """Write a float."""
         self.emit(b"G" + _DOUBLE(value))
 
-    def name(self, found: Global) -> None:
+    def write_global(self, global_name: Global) -> None:
         """Write a global."""
-        index = self.globals.get(found)
+        index = self.globals.get(global_name)
         if index is not None:
-            self.get(index)
+            self.write_reference(index)
             return
-        module = _OLD_MODULES.get(found.module, found.module)
-        if "\n" in module + found.name:
+        module = _PYTHON2_MODULES.get(global_name.module, global_name.module)
+        if "\n" in module + global_name.name:
             raise RefusedError("a global with a line break in its name cannot be written")
-        self.emit(f"c{module}\n{found.name}\n".encode())
-        self.globals[found] = self.put()
+        self.emit(f"c{module}\n{global_name.name}\n".encode())
+        self.globals[global_name] = self.add_to_memo()
 
-    def save(self, obj: object) -> None:
+    def write_object(self, obj: object) -> None:
         """Write one object."""
         handler = _HANDLERS.get(obj.__class__)
         if handler is None:
-            handler = _PickleWriter.inert if isinstance(obj, Inert) else _refuse
+            handler = _PickleWriter.write_inert if isinstance(obj, Inert) else _reject_object
         handler(self, obj)
 
-    def known(self, obj: object) -> bool:
+    def write_known(self, obj: object) -> bool:
         """Write a reference if *obj* was already written, and return whether it was."""
         index = self.objects.get(id(obj))
         if index is None:
             return False
-        self.get(index)
+        self.write_reference(index)
         return True
 
-    def builder(self, found: Builder) -> None:
-        if found.source is None:
+    def write_builder(self, builder: Builder) -> None:
+        if builder.source is None:
             raise RefusedError("a table entry without a name cannot be written")
-        self.name(found.source)
+        self.write_global(builder.source)
 
-    def fresh_tuple(self, items: Sequence[object]) -> None:
+    def write_new_tuple(self, items: Sequence[object]) -> None:
         """Write a tuple that is not shared."""
         count = len(items)
         if not count:
@@ -171,45 +173,45 @@ class _PickleWriter:
         if count > 3:
             self.emit(b"(")
         for item in items:
-            self.save(item)
+            self.write_object(item)
         self.emit((b"\x85", b"\x86", b"\x87")[count - 1] if count <= 3 else b"t")
-        self.put()
+        self.add_to_memo()
 
-    def sequence(self, items: tuple[object, ...]) -> None:
-        if items and self.known(items):
+    def write_tuple(self, items: tuple[object, ...]) -> None:
+        if items and self.write_known(items):
             return
-        self.fresh_tuple(items)
+        self.write_new_tuple(items)
         if items:
             self.objects[id(items)] = self.size - 1
 
-    def array(self, items: list[object]) -> None:
-        if self.known(items):
+    def write_list(self, items: list[object]) -> None:
+        if self.write_known(items):
             return
         self.emit(b"]")
-        self.objects[id(items)] = self.put()
-        self.appends(items)
+        self.objects[id(items)] = self.add_to_memo()
+        self.write_appends(items)
 
-    def appends(self, items: Sequence[object]) -> None:
+    def write_appends(self, items: Sequence[object]) -> None:
         if len(items) == 1:
-            self.save(items[0])
+            self.write_object(items[0])
             self.emit(b"a")
             return
-        for start in range(0, len(items), BATCH):
+        for start in range(0, len(items), BATCH_ITEMS):
             self.emit(b"(")
-            for item in items[start : start + BATCH]:
-                self.save(item)
+            for item in items[start : start + BATCH_ITEMS]:
+                self.write_object(item)
             self.emit(b"e")
 
-    def mapping(self, obj: dict[object, object]) -> None:
-        if self.known(obj):
+    def write_dict(self, obj: dict[object, object]) -> None:
+        if self.write_known(obj):
             return
         self.emit(b"}")
-        self.objects[id(obj)] = self.put()
-        self.set_items(obj.items())
+        self.objects[id(obj)] = self.add_to_memo()
+        self.write_setitems(obj.items())
 
-    def set_items(self, items: Iterable[tuple[object, object]]) -> None:
-        left, save = iter(items), self.save
-        while batch := tuple(islice(left, BATCH)):
+    def write_setitems(self, items: Iterable[tuple[object, object]]) -> None:
+        remaining, save = iter(items), self.write_object
+        while batch := tuple(islice(remaining, BATCH_ITEMS)):
             if len(batch) > 1:
                 self.emit(b"(")
             for key, value in batch:
@@ -217,158 +219,162 @@ class _PickleWriter:
                 save(value)
             self.emit(b"u" if len(batch) > 1 else b"s")
 
-    def call(self, obj: object, target: Global, args: tuple[object, ...], op: bytes = b"R") -> None:
+    def write_call(
+        self, obj: object, target: Global, args: tuple[object, ...], op: bytes = b"R"
+    ) -> None:
         """Write a call and add its result to the memo as *obj*."""
-        self.name(target)
-        self.sequence(args)
+        self.write_global(target)
+        self.write_tuple(args)
         self.emit(op)
-        self.objects[id(obj)] = self.put()
+        self.objects[id(obj)] = self.add_to_memo()
 
-    def temporary(self, obj: object, target: Global, args: tuple[object, ...]) -> None:
+    def write_temporary_call(self, obj: object, target: Global, args: tuple[object, ...]) -> None:
         """Write a call with temporary arguments, kept alive for the memo."""
-        if self.known(obj):
+        if self.write_known(obj):
             return
         self.kept.append((obj, args))
-        self.call(obj, target, args)
+        self.write_call(obj, target, args)
 
-    def inert(self, obj: object) -> None:
-        if self.known(obj):
+    def write_inert(self, obj: object) -> None:
+        if self.write_known(obj):
             return
         assert isinstance(obj, Inert)
         op = b"\x81" if obj.newobj else b"R"
-        self.call(obj, Global(obj.module, obj.name), obj.args, op)
+        self.write_call(obj, Global(obj.module, obj.name), obj.args, op)
         if obj.appended is not None:
-            self.appends(obj.appended)
+            self.write_appends(obj.appended)
         if obj.entries is not None:
-            self.set_items(obj.entries)
+            self.write_setitems(obj.entries)
         if obj.state is not None:
-            self.save(obj.state)
+            self.write_object(obj.state)
             self.emit(b"b")
 
-    def dict_record(self, obj: DictRecord) -> None:
-        if self.known(obj):
+    def write_dict_record(self, obj: DictRecord) -> None:
+        if self.write_known(obj):
             return
-        self.call(obj, obj.origin, obj.args)
-        self.set_items(obj.items())
+        self.write_call(obj, obj.origin, obj.args)
+        self.write_setitems(obj.items())
         if obj.state is not None:
-            self.save(obj.state)
+            self.write_object(obj.state)
             self.emit(b"b")
 
-    def ordered(self, obj: OrderedDict[object, object]) -> None:
-        if self.known(obj):
+    def write_ordered_dict(self, obj: OrderedDict[object, object]) -> None:
+        if self.write_known(obj):
             return
-        self.call(obj, _ORDERED, ())
-        self.set_items(obj.items())
+        self.write_call(obj, _ORDERED, ())
+        self.write_setitems(obj.items())
 
-    def octets(self, value: bytes) -> None:
+    def write_bytes(self, value: bytes) -> None:
         target, args = Global("_codecs", "encode"), (value.decode("latin1"), "latin1")
         if not value:
-            self.temporary(value, Global("builtins", "bytes"), ())
+            self.write_temporary_call(value, Global("builtins", "bytes"), ())
         else:
-            self.temporary(value, target, args)
+            self.write_temporary_call(value, target, args)
 
-    def tensor(self, obj: StorageTensor) -> None:
+    def write_tensor(self, obj: StorageTensor) -> None:
         """Write a tensor like ``Tensor.__reduce_ex__`` and ``torch.save``'s persistent ids.
 
         torch cannot load a tensor without typed storage that requires a gradient, but it can load a
         parameter that wraps one.
         """
-        if self.known(obj):
+        if self.write_known(obj):
             return
         typed = _TYPED[obj.dtype]
         parameter = obj.requires_grad and not typed.name
         if parameter:
-            self.name(_PARAMETER)
+            self.write_global(_PARAMETER)
         numel = obj.storage_nbytes // (dtypes.itemsize(obj.dtype) if typed.name else 1)
-        emit, string = self.emit, self.string
-        self.name(_V2 if typed.name else _V3)
+        emit, string = self.emit, self.write_string
+        self.write_global(_V2 if typed.name else _V3)
         emit(b"((")
         string("storage")
-        self.name(typed if typed.name else _UNTYPED)
+        self.write_global(typed if typed.name else _UNTYPED)
         string(obj.storage_key)
         string("cpu")
-        self.integer(numel)
+        self.write_integer(numel)
         emit(b"t")
-        self.put()
+        self.add_to_memo()
         emit(b"Q")
-        self.integer(obj.offset)
-        self.fresh_tuple(obj.shape)
-        self.fresh_tuple(obj.strides)
+        self.write_integer(obj.offset)
+        self.write_new_tuple(obj.shape)
+        self.write_new_tuple(obj.strides)
         emit(b"\x88" if obj.requires_grad and not parameter else b"\x89")
-        self.no_hooks()
+        self.write_no_hooks()
         if not typed.name:
-            self.name(Global("torch", obj.dtype))
+            self.write_global(Global("torch", obj.dtype))
         emit(b"t")
-        self.put()
+        self.add_to_memo()
         emit(b"R")
         if parameter:
-            self.put()
+            self.add_to_memo()
             emit(b"\x88")
-            self.no_hooks()
+            self.write_no_hooks()
             emit(b"\x87")
-            self.put()
+            self.add_to_memo()
             emit(b"R")
-        self.objects[id(obj)] = self.put()
+        self.objects[id(obj)] = self.add_to_memo()
 
-    def no_hooks(self) -> None:
-        self.name(_ORDERED)
+    def write_no_hooks(self) -> None:
+        self.write_global(_ORDERED)
         self.emit(b")R")
-        self.put()
+        self.add_to_memo()
 
 
-def _long(value: int) -> bytes:
+def _encode_long(value: int) -> bytes:
     raw = value.to_bytes(value.bit_length() // 8 + 1, "little", signed=True)
     if len(raw) > 1 and value < 0 and raw[-1] == 0xFF and raw[-2] & 0x80:
         return raw[:-1]
     return raw
 
 
-def _refuse(_writer: _PickleWriter, obj: object) -> None:
-    kind = type(obj)
+def _reject_object(_writer: _PickleWriter, obj: object) -> None:
+    object_type = type(obj)
     raise RefusedError(
-        f"a value of type `{kind.__module__}.{kind.__qualname__}` cannot be written",
+        f"a value of type `{object_type.__module__}.{object_type.__qualname__}` cannot be written",
         hint="store only tensors, numbers, strings and containers of them",
     )
 
 
-def _builtin(name: str, args_of: Callable[..., tuple[object, ...]]) -> Callable[..., None]:
+def _build_call_writer(
+    name: str, args_of: Callable[..., tuple[object, ...]]
+) -> Callable[..., None]:
     target = Global("builtins", name)
 
-    def write(writer: _PickleWriter, obj: object) -> None:
-        writer.temporary(obj, target, args_of(obj))
+    def write_value(writer: _PickleWriter, obj: object) -> None:
+        writer.write_temporary_call(obj, target, args_of(obj))
 
-    return write
+    return write_value
 
 
-def _stable(items: Iterable[object]) -> list[object]:
+def _sort_members(items: Iterable[object]) -> list[object]:
     """Sort the members of a set in an order that does not depend on the process."""
     return sorted(items, key=lambda item: (type(item).__name__, repr(item)))
 
 
 def _write_size(writer: _PickleWriter, value: Size) -> None:
-    writer.temporary(value, Global("torch", "Size"), (tuple(value),))
+    writer.write_temporary_call(value, Global("torch", "Size"), (tuple(value),))
 
 
 _HANDLERS: dict[type, Callable[..., None]] = {
-    str: _PickleWriter.string,
-    int: _PickleWriter.integer,
-    bool: _PickleWriter.truth,
-    type(None): _PickleWriter.nothing,
-    float: _PickleWriter.number,
-    tuple: _PickleWriter.sequence,
-    list: _PickleWriter.array,
-    dict: _PickleWriter.mapping,
-    bytes: _PickleWriter.octets,
-    OrderedDict: _PickleWriter.ordered,
-    DictRecord: _PickleWriter.dict_record,
-    Inert: _PickleWriter.inert,
-    Global: _PickleWriter.name,
-    Builder: _PickleWriter.builder,
-    StorageTensor: _PickleWriter.tensor,
-    complex: _builtin("complex", lambda value: (value.real, value.imag)),
-    bytearray: _builtin("bytearray", lambda value: (bytes(value),)),
-    slice: _builtin("slice", lambda value: (value.start, value.stop, value.step)),
-    set: _builtin("set", lambda value: (_stable(value),)),
-    frozenset: _builtin("frozenset", lambda value: (_stable(value),)),
+    str: _PickleWriter.write_string,
+    int: _PickleWriter.write_integer,
+    bool: _PickleWriter.write_bool,
+    type(None): _PickleWriter.write_none,
+    float: _PickleWriter.write_float,
+    tuple: _PickleWriter.write_tuple,
+    list: _PickleWriter.write_list,
+    dict: _PickleWriter.write_dict,
+    bytes: _PickleWriter.write_bytes,
+    OrderedDict: _PickleWriter.write_ordered_dict,
+    DictRecord: _PickleWriter.write_dict_record,
+    Inert: _PickleWriter.write_inert,
+    Global: _PickleWriter.write_global,
+    Builder: _PickleWriter.write_builder,
+    StorageTensor: _PickleWriter.write_tensor,
+    complex: _build_call_writer("complex", lambda value: (value.real, value.imag)),
+    bytearray: _build_call_writer("bytearray", lambda value: (bytes(value),)),
+    slice: _build_call_writer("slice", lambda value: (value.start, value.stop, value.step)),
+    set: _build_call_writer("set", lambda value: (_sort_members(value),)),
+    frozenset: _build_call_writer("frozenset", lambda value: (_sort_members(value),)),
     Size: _write_size,
 }

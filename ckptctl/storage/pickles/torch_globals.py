@@ -28,15 +28,15 @@ def _rebuild_from_type(fn: object, kind: object, args: object, attributes: objec
 
     Tensor subclasses, which only occur if unknown globals are allowed, stay records.
     """
-    plain = type(kind) is Global and kind in _PLAIN_CLASSES
-    if plain and isinstance(fn, Builder) and fn.source in _REBUILT:
+    is_regular = type(kind) is Global and kind in _PLAIN_CLASSES
+    if is_regular and isinstance(fn, Builder) and fn.source in _REBUILT:
         if type(args) is not tuple:
             raise UnsupportedError("malformed tensor", why="the arguments are not a tuple")
         return fn.fn(*args)
     return Inert("torch._tensor", "_rebuild_from_type_v2", (fn, kind, args, attributes))
 
 
-def _encode(text: object, encoding: object = "utf-8") -> bytes:
+def _encode_text(text: object, encoding: object = "utf-8") -> bytes:
     if type(text) is not str or encoding not in ("latin1", "latin-1", "utf-8"):
         raise UnsupportedError(
             "malformed bytes", why="only the encodings latin1 and utf-8 are supported"
@@ -44,39 +44,39 @@ def _encode(text: object, encoding: object = "utf-8") -> bytes:
     return text.encode(encoding)
 
 
-def _bytes(data: object = b"") -> bytes:
+def _require_bytes(data: object = b"") -> bytes:
     if type(data) is not bytes:
         raise UnsupportedError("malformed bytes", why="the argument is not a bytes object")
     return data
 
 
-def _bytearray(data: object = b"", encoding: object = None) -> bytearray:
-    return bytearray(_bytes(data) if encoding is None else _encode(data, encoding))
+def _build_bytearray(data: object = b"", encoding: object = None) -> bytearray:
+    return bytearray(_require_bytes(data) if encoding is None else _encode_text(data, encoding))
 
 
-def _complex(real: object, imaginary: object = 0.0) -> complex:
+def _build_complex(real: object, imaginary: object = 0.0) -> complex:
     if type(real) not in (int, float) or type(imaginary) not in (int, float):
         raise UnsupportedError("malformed complex number", why="a component is not a number")
     return complex(real, imaginary)  # type: ignore[call-overload,no-any-return]
 
 
-def _members(items: object = ()) -> list[object]:
+def _list_members(items: object = ()) -> list[object]:
     if type(items) not in (list, tuple, set, frozenset):
         raise UnsupportedError("malformed set", why="the argument is not a list")
     return list(items)  # type: ignore[call-overload,no-any-return]
 
 
-def _path(*parts: object) -> str:
+def _build_path(*parts: object) -> str:
     if any(type(part) is not str for part in parts):
         raise UnsupportedError("malformed path", why="a component is not a string")
     return str(PurePosixPath(*parts))  # type: ignore[arg-type]
 
 
-def _ordered() -> DictRecord:
+def _build_ordered_dict() -> DictRecord:
     return DictRecord(_ORDERED)
 
 
-def _defaultdict(*factory: object) -> DictRecord:
+def _build_defaultdict(*factory: object) -> DictRecord:
     if len(factory) > 1 or (factory and type(factory[0]) not in (Global, Builder, type(None))):
         raise UnsupportedError("malformed defaultdict", why="the default factory is not a class")
     return DictRecord(_DEFAULT, factory)
@@ -89,19 +89,19 @@ _BUILDERS: dict[str, dict[str, Callable[..., object]]] = {
     "torch._utils": {**REBUILDERS},
     "torch._tensor": {"_rebuild_from_type_v2": _rebuild_from_type},
     "torch": {"Size": Size},
-    "_codecs": {"encode": _encode},
+    "_codecs": {"encode": _encode_text},
     "builtins": {
-        "bytes": _bytes,
-        "bytearray": _bytearray,
-        "complex": _complex,
+        "bytes": _require_bytes,
+        "bytearray": _build_bytearray,
+        "complex": _build_complex,
         "slice": slice,
-        "set": lambda items=(): set(_members(items)),
-        "frozenset": lambda items=(): frozenset(_members(items)),
+        "set": lambda items=(): set(_list_members(items)),
+        "frozenset": lambda items=(): frozenset(_list_members(items)),
     },
-    "collections": {"OrderedDict": _ordered, "defaultdict": _defaultdict},
+    "collections": {"OrderedDict": _build_ordered_dict, "defaultdict": _build_defaultdict},
     **{
         module: dict.fromkeys(("Path", "PosixPath", "PurePath", "PurePosixPath", "WindowsPath",
-                               "PureWindowsPath"), _path)
+                               "PureWindowsPath"), _build_path)
         for module in ("pathlib", "pathlib._local")
     },
 }  # fmt: skip
@@ -158,14 +158,16 @@ TORCH_TABLE: dict[tuple[str, str], object] = {
 }
 
 
-def _attribute(owner: object, name: object) -> Global | Inert:
+def _name_attribute(owner: object, name: object) -> Global | Inert:
     if type(owner) is Global and type(name) is str and name.isidentifier():
         return Global(owner.module, f"{owner.name}.{name}")
     return Inert(*GETATTR, (owner, name))
 
 
 GETATTR = ("builtins", "getattr")
-ATTRIBUTES: dict[tuple[str, str], object] = {GETATTR: Builder(_attribute, source=Global(*GETATTR))}
+ATTRIBUTES: dict[tuple[str, str], object] = {
+    GETATTR: Builder(_name_attribute, source=Global(*GETATTR))
+}
 """Replacement of nested classes and enum members by their names.
 
 Protocols before 4 write nested classes as ``getattr(owner, name)``, and Python 3.11.0 to 3.11.3

@@ -29,11 +29,13 @@ QUANTIZED = {
     "QUInt2x4Storage": ("quint2x4", 1),
 }
 """Torch dtype and element size of storages whose tensors are not supported."""
-MAX_REPEATED = 1 << 40
+MAX_EXPANDED_BYTES = 1 << 40
 """Most bytes of an expanded view, whose elements repeat those of its storage."""
-MIRRORED = frozenset({"conj", "neg"})
+DERIVED_FLAGS = frozenset({"conj", "neg"})
 """Flags of views whose elements are derived from those of the storage."""
-_PARTS = frozenset({"complex32", "complex64", "complex128", "float16", "float32", "float64"})
+_FLAGGED_DTYPES = frozenset(
+    {"complex32", "complex64", "complex128", "float16", "float32", "float64"}
+)
 """Dtypes of such views (complex dtypes and their components)."""
 
 
@@ -51,12 +53,12 @@ class UnreadError(UnsupportedError):
         super().__init__(f"{reason} tensors are not supported")
         self.reason = reason
         self.dtype = dtype.name if isinstance(dtype, Global) else str(dtype)
-        self.shape = _sizes(shape)
+        self.shape = _parse_sizes(shape)
         self.base = base
         self.flags = flags
 
     @property
-    def unread(self) -> str:
+    def unsupported_message(self) -> str:
         """Message that explains why the tensor is not supported."""
         return f"{self.reason} tensors are not supported"
 
@@ -94,40 +96,40 @@ class StorageRef:
         key: Name of its record.
         dtype: Element type of a typed storage; bytes are ``uint8``.
         nbytes: Declared size.
-        place: Converts a tensor over the storage to the result of the reader.
+        build_tensor: Converts a tensor over the storage to the result of the reader.
     """
 
     key: str
     dtype: str
     nbytes: int
-    place: Callable[[TensorView], object] = lambda view: view
+    build_tensor: Callable[[TensorView], object] = lambda view: view
 
 
-def storage_id(pid: object) -> tuple[str, str, int]:
+def parse_storage_id(pid: object) -> tuple[str, str, int]:
     """Parse a persistent id ``("storage", class, key, place, numel)`` to key, dtype and bytes."""
     if type(pid) is not tuple or len(pid) != 5 or pid[0] != "storage":
         raise UnsupportedError("malformed storage", why="a persistent id is not a storage")
-    _, kind, key, _, numel = pid
-    if type(kind) is not Global or type(key) is not str or not _is_size(numel):
+    _, storage_class, key, _, numel = pid
+    if type(storage_class) is not Global or type(key) is not str or not _is_size(numel):
         raise UnsupportedError("malformed storage", why="invalid class, key or size")
-    if kind.name == "UntypedStorage":
+    if storage_class.name == "UntypedStorage":
         return key, "uint8", numel
-    found = dtypes.BY_STORAGE.get(kind.name)
-    if found is None:
-        quantized = QUANTIZED.get(kind.name)
+    dtype_info = dtypes.BY_STORAGE.get(storage_class.name)
+    if dtype_info is None:
+        quantized = QUANTIZED.get(storage_class.name)
         if quantized is None:
             raise UnsupportedError(
-                f"storages of class `{kind.name}` are not supported", why=f"storage {key}"
+                f"storages of class `{storage_class.name}` are not supported", why=f"storage {key}"
             )
         return key, quantized[0], numel * quantized[1]
-    return key, found.name, numel * found.itemsize
+    return key, dtype_info.name, numel * dtype_info.itemsize
 
 
 def _is_size(value: object) -> bool:
     return type(value) is int and 0 <= value < MAX_INT
 
 
-def _sizes(value: object) -> tuple[int, ...]:
+def _parse_sizes(value: object) -> tuple[int, ...]:
     if type(value) not in (tuple, Size) or len(value) > MAX_RANK:  # type: ignore[arg-type]
         raise UnsupportedError(
             "malformed tensor", why="the shape is not a tuple of at most 64 sizes"
@@ -139,7 +141,7 @@ def _sizes(value: object) -> tuple[int, ...]:
 
 
 @lru_cache(maxsize=4096)
-def geometry(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, int, bool]:
+def measure_layout(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, int, bool]:
     """Return the number of elements, the span in elements, and whether they are contiguous."""
     numel = math.prod(shape)
     if numel == 0:
@@ -153,10 +155,10 @@ def geometry(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, int
     return numel, span, True
 
 
-def _view(
+def _build_view(
     storage: object, offset: object, size: object, stride: object, grad: object, dtype: str | None
 ) -> object:
-    shape, strides = _sizes(size), _sizes(stride)
+    shape, strides = _parse_sizes(size), _parse_sizes(stride)
     if not isinstance(storage, StorageRef) or not _is_size(offset) or type(grad) is not bool:
         raise UnsupportedError("malformed tensor", why="invalid storage, offset or flag")
     if len(shape) != len(strides):
@@ -168,7 +170,7 @@ def _view(
     if dtype not in dtypes.BY_NAME:
         raise UnreadError(f"`{dtype}`", dtype, shape)
     itemsize = dtypes.itemsize(dtype)
-    numel, span, row_major = geometry(shape, strides)
+    numel, span, row_major = measure_layout(shape, strides)
     start = offset * itemsize if numel else 0  # type: ignore[operator]
     where = f"storage {storage.key}"
     if start + span * itemsize > storage.nbytes:
@@ -177,9 +179,9 @@ def _view(
             why=f"shape {list(shape)}, strides {list(strides)}, offset {offset} need"
             f" {counted(start + span * itemsize, 'byte')}, {where} has {storage.nbytes:,}",
         )
-    if numel * itemsize > max(storage.nbytes, MAX_REPEATED):
+    if numel * itemsize > max(storage.nbytes, MAX_EXPANDED_BYTES):
         raise UnreadError("excessively expanded", dtype, shape)
-    return storage.place(
+    return storage.build_tensor(
         TensorView(
             dtype,
             shape,
@@ -193,7 +195,7 @@ def _view(
     )
 
 
-def _flagged(metadata: object, view: object) -> object:
+def _reject_flags(metadata: object, view: object) -> object:
     """Return *view*, or raise if the metadata has flags that change its elements."""
     if metadata is not None and not isinstance(metadata, dict):
         raise UnsupportedError("malformed tensor", why="the metadata is not a dict")
@@ -201,13 +203,13 @@ def _flagged(metadata: object, view: object) -> object:
     if flags:
         reason = f"{' and '.join(sorted(flags))} flagged"
         dtype, shape = view.dtype, view.shape  # type: ignore[attr-defined]
-        base = view if flags <= MIRRORED and dtype in _PARTS else None
+        base = view if flags <= DERIVED_FLAGS and dtype in _FLAGGED_DTYPES else None
         raise UnreadError(reason, dtype, shape, base, flags)
     return view
 
 
 def _rebuild_tensor(storage: object, offset: object, size: object, stride: object) -> object:
-    return _view(storage, offset, size, stride, False, None)
+    return _build_view(storage, offset, size, stride, False, None)
 
 
 def _rebuild_tensor_v2(
@@ -219,8 +221,8 @@ def _rebuild_tensor_v2(
     _hooks: object,
     metadata: object = None,
 ) -> object:
-    view = _view(storage, offset, size, stride, grad, None)
-    return view if metadata is None else _flagged(metadata, view)
+    view = _build_view(storage, offset, size, stride, grad, None)
+    return view if metadata is None else _reject_flags(metadata, view)
 
 
 def _rebuild_tensor_v3(
@@ -235,7 +237,7 @@ def _rebuild_tensor_v3(
 ) -> object:
     if type(dtype) is not Global or dtype.module != "torch":
         raise UnsupportedError("malformed tensor", why="invalid dtype")
-    return _flagged(metadata, _view(storage, offset, size, stride, grad, dtype.name))
+    return _reject_flags(metadata, _build_view(storage, offset, size, stride, grad, dtype.name))
 
 
 def _rebuild_parameter(data: object, grad: object, _hooks: object, _state: object = None) -> object:

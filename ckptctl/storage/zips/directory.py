@@ -16,11 +16,11 @@ from ckptctl.storage.crc import crc32
 from ckptctl.storage.files import SourceFiles
 from ckptctl.units import counted
 
-SMALL = 1 << 15
-TAIL = 4096
-HEAD = 4096
-WINDOW = 1 << 18
-DENSE = 1 << 14
+SMALL_ZIP_BYTES = 1 << 15
+TAIL_BYTES = 4096
+HEAD_BYTES = 4096
+WINDOW_BYTES = 1 << 18
+DENSE_ENTRY_BYTES = 1 << 14
 MAX_DIRECTORY = 1 << 30
 _BIG = 0xFFFFFFFF
 _MANY = 0xFFFF
@@ -31,10 +31,10 @@ _LOCATOR = struct.Struct("<IIQI")
 _END64 = struct.Struct("<IQHHIIQQQQ")
 _SIG_LOCAL, _SIG_CENTRAL, _SIG_END = 0x04034B50, 0x02014B50, 0x06054B50
 _SIG_LOCATOR, _SIG_END64 = 0x07064B50, 0x06064B50
-_ENCRYPTED = 0x2041
-_DESCRIBED = 8
+_ENCRYPTED_FLAGS = 0x2041
+_DESCRIPTOR_FLAG = 8
 _ALLOWED_FLAGS = 0x080E
-_GAPS = frozenset({12, 16, 20, 24})
+_DESCRIPTOR_SIZES = frozenset({12, 16, 20, 24})
 
 
 @dataclass(slots=True)
@@ -80,8 +80,8 @@ class FileRange:
         self.base = base
         self.length = length
         if base < 0 or length < 0:
-            raise self.odd("a negative range")
-        self._tail_start = 0 if length <= SMALL else length - TAIL
+            raise self.malformed_error("a negative range")
+        self._tail_start = 0 if length <= SMALL_ZIP_BYTES else length - TAIL_BYTES
         self._tail = files.read(name, base + self._tail_start, length - self._tail_start)
         self._block = b""
         self._block_start = 0
@@ -92,78 +92,84 @@ class FileRange:
         path = str(self.files.root / self.name)
         return f"{path}, at byte {self.base:,}" if self.base else path
 
-    def cut(self, why: str) -> DamagedError:
+    def damaged_error(self, why: str) -> DamagedError:
         """Build the error for a zip with missing or changed bytes."""
         return DamagedError("damaged zip", where=self.where, why=why)
 
-    def odd(self, why: str) -> UnsupportedError:
+    def malformed_error(self, why: str) -> UnsupportedError:
         """Build the error for a zip that is complete but malformed."""
         return UnsupportedError("malformed zip", where=self.where, why=why)
 
-    def get(self, start: int, nbytes: int, ahead: int = 0) -> bytes:
-        """Read *nbytes* bytes from *start*, fetching at least *ahead* bytes at a time."""
+    def read_bytes(self, start: int, nbytes: int, min_read: int = 0) -> bytes:
+        """Read *nbytes* bytes from *start*, fetching at least *min_read* bytes at a time."""
         end = start + nbytes
         if start < 0 or end > self.length:
-            raise self.cut(f"bytes {start:,} to {end:,} of {self.length:,} are needed")
+            raise self.damaged_error(f"bytes {start:,} to {end:,} of {self.length:,} are needed")
         if start >= self._tail_start:
             return self._tail[start - self._tail_start : end - self._tail_start]
-        begin = start - self._block_start
-        if begin >= 0 and begin + nbytes <= len(self._block):
-            return self._block[begin : begin + nbytes]
-        take = min(max(nbytes, ahead), self.length - start)
-        found = self.files.read(self.name, self.base + start, take)
-        if take <= WINDOW:
-            self._block, self._block_start = found, start
-        return found[:nbytes]
+        block_offset = start - self._block_start
+        if block_offset >= 0 and block_offset + nbytes <= len(self._block):
+            return self._block[block_offset : block_offset + nbytes]
+        count = min(max(nbytes, min_read), self.length - start)
+        content = self.files.read(self.name, self.base + start, count)
+        if count <= WINDOW_BYTES:
+            self._block, self._block_start = content, start
+        return content[:nbytes]
 
-    def content(self, record: ZipRecord, checked: bool, *, limit: int) -> bytes:
+    def read_record(self, record: ZipRecord, checked: bool, *, limit: int) -> bytes:
         """Read the content of a record of at most *limit* bytes."""
         if record.nbytes > limit:
-            raise self.odd(
+            raise self.malformed_error(
                 f"a record has {counted(record.nbytes, 'byte')}, but at most {limit:,} are "
                 "supported"
             )
-        found = self.get(record.offset, record.nbytes, HEAD)
-        if checked and crc32(found) != record.crc32:
-            raise self.cut(f"the checksum of the record at byte {record.offset:,} does not match")
-        return found
+        content = self.read_bytes(record.offset, record.nbytes, HEAD_BYTES)
+        if checked and crc32(content) != record.crc32:
+            raise self.damaged_error(
+                f"the checksum of the record at byte {record.offset:,} does not match"
+            )
+        return content
 
 
 def read_directory(span: FileRange) -> Directory:
     """Read and validate the directory of the zip that fills *span*."""
-    start, size, count = _end(span)
-    entries = _central(span, span.get(start, size), count, start)
+    start, size, count = _read_end(span)
+    entries = _parse_entries(span, span.read_bytes(start, size), count, start)
     entries.sort(key=itemgetter(0))
     records: dict[str, ZipRecord] = {}
-    nearby = len(entries) * DENSE > start
+    nearby = len(entries) * DENSE_ENTRY_BYTES > start
     expected = 0
     for position, (header, raw, flags, crc, nbytes, entry) in enumerate(entries):
-        after = entries[position + 1][0] if position + 1 < len(entries) else start
-        data = _local(span, header, raw, flags, crc, nbytes, nearby)
-        gap = after - data - nbytes
-        if header != expected or (gap and not (gap in _GAPS and flags & _DESCRIBED)):
-            raise span.odd(f"the entry at byte {header:,} overlaps another one or leaves a gap")
-        expected = after
-        records[_text(raw, span)] = ZipRecord(data, nbytes, crc, header, entry)
+        next_header = entries[position + 1][0] if position + 1 < len(entries) else start
+        data = _check_local_header(span, header, raw, flags, crc, nbytes, nearby)
+        gap = next_header - data - nbytes
+        if header != expected or (
+            gap and not (gap in _DESCRIPTOR_SIZES and flags & _DESCRIPTOR_FLAG)
+        ):
+            raise span.malformed_error(
+                f"the entry at byte {header:,} overlaps another one or leaves a gap"
+            )
+        expected = next_header
+        records[_decode_name(raw, span)] = ZipRecord(data, nbytes, crc, header, entry)
     if len(records) != len(entries):
-        raise span.odd("two entries have the same name")
+        raise span.malformed_error("two entries have the same name")
     checksums = any(r.crc32 for r in records.values()) or not any(
         r.nbytes for r in records.values()
     )
-    return Directory(_folder(records, span), records, checksums)
+    return Directory(_find_folder(records, span), records, checksums)
 
 
 _Entry = tuple[int, bytes, int, int, int, int]
 
 
-def _text(raw: bytes, span: FileRange) -> str:
+def _decode_name(raw: bytes, span: FileRange) -> str:
     try:
         return raw.decode("utf-8")
     except UnicodeDecodeError as error:
-        raise span.odd(f"an entry's name is not UTF-8: {raw[:60]!r}") from error
+        raise span.malformed_error(f"an entry's name is not UTF-8: {raw[:60]!r}") from error
 
 
-def _folder(records: dict[str, ZipRecord], span: FileRange) -> str:
+def _find_folder(records: dict[str, ZipRecord], span: FileRange) -> str:
     first = next(iter(records))
     folder, slash, _ = first.partition("/")
     prefix = folder + "/"
@@ -175,140 +181,173 @@ def _folder(records: dict[str, ZipRecord], span: FileRange) -> str:
     return prefix
 
 
-def _end(span: FileRange) -> tuple[int, int, int]:
+def _read_end(span: FileRange) -> tuple[int, int, int]:
     """Read start, size and number of entries of the central directory from the end record."""
-    at = span.length - _END.size
-    if at < 0:
-        raise _without_end(span, f"the file has {counted(span.length, 'byte')}")
-    sig, disk, first, here, count, size, start, comment = _END.unpack(span.get(at, _END.size))
+    position = span.length - _END.size
+    if position < 0:
+        raise _missing_end_error(span, f"the file has {counted(span.length, 'byte')}")
+    sig, disk, start_disk, disk_entries, count, size, start, comment = _END.unpack(
+        span.read_bytes(position, _END.size)
+    )
     if sig != _SIG_END:
-        raise _without_end(span, "the file does not end with a zip directory")
-    if disk or first or comment or here != count:
-        raise span.odd("the zip has a comment or several disks")
-    end = at
-    if at >= _LOCATOR.size + _END64.size:
-        sig, disk, wide_at, disks = _LOCATOR.unpack(span.get(at - _LOCATOR.size, _LOCATOR.size))
+        raise _missing_end_error(span, "the file does not end with a zip directory")
+    if disk or start_disk or comment or disk_entries != count:
+        raise span.malformed_error("the zip has a comment or several disks")
+    end = position
+    if position >= _LOCATOR.size + _END64.size:
+        sig, disk, wide_at, disks = _LOCATOR.unpack(
+            span.read_bytes(position - _LOCATOR.size, _LOCATOR.size)
+        )
         if sig == _SIG_LOCATOR:
-            end = at - _LOCATOR.size - _END64.size
+            end = position - _LOCATOR.size - _END64.size
             if disk or disks != 1 or wide_at != end:
-                raise span.odd("the zip64 end record is not before its locator")
-            start, size, count = _end64(span, end, (start, size, count))
+                raise span.malformed_error("the zip64 end record is not before its locator")
+            start, size, count = _read_end64(span, end, (start, size, count))
     if start + size > end and count * _CENTRAL.size <= size:
-        raise span.cut(
+        raise span.damaged_error(
             f"the directory starts at byte {start:,}, "
             f"{counted(start + size - end, 'byte is', 'bytes are')} missing"
         )
     if start + size != end or size > MAX_DIRECTORY or count * _CENTRAL.size > size or not count:
-        raise span.odd(
+        raise span.malformed_error(
             f"a directory of {counted(size, 'byte')} at byte {start:,} with "
             f"{counted(count, 'entry', 'entries')} does not fit"
         )
     return start, size, count
 
 
-def _without_end(span: FileRange, why: str) -> DamagedError | UnsupportedError:
+def _missing_end_error(span: FileRange, why: str) -> DamagedError | UnsupportedError:
     """Build the error for data that does not end like a zip."""
-    tail = span.get(max(0, span.length - TAIL), min(TAIL, span.length))
+    tail = span.read_bytes(max(0, span.length - TAIL_BYTES), min(TAIL_BYTES, span.length))
     if not any(tail):
-        return span.cut(f"{why} but with zeros: it was not written completely")
+        return span.damaged_error(f"{why} but with zeros: it was not written completely")
     if 0 <= tail.rfind(_SIG_END.to_bytes(4, "little")) <= len(tail) - _END.size:
-        return span.odd(f"{why}: other bytes follow it")
-    head, begin = span.get(0, min(span.length, 4)), _SIG_LOCAL.to_bytes(4, "little")
-    return span.cut(f"{why}: truncated") if begin.startswith(head) else span.odd(why)
-
-
-def _end64(span: FileRange, at: int, narrow: tuple[int, int, int]) -> tuple[int, int, int]:
-    sig, length, _, _, disk, first, here, count, size, start = _END64.unpack(
-        span.get(at, _END64.size)
+        return span.malformed_error(f"{why}: other bytes follow it")
+    head, begin = span.read_bytes(0, min(span.length, 4)), _SIG_LOCAL.to_bytes(4, "little")
+    return (
+        span.damaged_error(f"{why}: truncated")
+        if begin.startswith(head)
+        else span.malformed_error(why)
     )
-    if sig != _SIG_END64 or length != _END64.size - 12 or disk or first or here != count:
-        raise span.odd("malformed zip64 end record")
-    found = (start, size, count)
-    for wide, short, full in zip(found, narrow, (_BIG, _BIG, _MANY), strict=True):
-        if short not in (wide, full):
-            raise span.odd("the two end records disagree")
-    return found
 
 
-def _central(span: FileRange, raw: bytes, count: int, start: int) -> list[_Entry]:
+def _read_end64(
+    span: FileRange, position: int, narrow: tuple[int, int, int]
+) -> tuple[int, int, int]:
+    sig, length, _, _, disk, start_disk, disk_entries, count, size, start = _END64.unpack(
+        span.read_bytes(position, _END64.size)
+    )
+    if (
+        sig != _SIG_END64
+        or length != _END64.size - 12
+        or disk
+        or start_disk
+        or disk_entries != count
+    ):
+        raise span.malformed_error("malformed zip64 end record")
+    values = (start, size, count)
+    for wide, short, saturated in zip(values, narrow, (_BIG, _BIG, _MANY), strict=True):
+        if short not in (wide, saturated):
+            raise span.malformed_error("the two end records disagree")
+    return values
+
+
+def _parse_entries(span: FileRange, raw: bytes, count: int, start: int) -> list[_Entry]:
     entries: list[_Entry] = []
     pos = 0
     unpack, width, total = _CENTRAL.unpack_from, _CENTRAL.size, len(raw)
     for _ in range(count):
         if pos + width > total:
-            raise span.odd("the directory is truncated")
-        found = unpack(raw, pos)
-        sig, _, _, flags, method, _, crc, packed, nbytes, names, extras, comment, disk, _, _, at = (
-            found
-        )
-        if not any(found):
-            raise span.cut(f"the directory continues with zeros at byte {start + pos:,}")
+            raise span.malformed_error("the directory is truncated")
+        fields = unpack(raw, pos)
+        (
+            sig,
+            _,
+            _,
+            flags,
+            method,
+            _,
+            crc,
+            packed,
+            nbytes,
+            names,
+            extras,
+            comment,
+            disk,
+            _,
+            _,
+            header,
+        ) = fields
+        if not any(fields):
+            raise span.damaged_error(f"the directory continues with zeros at byte {start + pos:,}")
         name_end = pos + width + names
         if sig != _SIG_CENTRAL or comment or disk or not names or name_end + extras > total:
-            raise span.odd(f"malformed directory entry at byte {start + pos:,}")
+            raise span.malformed_error(f"malformed directory entry at byte {start + pos:,}")
         name = raw[pos + width : name_end]
         if flags & ~_ALLOWED_FLAGS or method:
-            raise _unreadable(span, name, flags, method)
-        if _BIG in (packed, nbytes, at):
-            packed, nbytes, at = _widened(
-                span, raw[name_end : name_end + extras], packed, nbytes, at
+            raise _unsupported_entry_error(span, name, flags, method)
+        if _BIG in (packed, nbytes, header):
+            packed, nbytes, header = _widen_fields(
+                span, raw[name_end : name_end + extras], packed, nbytes, header
             )
-        if packed != nbytes or at + nbytes > start:
-            raise span.odd(f"the sizes of entry {name[:60]!r} are inconsistent")
-        entries.append((at, name, flags, crc, nbytes, start + pos))
+        if packed != nbytes or header + nbytes > start:
+            raise span.malformed_error(f"the sizes of entry {name[:60]!r} are inconsistent")
+        entries.append((header, name, flags, crc, nbytes, start + pos))
         pos = name_end + extras
     if pos != total:
-        raise span.odd("the directory has extra bytes after its entries")
+        raise span.malformed_error("the directory has extra bytes after its entries")
     return entries
 
 
-def _unreadable(span: FileRange, name: bytes, flags: int, method: int) -> ForeignFileError:
-    shown = name.decode("utf-8", "backslashreplace")[:100]
-    if flags & _ENCRYPTED:
-        return ForeignFileError(f"the zip entry `{shown}` is encrypted", where=span.where)
+def _unsupported_entry_error(
+    span: FileRange, name: bytes, flags: int, method: int
+) -> ForeignFileError:
+    shown_name = name.decode("utf-8", "backslashreplace")[:100]
+    if flags & _ENCRYPTED_FLAGS:
+        return ForeignFileError(f"the zip entry `{shown_name}` is encrypted", where=span.where)
     if method:
         return ForeignFileError(
-            f"the zip entry `{shown}` is compressed",
+            f"the zip entry `{shown_name}` is compressed",
             where=span.where,
             why=f"method {method}; torch.save stores records uncompressed",
             hint="load it once with torch and save it again with `torch.save`",
         )
-    what = f"the zip entry `{shown}` has unknown flags {flags:#x}"
-    return ForeignFileError(what, where=span.where)
+    message = f"the zip entry `{shown_name}` has unknown flags {flags:#x}"
+    return ForeignFileError(message, where=span.where)
 
 
-def _widened(
-    span: FileRange, extra: bytes, packed: int, nbytes: int, at: int
+def _widen_fields(
+    span: FileRange, extra: bytes, packed: int, nbytes: int, header: int
 ) -> tuple[int, int, int]:
     """Replace the saturated 32-bit fields by those of the zip64 extra field."""
     pos = 0
     while pos + 4 <= len(extra):
-        kind, size = struct.unpack_from("<HH", extra, pos)
-        if kind == 1 and pos + 4 + size <= len(extra) and size % 8 == 0:
+        field_id, size = struct.unpack_from("<HH", extra, pos)
+        if field_id == 1 and pos + 4 + size <= len(extra) and size % 8 == 0:
             wide = list(struct.unpack_from(f"<{size // 8}Q", extra, pos + 4))
-            if len(wide) == (nbytes == _BIG) + (packed == _BIG) + (at == _BIG):
+            if len(wide) == (nbytes == _BIG) + (packed == _BIG) + (header == _BIG):
                 nbytes = wide.pop(0) if nbytes == _BIG else nbytes
                 packed = wide.pop(0) if packed == _BIG else packed
-                at = wide.pop(0) if at == _BIG else at
-                return packed, nbytes, at
+                header = wide.pop(0) if header == _BIG else header
+                return packed, nbytes, header
         pos += 4 + size
-    raise span.odd("a large entry has no zip64 field")
+    raise span.malformed_error("a large entry has no zip64 field")
 
 
-def _local(
+def _check_local_header(
     span: FileRange, header: int, raw: bytes, flags: int, crc: int, nbytes: int, nearby: bool
 ) -> int:
     """Check a local header against its directory entry, and return the offset of the data."""
     width = _LOCAL.size + len(raw)
-    found = span.get(header, width, WINDOW if nearby else HEAD)
+    content = span.read_bytes(header, width, WINDOW_BYTES if nearby else HEAD_BYTES)
     sig, _, local_flags, method, _, local_crc, packed, size, names, extras = _LOCAL.unpack_from(
-        found
+        content
     )
-    if not any(found):
-        raise span.cut(f"entry {raw[:60]!r} starts with zeros")
-    if sig != _SIG_LOCAL or found[_LOCAL.size :] != raw or names != len(raw):
-        raise span.odd(f"the header of entry {raw[:60]!r} names another entry")
-    unset = (0,) if flags & _DESCRIBED else ()
+    if not any(content):
+        raise span.damaged_error(f"entry {raw[:60]!r} starts with zeros")
+    if sig != _SIG_LOCAL or content[_LOCAL.size :] != raw or names != len(raw):
+        raise span.malformed_error(f"the header of entry {raw[:60]!r} names another entry")
+    unset = (0,) if flags & _DESCRIPTOR_FLAG else ()
     if (
         local_flags != flags
         or method
@@ -316,5 +355,5 @@ def _local(
         or packed not in (nbytes, _BIG, *unset)
         or size not in (nbytes, _BIG, *unset)
     ):
-        raise span.odd(f"the header of entry {raw[:60]!r} disagrees with the directory")
+        raise span.malformed_error(f"the header of entry {raw[:60]!r} disagrees with the directory")
     return header + width + int(extras)

@@ -17,24 +17,24 @@ from ckptctl.catalog import Checksum, ItemPart, row_major
 from ckptctl.dtypes import itemsize
 from ckptctl.errors import CkptError, DamagedError, UnsupportedError
 from ckptctl.storage.files import SourceFiles
-from ckptctl.storage.pickles.pickle_reader import loads
+from ckptctl.storage.pickles.pickle_reader import load_pickle
 from ckptctl.storage.pickles.torch_globals import TORCH_TABLE
-from ckptctl.storage.pickles.torch_tensors import StorageRef, TensorView, storage_id
+from ckptctl.storage.pickles.torch_tensors import StorageRef, TensorView, parse_storage_id
 from ckptctl.storage.zips.directory import Directory, FileRange, ZipRecord, read_directory
-from ckptctl.storage.zips.zip_reader import StoredTensor, pickle_of, placed
+from ckptctl.storage.zips.zip_reader import StoredTensor, place_tensor, read_pickle
 
-CACHED_PICKLE = 2048
-MAX_LENGTHS = 1024
-MAX_ALIKE = 8
+CACHED_PICKLE_BYTES = 2048
+MAX_PATTERN_LENGTHS = 1024
+MAX_PATTERNS_PER_LENGTH = 8
 MAX_HEAD = MAX_TAIL = 4096
-CLOSE = 8192
-NEXT = 1024
+MAX_SINGLE_READ_GAP = 8192
+NEXT_ITEM_BYTES = 1024
 """Bytes to read after the end of an item, up to the elements of the next one."""
 Read = Callable[[str, int, int], bytes]
 """Reads bytes of a file, given its name, the offset and the number of bytes."""
-_UNREAD = ".data/serialization_id"
+_ID_RECORD = ".data/serialization_id"
 _FLAGS, _CRC = 6, 14
-_DESCRIBED = 8
+_DESCRIPTOR_FLAG = 8
 _ENTRY_CRC = 16
 
 
@@ -58,19 +58,19 @@ class ItemPattern:
     crc: int
     hole: tuple[int, int]
 
-    def edges(self, read: Read, name: str, offset: int) -> tuple[bytes, bytes]:
+    def read_edges(self, read: Read, name: str, offset: int) -> tuple[bytes, bytes]:
         """Read the item at *offset* without its :attr:`hole`, empty if it is truncated."""
-        before = len(self.head)
+        head_length = len(self.head)
         try:
-            if self.tail - before <= CLOSE:
-                whole = read(name, offset, self.length)
-                return whole[:before], whole[self.tail :]
-            head = read(name, offset, before)
+            if self.tail - head_length <= MAX_SINGLE_READ_GAP:
+                content = read(name, offset, self.length)
+                return content[:head_length], content[self.tail :]
+            head = read(name, offset, head_length)
             return head, read(name, offset + self.tail, self.length - self.tail)
         except CkptError:
             return b"", b""
 
-    def match(self, head: bytes, tail: bytes) -> int | None:
+    def match_edges(self, head: bytes, tail: bytes) -> int | None:
         """Return the recorded CRC-32 of the elements if the edges match, or None."""
         if head != self.head:
             return None
@@ -80,7 +80,7 @@ class ItemPattern:
         return int.from_bytes(tail[self.crc : self.crc + 4], "little")
 
 
-class Neighbors:
+class NeighborReader:
     """Reads the end of each item together with the start of the next one.
 
     This halves the number of reads.
@@ -92,25 +92,25 @@ class Neighbors:
 
     def __call__(self, name: str, offset: int, nbytes: int) -> bytes:
         """Read bytes of a file (see :meth:`SourceFiles.read`)."""
-        at = offset - self._start
-        if name != self._name or at < 0 or at + nbytes > len(self._content):
+        position = offset - self._start
+        if name != self._name or position < 0 or position + nbytes > len(self._content):
             if not self._files.local:
                 return self._files.read(name, offset, nbytes)
-            self._content = self._files.read_some(name, offset, nbytes + NEXT)
-            self._name, self._start, at = name, offset, 0
+            self._content = self._files.read_some(name, offset, nbytes + NEXT_ITEM_BYTES)
+            self._name, self._start, position = name, offset, 0
             if len(self._content) < nbytes:
                 return self._files.read(name, offset, nbytes)  # which raises
-        return self._content[at : at + nbytes]
+        return self._content[position : position + nbytes]
 
 
 def read_item_tensor(
     files: SourceFiles, name: str, offset: int, length: int, read: Read | None = None
 ) -> StoredTensor:
-    """Read a ``.distcp`` write item that consists of one tensor (see :func:`read_alike`)."""
-    return moved(*read_alike(files, name, offset, length, read))
+    """Read a ``.distcp`` write item that consists of one tensor (see :func:`read_similar_item`)."""
+    return move_tensor(*read_similar_item(files, name, offset, length, read))
 
 
-def read_alike(
+def read_similar_item(
     files: SourceFiles, name: str, offset: int, length: int, read: Read | None = None
 ) -> tuple[StoredTensor, int, int]:
     """Read an item as a tensor of the same pattern, the offset to add, and the CRC-32.
@@ -126,69 +126,71 @@ def read_alike(
     """
     read = read or files.read
     hole, head, tail = None, b"", b""
-    for pattern, known in _PATTERNS.get(length, ()):
+    for pattern, cached_tensor in _PATTERNS.get(length, ()):
         if pattern.hole != hole:
             hole = pattern.hole
-            head, tail = pattern.edges(read, name, offset)
-        crc = pattern.match(head, tail)
+            head, tail = pattern.read_edges(read, name, offset)
+        crc = pattern.match_edges(head, tail)
         if crc is not None:
-            return known, offset, crc
+            return cached_tensor, offset, crc
     span = FileRange(files, name, offset, length)
     directory = read_directory(span)
-    pickle = pickle_of(span, directory)
+    pickle = read_pickle(span, directory)
     try:
-        view = _item_view(pickle) if len(pickle) <= CACHED_PICKLE else _parse_item(pickle)
+        view = _item_view(pickle) if len(pickle) <= CACHED_PICKLE_BYTES else _parse_item(pickle)
     except CkptError as error:
         error.where = f"{span.where}, {error.where}" if error.where else span.where
         raise
-    found = placed(view, directory, span)
-    _remember(found, span, directory)
-    return found, 0, (found.within or found).crc32 or 0
+    tensor = place_tensor(view, directory, span)
+    _cache_pattern(tensor, span, directory)
+    return tensor, 0, (tensor.within or tensor).crc32 or 0
 
 
 def require_chunk(
-    found: tuple[str, tuple[int, ...]],
+    stored_chunk: tuple[str, tuple[int, ...]],
     name: str,
     dtype: str,
     sizes: tuple[int, ...],
     where: Callable[[], str],
 ) -> None:
     """Raise if dtype and shape of a chunk differ from the metadata."""
-    if found != (dtype, sizes):
+    if stored_chunk != (dtype, sizes):
         raise DamagedError(
             f"a chunk of `{name}` does not match the metadata",
             where=where(),
-            why=f"it is {found[0]} {list(found[1])}, expected {dtype} {list(sizes)}",
+            why=f"it is {stored_chunk[0]} {list(stored_chunk[1])}, expected {dtype} {list(sizes)}",
         )
 
 
-def part_of(found: StoredTensor, part: ItemPart | None, sizes: tuple[int, ...]) -> StoredTensor:
-    """Return the part of the tensor that a box of *sizes* covers, all of it if *part* is None.
+def select_part(
+    tensor: StoredTensor, item_part: ItemPart | None, sizes: tuple[int, ...]
+) -> StoredTensor:
+    """Return the part of the tensor that a box of *sizes* covers, all of it if *item_part* is None.
 
     A box may have leading dimensions of size 1 that the tensor does not have.
     """
-    if part is None:
-        return found
-    inner, strides = part.shape, found.strides
-    start, nbytes = 0, found.nbytes
-    if part.row is not None:
-        steps = strides or row_major(inner)
-        start = part.row * steps[0]
-        inner, strides = inner[1:], strides and strides[1:]
-        last = sum((n - 1) * step for n, step in zip(inner, steps[1:], strict=True))
-        nbytes = (last + 1) * itemsize(found.dtype) if math.prod(inner) else 0
+    if item_part is None:
+        return tensor
+    inner_shape, strides = item_part.shape, tensor.strides
+    start, nbytes = 0, tensor.nbytes
+    if item_part.row is not None:
+        steps = strides or row_major(inner_shape)
+        start = item_part.row * steps[0]
+        inner_shape, strides = inner_shape[1:], strides and strides[1:]
+        last_offset = sum((n - 1) * step for n, step in zip(inner_shape, steps[1:], strict=True))
+        nbytes = (last_offset + 1) * itemsize(tensor.dtype) if math.prod(inner_shape) else 0
     if strides:
-        strides = (math.prod(inner),) * (len(sizes) - len(inner)) + strides
-    within = found.within
-    if nbytes != found.nbytes and found.crc32 is not None:
-        within = Checksum(found.offset, found.nbytes, found.crc32)
+        strides = (math.prod(inner_shape),) * (len(sizes) - len(inner_shape)) + strides
+    within = tensor.within
+    if nbytes != tensor.nbytes and tensor.crc32 is not None:
+        within = Checksum(tensor.offset, tensor.nbytes, tensor.crc32)
     return replace(
-        found,
+        tensor,
         shape=sizes,
         strides=strides or None,
-        offset=found.offset + start * itemsize(found.dtype),
+        offset=tensor.offset + start * itemsize(tensor.dtype),
         nbytes=nbytes,
-        crc32=found.crc32 if nbytes == found.nbytes else None,
+        crc32=tensor.crc32 if nbytes == tensor.nbytes else None,
         within=within,
     )
 
@@ -196,39 +198,39 @@ def part_of(found: StoredTensor, part: ItemPart | None, sizes: tuple[int, ...]) 
 _PATTERNS: dict[int, tuple[tuple[ItemPattern, StoredTensor], ...]] = {}
 
 
-def _remember(found: StoredTensor, span: FileRange, directory: Directory) -> None:
+def _cache_pattern(tensor: StoredTensor, span: FileRange, directory: Directory) -> None:
     """Cache the pattern of an item, for the latest patterns of each length."""
-    pattern = _pattern_of(span, directory, found.storage)
+    pattern = _build_pattern(span, directory, tensor.storage)
     if pattern is None:
         return
-    if len(_PATTERNS) >= MAX_LENGTHS:
+    if len(_PATTERNS) >= MAX_PATTERN_LENGTHS:
         _PATTERNS.clear()
-    latest = _PATTERNS.get(span.length, ())[: MAX_ALIKE - 1]
-    _PATTERNS[span.length] = ((pattern, moved(found, -span.base)), *latest)
+    recent = _PATTERNS.get(span.length, ())[: MAX_PATTERNS_PER_LENGTH - 1]
+    _PATTERNS[span.length] = ((pattern, move_tensor(tensor, -span.base)), *recent)
 
 
-def moved(found: StoredTensor, by: int, crc: int = 0) -> StoredTensor:
-    """Return the tensor of an item of the same pattern, moved by *by* bytes."""
-    within = found.within
+def move_tensor(tensor: StoredTensor, shift: int, crc: int = 0) -> StoredTensor:
+    """Return the tensor of an item of the same pattern, moved by *shift* bytes."""
+    within = tensor.within
     return StoredTensor(
-        found.dtype,
-        found.shape,
-        found.strides,
-        found.offset + by,
-        found.nbytes,
-        None if found.crc32 is None else crc,
-        found.storage,
-        found.requires_grad,
-        None if within is None else Checksum(within.offset + by, within.nbytes, crc),
+        tensor.dtype,
+        tensor.shape,
+        tensor.strides,
+        tensor.offset + shift,
+        tensor.nbytes,
+        None if tensor.crc32 is None else crc,
+        tensor.storage,
+        tensor.requires_grad,
+        None if within is None else Checksum(within.offset + shift, within.nbytes, crc),
     )
 
 
 def _parse_item(pickle: bytes) -> TensorView:
-    view = loads(
+    view = load_pickle(
         pickle,
         where="data.pkl",
         table=TORCH_TABLE,
-        persistent_load=lambda pid: StorageRef(*storage_id(pid)),
+        persistent_load=lambda pid: StorageRef(*parse_storage_id(pid)),
     )
     if type(view) is not TensorView:
         raise UnsupportedError(
@@ -240,41 +242,43 @@ def _parse_item(pickle: bytes) -> TensorView:
 _item_view = lru_cache(maxsize=1 << 14)(_parse_item)
 
 
-def _pattern_of(span: FileRange, directory: Directory, storage: str) -> ItemPattern | None:
+def _build_pattern(span: FileRange, directory: Directory, storage: str) -> ItemPattern | None:
     """Build the pattern of a checked item, or return None if its structure is unusual."""
     records = sorted(directory.records.values(), key=lambda record: record.header)
     elements = directory.records[f"{directory.folder}data/{storage}"]
-    unread = directory.records.get(directory.folder + _UNREAD)
-    open_ = [elements, *((unread,) if unread else ())]
-    tail = _end(elements, records)
+    id_record = directory.records.get(directory.folder + _ID_RECORD)
+    ignored_records = [elements, *((id_record,) if id_record else ())]
+    tail = _find_end(elements, records)
     if (
         not directory.checksums
         or elements.offset > MAX_HEAD
         or span.length - tail > MAX_TAIL
-        or (unread and unread.header < elements.header)
-        or not all(_described(span, record) for record in open_)
+        or (id_record and id_record.header < elements.header)
+        or not all(_has_deferred_crc(span, record) for record in ignored_records)
     ):
         return None
-    holes = [(record.offset, _end(record, records)) for record in open_]
-    holes += [(record.entry + _ENTRY_CRC, record.entry + _ENTRY_CRC + 4) for record in open_]
+    holes = [(record.offset, _find_end(record, records)) for record in ignored_records]
+    holes += [
+        (record.entry + _ENTRY_CRC, record.entry + _ENTRY_CRC + 4) for record in ignored_records
+    ]
     edges = [0, *(edge for hole in sorted(holes) for edge in hole), span.length]
-    after = span.get(tail, span.length - tail)
+    tail_content = span.read_bytes(tail, span.length - tail)
     pieces = [
-        (start - tail, end - tail, after[start - tail : end - tail])
+        (start - tail, end - tail, tail_content[start - tail : end - tail])
         for start, end in zip(edges[2::2], edges[3::2], strict=True)
     ]
-    head = span.get(0, elements.offset)
+    head = span.read_bytes(0, elements.offset)
     crc = elements.entry + _ENTRY_CRC - tail
     return ItemPattern(span.length, head, tail, tuple(pieces), crc, (len(head), tail))
 
 
-def _end(record: ZipRecord, records: list[ZipRecord]) -> int:
+def _find_end(record: ZipRecord, records: list[ZipRecord]) -> int:
     """Return the start of the next header, up to which bytes are ignored."""
-    following = [other.header for other in records if other.header > record.header]
-    return min(following, default=min(other.entry for other in records))
+    following = [candidate.header for candidate in records if candidate.header > record.header]
+    return min(following, default=min(candidate.entry for candidate in records))
 
 
-def _described(span: FileRange, record: ZipRecord) -> bool:
+def _has_deferred_crc(span: FileRange, record: ZipRecord) -> bool:
     """Return whether only the directory records the checksum, and the header leaves it out."""
-    flags = int.from_bytes(span.get(record.header + _FLAGS, 2), "little")
-    return bool(flags & _DESCRIBED) and span.get(record.header + _CRC, 4) == bytes(4)
+    flags = int.from_bytes(span.read_bytes(record.header + _FLAGS, 2), "little")
+    return bool(flags & _DESCRIPTOR_FLAG) and span.read_bytes(record.header + _CRC, 4) == bytes(4)

@@ -14,26 +14,26 @@ from ckptctl.catalog import Checksum
 from ckptctl.errors import DamagedError, ForeignFileError, UnsupportedError
 from ckptctl.storage.files import SourceFiles
 from ckptctl.storage.pickles.inert import Builder, Global
-from ckptctl.storage.pickles.pickle_reader import Table, Unknown, loads
+from ckptctl.storage.pickles.pickle_reader import Table, Unknown, load_pickle
 from ckptctl.storage.pickles.torch_globals import TORCH_TABLE
 from ckptctl.storage.pickles.torch_tensors import (
     REBUILDERS,
     StorageRef,
     TensorView,
     UnreadError,
-    storage_id,
+    parse_storage_id,
 )
-from ckptctl.storage.stand_ins import require_content, zeros
+from ckptctl.storage.stand_ins import describe_zeros, require_content
 from ckptctl.storage.zips.directory import Directory, FileRange, ZipRecord, read_directory
 from ckptctl.units import counted
 
-MAX_PICKLE = 1 << 30
-PER_VALUE = 16
+MAX_PICKLE_BYTES = 1 << 30
+BYTES_PER_VALUE = 16
 """Bytes of a pickle per value, for a file with a known number of values."""
-_HOME = "torch._utils"
-LEGACY = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
+_TORCH_UTILS = "torch._utils"
+LEGACY_MAGIC = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
 """First bytes of files of torch before 1.6."""
-_SAVE_AGAIN = "load it once with torch and save it again with `torch.save`"
+_SAVE_AGAIN_HINT = "load it once with torch and save it again with `torch.save`"
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,10 +71,10 @@ class StoredTensor:
     flags: frozenset[str] = frozenset()
 
 
-def _keeping(build: Callable[..., object]) -> Callable[..., object]:
+def _keep_unread(build: Callable[..., object]) -> Callable[..., object]:
     """Wrap *build* to return a tensor without bytes instead of raising `UnreadError`."""
 
-    def keep(*args: object) -> object:
+    def build_or_keep(*args: object) -> object:
         try:
             return build(*args)
         except UnreadError as error:
@@ -89,18 +89,18 @@ def _keeping(build: Callable[..., object]) -> Callable[..., object]:
                 None,
                 "",
                 grad,
-                unsupported=error.unread,
+                unsupported=error.unsupported_message,
                 base=base,
                 flags=error.flags,
             )
 
-    return keep
+    return build_or_keep
 
 
 KEEPING_TABLE: Table = {
     **TORCH_TABLE,
     **{
-        (_HOME, name): Builder(_keeping(build), source=Global(_HOME, name))
+        (_TORCH_UTILS, name): Builder(_keep_unread(build), source=Global(_TORCH_UTILS, name))
         for name, build in REBUILDERS.items()
     },
 }
@@ -135,7 +135,7 @@ def read_archive(
     length: int | None = None,
     unknown: Unknown = "refuse",
     table: Table = TORCH_TABLE,
-    most: int | None = None,
+    max_values: int | None = None,
 ) -> TorchArchive:
     """Read the directory and the pickle of one zip, but no tensor data.
 
@@ -144,9 +144,9 @@ def read_archive(
         name: File name.
         offset: First byte of the zip.
         length: Size of the zip in bytes, or None if it ends with the file.
-        unknown: As in :func:`ckptctl.storage.pickles.pickle_reader.loads`.
+        unknown: As in :func:`ckptctl.storage.pickles.pickle_reader.load_pickle`.
         table: As in ``loads``; usually ``TORCH_TABLE`` with additions.
-        most: Most values, with ``PER_VALUE`` bytes of the pickle each, or None to derive the
+        max_values: Most values, with ``PER_VALUE`` bytes of the pickle each, or None to derive the
             limit from the size of the pickle.
 
     Raises:
@@ -160,21 +160,23 @@ def read_archive(
     if offset == 0 and length is None:
         _check_kind(span)
     directory = read_directory(span)
-    storages = _Storages(directory, span)
-    pickle = pickle_of(span, directory, MAX_PICKLE if most is None else most * PER_VALUE)
-    root = loads(
+    storages = _StorageResolver(directory, span)
+    pickle = read_pickle(
+        span, directory, MAX_PICKLE_BYTES if max_values is None else max_values * BYTES_PER_VALUE
+    )
+    root = load_pickle(
         pickle,
         where=span.where,
         table=table,
         unknown=unknown,
-        persistent_load=storages.load,
-        most=most,
+        persistent_load=storages.load_storage,
+        max_values=max_values,
     )
     folder = directory.folder.rstrip("/")
-    return TorchArchive(root, directory.checksums, storages.records(), len(pickle), folder)
+    return TorchArchive(root, directory.checksums, storages.list_records(), len(pickle), folder)
 
 
-class _Storages:
+class _StorageResolver:
     """Resolves the persistent ids of one archive."""
 
     __slots__ = ("directory", "known", "span")
@@ -184,27 +186,27 @@ class _Storages:
         self.span = span
         self.known: dict[str, StorageRef] = {}
 
-    def load(self, pid: object) -> object:
+    def load_storage(self, pid: object) -> object:
         """Return the storage for a persistent id.
 
         torch gives all empty storages the same key, whatever their dtypes.
         """
-        key, dtype, nbytes = storage_id(pid)
-        before = self.known.get(key)
-        if before is None or nbytes == before.nbytes == 0:
-            _record(key, nbytes, self.directory, self.span)
-            before = self.known[key] = StorageRef(key, dtype, nbytes, self.place)
-        if (before.dtype, before.nbytes) != (dtype, nbytes):
+        key, dtype, nbytes = parse_storage_id(pid)
+        storage = self.known.get(key)
+        if storage is None or nbytes == storage.nbytes == 0:
+            _require_record(key, nbytes, self.directory, self.span)
+            storage = self.known[key] = StorageRef(key, dtype, nbytes, self.place_tensor)
+        if (storage.dtype, storage.nbytes) != (dtype, nbytes):
             raise UnsupportedError(
                 f"storage `{key}` is declared in two different ways", where=self.span.where
             )
-        return before
+        return storage
 
-    def place(self, view: TensorView) -> object:
+    def place_tensor(self, view: TensorView) -> object:
         """Locate a tensor in the file."""
-        return placed(view, self.directory, self.span)
+        return place_tensor(view, self.directory, self.span)
 
-    def records(self) -> dict[str, ZipRecord]:
+    def list_records(self) -> dict[str, ZipRecord]:
         """Return the records of all storages, by key."""
         prefix = self.directory.folder + "data/"
         return {
@@ -214,7 +216,7 @@ class _Storages:
         }
 
 
-def _record(key: str, nbytes: int, directory: Directory, span: FileRange) -> ZipRecord:
+def _require_record(key: str, nbytes: int, directory: Directory, span: FileRange) -> ZipRecord:
     record = directory.records.get(f"{directory.folder}data/{key}")
     if record is None:
         raise DamagedError(
@@ -223,8 +225,8 @@ def _record(key: str, nbytes: int, directory: Directory, span: FileRange) -> Zip
             why="the pickle refers to it, but the zip has no such record",
         )
     if record.nbytes != nbytes:
-        kind = DamagedError if record.nbytes < nbytes else UnsupportedError
-        raise kind(
+        error_type = DamagedError if record.nbytes < nbytes else UnsupportedError
+        raise error_type(
             f"storage `{key}` has the wrong size",
             where=span.where,
             why=f"the pickle declares {counted(nbytes, 'byte')}, but the record has "
@@ -233,10 +235,10 @@ def _record(key: str, nbytes: int, directory: Directory, span: FileRange) -> Zip
     return record
 
 
-def placed(view: TensorView, directory: Directory, span: FileRange) -> StoredTensor:
+def place_tensor(view: TensorView, directory: Directory, span: FileRange) -> StoredTensor:
     """Locate a tensor in the file, or raise if its storage is missing or has the wrong size."""
-    record = _record(view.storage, view.storage_nbytes, directory, span)
-    whole = view.strides is None and view.nbytes == record.nbytes
+    record = _require_record(view.storage, view.storage_nbytes, directory, span)
+    is_complete = view.strides is None and view.nbytes == record.nbytes
     begin = span.base + record.offset
     return StoredTensor(
         view.dtype,
@@ -244,19 +246,21 @@ def placed(view: TensorView, directory: Directory, span: FileRange) -> StoredTen
         view.strides,
         begin + view.offset,
         view.nbytes,
-        record.crc32 if whole and directory.checksums else None,
+        record.crc32 if is_complete and directory.checksums else None,
         view.storage,
         view.requires_grad,
-        None if whole or not directory.checksums else Checksum(begin, record.nbytes, record.crc32),
+        None
+        if is_complete or not directory.checksums
+        else Checksum(begin, record.nbytes, record.crc32),
     )
 
 
-def pickle_of(span: FileRange, directory: Directory, limit: int = MAX_PICKLE) -> bytes:
+def read_pickle(span: FileRange, directory: Directory, limit: int = MAX_PICKLE_BYTES) -> bytes:
     """Read ``data.pkl`` of at most *limit* bytes after checking byte order and kind of archive."""
     name = directory.folder + "data.pkl"
     order = directory.records.get(directory.folder + "byteorder")
-    if order is not None and span.content(order, directory.checksums, limit=16) != b"little":
-        raise ForeignFileError("the file is big-endian", where=span.where, hint=_SAVE_AGAIN)
+    if order is not None and span.read_record(order, directory.checksums, limit=16) != b"little":
+        raise ForeignFileError("the file is big-endian", where=span.where, hint=_SAVE_AGAIN_HINT)
     if directory.folder + "constants.pkl" in directory.records:
         raise ForeignFileError(
             "this is a TorchScript archive",
@@ -268,21 +272,21 @@ def pickle_of(span: FileRange, directory: Directory, limit: int = MAX_PICKLE) ->
         raise ForeignFileError(
             "not a `torch.save` file: the zip does not contain data.pkl", where=span.where
         )
-    return span.content(record, directory.checksums, limit=limit)
+    return span.read_record(record, directory.checksums, limit=limit)
 
 
 def _check_kind(span: FileRange) -> None:
     """Raise an error that names the kind of a file that is not a zip."""
-    head = span.get(0, min(span.length, 512))
+    head = span.read_bytes(0, min(span.length, 512))
     if head.startswith(b"PK\3\4"):
         return
-    if head.startswith(LEGACY):
+    if head.startswith(LEGACY_MAGIC):
         kind = "a legacy torch file (from before torch 1.6)"
     elif head[257:262] == b"ustar":
         kind = "a tar archive (perhaps from before torch 0.1.10)"
     elif len(head) > 1 and head[0] == 0x80 and head[1] in range(2, 6):
         kind = "a bare pickle"
-    elif span.length >= 22 and span.get(span.length - 22, 4) == b"PK\5\6":
+    elif span.length >= 22 and span.read_bytes(span.length - 22, 4) == b"PK\5\6":
         raise UnsupportedError(
             "bytes before the zip", where=span.where, why="the zip must start at byte 0"
         )
@@ -292,8 +296,8 @@ def _check_kind(span: FileRange) -> None:
             why = (
                 f"the file has {counted(span.length, 'byte')}"
                 if len(head) < 4
-                else zeros(span.files, span.name)
+                else describe_zeros(span.files, span.name)
             )
             raise DamagedError("the file was not written completely", where=span.where, why=why)
         raise ForeignFileError("not a `torch.save` file", where=span.where)
-    raise ForeignFileError(f"this is {kind}", where=span.where, hint=_SAVE_AGAIN)
+    raise ForeignFileError(f"this is {kind}", where=span.where, hint=_SAVE_AGAIN_HINT)

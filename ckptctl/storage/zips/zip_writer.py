@@ -26,13 +26,17 @@ _END = struct.Struct("<4s4H2IH")
 _DESCRIPTOR = struct.Struct("<4s3I")
 _DESCRIPTOR64 = struct.Struct("<4sI2Q")
 _CRC = struct.Struct("<I")
-_DESCRIBED = 0x0808
-_PLAIN = 0x0800
+_DESCRIPTOR_FLAGS = 0x0808
+_NO_DESCRIPTOR_FLAGS = 0x0800
 _MADE_BY = 0x031E
 _NEEDED = 45
 _CACHED_STORAGES = 4
 
-_BEFORE = ((".format_version", b"1"), (".storage_alignment", b"64"), ("byteorder", b"little"))
+_FIRST_RECORDS = (
+    (".format_version", b"1"),
+    (".storage_alignment", b"64"),
+    ("byteorder", b"little"),
+)
 _VERSION = ("version", b"3\n")
 _ID = ".data/serialization_id"
 
@@ -57,15 +61,15 @@ class ZipLayout:
         skeleton = self._skeleton
         enabled = any(crcs) or not skeleton.holds_data
         pickle_crc = zlib.crc32(self._pickle)
-        identity = _identity(pickle_crc, crcs)
-        known = [pickle_crc, zlib.crc32(identity)] if enabled else [0, 0]
+        serialization_id = _compute_id(pickle_crc, crcs)
+        fixed_crcs = [pickle_crc, zlib.crc32(serialization_id)] if enabled else [0, 0]
         fixed = skeleton.fixed if enabled else skeleton.unchecked
         pieces = [bytearray(piece) for piece in fixed]
         pieces[0][skeleton.pickle_at : skeleton.pickle_at + len(self._pickle)] = self._pickle
-        pieces[-1][skeleton.id_at : skeleton.id_at + ID_DIGITS] = identity
-        for crc, places in zip((*known, *crcs), skeleton.crcs_at, strict=True):
-            for index, place in places:
-                _CRC.pack_into(pieces[index], place, crc)
+        pieces[-1][skeleton.id_at : skeleton.id_at + ID_DIGITS] = serialization_id
+        for crc, places in zip((*fixed_crcs, *crcs), skeleton.crcs_at, strict=True):
+            for index, piece_offset in places:
+                _CRC.pack_into(pieces[index], piece_offset, crc)
         for start, piece in zip(skeleton.starts, pieces, strict=True):
             yield self._base + start, bytes(piece)
 
@@ -109,19 +113,19 @@ def lay_out(
         folder: Folder of all entries.
     """
     key = tuple(storages)
-    build = _cached if len(key) <= _CACHED_STORAGES else _build
+    build = _build_cached if len(key) <= _CACHED_STORAGES else _build_skeleton
     skeleton = build(len(pickle), key, folder)
     offsets = tuple(base + offset for offset in skeleton.data_offsets)
     return ZipLayout(skeleton.size, offsets, pickle, base, skeleton)
 
 
-def _identity(pickle_crc: int, crcs: Sequence[int]) -> bytes:
+def _compute_id(pickle_crc: int, crcs: Sequence[int]) -> bytes:
     """Compute a serialization id of 40 digits from the checksums of the content."""
     combined = zlib.crc32(struct.pack(f"<{len(crcs)}I", *crcs)) if crcs else 0
     return b"%020d%020d" % (pickle_crc, combined)
 
 
-class _Builder:
+class _FrameBuilder:
     """Appends records to a frame, in which the bytes of a storage separate two pieces."""
 
     def __init__(self, folder: str) -> None:
@@ -133,26 +137,26 @@ class _Builder:
         self.entries = 0
         self.marks: list[tuple[tuple[int, int] | None, int]] = []
 
-    def record(self, name: str, nbytes: int, content: bytes | None = None, crc: int = 0) -> int:
+    def add_record(self, name: str, nbytes: int, content: bytes | None = None, crc: int = 0) -> int:
         """Append a record, skipping its data if *content* is None, and return the data's offset."""
         raw = f"{self.folder}/{name}".encode()
         header = self.position
-        flags = _DESCRIBED if nbytes else _PLAIN
+        flags = _DESCRIPTOR_FLAGS if nbytes else _NO_DESCRIPTOR_FLAGS
         extra = _local_extra(header, len(raw), nbytes)
         local = _LOCAL.pack(b"PK\3\4", 0, flags, 0, 0, 0, 0, 0, 0, len(raw), len(extra))
-        self.append(local + raw + extra)
+        self.append_bytes(local + raw + extra)
         data = self.position
         if content is None:
             self.position += nbytes
             self.starts.append(self.position)
             self.pieces.append(bytearray())
         else:
-            self.append(content)
+            self.append_bytes(content)
         place = (len(self.pieces) - 1, len(self.pieces[-1]) + 4) if nbytes else None
         self.marks.append((place, len(self.directory) + 16))
         if nbytes:  # an empty record has no data descriptor
-            form = _DESCRIPTOR64 if header >= _BIG or nbytes >= _BIG else _DESCRIPTOR
-            self.append(form.pack(b"PK\7\x08", crc, nbytes, nbytes))
+            descriptor = _DESCRIPTOR64 if header >= _BIG or nbytes >= _BIG else _DESCRIPTOR
+            self.append_bytes(descriptor.pack(b"PK\7\x08", crc, nbytes, nbytes))
         wide = [nbytes, nbytes] if nbytes >= _BIG else []
         wide += [header] if header >= _BIG else []
         extra = _zip64_extra(wide)
@@ -165,21 +169,27 @@ class _Builder:
         self.entries += 1
         return data
 
-    def append(self, content: bytes) -> None:
+    def append_bytes(self, content: bytes) -> None:
         self.pieces[-1] += content
         self.position += len(content)
 
-    def finish(self) -> int:
+    def append_directory(self) -> int:
         """Append directory and end records, and return the offset of the directory in the piece."""
-        place, start = len(self.pieces[-1]), self.position
+        directory_offset, start = len(self.pieces[-1]), self.position
         size, count = len(self.directory), self.entries
-        self.append(bytes(self.directory))
+        self.append_bytes(bytes(self.directory))
         end = self.position
-        self.append(_END64.pack(b"PK\6\6", 44, _MADE_BY, _NEEDED, 0, 0, count, count, size, start))
-        self.append(_LOCATOR.pack(b"PK\6\7", 0, end, 1))
-        few = min(count, _MANY)
-        self.append(_END.pack(b"PK\5\6", 0, 0, few, few, min(size, _BIG), min(start, _BIG), 0))
-        return place
+        self.append_bytes(
+            _END64.pack(b"PK\6\6", 44, _MADE_BY, _NEEDED, 0, 0, count, count, size, start)
+        )
+        self.append_bytes(_LOCATOR.pack(b"PK\6\7", 0, end, 1))
+        entry_count = min(count, _MANY)
+        self.append_bytes(
+            _END.pack(
+                b"PK\5\6", 0, 0, entry_count, entry_count, min(size, _BIG), min(start, _BIG), 0
+            )
+        )
+        return directory_offset
 
 
 def _zip64_extra(values: Sequence[int]) -> bytes:
@@ -198,21 +208,25 @@ def _local_extra(header: int, name_length: int, nbytes: int) -> bytes:
     return extra + struct.pack("<2sH", b"FB", padding) + b"Z" * padding
 
 
-def _build(pickle_nbytes: int, storages: tuple[tuple[str, int], ...], folder: str) -> _Skeleton:
-    builder = _Builder(folder)
-    pickle_at = builder.record("data.pkl", pickle_nbytes, bytes(pickle_nbytes))
-    for name, content in _BEFORE:
-        builder.record(name, len(content), content, zlib.crc32(content))
-    offsets = tuple(builder.record(f"data/{key}", nbytes) for key, nbytes in storages)
-    builder.record(_VERSION[0], len(_VERSION[1]), _VERSION[1], zlib.crc32(_VERSION[1]))
-    id_at = builder.record(_ID, ID_DIGITS, bytes(ID_DIGITS)) - builder.starts[-1]
-    directory = builder.finish()
-    last = len(builder.pieces) - 1
+def _build_skeleton(
+    pickle_nbytes: int, storages: tuple[tuple[str, int], ...], folder: str
+) -> _Skeleton:
+    builder = _FrameBuilder(folder)
+    pickle_at = builder.add_record("data.pkl", pickle_nbytes, bytes(pickle_nbytes))
+    for name, content in _FIRST_RECORDS:
+        builder.add_record(name, len(content), content, zlib.crc32(content))
+    offsets = tuple(builder.add_record(f"data/{key}", nbytes) for key, nbytes in storages)
+    builder.add_record(_VERSION[0], len(_VERSION[1]), _VERSION[1], zlib.crc32(_VERSION[1]))
+    id_at = builder.add_record(_ID, ID_DIGITS, bytes(ID_DIGITS)) - builder.starts[-1]
+    directory = builder.append_directory()
+    last_piece = len(builder.pieces) - 1
     places = tuple(
-        ((last, directory + listed),) if place is None else (place, (last, directory + listed))
-        for place, listed in builder.marks
+        ((last_piece, directory + entry_offset),)
+        if place is None
+        else (place, (last_piece, directory + entry_offset))
+        for place, entry_offset in builder.marks
     )
-    first = 1 + len(_BEFORE)
+    first = 1 + len(_FIRST_RECORDS)
     varying = (places[0], places[-1], *places[first : first + len(storages)])
     constant = (*places[1:first], places[-2])
     return _Skeleton(
@@ -220,7 +234,7 @@ def _build(pickle_nbytes: int, storages: tuple[tuple[str, int], ...], folder: st
         offsets,
         tuple(builder.starts),
         tuple(bytes(piece) for piece in builder.pieces),
-        _without(builder.pieces, constant),
+        _clear_crcs(builder.pieces, constant),
         pickle_at,
         id_at,
         varying,
@@ -228,15 +242,15 @@ def _build(pickle_nbytes: int, storages: tuple[tuple[str, int], ...], folder: st
     )
 
 
-def _without(
+def _clear_crcs(
     pieces: Sequence[bytearray], places: Sequence[tuple[tuple[int, int], ...]]
 ) -> tuple[bytes, ...]:
     """Return copies of the pieces with CRC 0 at *places*."""
     blank = [bytearray(piece) for piece in pieces]
     for record in places:
-        for index, place in record:
-            _CRC.pack_into(blank[index], place, 0)
+        for index, piece_offset in record:
+            _CRC.pack_into(blank[index], piece_offset, 0)
     return tuple(bytes(piece) for piece in blank)
 
 
-_cached = lru_cache(maxsize=1024)(_build)
+_build_cached = lru_cache(maxsize=1024)(_build_skeleton)

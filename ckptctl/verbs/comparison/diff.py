@@ -21,8 +21,8 @@ from ckptctl.numerics.quantized import dequantized, quantized
 from ckptctl.save_load.loading.state_mapping import MappingRequest, StateMapping, keep_names
 from ckptctl.storage.compare import Errors, Tolerance
 from ckptctl.storage.computed import open_reader
-from ckptctl.storage.paths import shown
-from ckptctl.storage.threads import Watch, unwatched
+from ckptctl.storage.paths import redact_path
+from ckptctl.storage.threads import Watch, ignore_progress
 from ckptctl.tree import TreePath
 from ckptctl.verbs.comparison.diff_options import DiffOptions
 from ckptctl.verbs.comparison.diff_result import Difference, LeafDifference, TensorDifference
@@ -47,7 +47,7 @@ class _Compared:
 
 
 def diff(
-    a: str | TreePath, b: str | TreePath, options: DiffOptions, progress: Watch = unwatched
+    a: str | TreePath, b: str | TreePath, options: DiffOptions, progress: Watch = ignore_progress
 ) -> Difference:
     """Compare two checkpoints after mapping *b* to the layout of *a*.
 
@@ -87,10 +87,10 @@ def _diff(
     read_a, read_b = values.bytes_read
     differing = (one for one in tensors if one.kinds and not _is_ignored(one, options))
     return Difference(
-        replace(paired.a, path=shown(a), bytes_read=padding_read + read_a),
+        replace(paired.a, path=redact_path(a), bytes_read=padding_read + read_a),
         replace(
             paired.b,
-            path=shown(b),
+            path=redact_path(b),
             only=(*paired.b.only, *values.only_b),
             left_out=left,
             bytes_read=read_b,

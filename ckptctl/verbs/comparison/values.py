@@ -13,10 +13,10 @@ from ckptctl.file_identity import FileIdentity
 from ckptctl.planner.plan import Plan
 from ckptctl.save_load.loading.reading import Reading, WantedBox, fill
 from ckptctl.save_load.loading.state_mapping import StateMapping
-from ckptctl.storage.compare import Errors, Tolerance, errors_between
+from ckptctl.storage.compare import Errors, Tolerance, compare_windows
 from ckptctl.storage.computed import require_torch_for
 from ckptctl.storage.pickles.inert import DictRecord, Inert
-from ckptctl.storage.tensor_reader import boxes_within
+from ckptctl.storage.tensor_reader import split_into_boxes
 from ckptctl.storage.threads import Advance
 from ckptctl.tree import TreePath
 from ckptctl.verbs.comparison.diff_result import LeafDifference
@@ -115,7 +115,7 @@ class Windows:
             read_a, read_b = self.bytes_read
             self.bytes_read = read_a + self._fill(plan_a, a), read_b + self._fill(plan_b, b)
             for (one, box), x, y in zip(batch, a, b, strict=True):
-                found[one.entry.name] += errors_between(
+                found[one.entry.name] += compare_windows(
                     x, y, one.entry.dtype, one.dtype, box, tolerance, bitwise=self.bitwise
                 )
                 if advance:
@@ -145,7 +145,7 @@ def _batches(pairs: Sequence[Pair]) -> Iterator[list[tuple[Pair, Box]]]:
     nbytes = 0
     for pair in pairs:
         itemsize = max(dtypes.itemsize(pair.entry.dtype), dtypes.itemsize(pair.dtype))
-        for box in boxes_within(pair.entry.shape, WINDOW):
+        for box in split_into_boxes(pair.entry.shape, WINDOW):
             batch.append((pair, box))
             nbytes += box.numel * itemsize
             if nbytes >= BATCH or len(batch) >= MANY:

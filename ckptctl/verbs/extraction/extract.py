@@ -33,7 +33,7 @@ from ckptctl.save_load.loading.reading import Reading
 from ckptctl.save_load.loading.state_mapping import StateMapping, Wanted
 from ckptctl.storage.computed import require_torch_for
 from ckptctl.storage.outcome import OUT_OF_RANGE, OutOfRange
-from ckptctl.storage.paths import shown
+from ckptctl.storage.paths import redact_path
 from ckptctl.tree import TreePath
 from ckptctl.units import counted
 from ckptctl.verbs.extraction.extract_options import ExtractOptions
@@ -94,7 +94,7 @@ def extract(path: str | TreePath, tensor: str, options: ExtractOptions) -> Extra
         mapping = replace(mapping, catalog=located(mapping.catalog, names), tensors=chosen)
         reading = Reading(mapping, casts(mapping, wanted, True))
         if options.output is None:
-            return _shown(shown(path), reading, taken)
+            return _shown(redact_path(path), reading, taken)
         output = Path(options.output)
         target = Path(require_destination(source, output, options.overwrite, OVERWRITABLE).path)
         kind = formats.target("hf" if target.suffix == ".safetensors" else "torch")
@@ -107,7 +107,7 @@ def extract(path: str | TreePath, tensor: str, options: ExtractOptions) -> Extra
         done = write_file(plan, target, options)
         found = tuple(_extracted(reading, one) for one in taken)
         return Extraction(
-            shown(path),
+            redact_path(path),
             str(options.output),
             found,
             plan.nbytes,

@@ -18,10 +18,10 @@ from ckptctl.planner.mapping.mapped import ComposedTensor
 from ckptctl.save_load.loading.checks import casts
 from ckptctl.save_load.loading.reading import Reading, WantedBox, fill
 from ckptctl.save_load.loading.state_mapping import Wanted
-from ckptctl.storage.arithmetic import import_torch, tensor
+from ckptctl.storage.arithmetic import import_torch, view_as_tensor
 from ckptctl.storage.outcome import require_in_range
-from ckptctl.storage.paths import shown
-from ckptctl.storage.pickles.inert import Global, Inert, walk
+from ckptctl.storage.paths import redact_path
+from ckptctl.storage.pickles.inert import Global, Inert, walk_values
 from ckptctl.storage.zips.zip_reader import StoredTensor
 from ckptctl.tree import TreePath
 from ckptctl.units import counted
@@ -119,7 +119,7 @@ class PlainLeaves(Mapping[str, object]):
 def _require_plain(blob: Blob, value: object, where: TreePath) -> None:
     """Raise if *value* contains tensors or unknown classes."""
     kinds = (StoredTensor, Inert, Global)
-    strange = next((one for one in walk(value) if isinstance(one, kinds)), None)
+    strange = next((one for one in walk_values(value) if isinstance(one, kinds)), None)
     if strange is None:
         return
     if isinstance(strange, StoredTensor):
@@ -167,7 +167,7 @@ class LazyStateDict(Mapping[str, TensorHandle]):
         self._tensors = {
             key.removeprefix(self._prefix): self._mapping.tensors[key] for key in inside
         }
-        self.path = shown(path)
+        self.path = redact_path(path)
         self.format = catalog.format
         self.metadata = catalog.metadata
         self.leaves = PlainLeaves(catalog, self._prefix, self._require_open)
@@ -222,7 +222,7 @@ class LazyStateDict(Mapping[str, TensorHandle]):
         self._require_open()
         require_torch("a slice of a tensor", instead="`ckptctl.extract` writes files without torch")
         import_torch()
-        return tensor(self._bytes(handle, composed, part), handle.dtype, part.shape)
+        return view_as_tensor(self._bytes(handle, composed, part), handle.dtype, part.shape)
 
     def _bytes(self, handle: TensorHandle, composed: ComposedTensor, part: Slice) -> bytearray:
         """Read a part of a tensor as row-major bytes."""

@@ -15,7 +15,12 @@ from ckptctl.catalog import Box
 from ckptctl.errors import UsageError, spell_option
 from ckptctl.installed import require_torch
 from ckptctl.save_load.loading.reading import Reading, WantedBox, fill
-from ckptctl.storage.arithmetic import Number, numbers, plain, shown
+from ckptctl.storage.arithmetic import (
+    Number,
+    can_decode_without_torch,
+    decode_numbers,
+    format_number,
+)
 from ckptctl.storage.computed import require_torch_for
 from ckptctl.units import counted
 
@@ -138,7 +143,7 @@ def preview(
     boxes = [Box(*zip(*spans, strict=True)) if spans else Box((), ()) for spans in product(*chosen)]
     buffers = [bytearray(box.numel * dtypes.itemsize(dtype)) for box in boxes]
     if any(buffers):
-        if not plain(dtype):
+        if not can_decode_without_torch(dtype):
             instead = f"{spell_option('--output')} writes the bytes without torch"
             require_torch("the preview", f"`{name}` is {dtype}", instead=instead)
         wanted = [WantedBox(name, dtype, whole, _shifted(box, taken.box)) for box in boxes]
@@ -148,7 +153,7 @@ def preview(
     values: dict[tuple[int, ...], Number] = {}
     for box, buffer in zip(boxes, buffers, strict=True):
         spans = (range(o, o + s) for o, s in zip(box.offsets, box.sizes, strict=True))
-        values |= zip(product(*spans), numbers(buffer, dtype), strict=True)
+        values |= zip(product(*spans), decode_numbers(buffer, dtype), strict=True)
     text = _text(values, [_places(spans) for spans in chosen], taken.dropped)
     return text, sum(map(len, buffers))
 
@@ -170,12 +175,12 @@ def _shifted(box: Box, inside: Box) -> Box:
 def _text(
     values: dict[tuple[int, ...], Number], places: list[list[int]], hidden: Sequence[int]
 ) -> str:
-    width = max((len(shown(value)) for value in values.values()), default=0)
+    width = max((len(format_number(value)) for value in values.values()), default=0)
 
     def part(index: tuple[int, ...], depth: int) -> str:
         dim = len(index)
         if dim == len(places):
-            return shown(values[index]).rjust(width)
+            return format_number(values[index]).rjust(width)
         if dim in hidden:
             return part((*index, 0), depth)
         last = all(later in hidden for later in range(dim + 1, len(places)))

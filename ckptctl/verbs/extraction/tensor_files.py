@@ -17,9 +17,9 @@ from ckptctl.planner.plan import OutputFile, Plan, Record
 from ckptctl.save_load.loading.reading import Reading
 from ckptctl.storage.destinations import Replaceable, require_space
 from ckptctl.storage.execution.execution_options import Execution, ExecutionOptions
-from ckptctl.storage.execution.executor import execute
+from ckptctl.storage.execution.executor import execute_plan
 from ckptctl.storage.outcome import require_in_range
-from ckptctl.storage.publish import staging
+from ckptctl.storage.publish import stage_output
 from ckptctl.tree import TreePath
 from ckptctl.units import counted
 from ckptctl.verbs.extraction.extract_options import ExtractOptions
@@ -143,11 +143,11 @@ def plan_file(
 def write_file(plan: Plan, target: Path, options: ExtractOptions) -> Execution:
     """Write the planned file and publish it atomically."""
     how = ExecutionOptions(jobs=options.jobs or 0)
-    with staging(
+    with stage_output(
         target, overwrite=options.overwrite, single_file=True, is_checkpoint=OVERWRITABLE
     ) as stage:
         require_space(stage.data, plan.nbytes)
-        done = execute(plan, stage.data, how, lambda _: None)
+        done = execute_plan(plan, stage.data, how, lambda _: None)
         if not options.allow_overflow:
             require_in_range(
                 done.lost, f"pass {spell_option('--allow-overflow')} to write them anyway"

@@ -32,8 +32,8 @@ from ckptctl.formats.shared.findings import UNUSABLE, of_error
 from ckptctl.installed import require_torch
 from ckptctl.notes import Notes
 from ckptctl.numerics.quantized import dequantized, glanced
-from ckptctl.storage.paths import named, require_answers, shown, source_path
-from ckptctl.storage.threads import Watch, unwatched
+from ckptctl.storage.paths import parse_path, redact_path, require_no_failure, resolve_source_path
+from ckptctl.storage.threads import Watch, ignore_progress
 from ckptctl.storage.writing import UnfinishedError
 from ckptctl.tree import TreePath
 from ckptctl.verbs.inspection.inspect_options import InspectOptions
@@ -51,7 +51,7 @@ PASSES = 2
 
 
 def inspect(
-    path: str | TreePath, options: InspectOptions | None = None, progress: Watch = unwatched
+    path: str | TreePath, options: InspectOptions | None = None, progress: Watch = ignore_progress
 ) -> Inspection:
     """Describe the checkpoint, or the folder of checkpoints, at *path*.
 
@@ -76,7 +76,7 @@ def inspect(
             require_one(found, [name for name, given in asked.items() if given])
             return found
         measured = _measure(catalog, options.include, progress) if options.stats else {}
-        found = describe(shown(path), catalog, measured, options.model_type)
+        found = describe(redact_path(path), catalog, measured, options.model_type)
         return replace(found, values=leaf_values(catalog))
 
 
@@ -91,7 +91,7 @@ def _readable(read: Callable[..., Catalog]) -> Catalog:
             part = read(partial=True)
         except CkptError:
             raise error from None
-        require_answers(part.root)
+        require_no_failure(part.root)
         if not part.findings:
             raise
         return part
@@ -105,7 +105,7 @@ def _run(path: str | TreePath, *, recognized: bool) -> Inspection | None:
     if (found := overview(path)) or recognized:
         return found
     members = tuple(_member(one, path) for one in formats.list_run(formats.existing(path)))
-    return Inspection.of_members(shown(path), members) if members else None
+    return Inspection.of_members(redact_path(path), members) if members else None
 
 
 def overview(path: str | TreePath) -> Inspection | None:
@@ -113,7 +113,7 @@ def overview(path: str | TreePath) -> Inspection | None:
     from ckptctl.runs.entries import is_run
     from ckptctl.runs.listing import read_run  # only for runs
 
-    root = source_path(path)
+    root = resolve_source_path(path)
     if not is_run(root) or formats.sniff(root):
         return None
     run = read_run(root)
@@ -126,7 +126,7 @@ def overview(path: str | TreePath) -> Inspection | None:
             size = len(catalog.tensors), catalog.nbytes
         told = one.verdict, one.read_failed
         members.append(Member(str(one.path), one.format, *size, problems, *told))
-    return Inspection.of_members(shown(path), tuple(members), run)
+    return Inspection.of_members(redact_path(path), tuple(members), run)
 
 
 def require_one(found: Inspection, asked: Sequence[str]) -> None:
@@ -328,7 +328,7 @@ def measured(
 
 
 def _member(path: TreePath, parent: str | TreePath) -> Member:
-    shown = str(named(parent) / path.name)
+    shown = str(parse_path(parent) / path.name)
     try:
         catalog = formats.open_checkpoint(path)
     except CkptError as error:

@@ -48,8 +48,8 @@ from ckptctl.planner.mapping.adapters import PREFIX, linear_keys
 from ckptctl.storage.arithmetic import import_torch
 from ckptctl.storage.destinations import Replaceable
 from ckptctl.storage.file_system import sync_directory
-from ckptctl.storage.paths import named
-from ckptctl.storage.publish import staging
+from ckptctl.storage.paths import parse_path
+from ckptctl.storage.publish import stage_output
 from ckptctl.storage.safetensors_header import encode_header
 from ckptctl.storage.threads import Advance
 from ckptctl.tree import TreePath
@@ -104,7 +104,7 @@ class Extraction:
         sources = [formats.existing(base), formats.existing(tuned)]
         may_go = Replaceable(replaceable)
         for source in sources:
-            self.target = require_destination(source, named(output), options.overwrite, may_go)
+            self.target = require_destination(source, parse_path(output), options.overwrite, may_go)
         if self.target.upload:
             raise UsageError("cannot write an adapter to a URL", where=str(output))
         options.require_measure()
@@ -183,7 +183,7 @@ class Extraction:
         self.whole: tuple[str, ...] = ()
         dtype = self.options.dtype or "float32"
         names = [name for key in self.base for name in self._names(key)]
-        with staging(
+        with stage_output(
             Path(self.target.path),
             overwrite=self.options.overwrite,
             is_checkpoint=Replaceable(replaceable),

@@ -24,8 +24,8 @@ from ckptctl.formats.shared.findings import NO_TENSOR, of_error
 from ckptctl.installed import require_torch
 from ckptctl.planner.boxes import coverage
 from ckptctl.storage.computed import open_reader
-from ckptctl.storage.paths import shown
-from ckptctl.storage.threads import Watch, unwatched
+from ckptctl.storage.paths import redact_path
+from ckptctl.storage.threads import Watch, ignore_progress
 from ckptctl.tree import TreePath
 from ckptctl.units import natural
 from ckptctl.verbs.comparison.diff_options import DiffOptions
@@ -67,7 +67,9 @@ _OPTIONS = {
 """Names of `diff` options in `report`."""
 
 
-def report(path: str | TreePath, options: ReportOptions, progress: Watch = unwatched) -> Report:
+def report(
+    path: str | TreePath, options: ReportOptions, progress: Watch = ignore_progress
+) -> Report:
     """Collect everything known about a checkpoint and write a page about it.
 
     A damaged checkpoint gets a page, too. If its index cannot be read, the page shows the reason.
@@ -170,7 +172,7 @@ def _summarized(
     verified, catalog = _examined(path, options, paired=paired)
     if catalog is None:
         return CheckpointSummary(path=verified.path, verification=verified, inspection=None), None
-    inspected, notes = _described(shown(path), catalog, options)
+    inspected, notes = _described(redact_path(path), catalog, options)
     summary = CheckpointSummary(
         path=verified.path,
         verification=replace(verified, notes=(*verified.notes, *notes)),

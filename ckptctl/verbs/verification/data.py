@@ -22,9 +22,9 @@ from ckptctl.ranks import sharing
 from ckptctl.ranks.coordinator import Coordinator, require_same, together
 from ckptctl.ranks.sharing import portion
 from ckptctl.storage.computed import open_reader
-from ckptctl.storage.crc import combine, crc_of
+from ckptctl.storage.crc import combine_crcs, compute_crc
 from ckptctl.storage.files import Readable, SourceFiles, source_files
-from ckptctl.storage.threads import Advance, ByteCount, Watch, default_threads, thread_pool
+from ckptctl.storage.threads import Advance, ByteCount, Watch, create_thread_pool, default_threads
 from ckptctl.storage.zips.directory import FileRange, read_directory
 from ckptctl.tree import TreePath
 from ckptctl.units import counted
@@ -232,7 +232,7 @@ def _decompressed(
                 advance(item.nbytes)
         return item
 
-    with thread_pool(jobs or default_threads()) as pool:
+    with create_thread_pool(jobs or default_threads()) as pool:
         done = list(pool.map(read, items))
     findings = [one for one in done if isinstance(one, Finding)]
     return findings, [one for one in done if isinstance(one, PackedItem)]
@@ -243,10 +243,10 @@ def _identities(catalog: Catalog, *, anew: bool = False) -> dict[str, FileIdenti
     found = {}
     with source_files(catalog.root) as files:
         if anew:
-            files.forget()
+            files.drop_metadata()
         for name in catalog.files:
             try:
-                found[name] = files.identity(name)
+                found[name] = files.read_identity(name)
             except CkptError:
                 continue
     return found
@@ -352,12 +352,14 @@ def crcs(
 
     def sum_of(block: ReadBlock) -> int | CkptError:
         try:
-            return crc_of(files, ranges[block.number].file, block.offset, block.nbytes, advance)
+            return compute_crc(
+                files, ranges[block.number].file, block.offset, block.nbytes, advance
+            )
         except CkptError as error:
             return error
 
     found: list[tuple[ReadBlock, int | CkptError]] = []
-    with thread_pool(jobs or default_threads()) as pool:
+    with create_thread_pool(jobs or default_threads()) as pool:
         for first in range(0, len(some), BATCH):
             batch = some[first : first + BATCH]
             found += zip(batch, pool.map(sum_of, batch), strict=True)
@@ -385,7 +387,7 @@ def _wrong(
     for nbytes, part in parts:
         if isinstance(part, CkptError):
             return of_error(part, root, one.name)
-        crc = combine(crc, part, nbytes)
+        crc = combine_crcs(crc, part, nbytes)
     if crc == one.crc32:
         return None
     why = (

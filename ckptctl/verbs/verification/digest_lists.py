@@ -18,12 +18,12 @@ from ckptctl.catalog import Finding
 from ckptctl.errors import CkptError, RefusedError, command
 from ckptctl.formats.shared.findings import of_error
 from ckptctl.ranks.coordinator import Coordinator, on_first, together
-from ckptctl.storage.crc import hasher, windows
+from ckptctl.storage.crc import create_hasher, iterate_windows
 from ckptctl.storage.file_system import write_file
 from ckptctl.storage.files import SourceFiles, source_files
 from ckptctl.storage.json_reader import read_json
-from ckptctl.storage.publish import staging
-from ckptctl.storage.threads import Advance, Watch, default_threads, thread_pool
+from ckptctl.storage.publish import stage_output
+from ckptctl.storage.threads import Advance, Watch, create_thread_pool, default_threads
 from ckptctl.tree import TreePath
 from ckptctl.verbs.verification.structure import root_of
 from ckptctl.verdict import Severity
@@ -135,7 +135,7 @@ def check_lists(
         why = f"its {line.algorithm} is {found}, but {line.list_} lists {line.digest}"
         return Finding("a file does not match its listed checksum", why, line.severity, line.file)
 
-    with thread_pool(jobs or default_threads()) as pool:
+    with create_thread_pool(jobs or default_threads()) as pool:
         results = list(pool.map(compared, lines))
     bad = {line.file for line, result in zip(lines, results, strict=True) if result}
     return [r for r in results if r], [line.file for line in lines if line.file not in bad]
@@ -144,8 +144,8 @@ def check_lists(
 def digest(files: SourceFiles, name: str, algorithm: str, advance: Advance | None) -> str:
     """Compute the digest of a file."""
     size = files.size(name)
-    known = hasher(algorithm, size)
-    for view in windows(files, name, 0, size, advance):
+    known = create_hasher(algorithm, size)
+    for view in iterate_windows(files, name, 0, size, advance):
         known.update(view)
     return known.hexdigest()
 
@@ -202,7 +202,7 @@ def write_list(path: TreePath, jobs: int | None, progress: Watch, ranks: Coordin
         mine = portion(ranks, names, sizes.__getitem__)
 
         def digests() -> dict[str, str]:
-            with progress(sum(sizes.values())) as advance, thread_pool(threads) as pool:
+            with progress(sum(sizes.values())) as advance, create_thread_pool(threads) as pool:
                 sums = pool.map(lambda name: digest(files, name, "sha256", advance), mine)
                 return dict(zip(mine, sums, strict=True))
 
@@ -215,7 +215,7 @@ def write_list(path: TreePath, jobs: int | None, progress: Watch, ranks: Coordin
 
 def _publish(target: TreePath, content: str) -> None:
     require_room(target)
-    with staging(Path(target), single_file=True) as stage:
+    with stage_output(Path(target), single_file=True) as stage:
         write_file(stage.data / target.name, os.fsencode(content))
         stage.publish()
 

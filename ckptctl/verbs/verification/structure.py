@@ -15,8 +15,8 @@ from ckptctl.errors import CkptError, UnsupportedError, listed
 from ckptctl.formats.shared.findings import of_error, weighed
 from ckptctl.planner.boxes import Coverage, coverage, intersect
 from ckptctl.storage.files import SourceFiles, source_files
-from ckptctl.storage.read_ahead import FileOffset, ahead
-from ckptctl.storage.stand_ins import ZIP, ZIP_END, ZIP_REACH, ZIP_TAIL, begins_as_zip
+from ckptctl.storage.read_ahead import FileOffset, prefetch_items
+from ckptctl.storage.stand_ins import ZIP, ZIP_END, ZIP_REACH, ZIP_TAIL, starts_like_zip
 from ckptctl.tree import TreePath
 from ckptctl.units import counted, natural
 from ckptctl.verdict import Severity
@@ -63,7 +63,7 @@ def is_about_unread(finding: Finding, catalog: Catalog) -> bool:
 def may_be_zip(files: SourceFiles, name: str) -> bool:
     """Return whether a file starts like a zip, or cannot be read."""
     try:
-        return begins_as_zip(files, name)
+        return starts_like_zip(files, name)
     except CkptError:
         return True
 
@@ -224,7 +224,7 @@ def _shared_bytes(catalog: Catalog) -> Iterator[Finding]:
     identical byte ranges, but no partial overlaps.
     """
     with source_files(catalog.root) as files:
-        for file, ranges in ahead(files, _exclusive(catalog).items(), _head_if_raw):
+        for file, ranges in prefetch_items(files, _exclusive(catalog).items(), _head_if_raw):
             if _head_if_raw((file, ranges)) and may_be_zip(files, file):
                 continue
             ranges.sort()

@@ -20,12 +20,12 @@ from ckptctl.catalog import Catalog, Finding
 from ckptctl.errors import CkptError
 from ckptctl.formats.base import Listing
 from ckptctl.formats.shared.tags import LATEST, LATEST_UNIVERSAL, pointer_content
-from ckptctl.storage.compare import equal
-from ckptctl.storage.crc import algorithm_of
+from ckptctl.storage.compare import are_tensors_equal
+from ckptctl.storage.crc import find_digest_algorithm
 from ckptctl.storage.destinations import staging_directory
 from ckptctl.storage.files import SourceFiles, source_files
-from ckptctl.storage.paths import hub_repository, real_path
-from ckptctl.storage.stand_ins import unwritten
+from ckptctl.storage.paths import find_hub_repository, resolve_links
+from ckptctl.storage.stand_ins import incomplete_reason
 from ckptctl.tree import TreePath
 from ckptctl.verbs.verification.digest_lists import FileDigest
 from ckptctl.verdict import Severity
@@ -81,7 +81,7 @@ def surroundings(
 def _state_of_trainer(folder: TreePath) -> Iterator[Finding]:
     """Yield truncated files of the trainer's state next to a model."""
     for item in sorted(folder.iterdir()):
-        if STATE.fullmatch(item.name) and item.is_file() and (why := unwritten(item)):
+        if STATE.fullmatch(item.name) and item.is_file() and (why := incomplete_reason(item)):
             what = "a file of the trainer's state was not completely written"
             yield Finding(what, why, "error", item.name)
 
@@ -123,7 +123,7 @@ def _same(catalog: Catalog, parts: Catalog, name: str) -> bool:
         return True
     below = tuple(replace(one, file=f"{SHARDED}/{one.file}") for one in other.extents)
     with source_files(catalog.root) as files:
-        return equal(files, own, replace(other, extents=below))
+        return are_tensors_equal(files, own, replace(other, extents=below))
 
 
 def _emptied(root: TreePath, used: Collection[str]) -> Iterator[Finding]:
@@ -185,7 +185,7 @@ DOWNLOADS = ".cache/huggingface/download"
 def unfinished(root: TreePath) -> Iterator[TreePath]:
     """Yield partial files of interrupted downloads to *root*."""
     yield from sorted((root / DOWNLOADS).rglob("*.incomplete"))
-    repository = hub_repository(real_path(root))
+    repository = find_hub_repository(resolve_links(root))
     if repository is not None:
         yield from sorted((repository / "blobs").glob("*.incomplete"))
 
@@ -222,22 +222,22 @@ def _told(files: SourceFiles, folder: PurePath) -> Iterator[FileDigest]:
     """Yield the digests that a remote store reports."""
     for item in sorted((files.root / folder).iterdir()):
         name = str(folder / item.name)
-        digest = files.digest(name) if item.is_file() else None
-        algorithm = algorithm_of(digest or "")
+        digest = files.find_digest(name) if item.is_file() else None
+        algorithm = find_digest_algorithm(digest or "")
         if digest and algorithm:
             yield FileDigest("the Hub", algorithm, name, digest)
 
 
 def _linked(root: TreePath, folder: PurePath) -> Iterator[FileDigest]:
     """Yield files of a snapshot in the cache, whose blobs are named by ETag."""
-    real = real_path(Path(root))
-    repository = hub_repository(real)
+    real = resolve_links(Path(root))
+    repository = find_hub_repository(real)
     if repository is None or not (real / folder).is_dir():
         return
     for item in sorted((real / folder).iterdir()):
         if item.is_symlink() and item.is_file():
             blob = Path(os.path.normpath(item.parent / item.readlink()))
-            algorithm = algorithm_of(blob.name)
+            algorithm = find_digest_algorithm(blob.name)
             if blob.parent == repository / "blobs" and algorithm:
                 yield FileDigest("the Hub's cache", algorithm, str(folder / item.name), blob.name)
 
@@ -247,7 +247,7 @@ def _recorded(root: TreePath, folder: PurePath) -> Iterator[tuple[TreePath, str]
 
     The download folder may be a parent, since repositories contain folders.
     """
-    real = real_path(root)
+    real = resolve_links(root)
     for top in (real, *real.parents):
         records = top / DOWNLOADS / (real / folder).relative_to(top)
         for record in sorted(records.glob(f"*{RECORD}")):
@@ -268,7 +268,7 @@ def _read(record: TreePath, file: TreePath, name: str) -> FileDigest | None:
         changed = file.stat().st_mtime - 1 > float(time)
     except (CkptError, ValueError, OSError):
         return None
-    algorithm = algorithm_of(etag)
+    algorithm = find_digest_algorithm(etag)
     if algorithm is None:
         return FileDigest(str(record), "", name, "")
     own = changed and algorithm != "sha256"

@@ -17,9 +17,9 @@ from ckptctl.formats.shared.findings import UNUSABLE, of_error
 from ckptctl.installed import require_torch
 from ckptctl.notes import Notes
 from ckptctl.ranks.coordinator import Alone, Coordinator, on_first, require_same, together
-from ckptctl.storage.paths import require_answers, require_local, shown
-from ckptctl.storage.sources import require_unreplaced
-from ckptctl.storage.threads import Watch, unwatched
+from ckptctl.storage.paths import redact_path, require_local, require_no_failure
+from ckptctl.storage.sources import require_same_file
+from ckptctl.storage.threads import Watch, ignore_progress
 from ckptctl.tree import TreePath
 from ckptctl.verbs.verification import digest_lists
 from ckptctl.verbs.verification.structure import is_about_unread, root_of, structure
@@ -102,7 +102,7 @@ class IndexChecks:
 def verify(
     path: str | TreePath,
     options: VerifyOptions | None = None,
-    progress: Watch = unwatched,
+    progress: Watch = ignore_progress,
     ranks: Coordinator | None = None,
 ) -> Verification:
     """Verify the checkpoint at *path* and list all findings."""
@@ -112,7 +112,7 @@ def verify(
 def examine(
     path: str | TreePath,
     options: VerifyOptions,
-    progress: Watch = unwatched,
+    progress: Watch = ignore_progress,
     ranks: Coordinator | None = None,
     index_checks: IndexChecks | None = None,
 ) -> tuple[Verification, Catalog | None]:
@@ -141,13 +141,13 @@ def examine(
         state.findings += ranks.broadcast(on_first(ranks, around)) if read else around()
         if options.model and catalog is not None and _index_holds(state, catalog):
             _check_model(state, catalog, options.model_type, index_checks, passed=passed)
-        require_answers(state.path)
+        require_no_failure(state.path)
         opened = catalog.opened if catalog else None
-        together(ranks, lambda: require_unreplaced(opened))
+        together(ranks, lambda: require_same_file(opened))
         if options.manifest:
             _add_list(state, options.jobs, progress, ranks)
     verified = Verification(
-        path=shown(path),
+        path=redact_path(path),
         format=state.format,
         level=options.level,
         tensors=len(catalog.tensors) if catalog else 0,

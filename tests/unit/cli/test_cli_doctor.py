@@ -132,7 +132,7 @@ def test_a_file_system_without_atomic_renames(run, tmp_path, monkeypatch):
     def unsupported(*_):
         raise file_system.UnsupportedRenameError
 
-    monkeypatch.setattr(file_system, "rename", unsupported)
+    monkeypatch.setattr(file_system, "rename_atomically", unsupported)
     check = found(run, tmp_path)["atomic rename"]
     assert check["found"] == "no rename without replacing and no exchange"
     assert check["status"] == "warn" and "--overwrite" in check["hint"]
@@ -142,7 +142,7 @@ def test_a_file_system_without_atomic_renames(run, tmp_path, monkeypatch):
     ("kind", "status"), [("ext4", "ok"), ("nfs4", "warn"), ("overlay", "warn"), ("tmpfs", "warn")]
 )
 def test_kinds_of_file_systems(run, tmp_path, monkeypatch, kind, status):
-    monkeypatch.setattr(file_system, "type_of", lambda path: kind)
+    monkeypatch.setattr(file_system, "find_type", lambda path: kind)
     check = found(run, tmp_path)["location"]
     assert check["status"] == status and check["found"].endswith(f" on {kind}")
 
@@ -258,11 +258,11 @@ def test_the_file_system_of_a_path(monkeypatch, tmp_path):
         "3 1 0:3 / /mnt/a\\040b rw - tmpfs none rw\n"
     )
     monkeypatch.setattr(file_system, "_MOUNTS", table)
-    assert file_system.type_of(Path("/mnt/a b/c")) == "tmpfs"
-    assert file_system.type_of(Path("/mnt/a")) == "ext4"
-    assert file_system.mounted_in(Path("/mnt")) == [Path("/mnt/a b")]
+    assert file_system.find_type(Path("/mnt/a b/c")) == "tmpfs"
+    assert file_system.find_type(Path("/mnt/a")) == "ext4"
+    assert file_system.list_mounts_in(Path("/mnt")) == [Path("/mnt/a b")]
     monkeypatch.setattr(file_system, "_MOUNTS", tmp_path / "none")
-    assert file_system.type_of(Path("/")) is None
+    assert file_system.find_type(Path("/")) is None
 
 
 def test_where_it_looks(run, tmp_path):

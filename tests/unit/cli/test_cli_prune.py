@@ -145,7 +145,7 @@ def test_some_could_not_be_removed(run, root, monkeypatch):
     from ckptctl.errors import StorageError
     from ckptctl.storage import trash
 
-    real = trash.remove
+    real = trash.remove_path
 
     def refuse(path: Path) -> None:
         if path.name == "step-9" and path.exists():
@@ -153,7 +153,7 @@ def test_some_could_not_be_removed(run, root, monkeypatch):
         real(path)
 
     (root / "latest").unlink()
-    monkeypatch.setattr(trash, "remove", refuse)
+    monkeypatch.setattr(trash, "remove_path", refuse)
     result = run("prune", root, "--keep-last", 1, "--yes")
     assert result.exit_code == 7
     assert "EPERM" in result.stderr

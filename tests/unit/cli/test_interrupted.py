@@ -86,7 +86,7 @@ def test_on_a_terminal_it_is_asked(run, left, answer, monkeypatch):
 
 
 def test_before_anything_is_durable_nothing_is_kept(run, tiny_llama3_hf, tmp_path, monkeypatch):
-    monkeypatch.setattr("ckptctl.storage.execution.worker.Worker.do", stop)
+    monkeypatch.setattr("ckptctl.storage.execution.worker.Worker.execute_unit", stop)
     result = run("convert", tiny_llama3_hf, tmp_path / "out", "--to", "dcp")
     assert (result.exit_code, "kept" in result.stderr) == (130, False)
     assert not list(tmp_path.iterdir())

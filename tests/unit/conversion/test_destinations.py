@@ -17,7 +17,7 @@ from tests.checkpoints import save_hf, tiny_llama
 def test_free_space_is_counted_in_one_place(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(destinations, "free_bytes", lambda _: 41)
+    monkeypatch.setattr(destinations, "count_free_bytes", lambda _: 41)
     assert Destination(tmp_path, tmp_path).free_bytes() == 41
 
 

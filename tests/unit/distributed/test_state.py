@@ -26,7 +26,7 @@ def test_contiguous_tensors_with_strides_that_mean_nothing(name: str) -> None:
     assert tensor.is_contiguous()
     expected = bytes(memory(tensor))
     assert bytes(memory(bytes_of(tensor))) == expected
-    assert bytes(DeviceMemory(tensor, DeviceReader(64)).view(0, len(expected))) == expected
+    assert bytes(DeviceMemory(tensor, DeviceReader(64)).view_memory(0, len(expected))) == expected
     if tensor.numel():
         Filled(tensor).write(0, memoryview(bytearray(expected)))
         assert bytes(memory(tensor)) == expected

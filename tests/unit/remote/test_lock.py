@@ -23,7 +23,7 @@ from ckptctl.remote.lock import RemoteLock
 from ckptctl.remote.store import FsspecStore
 from ckptctl.remote.upload import ObjectUpload
 from ckptctl.storage import processes, writing
-from ckptctl.storage.writing import HELD, NAME, Sent, Writing, parse
+from ckptctl.storage.writing import LOCK_NAME, OWN_LOCK_TOKENS, LockRecord, UploadedFile, parse_lock
 from ckptctl.tree import UploadRequest
 
 MEMORY = fsspec.filesystem("memory")
@@ -89,19 +89,21 @@ def url(tmp_path: Path) -> Iterator[str]:
 
 
 def _lock(url: str, names: tuple[str, ...] = ("a", "b")) -> RemoteLock:
-    return RemoteLock(FsspecStore(url), NAME, names)
+    return RemoteLock(FsspecStore(url), LOCK_NAME, names)
 
 
-def _said(url: str) -> Writing | None:
-    path = f"{url.removeprefix('store:/')}/{NAME}"
-    return parse(Store.store[path].getvalue()) if path in Store.store else None
+def _said(url: str) -> LockRecord | None:
+    path = f"{url.removeprefix('store:/')}/{LOCK_NAME}"
+    return parse_lock(Store.store[path].getvalue()) if path in Store.store else None
 
 
 def _left(url: str, **changes: Any) -> None:
     """Leave the lock of another process, which is alive unless *changes* say something else."""
     process = processes.Process("elsewhere", "another boot", 1, 1)
-    said = replace(Writing("other", process, ("a", "b")), **changes)
-    fsspec.filesystem("store").pipe_file(f"{url.removeprefix('store:/')}/{NAME}", said.to_bytes())
+    said = replace(LockRecord("other", process, ("a", "b")), **changes)
+    fsspec.filesystem("store").pipe_file(
+        f"{url.removeprefix('store:/')}/{LOCK_NAME}", said.to_bytes()
+    )
 
 
 def test_one_has_it_at_a_time(url: str) -> None:
@@ -110,24 +112,24 @@ def test_one_has_it_at_a_time(url: str) -> None:
     with pytest.raises(RefusedError, match="another process is writing") as caught:
         second.take()
     assert "process" in str(caught.value.why) and caught.value.where == url
-    first.note("a", Sent(3, "v1", "5e"))
+    first.note("a", UploadedFile(3, "v1", "5e"))
     first.drop()
     assert _said(url) is None
     assert second.take() is None
     second.drop()
-    assert not [name for name in Store.store if NAME in name]
+    assert not [name for name in Store.store if LOCK_NAME in name]
 
 
 def test_what_it_left(url: str) -> None:
     first = _lock(url)
     first.take()
-    first.note("a", Sent(3, "v1", "5e"))
+    first.note("a", UploadedFile(3, "v1", "5e"))
     first.note_removal(["old"])
     first.leave()
     left = _lock(url).take()
-    assert left and left.sent == {"a": Sent(3, "v1", "5e")} and left.removed == ("old",)
-    assert left.explains(["a", "old"]) and left.explains([])
-    assert not left.explains(["a", "b"]) and not left.explains(["stranger"])
+    assert left and left.sent == {"a": UploadedFile(3, "v1", "5e")} and left.removed == ("old",)
+    assert left.explains_files(["a", "old"]) and left.explains_files([])
+    assert not left.explains_files(["a", "b"]) and not left.explains_files(["stranger"])
 
 
 def test_of_another_machine_it_is_dead_after_some_silence(
@@ -137,7 +139,7 @@ def test_of_another_machine_it_is_dead_after_some_silence(
     with pytest.raises(RefusedError, match="another process") as caught:
         _lock(url).take()
     assert "5 minutes" in str(caught.value.hint) and "elsewhere" in str(caught.value.why)
-    monkeypatch.setattr(writing, "SILENCE", 0.0)
+    monkeypatch.setattr(writing, "LEASE_SECONDS", 0.0)
     time.sleep(0.01)
     assert _lock(url).take() is not None
     assert len(Store.store) == 1, "what was written to ask for the time is removed"
@@ -147,9 +149,9 @@ def test_signs_of_life(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(remote_lock, "BEAT", 0.01)
     first = _lock(url)
     first.take()
-    monkeypatch.setattr(writing, "SILENCE", 0.2)
-    HELD.clear()  # as if it were of a process elsewhere
-    monkeypatch.setattr(processes, "_system", lambda: "another boot")
+    monkeypatch.setattr(writing, "LEASE_SECONDS", 0.2)
+    OWN_LOCK_TOKENS.clear()  # as if it were of a process elsewhere
+    monkeypatch.setattr(processes, "_read_system_id", lambda: "another boot")
     time.sleep(0.3)
     with pytest.raises(RefusedError):
         _lock(url).take()
@@ -171,29 +173,35 @@ def test_a_process_of_this_machine_that_has_ended(url: str) -> None:
     assert child.stdout
     host, number, began, system = child.stdout.readline().strip().split("|")
     process = processes.Process(host, system, int(number), int(began))
-    assert not processes.ended(process)
+    assert not processes.has_ended(process)
     _left(url, process=process)
     with pytest.raises(RefusedError):
         _lock(url).take()
     child.communicate()
-    assert processes.ended(process)
-    assert processes.ended(replace(processes.own(), began=1)), "its number is used again"
-    assert not processes.ended(replace(process, system="another boot"))
+    assert processes.has_ended(process)
+    assert processes.has_ended(replace(processes.current_process(), began=1)), (
+        "its number is used again"
+    )
+    assert not processes.has_ended(replace(process, system="another boot"))
     assert _lock(url).take() is not None
 
 
 def test_a_process_that_is_stopped(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is known to be there, so it is not taken for dead as soon as one elsewhere."""
-    if not processes.own().system:
+    if not processes.current_process().system:
         pytest.skip("nothing tells whether a process is there")
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as child:
-        process = replace(processes.own(), number=child.pid, began=processes._began(child.pid) or 0)
+        process = replace(
+            processes.current_process(),
+            number=child.pid,
+            began=processes._read_start_time(child.pid) or 0,
+        )
         _left(url, process=process)
-        monkeypatch.setattr(writing, "SILENCE", 0.0)
+        monkeypatch.setattr(writing, "LEASE_SECONDS", 0.0)
         time.sleep(0.01)
         with pytest.raises(RefusedError, match="another process"):
             _lock(url).take()
-        monkeypatch.setattr(writing, "SILENCE_OF_THE_LIVING", 0.0)
+        monkeypatch.setattr(writing, "LIVE_PROCESS_LEASE_SECONDS", 0.0)
         assert _lock(url).take() is not None
         child.communicate(b"")
 
@@ -221,7 +229,7 @@ def test_one_that_ends_while_its_age_is_asked_for(
     original = Store.info
 
     def info(self: Store, path: str, **options: Any) -> Any:
-        if path.endswith(NAME) and (said := _said(url)) and said.token == "other":
+        if path.endswith(LOCK_NAME) and (said := _said(url)) and said.token == "other":
             self.rm_file(path)
         return original(self, path, **options)
 
@@ -246,7 +254,7 @@ def test_one_that_lost_it_stops(url: str) -> None:
     first = _lock(url)
     first.take()
     _left(url)
-    for call in (first.require, first.leave, lambda: first.note("a", Sent(1, "", ""))):
+    for call in (first.require, first.leave, lambda: first.note("a", UploadedFile(1, "", ""))):
         with pytest.raises(StorageError, match="another process"):
             call()
     first.drop()
@@ -255,7 +263,7 @@ def test_one_that_lost_it_stops(url: str) -> None:
 
 @pytest.mark.parametrize("content", [b"", b"null", b"[]", b'{"token": 1}', b"\xff"])
 def test_what_is_not_understood_is_of_somebody(url: str, content: bytes) -> None:
-    fsspec.filesystem("store").pipe_file(f"{url.removeprefix('store:/')}/{NAME}", content)
+    fsspec.filesystem("store").pipe_file(f"{url.removeprefix('store:/')}/{LOCK_NAME}", content)
     with pytest.raises(RefusedError):
         _lock(url).take()
 
@@ -401,13 +409,13 @@ def test_a_sign_of_life_that_comes_late(
     path = tmp_path / "A"
     path.write_text("A")
     place = ObjectUpload(FsspecStore(url), UploadRequest([*SHARDS, INDEX]))
-    late = Store.store[f"{url.removeprefix('store:/')}/{NAME}"].getvalue()
+    late = Store.store[f"{url.removeprefix('store:/')}/{LOCK_NAME}"].getvalue()
     for name in SHARDS[:number]:
         place.put(name, path)
     monkeypatch.setattr(remote_lock, "is_dead", lambda *_: True)
     outcomes: dict[str, str] = {}
     _write(url, "B", tmp_path, outcomes)
-    Store().pipe_file(f"{url.removeprefix('store:/')}/{NAME}", late)
+    Store().pipe_file(f"{url.removeprefix('store:/')}/{LOCK_NAME}", late)
     with pytest.raises(StorageError, match="another process is writing"):
         place.put((*SHARDS, INDEX)[number], path)
     place.abandon()

@@ -25,8 +25,8 @@ from ckptctl.remote.hub import parse
 from ckptctl.remote.store import FsspecStore
 from ckptctl.remote.trees import RemoteTree, Tree
 from ckptctl.storage.files import source_files
-from ckptctl.storage.paths import named, source_path
-from ckptctl.storage.urls import hide, is_url, local_path, masked
+from ckptctl.storage.paths import parse_path, resolve_source_path
+from ckptctl.storage.urls import hide_secrets, is_url, mask_secrets, to_local_path
 from ckptctl.tree import TreeEntry, UrlPath
 
 MEMORY = fsspec.filesystem("memory")
@@ -72,7 +72,7 @@ def _served(store: FsspecStore) -> UrlPath:
 )
 def test_what_a_url_is(text: str, expected: bool) -> None:
     assert is_url(text) is expected
-    assert isinstance(named(text), UrlPath) is expected
+    assert isinstance(parse_path(text), UrlPath) is expected
 
 
 def test_a_colon_in_a_local_name(tmp_path: Path) -> None:
@@ -80,9 +80,9 @@ def test_a_colon_in_a_local_name(tmp_path: Path) -> None:
     (tmp_path / "a:b/x.json").write_text("{}")
     with source_files(tmp_path / "a:b") as files:
         assert files.local and files.read("x.json", 0, 2) == b"{}"
-    assert source_path(tmp_path / "a:b").is_dir()
+    assert resolve_source_path(tmp_path / "a:b").is_dir()
     for scheme in ("file", "FILE", "local"):
-        assert local_path(f"{scheme}://{tmp_path}") == str(tmp_path)
+        assert to_local_path(f"{scheme}://{tmp_path}") == str(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -103,9 +103,9 @@ def test_a_colon_in_a_local_name(tmp_path: Path) -> None:
     ],
 )
 def test_no_secret_is_shown(url: str, shown: str) -> None:
-    path = named(url)
+    path = parse_path(url)
     assert isinstance(path, UrlPath)
-    assert masked(url) == str(path) == os.fspath(path) == shown
+    assert mask_secrets(url) == str(path) == os.fspath(path) == shown
     assert repr(path) == f"UrlPath({shown!r})"
     assert path.tree.secret_of(shown) == url
     assert path.tree.secret_of(str(path / "sub")).replace("/sub", "") == url
@@ -115,11 +115,11 @@ def test_no_secret_is_shown(url: str, shown: str) -> None:
 
 def test_a_scheme_in_capitals(url: str) -> None:
     loud = url.replace("memory", "MEMory")
-    assert is_url(loud) and str(named(loud)) == str(source_path(loud)) == url
-    with source_files(named(loud)) as files:
+    assert is_url(loud) and str(parse_path(loud)) == str(resolve_source_path(loud)) == url
+    with source_files(parse_path(loud)) as files:
         assert files.size("a.bin") == 1024
     assert FsspecStore(loud).members("") and parse("HF://o/n") == parse("hf://o/n")
-    assert masked("HTTPS://user:hunter2@Host/X?signed=1") == "https://***@Host/X"
+    assert mask_secrets("HTTPS://user:hunter2@Host/X?signed=1") == "https://***@Host/X"
 
 
 @pytest.mark.parametrize(
@@ -132,14 +132,17 @@ def test_a_scheme_in_capitals(url: str) -> None:
     ],
 )
 def test_paths_with_other_secrets_differ(one: str, other: str) -> None:
-    assert named(one) == named(one) != named(other)
-    assert named(named(one)) == named(one) and len({named(one), named(one), named(other)}) == 2
-    assert named(one).parent / "n" != named(other).parent / "n"
+    assert parse_path(one) == parse_path(one) != parse_path(other)
+    assert (
+        parse_path(parse_path(one)) == parse_path(one)
+        and len({parse_path(one), parse_path(one), parse_path(other)}) == 2
+    )
+    assert parse_path(one).parent / "n" != parse_path(other).parent / "n"
 
 
 def test_a_slash_at_the_end_of_a_signature() -> None:
     for url in ("https://host/end/x/?sig=5eC/", "https://host/end/x?sig=5eC/"):
-        path = named(url)
+        path = parse_path(url)
         assert isinstance(path, UrlPath)
         assert path.tree.secret_of(path.url) == "https://host/end/x?sig=5eC/"
 
@@ -161,7 +164,7 @@ def test_a_slash_at_the_end_of_a_signature() -> None:
     ],
 )
 def test_secrets_are_cut_where_they_are(url: str, shown: str) -> None:
-    assert masked(url) == shown
+    assert mask_secrets(url) == shown
 
 
 @pytest.mark.parametrize(
@@ -192,7 +195,7 @@ def test_secrets_are_cut_where_they_are(url: str, shown: str) -> None:
     ],
 )
 def test_no_secret_is_in_an_error(url: str, text: str, expected: str) -> None:
-    assert hide(text, url) == expected
+    assert hide_secrets(text, url) == expected
 
 
 @pytest.mark.parametrize(
@@ -237,7 +240,7 @@ def test_what_names_no_repository(text: str) -> None:
 @pytest.mark.parametrize("text", ["nosuch://x/y", "simplecache::memory://x"])
 def test_what_no_file_system_is_for(text: str) -> None:
     with pytest.raises(UsageError if is_url(text) else SourceNotFoundError):
-        path = source_path(text)
+        path = resolve_source_path(text)
         if not path.exists():
             raise SourceNotFoundError("not a URL")
 
@@ -248,8 +251,8 @@ def test_what_no_file_system_is_for(text: str) -> None:
 @pytest.mark.parametrize("text", ["hdfs:///a/b", "S3:///bucket/a", "hf:///org/name"])
 def test_no_folder_is_taken_for_a_host(text: str) -> None:
     with pytest.raises(UsageError, match="no name between"):
-        named(text)
-    assert str(named("memory:///a/b")) == "memory://a/b"
+        parse_path(text)
+    assert str(parse_path("memory:///a/b")) == "memory://a/b"
 
 
 @pytest.mark.parametrize(
@@ -257,26 +260,26 @@ def test_no_folder_is_taken_for_a_host(text: str) -> None:
 )
 def test_no_part_of_a_url_is_empty(text: str) -> None:
     with pytest.raises(UsageError, match="empty path component"):
-        named(text)
+        parse_path(text)
     with pytest.raises(UsageError, match="empty path component"):
-        source_path(text)
+        resolve_source_path(text)
 
 
 def test_slashes_that_are_not_empty_parts() -> None:
     for text in ("s3://b/q", "s3://b/q/", "s3://b/q///", "https://h/x//?a//b", "s3://k:a//b@b/q"):
-        assert "//" not in str(named(text)).partition("://")[2]
+        assert "//" not in str(parse_path(text)).partition("://")[2]
     with pytest.raises(UsageError, match="chained"):
-        source_path("zip://a.zip::s3://bucket/x")
+        resolve_source_path("zip://a.zip::s3://bucket/x")
 
 
 @pytest.mark.parametrize(
     "text", ["s3://", "hf://", "S3:///", "memory://", "http://u:p@", "gs:////"]
 )
 def test_what_names_nothing(text: str) -> None:
-    for call in (named, source_path):
+    for call in (parse_path, resolve_source_path):
         with pytest.raises(UsageError, match="the URL is empty") as caught:
             call(text)
-        assert caught.value.where == masked(text)
+        assert caught.value.where == mask_secrets(text)
 
 
 @pytest.mark.parametrize(
@@ -294,10 +297,14 @@ def test_what_names_nothing(text: str) -> None:
     ],
 )
 def test_local_urls(text: str, expected: str) -> None:
-    assert local_path(text) == expected
-    assert named(text) == source_path(text) == Path(expected)
+    assert to_local_path(text) == expected
+    assert parse_path(text) == resolve_source_path(text) == Path(expected)
     odd = Path(os.fsdecode(b"/tmp/\xff %20"))
-    assert local_path(odd.as_uri()) == local_path(f"file://{odd.parent}/\udcff %2520") == str(odd)
+    assert (
+        to_local_path(odd.as_uri())
+        == to_local_path(f"file://{odd.parent}/\udcff %2520")
+        == str(odd)
+    )
 
 
 @pytest.mark.parametrize(
@@ -313,14 +320,14 @@ def test_local_urls(text: str, expected: str) -> None:
     ],
 )
 def test_what_is_no_local_path(text: str, said: str) -> None:
-    for call in (local_path, named, source_path):
+    for call in (to_local_path, parse_path, resolve_source_path):
         with pytest.raises(UsageError, match=said) as caught:
             call(text)
         assert "pw" not in f"{caught.value.to_json()}"
 
 
 def test_a_tree(url: str) -> None:
-    path = source_path(url)
+    path = resolve_source_path(url)
     assert path.is_dir() and not path.is_file() and path.exists()
     assert sorted(item.name for item in path.iterdir()) == ["a.bin", "empty", "sub"]
     assert [item.name for item in path.glob("*.bin")] == ["a.bin"]
@@ -338,7 +345,7 @@ def test_a_tree(url: str) -> None:
 
 
 def test_a_file_and_what_lies_beside_it(url: str) -> None:
-    path = source_path(f"{url}/a.bin")
+    path = resolve_source_path(f"{url}/a.bin")
     assert path.is_file() and path.stat().st_size == 1024
     assert (path.parent / "empty").is_file()
     assert sorted(item.name for item in path.parent.iterdir()) == ["a.bin", "empty", "sub"]
@@ -346,11 +353,11 @@ def test_a_file_and_what_lies_beside_it(url: str) -> None:
 
 def test_nothing_there(url: str) -> None:
     with pytest.raises(SourceNotFoundError, match="nothing"):
-        source_path(f"{url}/nothing")
+        resolve_source_path(f"{url}/nothing")
 
 
 def test_a_name_cannot_leave(url: str) -> None:
-    with source_files(source_path(f"{url}/sub")) as files, pytest.raises(UnsupportedError):
+    with source_files(resolve_source_path(f"{url}/sub")) as files, pytest.raises(UnsupportedError):
         files.read("../a.bin", 0, 4)
 
 
@@ -359,7 +366,7 @@ def test_a_name_cannot_leave(url: str) -> None:
 
 def test_a_reader_that_opens_files_itself_fails(url: str) -> None:
     """There is nothing on the disk that could be taken for data: not a file, not zeros."""
-    path = source_path(url) / "a.bin"
+    path = resolve_source_path(url) / "a.bin"
     for text in (path, str(path), os.fspath(path)):
         with pytest.raises(FileNotFoundError):
             os.open(text, os.O_RDONLY)
@@ -372,7 +379,7 @@ def test_a_reader_that_opens_files_itself_fails(url: str) -> None:
     with source_files(path.parent) as files:
         assert not files.local
         with pytest.raises(StorageError, match="is remote"):
-            files.descriptor("a.bin")
+            files.open_descriptor("a.bin")
     with pytest.raises(OSError, match="Read-only"):
         path.open("wb")
 
@@ -382,8 +389,8 @@ def test_a_reader_that_opens_files_itself_fails(url: str) -> None:
 
 def test_reads(url: str) -> None:
     content = bytes(range(256)) * 4
-    with source_files(named(url)) as files:
-        assert not files.local and files.root == named(url)
+    with source_files(parse_path(url)) as files:
+        assert not files.local and files.root == parse_path(url)
         assert files.size("a.bin") == 1024 and files.size("empty") == 0
         assert files.read("a.bin", 0, 1024) == content
         assert files.read("a.bin", 1000, 24) == content[1000:]
@@ -440,13 +447,15 @@ def test_a_place_that_sends_everything(url: str) -> None:
 
 
 def test_a_changed_file_is_another_one(url: str) -> None:
-    with source_files(named(url)) as files:
-        before = files.identity("a.bin")
-        assert files.identity("a.bin") == before
+    with source_files(parse_path(url)) as files:
+        before = files.read_identity("a.bin")
+        assert files.read_identity("a.bin") == before
         time.sleep(0.01)
-        MEMORY.pipe_file(f"{str(source_path(url)).removeprefix('memory:/')}/a.bin", b"x" * 1024)
-        files.forget()
-        assert files.identity("a.bin") != before
+        MEMORY.pipe_file(
+            f"{str(resolve_source_path(url)).removeprefix('memory:/')}/a.bin", b"x" * 1024
+        )
+        files.drop_metadata()
+        assert files.read_identity("a.bin") != before
         assert files.read("a.bin", 0, 4) == b"xxxx"
 
 

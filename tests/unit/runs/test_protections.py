@@ -40,7 +40,7 @@ def apart() -> Iterator[Path]:
     """Return a folder that pytest does not tidy up: rmtree of Python 3.11 recurses into it."""
     folder = Path(tempfile.mkdtemp())
     yield folder
-    trash.remove(folder)
+    trash.remove_path(folder)
 
 
 @pytest.fixture
@@ -146,7 +146,7 @@ def test_the_state_of_a_torn_checkpoint_does_not_block(tmp_path: Path) -> None:
 def test_a_state_that_is_longer_than_what_is_read_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(json_reader, "CHUNK", 7)
+    monkeypatch.setattr(json_reader, "CHUNK_CHARACTERS", 7)
     root = trained(tmp_path, {1: 2, 2: 2, 3: 2, 4: 2})
     assert removed(root) == ["checkpoint-1", "checkpoint-3"]
     assert metrics(root / "checkpoint-3") == {"eval_loss": 1 / 3}
@@ -340,7 +340,7 @@ def test_folders_that_nest_deeply(apart: Path, run: Path, depth: int) -> None:
     assert len(read_run(run).checkpoints) == 4
     assert run_prune(plan_prune(run, LAST, now=START * 2)).done == ("step-1", "step-2", "step-3")
     assert sorted(item.name for item in run.iterdir()) == ["deep", "step-4"]
-    trash.clear(run)
+    trash.clear_folder(run)
     assert list(run.iterdir()) == []
 
 
@@ -360,14 +360,14 @@ def test_the_trash_goes_no_further_than_its_folder(
 
     monkeypatch.setattr(os, "unlink", moving)
     with pytest.raises(RefusedError, match="moved"):
-        trash.remove(tmp_path / "gone")
+        trash.remove_path(tmp_path / "gone")
     assert sorted(item.name for item in (tmp_path / "kept").iterdir()) == ["b", "b2", "file"]
 
 
 def test_an_empty_folder_that_may_not_be_entered(tmp_path: Path) -> None:
     (tmp_path / "a" / "b").mkdir(parents=True)
     (tmp_path / "a" / "b").chmod(0o400)
-    trash.remove(tmp_path / "a")
+    trash.remove_path(tmp_path / "a")
     assert list(tmp_path.iterdir()) == []
 
 

@@ -431,7 +431,7 @@ def test_mount_points_are_refused(run, tmp_path, place):
 
 def test_another_run_is_at_it(run):
     plan = plan_prune(run, LAST)
-    folder = run / two_phase_delete.TRASH
+    folder = run / two_phase_delete.TRASH_FOLDER
     folder.mkdir()
     with (folder / "lock").open("w") as lock:
         lock.write("4711\n")
@@ -506,9 +506,9 @@ def test_files_are_checkpoints_too(tmp_path):
 
 def test_a_crash_leaves_trash_that_the_next_run_removes(run, monkeypatch):
     with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
-        patched.setattr(trash, "remove", interrupted)
+        patched.setattr(trash, "remove_path", interrupted)
         prune(run, Policy(last=2))
-    left = two_phase_delete.leftovers(run)
+    left = two_phase_delete.list_leftovers(run)
     assert left == ["step-1"]
     assert names(run) == [".ckptctl-trash", "step-10", "step-100", "step-2", "step-9"]
     plan = plan_prune(run, Policy(last=4))
@@ -524,7 +524,7 @@ def test_a_run_that_was_killed_at_its_end_leaves_no_trash_for_good(run, inside):
         (run / ".ckptctl-trash" / name).write_text("1\n")
     plan = plan_prune(run, Policy(last=9))
     assert plan.idle
-    with lock.held(run / ".ckptctl-trash", run, "removing") if inside else nullcontext():
+    with lock.hold_lock(run / ".ckptctl-trash", run, "removing") if inside else nullcontext():
         run_prune(plan)
         assert (".ckptctl-trash" in names(run)) == bool(inside), "another run is at it"
     run_prune(plan)
@@ -542,8 +542,8 @@ def test_what_cannot_be_removed_is_named(run, monkeypatch):
             raise StorageError("cannot remove: Operation not permitted (EPERM)", where=str(path))
         real(path)
 
-    real = trash.remove
-    monkeypatch.setattr(trash, "remove", refuse)
+    real = trash.remove_path
+    monkeypatch.setattr(trash, "remove_path", refuse)
     result = prune(run, Policy(last=2))
     assert result.done == ("step-1", "step-9")
     assert "EPERM" in result.failed["step-2"].what
@@ -555,19 +555,21 @@ def test_a_rename_that_fails_leaves_the_checkpoint(run, monkeypatch):
         raise OSError(errno.EROFS, os.strerror(errno.EROFS))
 
     before = snapshot(run)
-    monkeypatch.setattr(file_system, "move", fail)
+    monkeypatch.setattr(file_system, "rename_exclusively", fail)
     result = prune(run)
     assert result.done == ()
     assert "EROFS" in result.failed["step-1"].what
-    after = [item for item in snapshot(run) if two_phase_delete.TRASH not in item[0]]
+    after = [item for item in snapshot(run) if two_phase_delete.TRASH_FOLDER not in item[0]]
     assert after == before
 
 
 def test_the_trash_is_no_name_that_trainers_know(run):
     """torchtitan searches for ``step-(\\d+)`` anywhere in a name."""
-    assert not any(letter.isdigit() for letter in two_phase_delete.TRASH)
-    (run / two_phase_delete.TRASH / "step-1").mkdir(parents=True)
-    assert two_phase_delete.TRASH not in [one.name for one in plan_prune(run, LAST).decisions]
+    assert not any(letter.isdigit() for letter in two_phase_delete.TRASH_FOLDER)
+    (run / two_phase_delete.TRASH_FOLDER / "step-1").mkdir(parents=True)
+    assert two_phase_delete.TRASH_FOLDER not in [
+        one.name for one in plan_prune(run, LAST).decisions
+    ]
 
 
 # -------------------------------------------------------------------------- others, and permissions
@@ -618,13 +620,13 @@ def test_a_file_that_nobody_may_remove(run):
     stuck = run / "step-2" / "model.safetensors"
     if subprocess.run(["chattr", "+i", stuck], capture_output=True, check=False).returncode:
         pytest.skip("this file system has no such files")
-    trashed = run / two_phase_delete.TRASH / "step-2" / stuck.name
+    trashed = run / two_phase_delete.TRASH_FOLDER / "step-2" / stuck.name
     try:
         result = prune(run)
         assert result.done == ("step-1", "step-9", "step-10")
         assert "EPERM" in result.failed["step-2"].what
         assert result.failed["step-2"].where == str(trashed.parent)
-        assert names(run) == [two_phase_delete.TRASH, "step-100"]
+        assert names(run) == [two_phase_delete.TRASH_FOLDER, "step-100"]
     finally:
         place = trashed if trashed.exists() else stuck
         subprocess.run(["chattr", "-i", place], check=True)

@@ -57,7 +57,7 @@ def test_a_thinned_one_is_on_the_disk_before_the_whole_one_goes(
         age(save_training_dcp(tmp_path / f"step-{step}", model), START + step)
     plan = plan_prune(tmp_path, LAST, thin=True)
     happened: list[str] = []
-    sync, move, remove = os.fsync, file_system.rename, trash.remove
+    sync, move, remove = os.fsync, file_system.rename_atomically, trash.remove_path
 
     def synced(descriptor: int) -> None:
         sync(descriptor)
@@ -75,7 +75,7 @@ def test_a_thinned_one_is_on_the_disk_before_the_whole_one_goes(
         remove(path)
 
     monkeypatch.setattr(os, "fsync", synced)
-    monkeypatch.setattr(file_system, "rename", moved)
-    monkeypatch.setattr(trash, "remove", removed)
+    monkeypatch.setattr(file_system, "rename_atomically", moved)
+    monkeypatch.setattr(trash, "remove_path", removed)
     assert run_prune(plan).done == ("step-1",)
     assert happened[happened.index("exchange") :][:3] == ["exchange", "sync", "remove"]

@@ -18,8 +18,14 @@ from ckptctl.remote.store import FsspecStore
 from ckptctl.runs.listing import newest, read_run
 from ckptctl.runs.removal import PruneResult, plan_prune, run_prune
 from ckptctl.storage import processes
-from ckptctl.storage.paths import source_path
-from ckptctl.storage.writing import GONE, NAME, Writing, parse, unfinished
+from ckptctl.storage.paths import resolve_source_path
+from ckptctl.storage.writing import (
+    LOCK_NAME,
+    REMOVAL_NAME,
+    LockRecord,
+    find_unfinished_error,
+    parse_lock,
+)
 from tests.runs import save_step
 
 MEMORY = fsspec.filesystem("memory")
@@ -144,12 +150,12 @@ def test_killed_before_every_change(run: str, tmp_path: Path) -> None:
                 break
             except Killed:
                 pass
-        seen = {one.name: one for one in read_run(source_path(run), now=LATER).checkpoints}
+        seen = {one.name: one for one in read_run(resolve_source_path(run), now=LATER).checkpoints}
         for name in ("step-1", "step-2", "step-10"):
             if name in seen and seen[name].complete:
                 own = [file for file in whole if file.startswith(f"{name}/")]
                 assert set(own) <= set(files(run)), number
-        assert newest(source_path(run), now=LATER).chosen.name == "step-10"
+        assert newest(resolve_source_path(run), now=LATER).chosen.name == "step-10"
         interrupted += any("the deletion did not finish" in one.problem for one in seen.values())
         prune(run)
         assert names(run) == ["step-10"], number
@@ -163,14 +169,14 @@ def test_what_was_saved_where_a_removal_was_interrupted_stays(run: str) -> None:
         kill_at(patch, 6)
         with pytest.raises(Killed):
             prune(run)
-    lock = f"{place(run)}/step-1/{NAME}"
-    said = parse(MEMORY.cat_file(lock))
-    assert said and said.removes and said.doomed
-    assert unfinished(read_run(source_path(run)).root / "step-1")
+    lock = f"{place(run)}/step-1/{LOCK_NAME}"
+    said = parse_lock(MEMORY.cat_file(lock))
+    assert said and said.is_deletion and said.doomed
+    assert find_unfinished_error(read_run(resolve_source_path(run)).root / "step-1")
     for name in said.doomed:
         MEMORY.pipe_file(f"{place(run)}/step-1/{name}", b"new")
     MEMORY.pipe_file(f"{place(run)}/step-1/__0_0.distcp", b"new")
-    assert unfinished(read_run(source_path(run)).root / "step-1") is None
+    assert find_unfinished_error(read_run(resolve_source_path(run)).root / "step-1") is None
     prune(run, Policy(last=3))
     there = [name for name in files(run) if name.startswith("step-1/")]
     assert set(there) == {f"step-1/{name}" for name in (*said.doomed, "__0_0.distcp")}
@@ -178,8 +184,8 @@ def test_what_was_saved_where_a_removal_was_interrupted_stays(run: str) -> None:
 
 @pytest.mark.parametrize("place_of_it", ["", "step-1/"])
 def test_another_run_is_at_it(run: str, place_of_it: str) -> None:
-    name = f"{place_of_it}{NAME}" if place_of_it else ".ckptctl-removing"
-    writing = Writing("other", ELSEWHERE, (".metadata",))
+    name = f"{place_of_it}{LOCK_NAME}" if place_of_it else ".ckptctl-removing"
+    writing = LockRecord("other", ELSEWHERE, (".metadata",))
     plan = plan_prune(run, LAST)
     MEMORY.pipe_file(f"{place(run)}/{name}", writing.to_bytes())
     if not place_of_it:
@@ -203,7 +209,7 @@ def test_what_changes_between_the_look_and_the_lock_stays(
     monkeypatch.setattr(FsspecStore, "make_folder", make_folder)
     result = prune(run)
     assert "changed" in result.failed["step-1"].what
-    assert not [name for name in files(run) if NAME in name]
+    assert not [name for name in files(run) if LOCK_NAME in name]
     assert "step-1/late" in files(run) and "step-1/model.safetensors.index.json" in files(run)
 
 
@@ -232,16 +238,16 @@ def test_a_copy_of_what_is_half_removed_is_no_checkpoint(run: str, tmp_path: Pat
         patch.setattr(MEMORY, "rm_file", lambda _: 1 / 0)
         assert prune(run).failed.keys() == {"step-1", "step-2"}
     copy = tmp_path / "copy"
-    for name in ("model-00001-of-00002.safetensors", NAME):
+    for name in ("model-00001-of-00002.safetensors", LOCK_NAME):
         copy.mkdir(exist_ok=True)
         (copy / name).write_bytes(MEMORY.cat_file(f"{place(run)}/step-1/{name}"))
-    assert unfinished(copy)
+    assert find_unfinished_error(copy)
     with pytest.raises(CkptError, match="deletion did not finish"):
         open_checkpoint(copy)
 
 
 def test_the_lock_of_an_older_version_is_understood() -> None:
     old = b'{"token": "t", "process": null, "names": ["a"], "removed": [], "sent": {}}'
-    said = parse(old)
-    assert said == Writing("t", None, ("a",)) and said is not None and not said.removes
-    assert Writing("t", None, (GONE,)).removes
+    said = parse_lock(old)
+    assert said == LockRecord("t", None, ("a",)) and said is not None and not said.is_deletion
+    assert LockRecord("t", None, (REMOVAL_NAME,)).is_deletion

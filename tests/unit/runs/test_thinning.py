@@ -130,7 +130,7 @@ def test_a_failure_leaves_it_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     def fail(*_: object) -> None:
         raise OSError(5, "Input/output error")
 
-    monkeypatch.setattr(file_system, "rename", fail)
+    monkeypatch.setattr(file_system, "rename_atomically", fail)
     _, result = thin(tmp_path)
     assert isinstance(result.failed["step-1"], StorageError)
     assert not differences(load_any_reference(tmp_path / "step-1"), before)

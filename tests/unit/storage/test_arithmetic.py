@@ -3,13 +3,15 @@
 import pytest
 import torch
 
-from ckptctl.storage.arithmetic import AT_ONCE, permute
+from ckptctl.storage.arithmetic import TRANSPOSE_COLUMNS, permute_elements
 
 ITEM = 2
 
 
 @pytest.mark.parametrize("beside", [0, 3, 128])
-@pytest.mark.parametrize("columns", [1, AT_ONCE, AT_ONCE + 1, 3 * AT_ONCE - 5])
+@pytest.mark.parametrize(
+    "columns", [1, TRANSPOSE_COLUMNS, TRANSPOSE_COLUMNS + 1, 3 * TRANSPOSE_COLUMNS - 5]
+)
 def test_a_matrix_is_transposed_into_part_of_a_larger_one(columns, beside):
     rows, width = 40, columns + beside
     source = torch.randint(0, 1 << 15, (columns, rows), dtype=torch.int16)
@@ -18,7 +20,7 @@ def test_a_matrix_is_transposed_into_part_of_a_larger_one(columns, beside):
     begin = beside // 2
     expected = target.clone()
     expected[:, begin : begin + columns] = source.t()
-    permute(
+    permute_elements(
         memoryview(source.numpy().reshape(-1).view("uint8")),
         memoryview(target.numpy().reshape(-1).view("uint8")),
         begin * ITEM,

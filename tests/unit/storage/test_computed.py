@@ -14,8 +14,14 @@ from ckptctl.errors import DamagedError
 from ckptctl.numerics.quantization.formulas import ScaleBlocks
 from ckptctl.planner.copying.blocks import rearranged
 from ckptctl.planner.strided import Strided, stack
-from ckptctl.storage.compare import equal
-from ckptctl.storage.computed import OpenFiles, kinds, needs_torch, open_reader, rectangles
+from ckptctl.storage.compare import are_tensors_equal
+from ckptctl.storage.computed import (
+    OpenFiles,
+    load_kinds,
+    needs_torch,
+    open_reader,
+    split_rectangles,
+)
 from ckptctl.storage.files import source_files
 from tests.checkpoints.readers import raw_bytes
 
@@ -46,7 +52,7 @@ def read(files, computed, spans, others=()):
     for offset, size in spans:
         pieces.append((offset, size, start))
         start += size
-    opened.source(files, NAME).gather(pieces, buffer)
+    opened.open_source(files, NAME).read_pieces(pieces, buffer)
     return bytes(buffer)
 
 
@@ -214,9 +220,9 @@ def test_computed_tensors_can_be_compared(files):
     root = files.root
     catalog = Catalog(root, root, "hf", {}, entries, computed=made)
     with open_reader(catalog) as reader:
-        assert equal(reader, entries["real"], entries["a"])
-        assert equal(reader, entries["a"], entries["b"])
-        assert not equal(reader, entries["a"], entries["c"])
+        assert are_tensors_equal(reader, entries["real"], entries["a"])
+        assert are_tensors_equal(reader, entries["a"], entries["b"])
+        assert not are_tensors_equal(reader, entries["a"], entries["c"])
 
 
 def test_inputs_may_be_cut_into_boxes(files):
@@ -243,22 +249,24 @@ def test_an_input_that_ends_early_is_damage(files):
 
 def test_rows_are_computed_together_and_within_the_limit():
     column = [(row * 100 + 20, 10, row * 10) for row in range(50)]
-    found = list(rectangles(column, 100, limit=200))
+    found = list(split_rectangles(column, 100, limit=200))
     assert [(one.row, one.rows, one.start, one.nbytes) for one in found] == [
         (0, 20, 20, 10),
         (20, 20, 20, 10),
         (40, 10, 20, 10),
     ]
-    assert [one.places for one in found] == [[(0, 200)], [(200, 200)], [(400, 100)]]
+    assert [one.destinations for one in found] == [[(0, 200)], [(200, 200)], [(400, 100)]]
 
 
 def test_a_range_has_a_head_whole_rows_and_a_tail():
-    found = [(r.row, r.rows, r.start, r.nbytes) for r in rectangles([(30, 300, 0)], 100, 1000)]
+    found = [
+        (r.row, r.rows, r.start, r.nbytes) for r in split_rectangles([(30, 300, 0)], 100, 1000)
+    ]
     assert found == [(0, 1, 30, 70), (1, 2, 0, 100), (3, 1, 0, 30)]
 
 
 def test_a_row_beyond_the_limit_is_cut():
-    found = [(r.row, r.rows, r.start, r.nbytes) for r in rectangles([(0, 250, 0)], 100, 64)]
+    found = [(r.row, r.rows, r.start, r.nbytes) for r in split_rectangles([(0, 250, 0)], 100, 64)]
     assert found == [(0, 1, 0, 64), (0, 1, 64, 36), (1, 1, 0, 64), (1, 1, 64, 36), (2, 1, 0, 50)]
 
 
@@ -274,10 +282,12 @@ def test_a_row_beyond_the_limit_is_cut():
 )
 def test_a_range_is_cut_where_rows_are_computed_together(width, offset, step):
     computed = Computed("lora", "bfloat16", (4096, width // 2), (), ())
-    found = OpenFiles({NAME: computed}, lambda _: pytest.fail("nothing is read")).computed(NAME)
+    found = OpenFiles({NAME: computed}, lambda _: pytest.fail("nothing is read")).find_virtual_file(
+        NAME
+    )
     assert found.best_step(offset, 1 << 20) == step
 
 
 def test_kinds_are_found():
-    assert {"block_fp8", "mxfp4", "constant"} <= kinds().keys()
-    assert all(callable(kind.compute) for kind in kinds().values())
+    assert {"block_fp8", "mxfp4", "constant"} <= load_kinds().keys()
+    assert all(callable(kind.compute) for kind in load_kinds().values())

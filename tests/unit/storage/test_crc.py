@@ -6,20 +6,24 @@ import zlib
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckptctl.storage.crc import combine
+from ckptctl.storage.crc import combine_crcs
 
 
 @given(st.binary(max_size=300), st.binary(max_size=300))
 def test_combine_is_the_crc_of_both(first, second):
-    assert combine(zlib.crc32(first), zlib.crc32(second), len(second)) == zlib.crc32(first + second)
+    assert combine_crcs(zlib.crc32(first), zlib.crc32(second), len(second)) == zlib.crc32(
+        first + second
+    )
 
 
 def test_long_blocks():
     first, second = random.Random(0).randbytes(100_001), bytes(3_000_000)
-    assert combine(zlib.crc32(first), zlib.crc32(second), len(second)) == zlib.crc32(first + second)
+    assert combine_crcs(zlib.crc32(first), zlib.crc32(second), len(second)) == zlib.crc32(
+        first + second
+    )
 
 
 @given(st.integers(0, 2**32 - 1), st.lists(st.integers(0, 1 << 40), min_size=2, max_size=2))
 def test_lengths_beyond_memory_add_up(crc, lengths):
     a, b = lengths
-    assert combine(combine(crc, 0, a), 0, b) == combine(crc, 0, a + b)
+    assert combine_crcs(combine_crcs(crc, 0, a), 0, b) == combine_crcs(crc, 0, a + b)

@@ -9,10 +9,10 @@ import pytest
 
 from ckptctl.errors import DamagedError
 from ckptctl.storage import crc
-from ckptctl.storage.crc import WINDOW, crc_of, windows
+from ckptctl.storage.crc import WINDOW_BYTES, compute_crc, iterate_windows
 from ckptctl.storage.files import SourceFiles, source_files
 
-CONTENT = bytes(range(251)) * (3 * WINDOW // 251)
+CONTENT = bytes(range(251)) * (3 * WINDOW_BYTES // 251)
 
 
 @pytest.fixture
@@ -21,25 +21,25 @@ def files(tmp_path: Path) -> SourceFiles:
     return source_files(tmp_path)
 
 
-@pytest.mark.parametrize("nbytes", [0, 1, WINDOW, 2 * WINDOW + 7])
+@pytest.mark.parametrize("nbytes", [0, 1, WINDOW_BYTES, 2 * WINDOW_BYTES + 7])
 def test_the_range_and_nothing_else_is_read(files: SourceFiles, nbytes: int) -> None:
     told: list[int] = []
-    read = b"".join(bytes(view) for view in windows(files, "f", 5, nbytes, told.append))
+    read = b"".join(bytes(view) for view in iterate_windows(files, "f", 5, nbytes, told.append))
     assert read == CONTENT[5 : 5 + nbytes]
     assert sum(told) == nbytes
-    assert max(told, default=0) <= WINDOW
-    assert crc_of(files, "f", 5, nbytes) == zlib.crc32(CONTENT[5 : 5 + nbytes])
+    assert max(told, default=0) <= WINDOW_BYTES
+    assert compute_crc(files, "f", 5, nbytes) == zlib.crc32(CONTENT[5 : 5 + nbytes])
 
 
 def test_a_file_that_ends_too_early(files: SourceFiles) -> None:
     with pytest.raises(DamagedError, match="truncated"):
-        crc_of(files, "f", 5, len(CONTENT))
+        compute_crc(files, "f", 5, len(CONTENT))
 
 
 def test_pieces_have_the_size_that_holds_now(
     files: SourceFiles, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    whole = crc_of(files, "f", 0, 1000)
-    monkeypatch.setattr(crc, "WINDOW", 30)
-    assert crc_of(files, "f", 0, 1000) == whole
-    assert max(map(len, windows(files, "f", 0, 1000))) == 30
+    whole = compute_crc(files, "f", 0, 1000)
+    monkeypatch.setattr(crc, "WINDOW_BYTES", 30)
+    assert compute_crc(files, "f", 0, 1000) == whole
+    assert max(map(len, iterate_windows(files, "f", 0, 1000))) == 30

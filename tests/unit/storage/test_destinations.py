@@ -9,7 +9,7 @@ import pytest
 
 from ckptctl.errors import RefusedError, StorageError, UsageError
 from ckptctl.storage import file_system
-from ckptctl.storage.destinations import Replaceable, check_target, require_path
+from ckptctl.storage.destinations import Replaceable, check_target, require_local_path
 
 PAGE = Replaceable(lambda path: path.suffix == ".html" and path.is_file(), "a page", file=True)
 FOLDER = Replaceable(lambda path: (path / "model").exists())
@@ -97,9 +97,9 @@ def test_what_overwrite_would_replace_is_named(tmp_path: Path) -> None:
 
 def test_urls_and_what_was_one(tmp_path: Path) -> None:
     for good in (f"file://{tmp_path}/x", tmp_path / "x", "a:b/c"):
-        require_path(good)
+        require_local_path(good)
     with pytest.raises(UsageError, match="URLs are not supported here"):
-        require_path("s3://bucket/x")
+        require_local_path("s3://bucket/x")
     with pytest.raises(UsageError, match="looks like a URL") as caught:
-        require_path(Path("s3://bucket/x"))
+        require_local_path(Path("s3://bucket/x"))
     assert caught.value.where == "s3:/bucket/x"

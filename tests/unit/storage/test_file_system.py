@@ -17,13 +17,13 @@ def test_nothing_is_replaced(
         raise file_system.UnsupportedRenameError
 
     if not supported:
-        monkeypatch.setattr(file_system, "rename", unsupported)
+        monkeypatch.setattr(file_system, "rename_atomically", unsupported)
     (tmp_path / "one").write_text("1")
     (tmp_path / "two").write_text("2")
     (tmp_path / "link").symlink_to("nowhere")
     for taken in ("two", "link"):
         with pytest.raises(FileExistsError):
-            file_system.move(tmp_path / "one", tmp_path / taken)
+            file_system.rename_exclusively(tmp_path / "one", tmp_path / taken)
     assert (tmp_path / "two").read_text() == "2"
-    file_system.move(tmp_path / "one", tmp_path / "three")
+    file_system.rename_exclusively(tmp_path / "one", tmp_path / "three")
     assert sorted(item.name for item in tmp_path.iterdir()) == ["link", "three", "two"]

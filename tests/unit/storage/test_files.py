@@ -12,7 +12,7 @@ from ckptctl.storage.files import LocalFiles
 
 @pytest.fixture
 def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> LocalFiles:
-    monkeypatch.setattr(source_files, "MAX_OPEN", 2)
+    monkeypatch.setattr(source_files, "MAX_OPEN_FILES", 2)
     for name in "abcd":
         (tmp_path / name).write_text(name)
     return LocalFiles(tmp_path)
@@ -26,18 +26,18 @@ def is_open(descriptor: int, path: Path) -> bool:
 def test_the_one_used_longest_ago_is_closed(files: LocalFiles) -> None:
     held = {}
     for name in "abac":
-        with files._descriptor(name) as held[name]:
+        with files._hold_descriptor(name) as held[name]:
             pass
     assert [name for name in held if is_open(held[name], files.root / name)] == ["a", "c"]
     assert files.read_some("b", 0, 9) == b"b"
 
 
 def test_more_than_the_limit_stay_open_while_they_are_used(files: LocalFiles) -> None:
-    with files._descriptor("a") as a, files._descriptor("b") as b:
-        with files._descriptor("c") as c:
+    with files._hold_descriptor("a") as a, files._hold_descriptor("b") as b:
+        with files._hold_descriptor("c") as c:
             assert all(
                 is_open(one, files.root / name) for name, one in zip("abc", (a, b, c), strict=True)
             )
-        with files._descriptor("d") as d:
+        with files._hold_descriptor("d") as d:
             assert is_open(d, files.root / "d")
             assert not is_open(c, files.root / "c")

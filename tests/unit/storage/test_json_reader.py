@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from ckptctl.errors import DamagedError, UnsupportedError
 from ckptctl.storage import json_reader
 from ckptctl.storage.files import source_files
-from ckptctl.storage.json_reader import JsonText, loads, read_json
+from ckptctl.storage.json_reader import JsonTextReader, parse_json, read_json
 
 VALUES = st.recursive(
     st.none()
@@ -28,7 +28,7 @@ VALUES = st.recursive(
 @given(VALUES, st.booleans())
 def test_json_is_read(value, ascii_only):
     text = json.dumps(value, ensure_ascii=ascii_only).encode()
-    assert loads(text, where="x") == value
+    assert parse_json(text, where="x") == value
 
 
 @pytest.mark.parametrize(
@@ -59,7 +59,7 @@ def test_json_is_read(value, ascii_only):
 )
 def test_lenient_json_is_refused(text):
     with pytest.raises((DamagedError, UnsupportedError)) as error:
-        loads(text, where="config.json")
+        parse_json(text, where="config.json")
     assert error.value.where == "config.json"
     assert error.value.why
 
@@ -70,7 +70,7 @@ WHOLE = b'{"a": [1, 2.5, true, null, {"b": "c\xc3\xa9"}], "d": "e"}'
 @pytest.mark.parametrize("end", range(len(WHOLE)))
 def test_a_text_that_ends_early_is_cut_off(end):
     with pytest.raises(DamagedError, match="truncated"):
-        loads(WHOLE[:end], where="x")
+        parse_json(WHOLE[:end], where="x")
 
 
 @pytest.mark.parametrize(
@@ -78,11 +78,11 @@ def test_a_text_that_ends_early_is_cut_off(end):
 )
 def test_a_text_that_is_odd_is_not_cut_off(text):
     with pytest.raises(UnsupportedError, match="malformed JSON"):
-        loads(text, where="x")
+        parse_json(text, where="x")
 
 
 def test_surrogate_pairs_are_text():
-    assert loads(b'"\\ud83d\\ude00"', where="x") == "\U0001f600"
+    assert parse_json(b'"\\ud83d\\ude00"', where="x") == "\U0001f600"
 
 
 def test_files_are_bounded(tmp_path):
@@ -95,19 +95,20 @@ def test_files_are_bounded(tmp_path):
 
 @pytest.mark.parametrize("chunk", [1, 3, 1000])
 def test_a_text_is_read_value_by_value(monkeypatch, chunk):
-    monkeypatch.setattr(json_reader, "CHUNK", chunk)
-    text = JsonText(StringIO(' {"a": 12345, "list": [1, "two", {"x": []}], "b": null} '))
+    monkeypatch.setattr(json_reader, "CHUNK_CHARACTERS", chunk)
+    text = JsonTextReader(StringIO(' {"a": 12345, "list": [1, "two", {"x": []}], "b": null} '))
     values = {
-        name: list(text.items()) if name == "list" else text.value() for name in text.members()
+        name: list(text.iterate_items()) if name == "list" else text.read_value()
+        for name in text.iterate_keys()
     }
     assert values == {"a": 12345, "list": [1, "two", {"x": []}], "b": None}
-    text.end()
+    text.require_end()
 
 
 def test_what_stands_before_a_cut_is_read(monkeypatch):
-    monkeypatch.setattr(json_reader, "CHUNK", 4)
-    text, read = JsonText(StringIO('{"a": 1, "list": [1, 2, ')), []
+    monkeypatch.setattr(json_reader, "CHUNK_CHARACTERS", 4)
+    text, read = JsonTextReader(StringIO('{"a": 1, "list": [1, 2, ')), []
     with pytest.raises(ValueError, match="Expecting value"):
-        for name in text.members():
-            read += [name, *(text.items() if name == "list" else [text.value()])]
+        for name in text.iterate_keys():
+            read += [name, *(text.iterate_items() if name == "list" else [text.read_value()])]
     assert read == ["a", 1]

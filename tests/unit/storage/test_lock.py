@@ -18,15 +18,15 @@ DOING = "writing to this destination"
 
 
 def held(folder: Path):
-    return lock.held(folder, folder / "target", DOING)
+    return lock.hold_lock(folder, folder / "target", DOING)
 
 
 def test_one_at_a_time(tmp_path: Path) -> None:
     with held(tmp_path / "stage"):
-        assert lock.holder(tmp_path / "stage") == str(os.getpid())
+        assert lock.find_holder(tmp_path / "stage") == str(os.getpid())
         with pytest.raises(RefusedError, match=f"another process is {DOING} .PID {os.getpid()}"):
             held(tmp_path / "stage").__enter__()
-    assert lock.holder(tmp_path / "stage") is None
+    assert lock.find_holder(tmp_path / "stage") is None
     with held(tmp_path / "stage"):
         pass
 
@@ -74,9 +74,9 @@ def test_a_lock_that_was_removed_meanwhile_is_no_lock(
         nonlocal calls
         calls += 1
         if calls <= 2:
-            (tmp_path / "stage" / lock.NAME).unlink()
+            (tmp_path / "stage" / lock.LOCK_FILE).unlink()
             if calls == 2:
-                (tmp_path / "stage" / lock.NAME).touch()
+                (tmp_path / "stage" / lock.LOCK_FILE).touch()
         real(descriptor, how)
 
     monkeypatch.setattr(fcntl, "flock", flock)
@@ -89,7 +89,7 @@ def test_a_lock_that_was_removed_meanwhile_is_no_lock(
 def test_a_link_in_the_place_of_the_lock_is_not_written_through(tmp_path: Path) -> None:
     (tmp_path / "stage").mkdir()
     (tmp_path / "precious").write_text("precious")
-    (tmp_path / "stage" / lock.NAME).symlink_to(tmp_path / "precious")
+    (tmp_path / "stage" / lock.LOCK_FILE).symlink_to(tmp_path / "precious")
     with pytest.raises(CkptError):
         held(tmp_path / "stage").__enter__()
     assert (tmp_path / "precious").read_text() == "precious"

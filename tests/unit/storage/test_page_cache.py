@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from ckptctl.storage import page_cache
-from ckptctl.storage.page_cache import PAGE, cold, past_cache
+from ckptctl.storage.page_cache import PAGE_BYTES, enable_direct_reads, is_mostly_uncached
 
 SIZE = 16 << 20
 
@@ -21,7 +21,7 @@ def dropped(tmp_path: Path) -> Path:
     path.write_bytes(random.Random(0).randbytes(SIZE))
     drop(path)
     with path.open("rb") as file:
-        if not cold(file.fileno()):
+        if not is_mostly_uncached(file.fileno()):
             pytest.skip("the page cache keeps what is here")
     return path
 
@@ -36,19 +36,19 @@ def drop(path: Path) -> None:
 def test_a_file_that_was_read_is_not_cold(dropped: Path) -> None:
     with dropped.open("rb") as file:
         os.pread(file.fileno(), SIZE // 8, 0)
-        assert cold(file.fileno())
+        assert is_mostly_uncached(file.fileno())
         os.pread(file.fileno(), SIZE, 0)
-        assert not cold(file.fileno())
+        assert not is_mostly_uncached(file.fileno())
 
 
 def test_to_look_brings_nothing_into_the_cache(
     dropped: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(page_cache, "SAMPLES", SIZE // PAGE)
+    monkeypatch.setattr(page_cache, "SAMPLES", SIZE // PAGE_BYTES)
     with dropped.open("rb") as file:
-        assert cold(file.fileno())
+        assert is_mostly_uncached(file.fileno())
         monkeypatch.setattr(page_cache, "SAMPLES", 1)
-        assert cold(file.fileno())
+        assert is_mostly_uncached(file.fileno())
 
 
 def test_small_and_strange_files_are_not_cold(tmp_path: Path) -> None:
@@ -56,10 +56,10 @@ def test_small_and_strange_files_are_not_cold(tmp_path: Path) -> None:
     small.write_bytes(bytes(SIZE - 1))
     drop(small)
     with small.open("rb") as file:
-        assert not cold(file.fileno())
+        assert not is_mostly_uncached(file.fileno())
     descriptor = os.open(tmp_path, os.O_RDONLY)
     try:
-        assert not cold(descriptor)
-        assert past_cache(os.dup(descriptor)) is None
+        assert not is_mostly_uncached(descriptor)
+        assert enable_direct_reads(os.dup(descriptor)) is None
     finally:
         os.close(descriptor)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from ckptctl.storage.processes import Process, ended, own
+from ckptctl.storage.processes import Process, current_process, has_ended
 
 
 @pytest.fixture
@@ -24,29 +24,29 @@ def child() -> Iterator[subprocess.Popen[bytes]]:
 def named(number: int) -> Process:
     """Return a process by what the kernel says of it."""
     fields = Path(f"/proc/{number}/stat").read_text().rpartition(")")[2].split()
-    return replace(own(), number=number, began=int(fields[19]))
+    return replace(current_process(), number=number, began=int(fields[19]))
 
 
 def test_this_process_runs() -> None:
-    assert own().number == os.getpid()
-    assert own() == named(os.getpid())
-    assert not ended(own())
+    assert current_process().number == os.getpid()
+    assert current_process() == named(os.getpid())
+    assert not has_ended(current_process())
 
 
 def test_a_process_that_ended_has(child: subprocess.Popen[bytes]) -> None:
     known = named(child.pid)
-    assert not ended(known)
+    assert not has_ended(known)
     child.kill()
     os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
-    assert ended(known), "its parent has not asked for it yet"
+    assert has_ended(known), "its parent has not asked for it yet"
     child.wait()
-    assert ended(known)
+    assert has_ended(known)
 
 
 def test_a_later_process_of_the_same_number_is_another() -> None:
-    assert ended(replace(own(), began=own().began - 1))
+    assert has_ended(replace(current_process(), began=current_process().began - 1))
 
 
 @pytest.mark.parametrize("system", ["", "another boot"])
 def test_of_other_systems_nothing_is_known(system: str) -> None:
-    assert not ended(replace(own(), system=system, number=1 << 22))
+    assert not has_ended(replace(current_process(), system=system, number=1 << 22))

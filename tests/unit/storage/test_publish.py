@@ -14,7 +14,7 @@ import pytest
 from ckptctl.errors import RefusedError, StorageError
 from ckptctl.storage import file_system, publish, trash
 from ckptctl.storage.destinations import require_space, require_writable
-from ckptctl.storage.publish import staging
+from ckptctl.storage.publish import stage_output
 from ckptctl.storage.threads import Terminated
 from ckptctl.storage.unfinished import UnfinishedWorkError
 from tests import limits
@@ -29,7 +29,7 @@ def fill(stage, text="new"):
 
 
 def make(target, text="new", **options):
-    with staging(target, **options) as stage:
+    with stage_output(target, **options) as stage:
         fill(stage, text)
         return stage.publish()
 
@@ -44,18 +44,20 @@ def test_a_directory_appears_whole_and_alone(tmp_path):
 
 
 def test_a_single_file(tmp_path):
-    with staging(tmp_path / "out.pt", single_file=True) as stage:
+    with stage_output(tmp_path / "out.pt", single_file=True) as stage:
         (stage.data / "out.pt").write_text("new")
         stage.publish()
     assert tree(tmp_path) == ["out.pt"]
-    with staging(tmp_path / "out.pt", single_file=True, overwrite=True, is_checkpoint=yes) as stage:
+    with stage_output(
+        tmp_path / "out.pt", single_file=True, overwrite=True, is_checkpoint=yes
+    ) as stage:
         (stage.data / "out.pt").write_text("newer")
         stage.publish()
     assert (tree(tmp_path), (tmp_path / "out.pt").read_text()) == (["out.pt"], "newer")
 
 
 def test_without_publish_nothing_appears(tmp_path):
-    with staging(tmp_path / "out") as stage:
+    with stage_output(tmp_path / "out") as stage:
         fill(stage)
     assert tree(tmp_path) == []
 
@@ -96,7 +98,7 @@ def test_targets_without_a_name_are_refused(tmp_path, monkeypatch, name):
 
 
 def test_a_target_that_appears_meanwhile_survives(tmp_path):
-    with pytest.raises(RefusedError, match="exists"), staging(tmp_path / "out") as stage:
+    with pytest.raises(RefusedError, match="exists"), stage_output(tmp_path / "out") as stage:
         fill(stage)
         (tmp_path / "out").mkdir()
         stage.publish()
@@ -106,7 +108,7 @@ def test_a_target_that_appears_meanwhile_survives(tmp_path):
 def test_the_last_moment_is_covered_by_the_kernel(tmp_path, monkeypatch):
     """Even when the check sees nothing, an empty directory is not silently replaced."""
     monkeypatch.setattr(os.path, "lexists", lambda _: False)
-    with pytest.raises(RefusedError, match="exists"), staging(tmp_path / "out") as stage:
+    with pytest.raises(RefusedError, match="exists"), stage_output(tmp_path / "out") as stage:
         fill(stage)
         (tmp_path / "out").mkdir()
         stage.publish()
@@ -116,7 +118,7 @@ def test_the_last_moment_is_covered_by_the_kernel(tmp_path, monkeypatch):
 @pytest.mark.parametrize("lacking", [False, True])
 def test_a_target_that_appears_after_the_check_survives(tmp_path, monkeypatch, lacking):
     """Without *overwrite* nothing is ever exchanged, nor replaced by a plain rename."""
-    real = file_system.rename
+    real = file_system.rename_atomically
 
     def unsupported(*args):
         if lacking:
@@ -124,11 +126,11 @@ def test_a_target_that_appears_after_the_check_survives(tmp_path, monkeypatch, l
         real(*args)
 
     monkeypatch.setattr(publish, "check_target", lambda *_, **__: None)
-    monkeypatch.setattr(file_system, "rename", unsupported)
+    monkeypatch.setattr(file_system, "rename_atomically", unsupported)
     target = tmp_path / "out.pt"
     with (
         pytest.raises(RefusedError, match="exists"),
-        staging(target, single_file=True) as stage,
+        stage_output(target, single_file=True) as stage,
     ):
         (stage.data / "out.pt").write_text("new")
         target.write_text("somebody's")
@@ -147,7 +149,7 @@ def test_what_is_overwritten_is_looked_at_again_right_before(tmp_path, monkeypat
 
     with (
         pytest.raises(RefusedError, match="not a checkpoint"),
-        staging(
+        stage_output(
             target, overwrite=True, is_checkpoint=lambda path: (path / "model").exists()
         ) as stage,
     ):
@@ -159,13 +161,13 @@ def test_what_is_overwritten_is_looked_at_again_right_before(tmp_path, monkeypat
 
 def test_a_published_output_is_taken_back(tmp_path):
     target = tmp_path / "out"
-    with staging(target) as stage:
+    with stage_output(target) as stage:
         fill(stage)
         stage.publish()
         assert "deleted" in stage.revert()
     assert tree(tmp_path) == []
     make(target, "old")
-    with staging(target, overwrite=True, is_checkpoint=yes) as stage:
+    with stage_output(target, overwrite=True, is_checkpoint=yes) as stage:
         fill(stage)
         stage.publish()
         assert "restored" in stage.revert()
@@ -174,7 +176,7 @@ def test_a_published_output_is_taken_back(tmp_path):
 
 def test_what_took_its_place_is_not_taken_back(tmp_path):
     target = tmp_path / "out"
-    with pytest.raises(RefusedError, match="replaced"), staging(target) as stage:
+    with pytest.raises(RefusedError, match="replaced"), stage_output(target) as stage:
         fill(stage)
         stage.publish()
         target.rename(tmp_path / "moved")
@@ -187,34 +189,34 @@ def test_an_error_removes_the_staging_unless_it_is_kept(tmp_path):
     for keep, left in ((False, []), (True, ["data", "data/model", "journal", "lock"])):
         with (
             pytest.raises(KeyError),
-            staging(tmp_path / "out", keep_on_error=keep) as stage,
+            stage_output(tmp_path / "out", keep_on_error=keep) as stage,
         ):
             fill(stage)
             stage.journal.write_text("j")
             raise KeyError
         root = tmp_path / ".out.ckptctl-staging"
         assert (tree(root) if root.exists() else []) == left
-    with staging(tmp_path / "out", resume=True) as stage:
+    with stage_output(tmp_path / "out", resume=True) as stage:
         assert (stage.data / "model").read_text() == "new"
         assert stage.journal.exists()
-        assert stage.held() > 0
+        assert stage.count_allocated_bytes() > 0
 
 
 def test_a_stale_staging_is_discarded_where_that_is_said(tmp_path):
-    with pytest.raises(KeyError), staging(tmp_path / "out", keep_on_error=True) as stage:
+    with pytest.raises(KeyError), stage_output(tmp_path / "out", keep_on_error=True) as stage:
         fill(stage)
         stage.journal.write_text("j")
         raise KeyError
-    with pytest.raises(UnfinishedWorkError), staging(tmp_path / "out"):
+    with pytest.raises(UnfinishedWorkError), stage_output(tmp_path / "out"):
         pass
-    with staging(tmp_path / "out", restart=True) as stage:
+    with stage_output(tmp_path / "out", restart=True) as stage:
         assert tree(stage.root) == ["data", "lock"]
         stage.publish()
     assert tree(tmp_path) == ["out"]
 
 
 def test_a_second_run_fails_fast_and_names_the_first(tmp_path):
-    with staging(tmp_path / "out") as stage:
+    with stage_output(tmp_path / "out") as stage:
         with pytest.raises(RefusedError, match=str(os.getpid())):
             make(tmp_path / "out")
         fill(stage)
@@ -226,16 +228,16 @@ def test_no_journal_vouches_for_the_old_output(tmp_path, monkeypatch):
     """A run killed right after the exchange leaves the old output in the staging directory."""
     target = tmp_path / "out"
     make(target, "old")
-    real = file_system.rename
+    real = file_system.rename_atomically
 
     def killed(*args):
         real(*args)
         raise SystemExit
 
     with monkeypatch.context() as patch, pytest.raises(SystemExit):
-        patch.setattr(file_system, "rename", killed)
-        patch.setattr(publish, "_discard", lambda _: [])
-        with staging(target, overwrite=True, is_checkpoint=yes) as stage:
+        patch.setattr(file_system, "rename_atomically", killed)
+        patch.setattr(publish, "_remove_staging", lambda _: [])
+        with stage_output(target, overwrite=True, is_checkpoint=yes) as stage:
             stage.journal.write_text("j")
             fill(stage)
             stage.publish()
@@ -250,7 +252,7 @@ def test_without_renameat2(tmp_path, monkeypatch):
     def unsupported(*_):
         raise file_system.UnsupportedRenameError
 
-    monkeypatch.setattr(file_system, "rename", unsupported)
+    monkeypatch.setattr(file_system, "rename_atomically", unsupported)
     (note,) = make(tmp_path / "out", "a")
     assert "renameat2" in note
     with pytest.raises(RefusedError, match="atomically"):
@@ -259,21 +261,24 @@ def test_without_renameat2(tmp_path, monkeypatch):
 
 
 def test_a_failing_sync_is_never_success(tmp_path, monkeypatch):
-    with pytest.raises(StorageError), staging(tmp_path / "out") as stage:
+    with pytest.raises(StorageError), stage_output(tmp_path / "out") as stage:
         fill(stage)
         monkeypatch.setattr(os, "fsync", lambda _: (_ for _ in ()).throw(OSError(5, "EIO")))
         stage.publish()
 
 
 def test_a_sync_that_fails_after_the_rename_tells_that_the_output_is_there(tmp_path, monkeypatch):
-    renamed, sync = file_system.rename, os.fsync
+    renamed, sync = file_system.rename_atomically, os.fsync
 
     def rename(*paths):
         renamed(*paths)
         monkeypatch.setattr(os, "fsync", lambda _: (_ for _ in ()).throw(OSError(5, "EIO")))
 
-    monkeypatch.setattr(file_system, "rename", rename)
-    with pytest.raises(StorageError, match="cannot sync") as caught, staging(tmp_path / "out") as s:
+    monkeypatch.setattr(file_system, "rename_atomically", rename)
+    with (
+        pytest.raises(StorageError, match="cannot sync") as caught,
+        stage_output(tmp_path / "out") as s,
+    ):
         fill(s)
         s.publish()
     monkeypatch.setattr(os, "fsync", sync)
@@ -296,7 +301,7 @@ def test_termination_while_the_staging_directory_is_made_leaves_nothing(tmp_path
 
         setattr(os, call, make_and_terminate)
         try:
-            with staging(tmp_path / "out"):
+            with stage_output(tmp_path / "out"):
                 return "it went on"
         except Terminated:
             return "terminated"
@@ -331,7 +336,7 @@ def test_a_folder_that_no_run_has_made_is_left_alone(tmp_path, files, there):
 
 
 def test_termination_is_like_an_interrupt(tmp_path):
-    with pytest.raises(Terminated), staging(tmp_path / "out") as stage:
+    with pytest.raises(Terminated), stage_output(tmp_path / "out") as stage:
         fill(stage)
         os.kill(os.getpid(), signal.SIGTERM)
         signal.pause()
@@ -343,7 +348,7 @@ def test_free_space(tmp_path):
     require_space(tmp_path / "not" / "there", 1)
     with pytest.raises(RefusedError, match="space"):
         require_space(tmp_path, 1 << 60)
-    require_space(tmp_path, 1 << 60, held=1 << 60)
+    require_space(tmp_path, 1 << 60, allocated=1 << 60)
 
 
 def test_removing_never_follows_links(tmp_path):
@@ -353,13 +358,13 @@ def test_removing_never_follows_links(tmp_path):
     victim = tmp_path / "victim"
     (victim / "sub").mkdir(parents=True)
     (victim / "sub" / "link").symlink_to(outside)
-    trash.remove(victim)
-    trash.remove(victim)
+    trash.remove_path(victim)
+    trash.remove_path(victim)
     assert tree(tmp_path) == ["outside", "outside/precious"]
     (tmp_path / "link").symlink_to(outside)
     with pytest.raises(StorageError):
-        trash.clear(tmp_path / "link")
-    trash.remove(tmp_path / "link")
+        trash.clear_folder(tmp_path / "link")
+    trash.remove_path(tmp_path / "link")
     assert tree(tmp_path) == ["outside", "outside/precious"]
 
 
@@ -375,7 +380,7 @@ def test_removing_stays_on_one_file_system(tmp_path, monkeypatch):
 
     monkeypatch.setattr(os, "stat", stat)
     with pytest.raises(RefusedError, match="mounted"):
-        trash.remove(tmp_path / "victim")
+        trash.remove_path(tmp_path / "victim")
 
 
 def test_one_of_many_concurrent_runs_wins(tmp_path):
@@ -413,7 +418,7 @@ def test_where_nothing_can_be_made_is_told_before_any_work(tmp_path, monkeypatch
 def test_an_empty_folder_is_filled_in_one_step_and_keeps_its_mode(tmp_path):
     target = tmp_path / "out"
     target.mkdir(mode=0o700)
-    with staging(target) as stage:
+    with stage_output(target) as stage:
         fill(stage)
         assert not any(target.iterdir())
         stage.publish()
@@ -430,7 +435,7 @@ def test_what_came_into_an_empty_folder_meanwhile_survives(tmp_path, monkeypatch
         (target / "mine").touch()
         return rename(path, to)
 
-    with pytest.raises(RefusedError, match="exists"), staging(target) as stage:
+    with pytest.raises(RefusedError, match="exists"), stage_output(target) as stage:
         fill(stage)
         monkeypatch.setattr(Path, "rename", late)
         stage.publish()
@@ -440,7 +445,7 @@ def test_what_came_into_an_empty_folder_meanwhile_survives(tmp_path, monkeypatch
 def test_an_output_that_is_taken_back_leaves_the_folder_empty(tmp_path):
     target = tmp_path / "out"
     target.mkdir()
-    with staging(target) as stage:
+    with stage_output(target) as stage:
         fill(stage)
         stage.publish()
         stage.revert()

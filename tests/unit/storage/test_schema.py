@@ -11,29 +11,29 @@ import pytest
 from ckptctl.errors import UnsupportedError, UsageError
 from ckptctl.storage.pickles.inert import Inert
 from ckptctl.storage.schema import (
-    FILLED,
+    NOT_EMPTY,
     ClosedSchema,
     MismatchError,
     Natural,
     ObjectSchema,
     Schema,
-    find,
-    malformed,
+    find_member,
+    malformed_errors,
     read_as,
-    sized,
-    within,
+    size_between,
+    value_in_range,
 )
 
 
 @dataclass(frozen=True, slots=True)
 class Part(Schema):
-    sizes: Annotated[tuple[Natural, ...], sized(0, 4)]
+    sizes: Annotated[tuple[Natural, ...], size_between(0, 4)]
 
 
 @dataclass(frozen=True, slots=True)
 class Rule(ClosedSchema):
-    names: Annotated[tuple[str, ...], FILLED]
-    dim: Annotated[int, within(0, 64)] | None = None
+    names: Annotated[tuple[str, ...], NOT_EMPTY]
+    dim: Annotated[int, value_in_range(0, 64)] | None = None
     kind: Literal["gated", 3] = 3
     parts: dict[str, Part] | None = None
     pair: tuple[int, str] = (0, "")
@@ -88,21 +88,21 @@ def test_attributes_of_an_object_are_read() -> None:
 
 def test_find_returns_none_where_the_structure_differs() -> None:
     content = {"metadata": {"total_size": 3}}
-    assert find(int, content, "metadata", "total_size") == 3
-    assert find(str, content, "metadata", "total_size") is None
-    assert find(int, content, "metadata", "total_size", "more") is None
-    assert find(int, [content], "metadata") is None
+    assert find_member(int, content, "metadata", "total_size") == 3
+    assert find_member(str, content, "metadata", "total_size") is None
+    assert find_member(int, content, "metadata", "total_size", "more") is None
+    assert find_member(int, [content], "metadata") is None
 
 
 def test_malformed_makes_one_error_of_what_goes_wrong() -> None:
     with (
         pytest.raises(UnsupportedError, match="malformed index") as caught,
-        malformed("malformed index", "a.json", "copy it again"),
+        malformed_errors("malformed index", "a.json", "copy it again"),
     ):
         read_as(Part, [])
     assert (caught.value.where, caught.value.hint) == ("a.json", "copy it again")
     assert caught.value.why == "it is a list, expected a dict"
-    with pytest.raises(UsageError), malformed("malformed", "a", error=UsageError):
+    with pytest.raises(UsageError), malformed_errors("malformed", "a", error=UsageError):
         raise KeyError("a")
 
 

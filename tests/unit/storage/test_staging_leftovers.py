@@ -17,7 +17,7 @@ from ckptctl.cli.app import app
 from ckptctl.errors import RefusedError, StorageError
 from ckptctl.storage import lock, trash
 from ckptctl.storage.destinations import staging_directory
-from ckptctl.storage.publish import staging, sweep, sweeping
+from ckptctl.storage.publish import stage_output, sweep_if_refused, sweep_staging
 
 Hold = Callable[[pytest.MonkeyPatch, threading.Event], None]
 SOURCE = Path(__file__).parents[2] / "data" / "tiny-llama3-hf"
@@ -25,7 +25,7 @@ SOURCE = Path(__file__).parents[2] / "data" / "tiny-llama3-hf"
 
 def interrupted(target: Path) -> Path:
     """Leave a run for *target* half-way, so that it can be resumed; return its folder."""
-    with pytest.raises(KeyError), staging(target, keep_on_error=True) as stage:
+    with pytest.raises(KeyError), stage_output(target, keep_on_error=True) as stage:
         (stage.data / "model").write_text("half")
         stage.journal.write_text("j")
         raise KeyError
@@ -41,7 +41,7 @@ def test_after_an_output_is_published_there_is_nothing_to_resume(tmp_path: Path)
     target = tmp_path / "out"
     with (
         pytest.raises(KeyError),
-        staging(target, keep_on_error=True, resume=True) as stage,
+        stage_output(target, keep_on_error=True, resume=True) as stage,
     ):
         (stage.data / "model").write_text("new")
         stage.publish()
@@ -58,7 +58,7 @@ def test_a_sync_that_fails_after_the_rename_keeps_nothing(
         if path == tmp_path and (tmp_path / "out").exists():
             raise StorageError("cannot sync: Input/output error (EIO)", where=str(path))
 
-    with pytest.raises(StorageError), staging(tmp_path / "out", keep_on_error=True) as stage:
+    with pytest.raises(StorageError), stage_output(tmp_path / "out", keep_on_error=True) as stage:
         (stage.data / "model").write_text("new")
         monkeypatch.setattr(publish, "sync_directory", sync)
         stage.publish()
@@ -70,7 +70,7 @@ def test_what_can_be_resumed_survives_a_refusal(tmp_path: Path) -> None:
     target = tmp_path / "out"
     left = interrupted(target)
     (target / "other").mkdir(parents=True)
-    with pytest.raises(RefusedError, match="exists"), staging(target):
+    with pytest.raises(RefusedError, match="exists"), stage_output(target):
         pass
     assert names(left) == ["data", "journal", "lock"]
 
@@ -80,7 +80,7 @@ def test_resuming_does_not_write_through_a_link(tmp_path: Path) -> None:
     left = interrupted(target)
     (left / "data").rename(precious)
     (left / "data").symlink_to(precious)
-    with staging(target, resume=True) as stage:
+    with stage_output(target, resume=True) as stage:
         assert not stage.data.is_symlink()
         (stage.data / "model").write_text("whole")
         stage.publish()
@@ -120,9 +120,9 @@ def test_so_does_the_library(tmp_path: Path) -> None:
 def test_what_is_at_work_is_not_tidied_up(tmp_path: Path) -> None:
     target, left = killed_after_it_had_published(tmp_path)
     with (
-        lock.held(left, target, "writing to this destination"),
+        lock.hold_lock(left, target, "writing to this destination"),
         pytest.raises(RefusedError),
-        sweeping(target),
+        sweep_if_refused(target),
     ):
         raise RefusedError("no")
     assert names(left) == ["lock"]
@@ -132,7 +132,7 @@ def test_without_an_output_nothing_is_tidied_up(tmp_path: Path) -> None:
     """What lies there may be all that there is of a run that was interrupted."""
     target, left = killed_after_it_had_published(tmp_path)
     target.rename(tmp_path / "elsewhere")
-    with pytest.raises(RefusedError), sweeping(target):
+    with pytest.raises(RefusedError), sweep_if_refused(target):
         raise RefusedError("no")
     assert names(left) == ["lock"]
 
@@ -142,14 +142,14 @@ def old_leftover(target: Path) -> Path:
     folder = staging_directory(target)
     (folder / "data").mkdir(parents=True)
     (folder / "data" / "model").write_text("half")
-    (folder / lock.NAME).write_text("999999999\n")
-    for item in (folder / "data" / "model", folder / "data", folder / lock.NAME, folder):
+    (folder / lock.LOCK_FILE).write_text("999999999\n")
+    for item in (folder / "data" / "model", folder / "data", folder / lock.LOCK_FILE, folder):
         os.utime(item, (time.time() - 3600,) * 2)
     return folder
 
 
 def save(target: Path) -> None:
-    with staging(target, restart=True) as stage:
+    with stage_output(target, restart=True) as stage:
         (stage.data / "model").write_text("new")
         stage.publish()
 
@@ -168,7 +168,7 @@ def race_with_sweep(target: Path, monkeypatch: pytest.MonkeyPatch, hold: Hold) -
     real, saver = fcntl.flock, threading.get_ident()
     swept: list[bool] = []
     locked, refused = threading.Event(), threading.Event()
-    sweeper = threading.Thread(target=lambda: swept.append(sweep(target, 60.0)))
+    sweeper = threading.Thread(target=lambda: swept.append(sweep_staging(target, 60.0)))
 
     def flock(descriptor: int, how: int) -> None:
         if threading.get_ident() != saver:
@@ -228,9 +228,9 @@ def test_a_save_waits_while_what_was_left_for_it_is_swept(
 
 
 def test_a_save_is_refused_while_another_run_writes(tmp_path: Path) -> None:
-    with staging(tmp_path / "out"):
+    with stage_output(tmp_path / "out"):
         began = time.monotonic()
         with pytest.raises(RefusedError, match=f"PID {os.getpid()}"):
             save(tmp_path / "out")
         assert time.monotonic() - began < lock._UNNAMED_SECONDS
-        assert not sweep(tmp_path / "out", 60.0)
+        assert not sweep_staging(tmp_path / "out", 60.0)

@@ -18,10 +18,10 @@ from ckptctl.storage.tensor_reader import TensorReader
 class Counted(MemoryFiles):
     reads = most = 0
 
-    def fill(self, name: str, views: Sequence[memoryview], offset: int) -> int:
+    def fill_views(self, name: str, views: Sequence[memoryview], offset: int) -> int:
         self.reads += 1
         self.most = max(self.most, sum(map(len, views)))
-        return super().fill(name, views, offset)
+        return super().fill_views(name, views, offset)
 
 
 def stored(tensor: torch.Tensor, offset: int = 0) -> tuple[Counted, TensorEntry]:
@@ -81,7 +81,7 @@ def test_windows_hold_every_element_in_order(nbytes: int) -> None:
     base = torch.arange(5 * 6 * 7, dtype=torch.int32).reshape(5, 6, 7)
     for view in (base, base.permute(2, 0, 1), base[1:, ::2, 1:3]):
         files, entry = stored(view)
-        found = list(TensorReader(files, entry).windows(nbytes=nbytes))
+        found = list(TensorReader(files, entry).iterate_windows(nbytes=nbytes))
         assert max(map(len, found)) <= max(nbytes, 4)
         assert b"".join(found) == bytes(view.contiguous().view(torch.uint8).numpy())
 
@@ -89,13 +89,13 @@ def test_windows_hold_every_element_in_order(nbytes: int) -> None:
 def test_windows_of_a_box_hold_its_elements() -> None:
     base = torch.arange(60, dtype=torch.int16).reshape(6, 10)
     files, entry = stored(base.t())
-    found = TensorReader(files, entry).windows(Box((3, 2), (5, 4)), 12)
+    found = TensorReader(files, entry).iterate_windows(Box((3, 2), (5, 4)), 12)
     assert b"".join(found) == bytes(base.t()[3:8, 2:6].contiguous().view(torch.uint8).numpy())
 
 
 def test_an_empty_tensor_has_no_windows() -> None:
     files, entry = stored(torch.zeros(4, 0))
-    assert not list(TensorReader(files, entry).windows())
+    assert not list(TensorReader(files, entry).iterate_windows())
 
 
 def test_an_expanded_dimension_is_not_read_again() -> None:

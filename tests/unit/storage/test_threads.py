@@ -11,7 +11,7 @@ from ckptctl.storage import threads
 
 @pytest.fixture(autouse=True)
 def no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in threads.LAUNCHERS:
+    for name in threads.LAUNCHER_VARIABLES:
         monkeypatch.delenv(name, raising=False)
 
 
@@ -22,7 +22,7 @@ def no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_cores_are_divided(
     monkeypatch: pytest.MonkeyPatch, cores: int, processes: int, expected: int
 ) -> None:
-    monkeypatch.setattr(threads, "cores", lambda: cores)
+    monkeypatch.setattr(threads, "count_cores", lambda: cores)
     assert threads.default_threads(processes) == expected
 
 
@@ -40,11 +40,11 @@ def test_cores_are_divided(
 def test_the_launcher_knows_how_many_share_a_host(
     monkeypatch: pytest.MonkeyPatch, name: str, value: str, expected: int
 ) -> None:
-    monkeypatch.setattr(threads, "cores", lambda: 16)
+    monkeypatch.setattr(threads, "count_cores", lambda: 16)
     monkeypatch.setenv(name, value)
     assert threads.default_threads(1024) == expected
 
 
 def test_cores_that_the_process_may_not_use_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {3}, raising=False)
-    assert threads.cores() == 1
+    assert threads.count_cores() == 1

@@ -10,7 +10,7 @@ import pytest
 from ckptctl.errors import RefusedError
 from ckptctl.file_identity import FileIdentity
 from ckptctl.storage import file_system, trash, two_phase_delete
-from ckptctl.storage.two_phase_delete import TRASH, deleting, leftovers
+from ckptctl.storage.two_phase_delete import TRASH_FOLDER, list_leftovers, lock_for_deletion
 
 
 @pytest.fixture
@@ -30,9 +30,9 @@ def names(folder: Path) -> list[str]:
 
 
 def test_what_is_deleted_is_gone_and_so_is_the_trash(root: Path) -> None:
-    with deleting(root) as found:
+    with lock_for_deletion(root) as found:
         found.delete("one", identity(root / "one"))
-        assert names(root) == [TRASH, "two"]
+        assert names(root) == [TRASH_FOLDER, "two"]
     assert names(root) == ["two"]
 
 
@@ -40,7 +40,7 @@ def test_what_took_a_name_meanwhile_stays(root: Path) -> None:
     known = identity(root / "one")
     (root / "one").rename(root / "away")
     (root / "two").rename(root / "one")
-    with deleting(root) as found, pytest.raises(RefusedError, match="replaced"):
+    with lock_for_deletion(root) as found, pytest.raises(RefusedError, match="replaced"):
         found.delete("one", known)
     assert (root / "one" / "weights").read_text() == "two"
 
@@ -48,8 +48,8 @@ def test_what_took_a_name_meanwhile_stays(root: Path) -> None:
 def test_what_is_mounted_is_looked_for_again(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Somebody mounted a file system there after the plan was made."""
     mounted = root / "one" / "data"
-    monkeypatch.setattr(two_phase_delete, "mounted_in", lambda path: [mounted])
-    with deleting(root) as found, pytest.raises(RefusedError, match="mounted") as caught:
+    monkeypatch.setattr(two_phase_delete, "list_mounts_in", lambda path: [mounted])
+    with lock_for_deletion(root) as found, pytest.raises(RefusedError, match="mounted") as caught:
         found.delete("one", identity(root / "one"))
     assert caught.value.where == str(mounted)
     assert (root / "one" / "weights").exists()
@@ -59,18 +59,20 @@ def test_trash_in_which_something_is_mounted_is_left(
     root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("old", "older"):
-        (root / TRASH / name).mkdir(parents=True)
-    busy = root / TRASH / "old"
-    monkeypatch.setattr(two_phase_delete, "mounted_in", lambda path: [busy] if path == busy else [])
-    with deleting(root) as found:
+        (root / TRASH_FOLDER / name).mkdir(parents=True)
+    busy = root / TRASH_FOLDER / "old"
+    monkeypatch.setattr(
+        two_phase_delete, "list_mounts_in", lambda path: [busy] if path == busy else []
+    )
+    with lock_for_deletion(root) as found:
         assert found.left() == ["old"]
-    assert "old" in names(root / TRASH)
+    assert "old" in names(root / TRASH_FOLDER)
 
 
 def test_trash_of_an_earlier_run_goes_before_anything_else(root: Path) -> None:
     """It may be what fills the disk, and a run that fails later has still removed it."""
-    (root / TRASH / "old" / "inner").mkdir(parents=True)
-    with pytest.raises(KeyError), deleting(root) as found:
+    (root / TRASH_FOLDER / "old" / "inner").mkdir(parents=True)
+    with pytest.raises(KeyError), lock_for_deletion(root) as found:
         assert found.left() == []
         raise KeyError
     assert names(root) == ["one", "two"]
@@ -80,16 +82,16 @@ def test_trash_of_an_earlier_run_goes_before_anything_else(root: Path) -> None:
 def test_trash_that_is_no_folder_holds_nothing(root: Path, tmp_path: Path, place: str) -> None:
     (tmp_path / "elsewhere" / "precious").mkdir(parents=True)
     if place == "a file":
-        (root / TRASH).touch()
+        (root / TRASH_FOLDER).touch()
     elif place == "a link":
-        (root / TRASH).symlink_to(tmp_path / "elsewhere")
-    assert leftovers(root) == []
+        (root / TRASH_FOLDER).symlink_to(tmp_path / "elsewhere")
+    assert list_leftovers(root) == []
 
 
 def test_trash_that_is_a_link_is_refused(root: Path, tmp_path: Path) -> None:
     (tmp_path / "elsewhere" / "precious").mkdir(parents=True)
-    (root / TRASH).symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(RefusedError, match="link"), deleting(root):
+    (root / TRASH_FOLDER).symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(RefusedError, match="link"), lock_for_deletion(root):
         pass
     assert names(tmp_path / "elsewhere") == ["precious"]
 
@@ -98,12 +100,12 @@ def test_without_renameat2_nothing_is_replaced(root: Path, monkeypatch: pytest.M
     def unsupported(*_: object) -> None:
         raise file_system.UnsupportedRenameError
 
-    monkeypatch.setattr(file_system, "rename", unsupported)
+    monkeypatch.setattr(file_system, "rename_atomically", unsupported)
     (root / "free").mkdir()
     with pytest.raises(FileExistsError):
-        file_system.move(root / "one", root / "free")
+        file_system.rename_exclusively(root / "one", root / "free")
     assert names(root) == ["free", "one", "two"]
-    file_system.move(root / "one", root / "three")
+    file_system.rename_exclusively(root / "one", root / "three")
     assert names(root) == ["free", "three", "two"]
 
 
@@ -112,7 +114,7 @@ def test_a_removal_is_durable_before_the_first_byte_goes(
 ) -> None:
     """Else a power cut could bring half a checkpoint back under its own name."""
     happened: list[str] = []
-    sync, move, remove = os.fsync, file_system.move, trash.remove
+    sync, move, remove = os.fsync, file_system.rename_exclusively, trash.remove_path
 
     def synced(descriptor: int) -> None:
         happened.append(f"sync {Path(os.readlink(f'/proc/self/fd/{descriptor}')).name}")
@@ -126,11 +128,11 @@ def test_a_removal_is_durable_before_the_first_byte_goes(
         happened.append("remove" if path.exists() else "look")
         remove(path)
 
-    with deleting(root) as found:
+    with lock_for_deletion(root) as found:
         monkeypatch.setattr(os, "fsync", synced)
-        monkeypatch.setattr(file_system, "move", moved)
-        monkeypatch.setattr(trash, "remove", removed)
+        monkeypatch.setattr(file_system, "rename_exclusively", moved)
+        monkeypatch.setattr(trash, "remove_path", removed)
         found.delete("one", identity(root / "one"))
         monkeypatch.undo()
     assert happened[:2] == ["look", "move"] and happened[-1] == "remove"
-    assert sorted(happened[2:-1]) == [f"sync {TRASH}", "sync root"]
+    assert sorted(happened[2:-1]) == [f"sync {TRASH_FOLDER}", "sync root"]

@@ -9,7 +9,7 @@ import yaml
 
 from ckptctl.errors import UnsupportedError
 from ckptctl.storage import yaml_text
-from ckptctl.storage.yaml_text import NODES, dumped, parsed
+from ckptctl.storage.yaml_text import MAX_VALUES, dump_yaml, parse_yaml
 from tests import hostile
 
 BRIDGE = """\
@@ -39,13 +39,13 @@ def loader(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
         monkeypatch.delattr(yaml, "CSafeLoader", raising=False)
     elif not hasattr(yaml, "CSafeLoader"):
         pytest.skip("PyYAML has no libyaml")
-    yaml_text._loader.cache_clear()
+    yaml_text._build_loader.cache_clear()
     yield
-    yaml_text._loader.cache_clear()
+    yaml_text._build_loader.cache_clear()
 
 
 def test_what_bridge_writes_is_read() -> None:
-    model = parsed(BRIDGE, "run_config.yaml")["model"]
+    model = parse_yaml(BRIDGE, "run_config.yaml")["model"]
     assert isinstance(model, dict)
     assert model["layernorm_epsilon"] == 1e-5
     assert model["moe_layer_freq"] == [0, 1]
@@ -56,7 +56,7 @@ def test_no_object_is_made() -> None:
     text = (
         "a: !!python/object/apply:os.system [echo]\nb: !!python/name:os.system ''\nc: !x {d: 1}\n"
     )
-    assert parsed(text, "x.yaml") == {
+    assert parse_yaml(text, "x.yaml") == {
         "a": {"!": "tag:yaml.org,2002:python/object/apply:os.system"},
         "b": {"!": "tag:yaml.org,2002:python/name:os.system"},
         "c": {"!": "!x"},
@@ -64,16 +64,18 @@ def test_no_object_is_made() -> None:
 
 
 def test_a_tuple_is_a_list() -> None:
-    assert parsed("window_size: !!python/tuple [128, 0]\n", "x.yaml") == {"window_size": [128, 0]}
+    assert parse_yaml("window_size: !!python/tuple [128, 0]\n", "x.yaml") == {
+        "window_size": [128, 0]
+    }
 
 
 def test_what_looks_like_a_date_is_text() -> None:
-    assert parsed("a: 2024-13-45\nb: 1_000\n", "x.yaml") == {"a": "2024-13-45", "b": 1000}
+    assert parse_yaml("a: 2024-13-45\nb: 1_000\n", "x.yaml") == {"a": "2024-13-45", "b": 1000}
 
 
 def test_numbers_to_the_base_of_60_are_text() -> None:
     text = "a: 1:30\nb: 190:20:30.15\nc: 90\n"
-    assert parsed(text, "x.yaml") == {"a": "1:30", "b": "190:20:30.15", "c": 90}
+    assert parse_yaml(text, "x.yaml") == {"a": "1:30", "b": "190:20:30.15", "c": 90}
 
 
 @pytest.mark.parametrize("case", hostile.evil_yaml(1))
@@ -81,9 +83,9 @@ def test_no_value_is_made_of_what_has_too_many(case: str, monkeypatch: pytest.Mo
     """The bounds are looked at in the events, not in what was made of them."""
     monkeypatch.setattr(yaml, "load", lambda *_, **__: pytest.fail("it was composed"))
     text = hostile.evil_yaml(20_000)[case]
-    monkeypatch.setattr(yaml_text, "NODES", 5_000)
+    monkeypatch.setattr(yaml_text, "MAX_VALUES", 5_000)
     with pytest.raises(UnsupportedError, match="this YAML is not a configuration"):
-        parsed(text, "run_config.yaml")
+        parse_yaml(text, "run_config.yaml")
 
 
 BOMB = "a0: &a0 [x, x, x, x, x, x, x, x, x, x]\n" + "".join(
@@ -113,17 +115,17 @@ BOMB = "a0: &a0 [x, x, x, x, x, x, x, x, x, x]\n" + "".join(
 )
 def test_what_is_no_configuration_is_refused(text: str) -> None:
     with pytest.raises(UnsupportedError, match="this YAML is not a configuration"):
-        parsed(text, "run_config.yaml")
+        parse_yaml(text, "run_config.yaml")
 
 
 def test_the_bound_is_on_values_that_aliases_repeat() -> None:
-    assert NODES < 10**11
+    assert MAX_VALUES < 10**11
 
 
 def test_what_is_dumped_is_read_as_the_same() -> None:
     """YAML 1.1 takes ``1e-06`` for text: a number with an exponent has to have a point."""
     shared = {"x": 1}
     values = {"a": 1e-6, "b": 1e17, "d": (0, 1), "e": None, "f": {}, "g": 'x"\n', "h": "true"}
-    text = dumped(values | {"i": shared, "j": shared}).decode()
+    text = dump_yaml(values | {"i": shared, "j": shared}).decode()
     assert "a: 1.0e-06" in text and "&" not in text
-    assert parsed(text, "here") == values | {"d": [0, 1], "i": shared, "j": shared}
+    assert parse_yaml(text, "here") == values | {"d": [0, 1], "i": shared, "j": shared}

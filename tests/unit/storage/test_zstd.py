@@ -10,7 +10,7 @@ import pytest
 from ckptctl.errors import CkptError, DamagedError, UnsupportedError
 from ckptctl.storage import zstd
 from ckptctl.storage.files import MemoryFiles
-from ckptctl.storage.zstd import MemoryBudget, decompressed, whole_value
+from ckptctl.storage.zstd import MemoryBudget, decompress_value, iterate_decompressed
 from tests import hostile
 
 zstandard = pytest.importorskip("zstandard")
@@ -19,7 +19,7 @@ CONTENT = bytes(range(256)) * 2_000
 
 def unpack(data: bytes, budget: MemoryBudget | None = None) -> bytes:
     files = MemoryFiles(data, Path())
-    return whole_value(files, "x", 0, len(data), "stream.zstd/1", budget or MemoryBudget())
+    return decompress_value(files, "x", 0, len(data), "stream.zstd/1", budget or MemoryBudget())
 
 
 def frames() -> dict[str, bytes]:
@@ -58,7 +58,7 @@ def test_an_empty_frame_is_called_empty() -> None:
 
 
 def test_one_budget_is_for_all_values(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(zstd, "MAX_UNPACKED", 2_000_000)
+    monkeypatch.setattr(zstd, "MAX_DECOMPRESSED_BYTES", 2_000_000)
     budget, data = MemoryBudget(), zstandard.compress(CONTENT)
     for _ in range(3):
         unpack(data, budget)
@@ -70,7 +70,7 @@ def test_a_bomb_is_refused_as_it_unpacks() -> None:
     data = hostile.zstd_bomb(8 << 30)
     assert len(data) < 300_000
     read = 0
-    for piece in decompressed(MemoryFiles(data, Path()), "x", 0, len(data)):
+    for piece in iterate_decompressed(MemoryFiles(data, Path()), "x", 0, len(data)):
         read += len(piece)
         if read > 1 << 24:
             break

@@ -23,7 +23,7 @@ from ckptctl import formats
 from ckptctl.conversion.destinations import require_destination
 from ckptctl.storage.destinations import Replaceable, require_space
 from ckptctl.storage.file_system import write_file
-from ckptctl.storage.publish import staging
+from ckptctl.storage.publish import stage_output
 from ckptctl.tree import TreePath
 from ckptctl.version import __version__
 
@@ -120,7 +120,7 @@ def written(
     for source in sources:
         origin = formats.existing(source)
         target = Path(require_destination(origin, output, overwrite, PAGE, ELSEWHERE).path)
-    with staging(target, overwrite=overwrite, single_file=True, is_checkpoint=PAGE) as stage:
+    with stage_output(target, overwrite=overwrite, single_file=True, is_checkpoint=PAGE) as stage:
 
         def write(report: Report) -> None:
             content = page(report.to_json()).encode()

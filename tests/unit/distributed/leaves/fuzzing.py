@@ -30,7 +30,7 @@ import torch
 from ckptctl.distributed.leaves.safe_reader import MAKERS, read_leaf
 from ckptctl.errors import CkptError
 from ckptctl.storage.pickles.inert import Global, Inert
-from ckptctl.storage.pickles.pickle_writer import dumps
+from ckptctl.storage.pickles.pickle_writer import dump_pickle
 from tests.unit.distributed.leaves.kinds import KINDS, saved, zip_of
 from tests.unit.distributed.leaves.test_safe_reader import FORGED
 
@@ -80,7 +80,7 @@ def operations(content: bytes) -> list[bytes]:
 
 def pushed(value: object) -> bytes:
     """Return an opcode that pushes a number or a text."""
-    return dumps(value)[2:-1].split(b"q")[0]
+    return dump_pickle(value)[2:-1].split(b"q")[0]
 
 
 class Changes:
@@ -166,9 +166,9 @@ class Changes:
             root.state = self.value(3) if draw.random() < 0.4 else None
             root.appended = [self.value(1)] if draw.random() < 0.1 else None
         try:
-            return dumps([root])
+            return dump_pickle([root])
         except (CkptError, TypeError, ValueError):
-            return dumps([None])
+            return dump_pickle([None])
 
     def changed(self, record: Any, depth: int) -> Any:
         """Return a record with one thing in it changed, about so deep."""

@@ -15,7 +15,7 @@ import torch
 from ckptctl.distributed.leaves.safe_reader import read_leaf
 from ckptctl.errors import CkptError, UnsupportedError
 from ckptctl.storage.pickles.inert import Global, Inert
-from ckptctl.storage.pickles.pickle_writer import dumps
+from ckptctl.storage.pickles.pickle_writer import dump_pickle
 from tests.unit.distributed.leaves.kinds import KINDS, saved, zip_of
 
 CORE = "numpy._core" if hasattr(np, "_core") else "numpy.core"
@@ -154,7 +154,7 @@ FORGED: dict[str, object] = {
 @pytest.mark.parametrize("name", FORGED)
 def test_forged_records_are_refused(name: str) -> None:
     with pytest.raises(UnsupportedError):
-        read_leaf(zip_of(dumps([FORGED[name]])), "here")
+        read_leaf(zip_of(dump_pickle([FORGED[name]])), "here")
 
 
 SPARSE = torch.eye(2).to_sparse()
@@ -174,7 +174,7 @@ def test_one_value_does_not_become_many(kind: str) -> None:
         "array": lambda: array((100_000,), plain("i1"), content),
         "text": lambda: call("decimal", "Decimal", text),
     }
-    leaf = dumps([made[kind]() for _ in range(2000)])
+    leaf = dump_pickle([made[kind]() for _ in range(2000)])
     assert len(leaf) < 500_000
     with pytest.raises(UnsupportedError) as found:
         read_leaf(zip_of(leaf), "here")
@@ -184,7 +184,7 @@ def test_one_value_does_not_become_many(kind: str) -> None:
 def test_such_records_are_read_as_numpy_writes_them() -> None:
     numbers = array((2,), plain("i8"), bytes(15) + b"\1")
     times = array((1,), timed(b"s", 25, 1, 1), bytes(8))
-    found: Any = read_leaf(zip_of(dumps([numbers, times])), "here")
+    found: Any = read_leaf(zip_of(dump_pickle([numbers, times])), "here")
     assert found[0].tolist() == [0, 1 << 56]
     assert found[1].dtype == np.dtype("M8[25s]")
 

@@ -11,7 +11,7 @@ import torch
 from ckptctl.distributed.devices import say_once
 from ckptctl.distributed.loading.pinned_buffers import IN_TURN, MOST, PinnedBuffers, device_buffers
 from ckptctl.planner.copying.tile import Pattern
-from ckptctl.storage.buffers import CAST, STAGING, TILE, TileBuffers
+from ckptctl.storage.buffers import CAST_BUFFER, STAGING_BUFFER, TILE_BUFFER, TileBuffers
 
 log: list[str] = []
 pinned_tensors: list[torch.Tensor] = []
@@ -77,7 +77,7 @@ def test_a_buffer_is_filled_again_when_its_copies_are_done(pinned: list[int]) ->
     places = []
     for step in range(2 * IN_TURN + 1):
         log.append(f"step {step}")
-        places.append(buffers.get(TILE, 1000 + step))
+        places.append(buffers.get_buffer(TILE_BUFFER, 1000 + step))
         places[-1][0] = step
     assert [place[0] for place in places] == [4, 3, 4, 3, 4]
     assert log[:3] == ["step 0", "use a", "use b"]
@@ -96,7 +96,10 @@ def test_a_buffer_is_filled_again_when_its_copies_are_done(pinned: list[int]) ->
 
 def test_all_that_a_tile_is_written_from_takes_turns(pinned: list[int]) -> None:
     buffers = buffers_for("a")
-    rounds = [[buffers.get(name, 5000) for name in (TILE, STAGING, CAST)] for _ in range(3)]
+    rounds = [
+        [buffers.get_buffer(name, 5000) for name in (TILE_BUFFER, STAGING_BUFFER, CAST_BUFFER)]
+        for _ in range(3)
+    ]
     addresses = [
         [torch.frombuffer(view, dtype=torch.uint8).data_ptr() for view in one] for one in rounds
     ]
@@ -109,8 +112,8 @@ def test_places_are_those_of_the_buffer_in_turn(pinned: list[int]) -> None:
     buffers = buffers_for("a")
     pattern = Pattern(((0, 2), (10, 3)))
     for step in range(4):
-        buffer = buffers.get(TILE, 100)
-        for _, views in buffers.places(pattern, buffer):
+        buffer = buffers.get_buffer(TILE_BUFFER, 100)
+        for _, views in buffers.list_views(pattern, buffer):
             for view in views:
                 view[:] = bytes([step]) * len(view)
         assert bytes(buffer[:2]) == bytes(buffer[10:13])[:2] == bytes([step]) * 2
@@ -120,14 +123,14 @@ def test_memory_is_bounded(pinned: list[int]) -> None:
     buffers = buffers_for("a")
     for size in (1, 100_000, 3 << 20, MOST, 5, 16 << 20, MOST + 1):
         for _ in range(IN_TURN):
-            assert len(buffers.get(TILE, size)) >= size
-            assert len(buffers.get(CAST, 2 * size)) >= 2 * size
+            assert len(buffers.get_buffer(TILE_BUFFER, size)) >= size
+            assert len(buffers.get_buffer(CAST_BUFFER, 2 * size)) >= 2 * size
     assert max(pinned) == MOST
     assert sum(turn.nbytes for turn in buffers._turns) <= IN_TURN * (MOST + 2 * MOST)
     held = [view for turn in buffers._turns for view in turn._buffers.values()]
     assert sum(len(view) for view in held if hasattr(view.obj, "tensor")) <= IN_TURN * MOST
     assert 16 * IN_TURN * MOST <= 300 << 20
-    tile = buffers.get(TILE, MOST)
+    tile = buffers.get_buffer(TILE_BUFFER, MOST)
     assert hasattr(tile.obj, "tensor")  # whatever was cast before
 
 
@@ -145,7 +148,7 @@ def test_without_pinned_memory_it_is_pageable(
     say_once.cache_clear()
     buffers = buffers_for("a")
     for _ in range(3):
-        assert len(buffers.get(TILE, 5000)) >= 5000
+        assert len(buffers.get_buffer(TILE_BUFFER, 5000)) >= 5000
     assert capsys.readouterr().err.count("CUDA error: out of memory") == 1
 
 
@@ -155,7 +158,7 @@ def test_streams_begin_behind_all_others_and_are_waited_for(
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: log.append(f"settle {device}"))
     tensors = cast(list[torch.Tensor], [Tensor("a"), Tensor("host", is_cuda=False), Tensor("a")])
     with pytest.raises(KeyError), device_buffers(tensors) as make:
-        make().get(TILE, 10)
+        make().get_buffer(TILE_BUFFER, 10)
         weakref.finalize(pinned_tensors[0], log.append, "free")
         pinned_tensors.clear()
         raise KeyError

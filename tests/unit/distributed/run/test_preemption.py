@@ -16,7 +16,7 @@ from ckptctl.distributed.background import async_save
 from ckptctl.distributed.run.manager import CheckpointManager
 from ckptctl.distributed.saving.save import write
 from ckptctl.errors import CkptError, RefusedError, StorageError, UsageError
-from ckptctl.storage.threads import terminable
+from ckptctl.storage.threads import raise_on_sigterm
 from ckptctl.tree import TreePath
 
 STATE = {"w": torch.ones(2)}
@@ -142,7 +142,7 @@ def test_whoever_took_over_a_signal_keeps_it(tmp_path: Path) -> None:
         signal.signal(signal.SIGTERM, later)
     assert signal.getsignal(signal.SIGTERM) is later
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    with terminable():
+    with raise_on_sigterm():
         manager = CheckpointManager(tmp_path, preemption=[signal.SIGTERM])
         manager.close()
         signal.signal(signal.SIGTERM, later)

@@ -21,7 +21,7 @@ from ckptctl.distributed.saving.save_options import SaveOptions
 from ckptctl.ranks.coordinator import Alone
 from ckptctl.storage import threads
 from ckptctl.storage.execution.execution_options import Execution, ExecutionOptions
-from ckptctl.storage.execution.executor import execute
+from ckptctl.storage.execution.executor import execute_plan
 from tests.integration.saving_ranks import stock_load
 
 cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
@@ -67,7 +67,7 @@ def test_every_kind_of_tensor(device: str, name: str) -> None:
         source = DeviceMemory(tensor, DeviceReader(64))
         found = bytearray()
         for start in range(0, tensor.nbytes, step):
-            found += source.view(start, min(step, tensor.nbytes - start))
+            found += source.view_memory(start, min(step, tensor.nbytes - start))
         assert bytes(found) == expected, step
 
 
@@ -82,7 +82,7 @@ def test_whatever_is_asked_for(asked: list[tuple[int, int, int]]) -> None:
     for which, first, count in asked:
         start, stop = first * 64, min((first + count) * 64, 20 * 64)
         assert (
-            bytes(sources[which].view(start, stop - start))
+            bytes(sources[which].view_memory(start, stop - start))
             == row_major_bytes(tensors[which])[start:stop]
         )
 
@@ -105,14 +105,14 @@ def test_the_next_block_is_asked_for_before_this_one_is_used(
 ) -> None:
     copied = fetches(monkeypatch)
     source = DeviceMemory(torch.zeros(1000, dtype=torch.uint8), DeviceReader(256))
-    source.view(0, 128)
+    source.view_memory(0, 128)
     assert copied == [(0, 256), (256, 256)]
-    source.view(128, 128)
+    source.view_memory(128, 128)
     assert len(copied) == 2
-    source.view(256, 128)
+    source.view_memory(256, 128)
     assert copied[2:] == [(512, 256)]
     for start in range(384, 1000, 128):
-        source.view(start, min(128, 1000 - start))
+        source.view_memory(start, min(128, 1000 - start))
     assert copied[3:] == [(768, 232)]
 
 
@@ -122,7 +122,7 @@ def test_nothing_is_fetched_in_vain_where_threads_take_turns(
     copied = fetches(monkeypatch)
     source = DeviceMemory(torch.zeros(10_000, dtype=torch.uint8), DeviceReader(1024))
     for start in range(256, 10_000, 512):
-        source.view(start, min(256, 10_000 - start))
+        source.view_memory(start, min(256, 10_000 - start))
     assert sum(nbytes for _, nbytes in copied) <= 5000
 
 
@@ -135,7 +135,7 @@ def test_each_thread_has_blocks_of_its_own() -> None:
     def work(number: int) -> None:
         for _ in range(20):
             for start in range(0, 4096, 128):
-                view = sources[number].view(start, 128)
+                view = sources[number].view_memory(start, 128)
                 if bytes(view) != row_major_bytes(tensors[number][start : start + 128]):
                     wrong.append(number)
 
@@ -173,17 +173,20 @@ def test_blocks_take_no_more_memory_than_they_may(
 
     def noted(plan: Any, root: Path, how: ExecutionOptions, *rest: Any, **more: Any) -> Execution:
         made.append(how)
-        return execute(plan, root, how, *rest, **more)
+        return execute_plan(plan, root, how, *rest, **more)
 
-    monkeypatch.setattr(threads, "cores", lambda: 32)
+    monkeypatch.setattr(threads, "count_cores", lambda: 32)
     state = {"w": torch.ones(100)}
     for host in (device_memory.HOST, "another"):
         monkeypatch.setattr(device_memory, "HOST", host)
         options = SaveOptions(jobs=jobs, execute=noted, sync=False)
         write(state, tmp_path / host, Alone(), options)
     here, there = made
-    assert (here.jobs, there.jobs) == (jobs or threads.MOST, jobs or device_memory.MOST)
-    assert 2 * there.threads * there.limits().widest <= options.memory == here.memory
+    assert (here.jobs, there.jobs) == (
+        jobs or threads.MAX_DEFAULT_THREADS,
+        jobs or device_memory.MOST,
+    )
+    assert 2 * there.threads * there.compute_limits().widest <= options.memory == here.memory
 
 
 @cuda
@@ -201,7 +204,7 @@ def test_memory_that_cannot_be_pinned(
     say_once.cache_clear()
     tensor = torch.arange(1000, device="cuda")
     source = DeviceMemory(tensor, DeviceReader(512))
-    found = b"".join(bytes(source.view(start, 128)) for start in range(0, 7936, 128))
+    found = b"".join(bytes(source.view_memory(start, 128)) for start in range(0, 7936, 128))
     assert found == row_major_bytes(tensor)[:7936]
     assert "cannot pin host memory" in capsys.readouterr().err
 

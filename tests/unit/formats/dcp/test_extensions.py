@@ -104,9 +104,9 @@ def test_each_item_is_decompressed_once(
 
     def counted(files: SourceFiles, name: str, offset: int, nbytes: int) -> Iterator[bytes]:
         begun.append(offset)
-        return zstd.decompressed(files, name, offset, nbytes)
+        return zstd.iterate_decompressed(files, name, offset, nbytes)
 
-    monkeypatch.setattr(unpacked, "decompressed", counted)
+    monkeypatch.setattr(unpacked, "iterate_decompressed", counted)
     contents = []
     for jobs, kept in ((1, 64), (4, 64), (4, 1)):
         begun.clear()
@@ -201,7 +201,7 @@ def test_the_bytes_of_another_chunk(
     monkeypatch.setattr(unpacked, "MOST_MORE", 0)
     with pytest.raises(UnsupportedError, match="too long"):
         ckptctl.convert(source, tmp_path / "out", to="dcp", include=["*scale"])
-    monkeypatch.setattr(zstd, "MAX_UNPACKED", 10)
+    monkeypatch.setattr(zstd, "MAX_DECOMPRESSED_BYTES", 10)
     with pytest.raises(UnsupportedError, match="more than 10 bytes"):
         ckptctl.load(like(STATE), source)
 
@@ -232,7 +232,7 @@ def test_a_window_that_is_too_large_is_no_damage(tmp_path: Path) -> None:
     content = stream.compress(bytes(99)) + stream.flush()
     (tmp_path / "a").write_bytes(content)
     with source_files(tmp_path) as files, pytest.raises(UnsupportedError, match="too large"):
-        list(zstd.decompressed(files, "a", 0, len(content)))
+        list(zstd.iterate_decompressed(files, "a", 0, len(content)))
 
 
 def test_no_room_for_temporary_files(

@@ -36,7 +36,7 @@ from ckptctl.formats.dcp.metadata import (
 )
 from ckptctl.formats.dcp.metadata_scan import Scanner
 from ckptctl.formats.dcp.metadata_writer import encode, encode_tensors
-from ckptctl.storage.pickles.pickle_reader import loads
+from ckptctl.storage.pickles.pickle_reader import load_pickle
 from tests.sweeps import one_in
 
 SHARED, MANY, OWN = "sizes are shared", "many ranks", "many ranks, objects are shared"
@@ -101,7 +101,7 @@ def of_several() -> Metadata:
 
 
 def slowly(raw: bytes) -> Decoded:
-    root = loads(raw, where="here", table=TABLE)
+    root = load_pickle(raw, where="here", table=TABLE)
     return Decoded(leaves_of(root, "here"), origin_of(root))
 
 
@@ -117,14 +117,14 @@ def outcome(read: Any, *arguments: Any) -> object:
 def test_entries_taken_as_wholes_are_what_the_opcodes_say(data: Path, name: str) -> None:
     raw = pickle_of(data, name)
     scanner = Scanner()
-    loads(raw, where="here", table=TABLE, hook=scanner)
+    load_pickle(raw, where="here", table=TABLE, hook=scanner)
     assert scanner.entries > 30
     assert decode(raw, "here") == slowly(raw)
 
 
 def test_names_and_objects_of_a_rank_interrupt_nothing(data: Path) -> None:
     scanner = Scanner()
-    loads(pickle_of(data, SEVERAL), where="here", table=TABLE, hook=scanner)
+    load_pickle(pickle_of(data, SEVERAL), where="here", table=TABLE, hook=scanner)
     assert scanner.entries == 40 + 60 - 2, "the first chunk and place are read by opcodes"
 
 
@@ -134,7 +134,7 @@ def test_what_frames_cut_through_is_all_that_is_read_opcode_by_opcode(
 ) -> None:
     raw = pickle_of(data, name)
     scanner = Scanner()
-    loads(raw, where="here", table=TABLE, hook=scanner)
+    load_pickle(raw, where="here", table=TABLE, hook=scanner)
     assert raw.count(b"\x95") > 1
     assert scanner.entries > 0.95 * 2 * (150 + 150 + 75)
 

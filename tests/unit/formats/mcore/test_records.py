@@ -14,7 +14,7 @@ from ckptctl import families, formats
 from ckptctl.errors import CkptError, MappingError, UnsupportedError
 from ckptctl.facts import MEGATRON
 from ckptctl.facts.megatron_files import arguments_of, run_config
-from ckptctl.storage.yaml_text import dumped, parsed
+from ckptctl.storage.yaml_text import dump_yaml, parse_yaml
 from tests.checkpoints.mcore import write
 
 FAMILY = families.family("llama3")
@@ -57,7 +57,7 @@ def tensors() -> dict[str, torch.Tensor]:
 def bridge(folder: Path, tensors: dict[str, torch.Tensor], **told: Any) -> Path:
     """Write a checkpoint as Megatron-Bridge does: without arguments, beside ``run_config.yaml``."""
     saved = write(folder / "iter_0000010", tensors)
-    (saved / "run_config.yaml").write_bytes(dumped(run_config(FAMILY, CONFIG | told)))
+    (saved / "run_config.yaml").write_bytes(dump_yaml(run_config(FAMILY, CONFIG | told)))
     return saved
 
 
@@ -222,7 +222,7 @@ def test_a_tied_model_is_known_by_its_record(tmp_path: Path) -> None:
     shapes = {name: shape for name, shape in SHAPES.items() if name != "output_layer.weight"}
     shapes |= {f"decoder.layers.{i}.self_attention.linear_qkv.bias": (48,) for i in range(2)}
     saved = write(tmp_path / "iter_0000010", {n: torch.ones(s) for n, s in shapes.items()})
-    (saved / "run_config.yaml").write_bytes(dumped(run_config(family, told)))
+    (saved / "run_config.yaml").write_bytes(dump_yaml(run_config(family, told)))
     found = ckptctl.inspect(saved)
     assert (found.model_type, found.layout) == ("qwen2", "mcore")
 
@@ -235,13 +235,13 @@ def test_records_travel_to_another_checkpoint(
     told = {**args, "params_dtype": torch.bfloat16}
     saved = write(tmp_path / "run" / "iter_0000010", tensors, told)
     yaml = {**run_config(FAMILY, CONFIG), "train": {"train_iters": 5}, "scheduler": {"end": 0.5}}
-    (saved / "run_config.yaml").write_bytes(dumped(yaml) + b"dataset: !!python/name:os.system\n")
+    (saved / "run_config.yaml").write_bytes(dump_yaml(yaml) + b"dataset: !!python/name:os.system\n")
     found = ckptctl.convert(saved, tmp_path / "out", to="mcore", dtype="bfloat16")
     left = [note for note in found.plan.notes if "plain values" in note]
     assert ["`params_dtype`" in left[0], "`dataset`" in left[1]] == [True, True]
     common = torch.load(tmp_path / "out" / "release" / "common.pt", weights_only=False)
     new = {"tensor_model_parallel_size": 1, "bf16": True, "padded_vocab_size": 32}
     assert vars(common["args"]) == args | new
-    written = parsed((tmp_path / "out" / "release" / "run_config.yaml").read_text(), "")
+    written = parse_yaml((tmp_path / "out" / "release" / "run_config.yaml").read_text(), "")
     model = run_config(FAMILY, CONFIG, dtype="bfloat16", padded=32)["model"]
     assert written == {**yaml, "model": model}

@@ -8,7 +8,7 @@ import pytest
 
 from ckptctl.catalog import Box, Extent, TensorEntry
 from ckptctl.formats.shared.replicas import CopyComparison
-from ckptctl.storage.compare import WINDOW
+from ckptctl.storage.compare import WINDOW_BYTES
 from ckptctl.storage.files import source_files
 
 
@@ -39,9 +39,9 @@ def test_recorded_checksums_are_enough_and_others_are_read(
 
 
 def test_large_copies_are_not_read_unless_asked(tmp_path: Path) -> None:
-    size = WINDOW + 1
+    size = WINDOW_BYTES + 1
     (tmp_path / "a").write_bytes(bytes(size))
-    (tmp_path / "b").write_bytes(bytes(WINDOW) + b"\1")
+    (tmp_path / "b").write_bytes(bytes(WINDOW_BYTES) + b"\1")
     with source_files(tmp_path) as files:
         found = CopyComparison(files)
         assert found.is_same(tensor("a", size), tensor("b", size), "w")

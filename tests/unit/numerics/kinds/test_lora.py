@@ -44,7 +44,7 @@ def read(made, pieces, every=1):
     view, start = memoryview(found), 0
     root = computed.inputs[0].root
     with source_files(root) as files:
-        virtual = OpenFiles({"//x": computed, **others}, lambda _: files).reader(root)
+        virtual = OpenFiles({"//x": computed, **others}, lambda _: files).create_reader(root)
         while start < len(found):
             size = min(pieces, len(found) - start)
             virtual.readv("//x", [view[start : start + size]], start)

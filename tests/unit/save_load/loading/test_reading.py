@@ -16,7 +16,7 @@ from ckptctl.save_load.loading.reading import prepare
 from ckptctl.save_load.loading.state_mapping import StateMapping, Target, Wanted, map_state
 from ckptctl.save_load.saving.local_shards import TensorMeta
 from ckptctl.storage.execution.execution_options import Execution, ExecutionOptions
-from ckptctl.storage.execution.executor import execute
+from ckptctl.storage.execution.executor import execute_plan
 from tests.checkpoints import rename, save_hf, tiny_llama, to_meta_names
 
 QUERY = "layers.0.attention.wq.weight"
@@ -31,7 +31,7 @@ def _read(mapping: StateMapping, name: str, box: Box, full: torch.Tensor) -> Exe
     plan = prepare(mapping, wanted, cast=False).plan(wanted)
     how = ExecutionOptions(checksum=False)
     views = {memory_name("0"): memoryview(memory)}
-    done = execute(plan, Path(plan.source_root), how, lambda _: None, memory=views)
+    done = execute_plan(plan, Path(plan.source_root), how, lambda _: None, memory=views)
     cuts = tuple(slice(o, o + s) for o, s in zip(box.offsets, box.sizes, strict=True))
     found = torch.frombuffer(memory, dtype=full.dtype).view(box.sizes)
     assert torch.equal(found, full[cuts])

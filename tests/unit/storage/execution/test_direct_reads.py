@@ -15,8 +15,8 @@ from ckptctl.errors import DamagedError
 from ckptctl.planner.plan import Record
 from ckptctl.storage.execution import run_files
 from ckptctl.storage.execution.execution_options import ExecutionOptions
-from ckptctl.storage.execution.executor import execute
-from ckptctl.storage.page_cache import cold
+from ckptctl.storage.execution.executor import execute_plan
+from ckptctl.storage.page_cache import is_mostly_uncached
 from tests.transfers import stored, target
 from tests.unit.storage.execution.test_memory import plan
 from tests.unit.storage.test_page_cache import drop
@@ -38,7 +38,7 @@ def content(tmp_path: Path) -> Iterator[bytes]:
 
 def is_cold(path: Path) -> bool:
     with path.open("rb") as file:
-        return cold(file.fileno())
+        return is_mostly_uncached(file.fileno())
 
 
 def read(folder: Path, begin: int, size: int, how: ExecutionOptions = DIRECT) -> bytes:
@@ -51,7 +51,7 @@ def read(folder: Path, begin: int, size: int, how: ExecutionOptions = DIRECT) ->
         [],
         folder,
     )
-    done = execute(moved, folder, how, lambda _: None, memory={name: memoryview(memory)})
+    done = execute_plan(moved, folder, how, lambda _: None, memory={name: memoryview(memory)})
     assert done.bytes_read == size
     return bytes(memory)
 
@@ -73,7 +73,7 @@ def test_without_the_option_the_cache_is_filled(tmp_path: Path, content: bytes) 
 def test_short_ranges_are_read_through_the_cache(
     tmp_path: Path, content: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.delattr(run_files, "past_cache")
+    monkeypatch.delattr(run_files, "enable_direct_reads")
     assert read(tmp_path, 70_000, 1000) == content[70_000:71_000]
 
 
@@ -84,14 +84,14 @@ def refused(descriptor: int) -> None:
 def test_where_there_are_no_direct_reads(
     tmp_path: Path, content: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(run_files, "past_cache", refused)
+    monkeypatch.setattr(run_files, "enable_direct_reads", refused)
     assert read(tmp_path, 5, SIZE - 5) == content[5:]
 
 
 def test_a_direct_read_that_fails_is_done_again(
     tmp_path: Path, content: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(run_files, "PAGE", 512 - 100)  # nothing is aligned
+    monkeypatch.setattr(run_files, "PAGE_BYTES", 512 - 100)  # nothing is aligned
     assert read(tmp_path, 5, SIZE - 5) == content[5:]
 
 

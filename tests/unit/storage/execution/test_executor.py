@@ -26,7 +26,7 @@ from ckptctl.storage import arithmetic
 from ckptctl.storage.crc import crc32
 from ckptctl.storage.execution import execution_options, worker
 from ckptctl.storage.execution.execution_options import ExecutionOptions
-from ckptctl.storage.execution.executor import execute
+from ckptctl.storage.execution.executor import execute_plan
 from ckptctl.storage.sources import Sources
 from ckptctl.storage.unfinished import UnfinishedWorkError
 from tests.transfers import regrouped, stored, target
@@ -145,7 +145,7 @@ class Case:
             assert threading.current_thread() is threading.main_thread()
             self.progress += nbytes
 
-        return execute(plan, self.out, ExecutionOptions(**options), count, journal)
+        return execute_plan(plan, self.out, ExecutionOptions(**options), count, journal)
 
     def check(self, plan, done, checksum=True):
         data = (self.out / "all.bin").read_bytes()
@@ -193,7 +193,7 @@ def test_large_tensors_are_split(case, jobs):
     rows = ((0,), (1,))
     case.add((9000, 1024), rows, rows, lambda data: data)
     plan = case.plan()
-    tiles = list(copies.lower(plan.transfers[0], plan.records, ExecutionOptions().limits()))
+    tiles = list(copies.lower(plan.transfers[0], plan.records, ExecutionOptions().compute_limits()))
     assert [tile.nbytes for tile in tiles] == [16 << 20, (9000 << 11) - (16 << 20)]
     case.check(plan, case.run(plan, jobs=jobs))
 
@@ -216,7 +216,7 @@ def test_torch_keeps_its_thread_count(tmp_path, monkeypatch):
     monkeypatch.setattr(blocks, "FEW_RUNS", 512)
     before = torch.get_num_threads()
     seen: set[int] = set()
-    cast, permute = arithmetic.cast, arithmetic.permute
+    cast, permute = arithmetic.cast_elements, arithmetic.permute_elements
 
     def watching(function):
         def watched(*args):
@@ -228,12 +228,12 @@ def test_torch_keeps_its_thread_count(tmp_path, monkeypatch):
 
         return watched
 
-    monkeypatch.setattr(worker, "cast", watching(cast))
-    monkeypatch.setattr(worker, "permute", watching(permute))
+    monkeypatch.setattr(worker, "cast_elements", watching(cast))
+    monkeypatch.setattr(worker, "permute_elements", watching(permute))
     cases = [Case(tmp_path / name) for name in ("a", "b")]
     plans = [case.everything() for case in cases]
     runs = [
-        threading.Thread(target=execute, args=(plan, case.out, ExecutionOptions(jobs=2), bool))
+        threading.Thread(target=execute_plan, args=(plan, case.out, ExecutionOptions(jobs=2), bool))
         for plan, case in zip(plans, cases, strict=True)
     ]
     for run in runs:
@@ -410,13 +410,13 @@ def test_an_interrupt_stops_the_run(case):
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        execute(plan, case.out, ExecutionOptions(), interrupt)
+        execute_plan(plan, case.out, ExecutionOptions(), interrupt)
     assert not set(threading.enumerate()) - before
 
 
 def interrupted(case, plan, monkeypatch, after):
     """Run until *after* tiles are done and journaled; then fail."""
-    real = worker.Worker.do
+    real = worker.Worker.execute_unit
     done = []
 
     def do(self, unit):
@@ -429,7 +429,7 @@ def interrupted(case, plan, monkeypatch, after):
         return real(self, unit)
 
     with monkeypatch.context() as patch:
-        patch.setattr(worker.Worker, "do", do)
+        patch.setattr(worker.Worker, "execute_unit", do)
         patch.setattr("ckptctl.storage.execution.lanes.BATCH_UNITS", 1)
         with pytest.raises(StorageError, match="injected"):
             case.run(plan, jobs=1, journal=case.journal, journal_every=1, resume=True)
@@ -439,13 +439,13 @@ def interrupted(case, plan, monkeypatch, after):
 def units_done(monkeypatch):
     """Return a list that grows by the name of each unit that is done from now on."""
     redone = []
-    real = worker.Worker.do
+    real = worker.Worker.execute_unit
 
     def do(self, unit):
         redone.append((unit.transfer, unit.number))
         return real(self, unit)
 
-    monkeypatch.setattr(worker.Worker, "do", do)
+    monkeypatch.setattr(worker.Worker, "execute_unit", do)
     return redone
 
 
@@ -480,12 +480,12 @@ def test_a_unit_with_other_numbers_of_checksums_is_done_again(case, monkeypatch,
 @pytest.mark.parametrize("jobs", [2, 12])
 def test_a_host_with_other_cores_and_devices_goes_on_where_another_stopped(case, monkeypatch, jobs):
     """Fewer threads have larger tiles: those of the run that began the journal hold."""
-    monkeypatch.setattr(execution_options, "ARITHMETIC", 1 << 14)
+    monkeypatch.setattr(execution_options, "ARITHMETIC_BYTES", 1 << 14)
     plan = case.everything()
     begun = [(unit.transfer, unit.number) for unit in interrupted(case, plan, monkeypatch, 4)]
-    assert ExecutionOptions(jobs=1).limits() != ExecutionOptions(jobs=jobs).limits()
+    assert ExecutionOptions(jobs=1).compute_limits() != ExecutionOptions(jobs=jobs).compute_limits()
     whole = {name: replace(one, device=one.device + 1) for name, one in plan.sources.items()}
-    monkeypatch.setattr(Sources, "check", lambda _: None)
+    monkeypatch.setattr(Sources, "require_unchanged", lambda _: None)
     redone = units_done(monkeypatch)
     how = {"jobs": jobs, "journal": case.journal, "resume": True, "journal_every": 1}
     done = case.run(replace(plan, sources=whole), **how)
@@ -497,7 +497,7 @@ def test_resume_without_checksums_reads_nothing_again(case, monkeypatch):
     plan = case.everything()
     how = {"journal": case.journal, "checksum": False, "journal_every": 1}
     case.run(plan, **how)
-    monkeypatch.setattr("ckptctl.storage.execution.run_files.OutputFiles.crc", None)
+    monkeypatch.setattr("ckptctl.storage.execution.run_files.OutputFiles.compute_crc", None)
     assert case.run(plan, resume=True, **how).resumed_bytes > 0
 
 
@@ -539,7 +539,7 @@ def test_a_run_that_cannot_be_resumed_starts_over(case, monkeypatch, spoil):
     elif spoil == "raw":
         os.utime(case.source / "config.json", ns=(1, 1))
     elif spoil == "version":
-        monkeypatch.setattr("ckptctl.storage.execution.journal.VERSION", 1)
+        monkeypatch.setattr("ckptctl.storage.execution.journal.JOURNAL_VERSION", 1)
     else:
         resume = False
     if spoil in ("digest", "checksum", "source", "raw", "version"):
@@ -594,7 +594,7 @@ def test_little_memory_is_for_few_threads(monkeypatch: pytest.MonkeyPatch) -> No
     assert ExecutionOptions(memory=512 << 10).threads == 8
     assert ExecutionOptions(memory=1).threads == 1
     assert ExecutionOptions(jobs=16, memory=512 << 10).threads == 16
-    of_few, of_many = (ExecutionOptions(jobs=jobs).limits() for jobs in (2, 64))
-    assert ExecutionOptions(jobs=64).threads_within(of_many) == 64
-    assert ExecutionOptions(jobs=64).threads_within(of_few) == 7
-    assert ExecutionOptions(memory=1).threads_within(of_few) == 1
+    of_few, of_many = (ExecutionOptions(jobs=jobs).compute_limits() for jobs in (2, 64))
+    assert ExecutionOptions(jobs=64).count_threads_within(of_many) == 64
+    assert ExecutionOptions(jobs=64).count_threads_within(of_few) == 7
+    assert ExecutionOptions(memory=1).count_threads_within(of_few) == 1

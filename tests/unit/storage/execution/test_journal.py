@@ -12,21 +12,21 @@ import pytest
 from ckptctl.errors import StorageError
 from ckptctl.planner.copying.tile import Limits
 from ckptctl.storage.crc import crc32
-from ckptctl.storage.execution.journal import Done, Journal
+from ckptctl.storage.execution.journal import FinishedUnit, Journal
 from ckptctl.storage.unfinished import UnfinishedWorkError
 
 HEADER = {"digest": "abc", "checksum": True}
 LIMITS = Limits(tile=128 << 10)
-FIRST = [Done(0, 0, [1, 2], []), Done(3, 7, [5], [6])]
-SECOND = [Done(4, 0, [9], [], (1, 0, 2), (0.5, 0.25, 3e300))]
+FIRST = [FinishedUnit(0, 0, [1, 2], []), FinishedUnit(3, 7, [5], [6])]
+SECOND = [FinishedUnit(4, 0, [9], [], (1, 0, 2), (0.5, 0.25, 3e300))]
 
 
 @pytest.fixture
 def path(tmp_path):
     path = tmp_path / "journal"
     with Journal(path, HEADER, LIMITS, resume=False) as journal:
-        journal.append(FIRST)
-        journal.append(SECOND)
+        journal.append_units(FIRST)
+        journal.append_units(SECOND)
     return path
 
 
@@ -109,8 +109,8 @@ def test_absurd_limits_are_refused(path, limits):
 def test_appending_after_a_torn_line(path):
     path.write_bytes(path.read_bytes()[:-3])
     with Journal(path, HEADER, LIMITS, resume=True) as journal:
-        journal.append([Done(8, 8, [8], [8])])
-    assert reopened(path) == [*FIRST, Done(8, 8, [8], [8])]
+        journal.append_units([FinishedUnit(8, 8, [8], [8])])
+    assert reopened(path) == [*FIRST, FinishedUnit(8, 8, [8], [8])]
 
 
 def test_what_another_plan_left_is_not_touched(path):
@@ -139,7 +139,7 @@ def test_the_units_are_those_of_whoever_began_it(path):
         assert journal.limits == LIMITS
         journal.restart()
         assert journal.limits == Limits(tile=64 << 10)
-        journal.append(FIRST)
+        journal.append_units(FIRST)
     with Journal(path, HEADER, LIMITS, resume=True) as journal:
         assert journal.limits == Limits(tile=64 << 10)
 
@@ -152,7 +152,7 @@ def test_a_restarted_journal_can_be_appended_to(path):
     with Journal(path, HEADER, LIMITS, resume=True) as journal:
         journal.restart()
         assert journal.done == {}
-        journal.append(SECOND)
+        journal.append_units(SECOND)
     assert reopened(path) == SECOND
 
 
@@ -170,7 +170,7 @@ def test_failures_are_reported(path, monkeypatch, name):
     with Journal(path, HEADER, LIMITS, resume=True) as journal:
         monkeypatch.setattr(os, name, failing)
         with pytest.raises(StorageError, match="EIO"):
-            journal.append(FIRST)
+            journal.append_units(FIRST)
 
 
 def test_nothing_is_appended_once_it_is_closed(path):
@@ -179,7 +179,7 @@ def test_nothing_is_appended_once_it_is_closed(path):
     before = path.read_bytes()
     with path.with_name("other").open("w+b", buffering=0) as other:
         assert other.fileno() == journal._descriptor, "the number was given away again"
-        journal.append([Done(8, 8, [8], [8])])
+        journal.append_units([FinishedUnit(8, 8, [8], [8])])
         assert other.read() == b""
     assert path.read_bytes() == before
 
@@ -197,7 +197,7 @@ def test_closing_does_not_take_the_descriptor_from_a_write_that_hangs(path, monk
     opened = len(os.listdir("/proc/self/fd"))
     with Journal(path, HEADER, LIMITS, resume=True) as journal:
         monkeypatch.setattr(os, "fsync", fsync)
-        thread = threading.Thread(target=journal.append, args=(SECOND,))
+        thread = threading.Thread(target=journal.append_units, args=(SECOND,))
         thread.start()
         assert hanging.wait(5)
     free.set()
@@ -211,5 +211,5 @@ def test_a_long_header_survives_a_restart(path):
     for resume in (False, True):
         with Journal(path, header, LIMITS, resume=resume) as journal:
             journal.restart()
-            journal.append(FIRST)
+            journal.append_units(FIRST)
     assert reopened(path, header) == FIRST

@@ -13,7 +13,14 @@ from ckptctl.planner.balance import lanes
 from ckptctl.planner.copying.tile import Tile
 from ckptctl.planner.plan import Plan, Transfer
 from ckptctl.planner.strided import Strided
-from ckptctl.storage.execution.lanes import BATCH_BYTES, PER_FILE, Lane, Lanes, Unit, most_threads
+from ckptctl.storage.execution.lanes import (
+    BATCH_BYTES,
+    THREADS_PER_FILE,
+    Lane,
+    LaneScheduler,
+    Unit,
+    count_useful_threads,
+)
 from ckptctl.storage.files import MemoryFiles
 from tests.transfers import stored, target
 
@@ -29,9 +36,9 @@ def plan(*targets: tuple[str, ...], source: str = "s", dtype: str = "uint8") -> 
 @pytest.mark.parametrize(
     ("what", "expected"),
     [
-        (plan(("a",)), PER_FILE),
-        (plan(("a",), ("a", "b")), 2 * PER_FILE),
-        (plan(("a",), ("a",)), PER_FILE),
+        (plan(("a",)), THREADS_PER_FILE),
+        (plan(("a",), ("a", "b")), 2 * THREADS_PER_FILE),
+        (plan(("a",), ("a",)), THREADS_PER_FILE),
         (plan(("a",), dtype="float32"), 16),
         (plan((memory_name("x"),)), 16),
     ],
@@ -39,13 +46,13 @@ def plan(*targets: tuple[str, ...], source: str = "s", dtype: str = "uint8") -> 
 def test_as_many_threads_write_a_file_as_gain_by_it(what: Plan, expected: int) -> None:
     (numbers,) = lanes(what, checks=True)
     memory = {memory_name("x")}
-    assert most_threads(what, memory, 16, numbers) == expected
-    assert most_threads(what, memory, 2, numbers) == 2
+    assert count_useful_threads(what, memory, 16, numbers) == expected
+    assert count_useful_threads(what, memory, 2, numbers) == 2
 
 
 def test_threads_that_would_not_gain_end() -> None:
-    work = Lanes([Lane(iter(()), most=2)], 3, None)
-    crew = [work._claim() for _ in range(3)]
+    work = LaneScheduler([Lane(iter(()), max_workers=2)], 3, None)
+    crew = [work._claim_lane() for _ in range(3)]
     assert crew[0] is crew[1] is not None and crew[2] is None
 
 
@@ -56,10 +63,10 @@ def simulated(files: int, threads: int, most: int) -> tuple[float, int]:
     """Do so many lanes of equal units, each of which takes 1; return the time and lanes at once."""
     size = BATCH_BYTES
     unit = Unit(0, 0, Tile(size, (), (), (), True), MemoryFiles(b"", Path()))
-    work = Lanes(
+    work = LaneScheduler(
         [Lane(repeat(unit, UNITS), most, UNITS * size) for _ in range(files)], threads, None
     )
-    crew = [work.units() for _ in range(threads)]
+    crew = [work.iterate_batches() for _ in range(threads)]
     events = [(0.0, number) for number in range(threads)]
     end, open_lanes = 0.0, 0
     while events:
@@ -67,7 +74,7 @@ def simulated(files: int, threads: int, most: int) -> tuple[float, int]:
         end = max(end, time)
         if next(crew[number], None) is not None:
             heappush(events, (time + 1, number))
-        open_lanes = max(open_lanes, len(work._busy))
+        open_lanes = max(open_lanes, len(work._active_lanes))
     return end, open_lanes
 
 
@@ -75,10 +82,10 @@ def simulated(files: int, threads: int, most: int) -> tuple[float, int]:
     ("files", "threads"), [(9, 8), (9, 16), (17, 16), (16, 12), (3, 2), (1, 4), (40, 16), (5, 1)]
 )
 def test_threads_end_at_about_the_same_time(files: int, threads: int) -> None:
-    end, _ = simulated(files, threads, PER_FILE)
+    end, _ = simulated(files, threads, THREADS_PER_FILE)
     assert end <= files * UNITS / threads + 2
 
 
 def test_few_lanes_are_open_at_a_time() -> None:
-    _, at_once = simulated(100, 8, PER_FILE)
+    _, at_once = simulated(100, 8, THREADS_PER_FILE)
     assert at_once <= 2 * 8

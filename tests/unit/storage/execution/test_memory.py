@@ -18,7 +18,7 @@ from ckptctl.file_identity import FileIdentity
 from ckptctl.planner.plan import OutputFile, Plan, Record, TargetBox, Transfer
 from ckptctl.planner.strided import Strided
 from ckptctl.storage.execution.execution_options import ExecutionOptions
-from ckptctl.storage.execution.executor import execute
+from ckptctl.storage.execution.executor import execute_plan
 from ckptctl.storage.files import source_files
 from tests.transfers import stored, target
 
@@ -32,7 +32,7 @@ def plan(
     sources: dict[str, FileIdentity] = {}
     if not source.name.startswith("/"):
         with source_files(root) as known:
-            sources[source.name] = known.identity(source.name)
+            sources[source.name] = known.read_identity(source.name)
     checked = frozenset([(0, source.name)])
     return Plan(
         root, sources, Path(), False, tuple(files), (record,), (transfer,), (), "", checked=checked
@@ -55,7 +55,7 @@ def test_memory_becomes_a_file_with_its_checksum(tmp_path: Path, size: int) -> N
         [output("out", size)],
         tmp_path,
     )
-    done = execute(
+    done = execute_plan(
         moved, tmp_path, FAST, lambda _: None, memory={memory_name("a"): memoryview(content)}
     )
     assert (tmp_path / "out").read_bytes() == content
@@ -71,7 +71,9 @@ def test_rows_with_gaps_are_gathered(tmp_path: Path) -> None:
         [output("out", 70)],
         tmp_path,
     )
-    execute(moved, tmp_path, FAST, lambda _: None, memory={memory_name("a"): memoryview(content)})
+    execute_plan(
+        moved, tmp_path, FAST, lambda _: None, memory={memory_name("a"): memoryview(content)}
+    )
     expected = bytes(20 * row + 2 * column for row in range(10) for column in range(7))
     assert (tmp_path / "out").read_bytes() == expected
 
@@ -89,7 +91,9 @@ def test_a_file_fills_memory_and_nothing_beside(
         [],
         tmp_path,
     )
-    execute(moved, tmp_path, FAST, lambda _: None, memory={memory_name("a"): memoryview(memory)})
+    execute_plan(
+        moved, tmp_path, FAST, lambda _: None, memory={memory_name("a"): memoryview(memory)}
+    )
     steps = strides or (7, 1)
     expected = bytearray(b"\xa5" * 500)
     for row in range(10):
@@ -114,7 +118,7 @@ def test_filled_memory_is_released_after_the_run(tmp_path: Path, source: str) ->
     gc.disable()
     try:
         memory = {memory_name("a"): memoryview(buffer)}
-        execute(moved, tmp_path, FAST, lambda _: None, memory=memory)
+        execute_plan(moved, tmp_path, FAST, lambda _: None, memory=memory)
         assert bytes(buffer) == bytes(100)
         del buffer, memory
         assert released() is None
@@ -131,12 +135,14 @@ def test_what_is_read_whole_is_checked(tmp_path: Path, size: int) -> None:
     into = target(memory_name("a"), 0, [size], 0)
     record = Record("t", memory_name("a"), 0, size)
     views = {memory_name("a"): memoryview(memory)}
-    execute(plan(source, into, record, [], tmp_path), tmp_path, FAST, lambda _: None, memory=views)
+    execute_plan(
+        plan(source, into, record, [], tmp_path), tmp_path, FAST, lambda _: None, memory=views
+    )
     assert memory == content
     (extent,) = source.extents
     wrong = replace(source, extents=(replace(extent, crc32=1),))
     with pytest.raises(DamagedError, match="does not match"):
-        execute(
+        execute_plan(
             plan(wrong, into, record, [], tmp_path), tmp_path, FAST, lambda _: None, memory=views
         )
 
@@ -151,5 +157,5 @@ def test_what_others_wrote_stays(tmp_path: Path) -> None:
         tmp_path,
     )
     views = {memory_name("a"): memoryview(b"abcd")}
-    execute(moved, tmp_path, replace(FAST, shared=True), lambda _: None, memory=views)
+    execute_plan(moved, tmp_path, replace(FAST, shared=True), lambda _: None, memory=views)
     assert {item.name for item in tmp_path.iterdir()} == {"other", "out"}

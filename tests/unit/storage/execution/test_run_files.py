@@ -33,7 +33,7 @@ def opened(kind: str, folder: Path) -> tuple[RunFiles, ByteSource]:
     virtual = {NAMES["computed"]: rearranged(folder, Strided.whole(entry))}
     memory = {NAMES["memory"]: HostMemory(memoryview(bytearray(CONTENT)))}
     made = RunFiles(virtual, lambda _: files, folder, memory)
-    return made, made.source(files, NAMES[kind])
+    return made, made.open_source(files, NAMES[kind])
 
 
 @pytest.mark.parametrize("kind", NAMES)
@@ -43,13 +43,13 @@ def test_every_kind_reads_the_same(tmp_path: Path, kind: str) -> None:
     source.read_into(333, [memoryview(part) for part in parts], 2071)
     assert b"".join(parts) == CONTENT[333 : 333 + 2071]
     room = memoryview(bytearray(300))
-    assert not source.gather([(9_990, 10, 0), (5, 200, 90), (205, 10, 290)], room)
+    assert not source.read_pieces([(9_990, 10, 0), (5, 200, 90), (205, 10, 290)], room)
     assert bytes(room) == CONTENT[9_990:] + bytes(80) + CONTENT[5:215]
     assert (files.bytes_read == 0) == (kind == "memory")
-    seen = source.view(40, 60)
+    seen = source.view_memory(40, 60)
     assert (seen is None) == (kind != "memory") and (seen is None or seen == CONTENT[40:100])
     assert (source.descriptor is None) == (kind != "local")
-    assert source.together == (kind == "computed")
+    assert source.batches_pieces == (kind == "computed")
     files.close()
 
 
@@ -58,7 +58,7 @@ def test_gathering_reads_across_gaps_with_few_calls(
     tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     files, source = opened(kind, tmp_path)
-    monkeypatch.setattr(computed, "GAP", 5)
+    monkeypatch.setattr(computed, "MAX_GAP_BYTES", 5)
     monkeypatch.setattr(computed, "IOV_MAX", 8)
     calls = []
     read_into = source.read_into
@@ -71,7 +71,7 @@ def test_gathering_reads_across_gaps_with_few_calls(
     monkeypatch.setattr(source, "read_into", counted)
     offsets = [3, 6, 12, 40, 38, *range(100, 120, 4)]
     room = memoryview(bytearray(3 * len(offsets)))
-    source.gather([(offset, 3, 3 * n) for n, offset in enumerate(offsets)], room)
+    source.read_pieces([(offset, 3, 3 * n) for n, offset in enumerate(offsets)], room)
     assert bytes(room) == b"".join(CONTENT[offset : offset + 3] for offset in offsets)
     assert calls == [(3, 12), (40, 3), (38, 3), (100, 15), (116, 3)]
     files.close()
@@ -82,11 +82,11 @@ def test_a_file_that_ends_early_is_damaged(tmp_path: Path, kind: str) -> None:
     files, source = opened(kind, tmp_path)
     (tmp_path / "in").write_bytes(b"short")
     if kind == "remote":
-        source = files.source(MemoryFiles(b"short", tmp_path), "in")
+        source = files.open_source(MemoryFiles(b"short", tmp_path), "in")
     with pytest.raises(DamagedError, match="truncated"):
         source.read_into(0, [memoryview(bytearray(100))], 100)
     with pytest.raises(DamagedError, match="truncated"):
-        source.gather([(0, 100, 0)], memoryview(bytearray(100)))
+        source.read_pieces([(0, 100, 0)], memoryview(bytearray(100)))
 
 
 def test_sinks_take_what_is_written(tmp_path: Path) -> None:
@@ -96,10 +96,10 @@ def test_sinks_take_what_is_written(tmp_path: Path) -> None:
     )
     (tmp_path / "out").write_bytes(bytes(8))
     for name in ("out", "/memory/0"):
-        sink = files.sink(name)
+        sink = files.open_sink(name)
         sink.write(3, memoryview(b"abc"))
         assert sink.checksummed == (sink.descriptor is not None) == (name == "out")
-        assert (sink.view(0, 8) is None) == (name == "out")
+        assert (sink.view_memory(0, 8) is None) == (name == "out")
     assert (tmp_path / "out").read_bytes() == memory == b"\0\0\0abc\0\0"
     files.close()
 
@@ -107,13 +107,13 @@ def test_sinks_take_what_is_written(tmp_path: Path) -> None:
 def test_a_file_that_was_closed_is_opened_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(run_files, "MAX_OPEN", 2)
+    monkeypatch.setattr(run_files, "MAX_OPEN_FILES", 2)
     files = LocalFiles(tmp_path)
     made = RunFiles({}, lambda _: files, tmp_path, {})
     room = memoryview(bytearray(1))
     for name in "abc":
         (tmp_path / name).write_text(name)
     for name in "abcabc":
-        made.source(files, name).read_into(0, [room], 1)
+        made.open_source(files, name).read_into(0, [room], 1)
         assert bytes(room).decode() == name
     made.close()

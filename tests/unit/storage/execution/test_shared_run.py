@@ -55,12 +55,12 @@ def carry_out(case, plan, ranks, **options):
             PlanRun(plan, case.out, how, stack, share=share_of(plan, how.checksum, rank, ranks))
             for rank in range(ranks)
         ]
-        runs[0].output.create()
+        runs[0].output.create_files()
         for run in reversed(runs):
-            assert run.output.intact()
-            run.fill(count)
-        runs[0].finish([run.books() for run in runs[1:]])
-        return runs[0].result()
+            assert run.output.are_intact()
+            run.fill_files(count)
+        runs[0].finish_shared_plan([run.export_entries() for run in runs[1:]])
+        return runs[0].build_result()
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 7, 40])
@@ -95,16 +95,16 @@ def test_a_share_that_nobody_did(case):
     how = ExecutionOptions(jobs=1)
     with ExitStack() as stack:
         run = PlanRun(plan, case.out, how, stack, share=share_of(plan, True, 0, 2))
-        run.output.create()
-        run.fill(lambda _: None)
+        run.output.create_files()
+        run.fill_files(lambda _: None)
         with pytest.raises(CkptError, match="not written completely"):
-            run.finish([])
+            run.finish_shared_plan([])
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 5, 64])
 def test_every_tile_has_one_owner(case, ranks):
     plan = plan_of(case)
-    limits = ExecutionOptions(**SMALL).limits()
+    limits = ExecutionOptions(**SMALL).compute_limits()
     shares = [share_of(plan, True, rank, ranks) for rank in range(ranks)]
     for number, transfer in enumerate(plan.transfers):
         tiles = list(lower(transfer, plan.records, limits, plan.checked_by(number)))
@@ -126,11 +126,11 @@ def test_files_of_one_rank_are_finished_by_it(case):
     with ExitStack() as stack:
         shares = [share_of(plan, True, rank, 2) for rank in range(2)]
         runs = [PlanRun(plan, case.out, how, stack, share=share) for share in shares]
-        runs[0].output.create()
+        runs[0].output.create_files()
         for run in runs:
-            run.fill(lambda _: None)
-        assert runs[0].books().finished == []
-        assert runs[1].books().finished == ["sub/config.json"]
+            run.fill_files(lambda _: None)
+        assert runs[0].export_entries().finished == []
+        assert runs[1].export_entries().finished == ["sub/config.json"]
         assert zlib.crc32((case.out / "all.bin").read_bytes()[:4]) == zlib.crc32(bytes(4))
 
 

@@ -13,7 +13,7 @@ import torch
 from ckptctl.errors import DamagedError
 from ckptctl.planner.copying import copies
 from ckptctl.storage.execution.execution_options import ExecutionOptions
-from ckptctl.storage.execution.executor import execute
+from ckptctl.storage.execution.executor import execute_plan
 from tests.unit.storage.execution.test_executor import Case, identity, interrupted
 
 HEADS, PAIRS, WIDTH = 8, 16, 256
@@ -47,7 +47,7 @@ def case(tmp_path):
 @pytest.mark.parametrize("checksum", [True, False])
 def test_any_number_of_threads_writes_the_same(case, jobs, checksum):
     plan = case.plan()
-    limits = ExecutionOptions(jobs=jobs, **SMALL).limits()
+    limits = ExecutionOptions(jobs=jobs, **SMALL).compute_limits()
     units = [
         list(copies.lower(one, plan.records, limits, plan.checked_by(number)))
         for number, one in enumerate(plan.transfers)
@@ -97,6 +97,6 @@ def test_a_run_that_is_interrupted_leaves_them_unfinished(case, monkeypatch):
 
     monkeypatch.setattr(os, "pwrite", slow)
     with pytest.raises(KeyboardInterrupt):
-        execute(plan, case.out, ExecutionOptions(jobs=1, **SMALL), interrupt)
+        execute_plan(plan, case.out, ExecutionOptions(jobs=1, **SMALL), interrupt)
     assert not any(thread.name == "ckptctl-worker" for thread in threading.enumerate())
     assert 0 < len(written) < steps

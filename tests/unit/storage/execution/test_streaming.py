@@ -22,8 +22,8 @@ from ckptctl.errors import ChangedError, DamagedError
 from ckptctl.planner.plan import CrcOf, OutputFile, Plan, Record, Transfer
 from ckptctl.planner.strided import Strided
 from ckptctl.storage.execution.execution_options import ExecutionOptions
-from ckptctl.storage.execution.executor import execute
-from ckptctl.storage.execution.streaming import stream
+from ckptctl.storage.execution.executor import execute_plan
+from ckptctl.storage.execution.streaming import stream_plan
 from tests.transfers import stored, target
 from tests.unit.storage.execution.test_memory import plan
 
@@ -85,8 +85,8 @@ def tensors(order: random.Random) -> tuple[Plan, dict[str, memoryview]]:
 def test_files_are_those_of_a_parallel_run(tmp_path: Path, seed: int, checksum: bool) -> None:
     made, memory = tensors(random.Random(seed))
     how, store = replace(HOW, checksum=checksum), Store()
-    execute(made, tmp_path, how, lambda _: None, memory=memory)
-    stream(made, store.create, how, memory)
+    execute_plan(made, tmp_path, how, lambda _: None, memory=memory)
+    stream_plan(made, store.create, how, memory)
     assert store.files == {name: (tmp_path / name).read_bytes() for name in ("x", "y")}
 
 
@@ -101,7 +101,7 @@ def test_headers_may_come_before_what_they_hold_checksums_of() -> None:
     source, into = stored(name, [len(content)]), target("x", 4, [len(content)], 0)
     record, file = Record("t", "x", 4, len(content)), OutputFile("x", 4 + len(content), frame)
     made = plan(source, into, record, [file], Path())
-    stream(made, store.create, replace(HOW, pace=done.append), {name: memoryview(content)})
+    stream_plan(made, store.create, replace(HOW, pace=done.append), {name: memoryview(content)})
     assert store.files == {"x": zlib.crc32(content).to_bytes(4, "little") + content}
     assert sum(done) == len(content) and max(done) <= 1 << 20
 
@@ -112,15 +112,15 @@ def test_sources_are_compared_with_their_checksums_and_may_not_change(tmp_path: 
     file = OutputFile("x", 4, lambda _: itertools.repeat((4, b""), 1))
     made = plan(source, target("x", 0, [4], 0), Record("t", "x", 0, 4), [file], tmp_path)
     store = Store()
-    stream(made, store.create, replace(HOW, checksum=False))
+    stream_plan(made, store.create, replace(HOW, checksum=False))
     assert store.files == {"x": b"abcd"}
     with (tmp_path / "in").open("r+b") as changed:
         changed.write(b"b")
     with pytest.raises(ChangedError):
-        stream(made, store.create, HOW)
+        stream_plan(made, store.create, HOW)
     wrong = plan(source, target("x", 0, [4], 0), Record("t", "x", 0, 4), [file], tmp_path)
     with pytest.raises(DamagedError, match="does not match"):
-        stream(wrong, store.create, replace(HOW, checksum=False))
+        stream_plan(wrong, store.create, replace(HOW, checksum=False))
 
 
 def test_an_interrupt_ends_the_thread_that_writes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -141,5 +141,5 @@ def test_an_interrupt_ends_the_thread_that_writes(monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(Future, "result", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        stream(made, store.create, replace(HOW, pace=pace), {name: memoryview(content)})
+        stream_plan(made, store.create, replace(HOW, pace=pace), {name: memoryview(content)})
     assert not store.files

@@ -15,7 +15,7 @@ import pytest
 from ckptctl.errors import StorageError
 from ckptctl.storage import threads
 from ckptctl.storage.execution.execution_options import ExecutionOptions
-from ckptctl.storage.execution.executor import execute
+from ckptctl.storage.execution.executor import execute_plan
 from ckptctl.storage.execution.run_files import LocalSink
 from ckptctl.storage.threads import Supervisor
 from tests.unit.storage.execution.test_executor import Case
@@ -24,14 +24,14 @@ from tests.unit.storage.execution.test_executor import Case
 @pytest.fixture
 def hesitating(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let threads be interrupted before they say what they failed of."""
-    ended = Supervisor.ended
+    ended = Supervisor.report_end
 
     def later(self, error, *args):
         time.sleep(0.2 if error else 0)
         ended(self, error, *args)
 
-    monkeypatch.setattr(Supervisor, "ended", later)
-    monkeypatch.setattr(threads, "PATIENCE", 0)
+    monkeypatch.setattr(Supervisor, "report_end", later)
+    monkeypatch.setattr(threads, "JOIN_SECONDS", 0)
 
 
 @pytest.mark.usefixtures("hesitating")
@@ -84,7 +84,7 @@ def test_a_descriptor_that_cannot_be_closed_ends_the_run(tmp_path, monkeypatch, 
 
     def run():
         with pytest.raises(StorageError, match=r"close.*EIO"):
-            execute(plan, case.out, ExecutionOptions(jobs=jobs), lambda _: None)
+            execute_plan(plan, case.out, ExecutionOptions(jobs=jobs), lambda _: None)
         ended.set()
 
     threading.Thread(target=run, daemon=True).start()
@@ -97,10 +97,10 @@ def test_nothing_is_over_before_its_error_is_known():
 
     def leave():
         with pytest.raises(StorageError) as caught:
-            watcher.watch(lambda: True, lambda: 0, seen.append)
+            watcher.watch_until(lambda: True, lambda: 0, seen.append)
         seen.append(caught.value)
 
     error = StorageError("injected")
-    watcher.ended(error, leave)
+    watcher.report_end(error, leave)
     assert seen == [error]
     assert watcher.stop.is_set()

@@ -21,10 +21,18 @@ from hypothesis import strategies as st
 
 from ckptctl.errors import CkptError, DamagedError, UnsafePickleError, UnsupportedError
 from ckptctl.storage.pickles import pickle_reader
-from ckptctl.storage.pickles.inert import MAX_DEPTH, Builder, Global, Inert, Size, check_tree, walk
-from ckptctl.storage.pickles.pickle_reader import loads
+from ckptctl.storage.pickles.inert import (
+    MAX_DEPTH,
+    Builder,
+    Global,
+    Inert,
+    Size,
+    check_tree,
+    walk_values,
+)
+from ckptctl.storage.pickles.pickle_reader import load_pickle
 from ckptctl.storage.pickles.torch_globals import TORCH_TABLE
-from ckptctl.storage.pickles.torch_tensors import StorageRef, storage_id
+from ckptctl.storage.pickles.torch_tensors import StorageRef, parse_storage_id
 from tests import effort, hostile
 from tests.sweeps import one_in
 
@@ -54,7 +62,7 @@ OBJECTS = st.recursive(
 
 
 def read(data, **options):
-    return loads(data, where="file", table=TORCH_TABLE, **options)
+    return load_pickle(data, where="file", table=TORCH_TABLE, **options)
 
 
 @given(OBJECTS, st.integers(2, 5))
@@ -109,7 +117,7 @@ def test_code_never_runs(name, unknown, tmp_path):
         assert "at byte" in error.why
     else:
         assert unknown == "inert"
-        assert any(isinstance(node, Inert) for node in walk(found))
+        assert any(isinstance(node, Inert) for node in walk_values(found))
     assert not marker.exists()
 
 
@@ -231,7 +239,7 @@ def test_what_is_trained_holds_far_fewer_objects_than_are_refused(protocol, monk
             content = archive.read("archive/data.pkl")
         storages = {}
         read(content, persistent_load=lambda pid, known=storages: known.setdefault(
-            pid[2], StorageRef(*storage_id(pid))
+            pid[2], StorageRef(*parse_storage_id(pid))
         ))  # fmt: skip
 
 
@@ -284,11 +292,14 @@ def test_every_truncation_is_damaged(seed):
 def test_builders_constants_and_persistent_ids():
     table = {("m", "f"): Builder(lambda a, b: [a, b]), ("m", "c"): 7}
     data = b"\x80\x02cm\nf\ncm\nc\nX\x01\0\0\0pQ\x86R."
-    assert loads(data, where="x", table=table, persistent_load=lambda pid: pid * 2) == [7, "pp"]
+    assert load_pickle(data, where="x", table=table, persistent_load=lambda pid: pid * 2) == [
+        7,
+        "pp",
+    ]
     with pytest.raises(UnsafePickleError, match="external object"):
-        loads(data, where="x", table=table)
+        load_pickle(data, where="x", table=table)
     with pytest.raises(UnsupportedError):
-        loads(b"\x80\x02cm\nc\n)R.", where="x", table=table)
+        load_pickle(b"\x80\x02cm\nc\n)R.", where="x", table=table)
 
 
 def test_python2_module_names_are_translated():
@@ -299,19 +310,19 @@ def test_python2_module_names_are_translated():
 def test_records_are_keys_by_value():
     make = b"cm\nIndex\n)\x81}X\x03\0\0\0fqnX\x01\0\0\0%csb"
     data = b"\x80\x02}(" + make % b"a" + b"K\x01" + make % b"b" + b"K\x02u."
-    found = loads(data, where="x", table={}, unknown="inert")
+    found = load_pickle(data, where="x", table={}, unknown="inert")
     key = Inert("m", "Index", newobj=True)
     key.build({"fqn": "b"})
     assert found[key] == 2
     twice = b"\x80\x02}(" + make % b"a" + b"K\x01" + make % b"a" + b"K\x02u."
     with pytest.raises(UnsupportedError, match="pickle"):
-        loads(twice, where="x", table={}, unknown="inert")
+        load_pickle(twice, where="x", table={}, unknown="inert")
 
 
 def test_a_key_cannot_change_afterwards():
     data = b"\x80\x02cm\nK\n)\x81q\x00}h\x00K\x01s0h\x00}b."
     with pytest.raises(UnsupportedError, match="after use as a key"):
-        loads(data, where="x", table={}, unknown="inert")
+        load_pickle(data, where="x", table={}, unknown="inert")
 
 
 def test_trees_are_bounded():
@@ -329,7 +340,7 @@ def test_trees_are_bounded():
 def test_walk_reaches_everything_once():
     shared = ["s"]
     record = Inert("m", "n", args=(shared, "arg"), state={"k": "state"})
-    found = [n for n in walk({"a": [record, shared]}) if isinstance(n, str)]
+    found = [n for n in walk_values({"a": [record, shared]}) if isinstance(n, str)]
     assert sorted(found) == ["arg", "s", "state"]
 
 

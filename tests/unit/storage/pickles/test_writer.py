@@ -14,8 +14,8 @@ from hypothesis import given
 
 from ckptctl import dtypes
 from ckptctl.errors import RefusedError
-from ckptctl.storage.pickles.pickle_reader import loads
-from ckptctl.storage.pickles.pickle_writer import StorageTensor, dumps
+from ckptctl.storage.pickles.pickle_reader import load_pickle
+from ckptctl.storage.pickles.pickle_writer import StorageTensor, dump_pickle
 from ckptctl.storage.pickles.torch_globals import TORCH_TABLE
 from tests import effort
 from tests.unit.storage.pickles.test_reader import LEAVES, OBJECTS
@@ -29,7 +29,7 @@ def torch_pickle(obj):
 
 @given(OBJECTS)
 def test_plain_objects_survive(obj):
-    assert pickle.loads(dumps(obj)) == obj
+    assert pickle.loads(dump_pickle(obj)) == obj
 
 
 PLAIN = {
@@ -53,7 +53,7 @@ PLAIN = {
 @pytest.mark.parametrize("name", PLAIN)
 def test_bytes_are_those_of_the_c_pickler(name):
     obj = {name: PLAIN[name]}
-    assert dumps(obj) == pickle.dumps(obj, 2)
+    assert dump_pickle(obj) == pickle.dumps(obj, 2)
 
 
 @pytest.mark.filterwarnings("ignore:ComplexHalf support")
@@ -73,21 +73,21 @@ def test_tensors_are_written_as_torch_writes_them():
     stored["t"] = StorageTensor(key[2], 80, "float32", 0, (5, 4), (1, 5))
     stored["deep"] = StorageTensor(key[3], 9600, "float32", 0, (2, 2, 2, 300), (1200, 600, 300, 1))
     leaves = {name: PLAIN[name] for name in ("lr", "flags", "tuples", "odict", "bytes")}
-    assert dumps(stored | leaves) == torch_pickle(tensors | leaves)
+    assert dump_pickle(stored | leaves) == torch_pickle(tensors | leaves)
 
 
 def test_one_tensor_and_a_tied_one():
     tensor = torch.arange(3.0)
     stored = StorageTensor("0", 12, "float32", 0, (3,), (1,))
-    assert dumps(stored) == torch_pickle(tensor)
-    assert dumps({"a": stored, "b": [stored]}) == torch_pickle({"a": tensor, "b": [tensor]})
+    assert dump_pickle(stored) == torch_pickle(tensor)
+    assert dump_pickle({"a": stored, "b": [stored]}) == torch_pickle({"a": tensor, "b": [tensor]})
 
 
 @pytest.mark.parametrize("leaf", LEAVES, ids=lambda leaf: type(leaf).__name__)
 @pytest.mark.parametrize("protocol", [2, 4, 5])
 def test_leaves_survive_reading_and_writing(leaf, protocol):
-    found = loads(pickle.dumps(leaf, protocol), where="x", table=TORCH_TABLE)
-    back = pickle.loads(dumps({"leaf": found}))["leaf"]
+    found = load_pickle(pickle.dumps(leaf, protocol), where="x", table=TORCH_TABLE)
+    back = pickle.loads(dump_pickle({"leaf": found}))["leaf"]
     assert type(back) is type(leaf)
     if isinstance(leaf, io.BytesIO):
         assert back.getvalue() == leaf.getvalue()
@@ -103,16 +103,16 @@ def test_module_metadata_survives():
     state = torch.nn.BatchNorm1d(2).state_dict()
     plain = collections.OrderedDict((name, 1) for name in state)
     plain._metadata = state._metadata
-    found = loads(pickle.dumps(plain), where="x", table=TORCH_TABLE)
-    back = pickle.loads(dumps(found))
+    found = load_pickle(pickle.dumps(plain), where="x", table=TORCH_TABLE)
+    back = pickle.loads(dump_pickle(found))
     assert back._metadata == state._metadata
     assert back == plain
 
 
 def test_a_shared_leaf_stays_one():
     date = datetime.date(2024, 1, 2)
-    found = loads(pickle.dumps([date, date], 2), where="x", table=TORCH_TABLE)
-    back = pickle.loads(dumps(found))
+    found = load_pickle(pickle.dumps([date, date], 2), where="x", table=TORCH_TABLE)
+    back = pickle.loads(dump_pickle(found))
     assert back == [date, date]
     assert back[0] is back[1]
 
@@ -121,7 +121,7 @@ def test_shared_and_cyclic_containers():
     shared = [1]
     cycle: list[object] = [shared, shared]
     cycle.append(cycle)
-    found = pickle.loads(dumps(cycle))
+    found = pickle.loads(dump_pickle(cycle))
     assert found[0] is found[1]
     assert found[2] is found
 
@@ -129,7 +129,7 @@ def test_shared_and_cyclic_containers():
 @pytest.mark.parametrize("value", [object(), torch.float32, np.float32(1), pickle, len])
 def test_other_objects_are_refused(value):
     with pytest.raises(RefusedError, match="cannot be written"):
-        dumps({"a": [value]})
+        dump_pickle({"a": [value]})
 
 
 def test_too_deep_is_refused():
@@ -137,14 +137,14 @@ def test_too_deep_is_refused():
     for _ in range(5000):
         deep = [deep]
     with pytest.raises(RefusedError, match="deeply"):
-        dumps(deep)
+        dump_pickle(deep)
 
 
 def test_sets_do_not_depend_on_the_process():
     names = [str(i) for i in range(50)]
     shuffled = names[:]
     random.Random(1).shuffle(shuffled)
-    assert dumps(set(names)) == dumps(set(shuffled))
+    assert dump_pickle(set(names)) == dump_pickle(set(shuffled))
 
 
 def test_work_and_bytes_grow_with_the_tensors_and_no_faster():
@@ -153,6 +153,6 @@ def test_work_and_bytes_grow_with_the_tensors_and_no_faster():
             f"model.layers.{i}.weight": StorageTensor(str(i), 32, "bfloat16", 0, (4, 4), (4, 1))
             for i in range(count)
         }
-        assert len(dumps(state)) < count * 130
+        assert len(dump_pickle(state)) < count * 130
 
     assert effort.growth(work, 1000) < 2.1

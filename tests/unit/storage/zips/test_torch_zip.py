@@ -20,7 +20,7 @@ from torch._subclasses import FakeTensorMode
 from ckptctl import dtypes
 from ckptctl.errors import CkptError, DamagedError, FormatError, UnsafePickleError, UnsupportedError
 from ckptctl.storage.files import source_files
-from ckptctl.storage.pickles.pickle_writer import StorageTensor, dumps
+from ckptctl.storage.pickles.pickle_writer import StorageTensor, dump_pickle
 from ckptctl.storage.zips.items import read_item_tensor
 from ckptctl.storage.zips.zip_reader import KEEPING_TABLE, StoredTensor, read_archive
 from ckptctl.storage.zips.zip_writer import lay_out
@@ -61,7 +61,7 @@ def stored_state(tensors):
 def write(path, tensors, *, base=0, checksums=True, folder="archive"):
     blocks = [raw_bytes(tensor.detach()) for tensor in tensors.values()]
     storages = [(str(i), len(block)) for i, block in enumerate(blocks)]
-    layout = lay_out(dumps(stored_state(tensors)), storages, base=base, folder=folder)
+    layout = lay_out(dump_pickle(stored_state(tensors)), storages, base=base, folder=folder)
     whole = bytearray(base + layout.size)
     for offset, block in zip(layout.data_offsets, blocks, strict=True):
         assert (offset - base) % 64 == 0
@@ -153,7 +153,7 @@ class TestWriting:
         assert len(torch.load(tmp_path / "a.pth", weights_only=True)) == len(dtypes.BY_NAME)
 
     def test_no_storage_at_all(self, tmp_path):
-        layout = lay_out(dumps({"step": 3}), [])
+        layout = lay_out(dump_pickle({"step": 3}), [])
         (tmp_path / "a").write_bytes(b"".join(piece for _, piece in layout.frame([])))
         assert torch.load(tmp_path / "a", weights_only=True) == {"step": 3}
         assert zipfile.ZipFile(tmp_path / "a").testzip() is None
@@ -166,7 +166,9 @@ class TestWriting:
             f"t{i}": StorageTensor(str(i), n, "uint8", 0, (n,), (1,)) for i, n in enumerate(sizes)
         }
         path = tmp_path / "big.pth"
-        layout = lay_out(dumps(state), [(str(i), n) for i, n in enumerate(sizes)], folder="big")
+        layout = lay_out(
+            dump_pickle(state), [(str(i), n) for i, n in enumerate(sizes)], folder="big"
+        )
         with path.open("wb") as file:
             file.truncate(layout.size)
             for offset, piece in layout.frame([0] * len(sizes)):
@@ -204,7 +206,7 @@ class TestWriting:
     def test_more_than_65535_entries(self, tmp_path):
         count = 66_000
         state = [StorageTensor(str(i), 1, "uint8", 0, (1,), (1,)) for i in range(count)]
-        layout = lay_out(dumps(state), [(str(i), 1) for i in range(count)])
+        layout = lay_out(dump_pickle(state), [(str(i), 1) for i in range(count)])
         whole = bytearray(layout.size)
         for offset, piece in layout.frame([zlib.crc32(b"\0")] * count):
             whole[offset : offset + len(piece)] = piece
@@ -218,7 +220,7 @@ class TestWriting:
         assert [t.offset for t in found.root] == list(layout.data_offsets)
 
     def test_an_item_is_little_work(self):
-        pickled = dumps(StorageTensor("0", 256, "float32", 0, (8, 8), (8, 1)))
+        pickled = dump_pickle(StorageTensor("0", 256, "float32", 0, (8, 8), (8, 1)))
         item = lambda: list(lay_out(pickled, [("0", 256)], base=1500).frame([1]))  # noqa: E731
         item()
         assert effort.lines(item) < 100
@@ -347,7 +349,7 @@ class TestReading:
             "storage_key": "0", "storage_nbytes": 24, "dtype": "float32",
             "offset": 0, "shape": (6,), "strides": (1,),
         }  # fmt: skip
-        layout = lay_out(dumps(StorageTensor(**(good | change))), [("0", 24)])
+        layout = lay_out(dump_pickle(StorageTensor(**(good | change))), [("0", 24)])
         whole = bytearray(layout.size)
         for offset, piece in layout.frame([zlib.crc32(bytes(24))]):
             whole[offset : offset + len(piece)] = piece
@@ -373,7 +375,7 @@ class TestReading:
         assert not marker.exists()
 
     def test_every_zip_trick_is_refused(self, tmp_path):
-        pickled = dumps(StorageTensor("0", 24, "float32", 0, (6,), (1,)))
+        pickled = dump_pickle(StorageTensor("0", 24, "float32", 0, (6,), (1,)))
         (tmp_path / "a.pth").write_bytes(
             hostile.zip_of(hostile.torch_entries(pickled, {"0": bytes(24)}))
         )

@@ -20,8 +20,8 @@ from ckptctl.errors import (
     MappingError,
     UsageError,
 )
-from ckptctl.storage.compare import Tolerance, errors_between
-from ckptctl.storage.tensor_reader import boxes_within
+from ckptctl.storage.compare import Tolerance, compare_windows
+from ckptctl.storage.tensor_reader import split_into_boxes
 from ckptctl.verbs.comparison import values as diff_values
 
 
@@ -161,7 +161,7 @@ def test_recorded_checksums_are_compared_if_asked(tmp_path, state, monkeypatch):
     assert (found.same, found.verdict, found.evidence) == (True, "the same", "data")
     nbytes = 3 * 7 * 5 * 4
     assert (found.by_checksum, found.a.bytes_read, found.b.bytes_read) == (0, nbytes, nbytes)
-    monkeypatch.setattr(diff_values, "errors_between", None)
+    monkeypatch.setattr(diff_values, "compare_windows", None)
     found = ckptctl.diff(a, b, quick=True)
     assert (found.same, found.evidence, found.by_checksum) == (None, "checksums", 3)
     assert found.verdict == "recorded checksums match; data not read"
@@ -235,7 +235,7 @@ def test_what_was_compared_does_not_wait_to_be_collected(tmp_path, monkeypatch):
 @pytest.mark.parametrize("limit", [1, 2, 5, 100])
 def test_parts_tile(shape, limit):
     seen = np.zeros(shape, int)
-    for box in boxes_within(shape, limit):
+    for box in split_into_boxes(shape, limit):
         assert box.numel <= limit
         seen[tuple(slice(o, o + s) for o, s in zip(box.offsets, box.sizes, strict=True))] += 1
     assert (seen == 1).all()
@@ -246,19 +246,19 @@ def test_wide_integers(dtype):
     x = np.array([2**62, 2**62 + 5, 7], dtype)
     y = np.array([2**62 + 1, 2**62 + 5, 3], dtype)
     data = [bytearray(one.tobytes()) for one in (x, y)]
-    found = errors_between(*data, dtype, dtype, Box((10,), (3,)))
+    found = compare_windows(*data, dtype, dtype, Box((10,), (3,)))
     assert (found.count, found.differing, found.max_abs, found.worst) == (3, 2, 4.0, (12,))
-    near = errors_between(*data, dtype, dtype, Box((0,), (3,)), Tolerance(atol=4))
+    near = compare_windows(*data, dtype, dtype, Box((0,), (3,)), Tolerance(atol=4))
     assert (near.differing, near.worst) == (0, (2,))
 
 
 def test_complex_numbers_and_fp8():
     x, y = torch.tensor([1 + 1j]), torch.tensor([4 + 5j])
     data = [bytearray(one.numpy().tobytes()) for one in (x, y)]
-    assert errors_between(*data, "complex64", "complex64", Box((0,), (1,))).max_abs == 5.0
+    assert compare_windows(*data, "complex64", "complex64", Box((0,), (1,))).max_abs == 5.0
     x, y = (torch.tensor(v).to(torch.float8_e4m3fn) for v in ([1.0, 2.0], [1.0, 4.0]))
     data = [bytearray(one.view(torch.uint8).numpy().tobytes()) for one in (x, y)]
-    found = errors_between(*data, "float8_e4m3fn", "float8_e4m3fn", Box((0,), (2,)))
+    found = compare_windows(*data, "float8_e4m3fn", "float8_e4m3fn", Box((0,), (2,)))
     assert (found.differing, found.max_abs, found.max_rel) == (1, 2.0, 0.5)
 
 

@@ -22,7 +22,7 @@ from ckptctl.errors import (
 )
 from ckptctl.save_load.loading import reading
 from ckptctl.storage.execution.execution_options import Execution
-from ckptctl.storage.execution.executor import execute
+from ckptctl.storage.execution.executor import execute_plan
 from tests.checkpoints import save_dcp, save_hf, save_torch, tiny_llama
 
 KEYS: list[Any] = [
@@ -127,12 +127,12 @@ def test_nothing_but_the_slice_is_read(tmp_path: Path, monkeypatch: pytest.Monke
     read: list[int] = []
 
     def counting(*args: Any, **named: Any) -> Execution:
-        done = execute(*args, **named)
+        done = execute_plan(*args, **named)
         read.append(done.bytes_read)
         return done
 
     save_file({"big": torch.zeros(2048, 1024), "other": torch.zeros(9)}, tmp_path / "a.safetensors")
-    monkeypatch.setattr(reading, "execute", counting)
+    monkeypatch.setattr(reading, "execute_plan", counting)
     state = ckptctl.open(tmp_path / "a.safetensors")
     assert not read and state["big"][5:7].shape == (2, 1024)
     assert read == [2 * 4096]

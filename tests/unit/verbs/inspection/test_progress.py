@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import save_file
 
 from ckptctl.errors import DamagedError
-from ckptctl.storage.threads import one_of_many
+from ckptctl.storage.threads import report_part
 from ckptctl.verbs.inspection.inspect import inspect
 from ckptctl.verbs.inspection.inspect_options import InspectOptions
 from ckptctl.verbs.verification.verify import verify
@@ -43,11 +43,11 @@ def test_a_large_tensor_is_told_of_in_parts(tmp_path, passes):
 
 def test_what_is_not_done_is_told_of_at_the_end():
     told = []
-    with pytest.raises(DamagedError), one_of_many(told.append, 10) as seen:
+    with pytest.raises(DamagedError), report_part(told.append, 10) as seen:
         seen(3)
         raise DamagedError("x")
-    with one_of_many(told.append, 2) as seen:
+    with report_part(told.append, 2) as seen:
         seen(5)
     assert told == [3, 7, 2]
-    with one_of_many(None, 2) as seen:
+    with report_part(None, 2) as seen:
         seen(1)
